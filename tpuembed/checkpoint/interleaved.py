@@ -1,13 +1,17 @@
 """Rows that are dealt out in turn, as SparseCores and partitioned variables keep them, put back in order.
 
 Of n parts, part m holds the rows m, m + n, m + 2n ... of a table side by side. So a range of rows is one run in each part.
-The runs are read into a buffer of bounded size, from where one strided copy puts them into their places.
+The runs are read into a buffer of bounded size, from where one strided copy puts them into their places. Both the read and
+the copy move every byte at the speed of one core, so that two threads share a long range of rows on a disk.
 """
 
 import dataclasses
+import functools
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 import numpy as np
@@ -25,11 +29,12 @@ class BufferSizes:
     buffer_bytes: int
 
 
-DISK: Final = BufferSizes(512 << 10, 4 << 20)
+DISK: Final = BufferSizes(512 << 10, 2 << 20)
 """Runs and blocks so long that the calls for them hardly count, and still in a processor's cache."""
 STORE: Final = BufferSizes(4 << 20, 64 << 20)
 """Few long requests, all under way at once."""
 
+_SHARED_BYTES: Final = 8 << 20
 _KEPT_BYTES: Final = 5 << 20
 _kept = threading.local()
 
@@ -60,8 +65,29 @@ def read_interleaved(source: Interleaved, start: int, out: Array, read: ReadRuns
         read(source.first_rows(np.zeros(1, np.int64)) + start, [_bytes_of(out)])
     elif len(out) <= source.count:
         _read_single_rows(source, start, out, read)
-    else:
+    elif out.nbytes < _SHARED_BYTES or sizes is not DISK:
         _read_blocks(source, start, out, read, sizes)
+    else:
+        _read_by_two(functools.partial(_read_blocks, source, read=read, sizes=sizes), start, out)
+
+
+def _read_by_two(read_blocks: Callable[[int, Array], None], start: int, out: Array) -> None:
+    """One half here, one in another thread; an error of either is raised when both have stopped writing to `out`."""
+    half = len(out) // 2
+    other = _helpers().submit(read_blocks, start + half, out[half:])
+    try:
+        read_blocks(start, out[:half])
+    finally:
+        other.exception()
+    other.result()
+
+
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tpuembed-rows")
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # a forked process has none of its parent's threads
 
 
 def _read_single_rows(source: Interleaved, start: int, out: Array, read: ReadRuns) -> None:

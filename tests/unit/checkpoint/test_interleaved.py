@@ -3,6 +3,8 @@
 import dataclasses
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,6 +111,39 @@ def test_few_calls_for_a_long_range() -> None:
     stored = deal(table, Dealt(tuple(range(0, 1280, 160)), 4))
     read_interleaved(Dealt(tuple(range(0, 1280, 160)), 4), 0, table, stored.read, BufferSizes(1 << 20, 1 << 20))
     assert stored.calls == 1
+
+
+LONG_ROWS, LONG_PLACES = 70_001, (23_335, 0, 46_669)
+
+
+def test_a_long_range_is_shared_by_two_threads() -> None:
+    table = np.arange(LONG_ROWS * 32, dtype=np.float32).reshape(-1, 32)
+    stored, threads = deal(table, Dealt(LONG_PLACES, 33)), set()
+
+    def read(rows: Array, views: Sequence[memoryview]) -> None:
+        threads.add(threading.get_ident())
+        stored.read(rows, views)
+
+    out = np.zeros_like(table[1:])
+    read_interleaved(Dealt(LONG_PLACES, 33), 1, out, read)
+    np.testing.assert_array_equal(out, table[1:])
+    assert len(threads) == 2
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_an_error_of_either_thread_is_raised_when_nothing_is_written_any_more(here: bool) -> None:
+    out, caller, reading = np.zeros((LONG_ROWS, 32), np.float32), threading.get_ident(), []
+
+    def read(rows: Array, views: Sequence[memoryview]) -> None:
+        if (threading.get_ident() == caller) == here:
+            raise OSError("the disk is gone")
+        reading.append(True)
+        time.sleep(0.05)
+        reading.pop()
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        read_interleaved(Dealt(LONG_PLACES, 32), 0, out, read)
+    assert not reading
 
 
 SCRIPT = """
