@@ -10,6 +10,7 @@ Source: `tf.nn.embedding_lookup_sparse`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["DROPPED", "LookupIds", "PaddedIds", "flatten_ids", "gather_grouped", "pad_ids"]
+__all__ = ["DROPPED", "LookupIds", "PaddedIds", "flatten_ids", "gather_grouped", "merged_shape", "pad_ids"]
 
 Tensor = Any
 
@@ -135,6 +136,7 @@ def flatten_ids(
     combiner: str,
     max_sequence_length: int = 0,
     output_shape: tuple[int | None, ...] | None = None,
+    input_shape: tuple[int | None, ...] | None = None,
     validate: bool = True,
 ) -> LookupIds:
     """One training feature: dense ids are looked up one by one, sparse and ragged ids are combined over their last axis.
@@ -145,7 +147,9 @@ def flatten_ids(
         path: the feature, for messages.
         combiner: sum, mean or sqrtn.
         max_sequence_length: above 0: [batch, max_sequence_length, dim], cut and zero-padded, instead of combining.
-        output_shape: the activation's leading shape, to check and to complete what tracing knows.
+        output_shape: the activation's leading shape, to check and to complete what tracing knows; ragged examples are
+            laid out in it, and kept as sequences where it has room for several rows of each.
+        input_shape: what is known of the ids' shape from elsewhere, to check and to complete in the same way.
         validate: drop negative ids, and check that the weights stand where the ids stand.
 
     Raises:
@@ -154,10 +158,17 @@ def flatten_ids(
     if isinstance(ids, tf.SparseTensor):
         flat = _flatten_sparse(ids, weights, path, combiner, max_sequence_length, validate)
     elif isinstance(ids, tf.RaggedTensor):
-        flat = _flatten_ragged(ids, weights, path, combiner, max_sequence_length, validate)
+        length = max_sequence_length or _ragged_length(ids.shape[0], output_shape, path)
+        flat = _flatten_ragged(ids, weights, path, combiner, length, validate)
     else:
         flat = _flatten_dense(ids, weights, path, max_sequence_length)
-    return flat if output_shape is None else _with_output_shape(flat, output_shape, path)
+    if input_shape is not None:
+        flat = _completed(flat, _leading(flat, input_shape), f"feature {path!r}: build()'s input_shape {input_shape}")
+    if output_shape is None:
+        return flat
+    if isinstance(ids, tf.RaggedTensor):
+        flat = _laid_out(flat, output_shape)
+    return _completed(flat, output_shape, f"feature {path!r}: output_shape {output_shape}")
 
 
 def _flatten_dense(ids: Tensor, weights: Tensor | None, path: str, max_sequence_length: int) -> LookupIds:
@@ -240,7 +251,9 @@ def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length:
     ids, segments = entries.ids, entries.segments
     if max_sequence_length:
         if entries.weights is not None:
-            raise ConfigError(f"feature {path!r}: weights have no meaning with max_sequence_length; drop one")
+            raise ConfigError(
+                f"feature {path!r}: weights have no meaning with max_sequence_length or an output_shape of sequences; drop one"
+            )
         keep = entries.positions < max_sequence_length
         segments = tf.where(keep, segments * max_sequence_length + entries.positions, -1)
     else:
@@ -271,15 +284,71 @@ def _segment_scale(entries: _Entries, segments: Tensor, combiner: str) -> Tensor
     return tf.math.divide_no_nan(weights, tf.gather(denominator, tf.maximum(segments, 0)))
 
 
-def _with_output_shape(flat: LookupIds, output_shape: tuple[int | None, ...], path: str) -> LookupIds:
-    known = tf.TensorShape(flat.static_shape)
-    wanted = tf.TensorShape(output_shape)
-    if not known.is_compatible_with(wanted):
+def _ragged_length(batch: int | None, output_shape: tuple[int | None, ...] | None, path: str) -> int:
+    """The rows of each ragged example that `output_shape` has room for; 0 where it asks for one combined row.
+
+    Source: `serving_embedding_lookup`, which reads an output_shape of as many rows as there are examples as combined rows, one
+    of a multiple as sequences.
+    """
+    if output_shape is None:
+        return 0
+    size = _product(output_shape)
+    if batch is not None and size is not None:
+        return size // batch if size > batch > 0 and size % batch == 0 else 0
+    if len(output_shape) > 1:
         raise ConfigError(
-            f"feature {path!r}: output_shape is {tuple(output_shape)}, the ids give {tuple(flat.static_shape)}; "
-            "a combined feature has its ids' shape without the last dimension, a dense one its ids' shape"
+            f"feature {path!r}: output_shape {output_shape} of {batch or 'an unknown number of'} ragged examples may mean "
+            "combined rows or sequences; make both known (tf.ensure_shape), or set max_sequence_length instead"
         )
-    return dataclasses.replace(flat, static_shape=tuple(known.merge_with(wanted)))
+    return 0
+
+
+def _product(shape: tuple[int | None, ...]) -> int | None:
+    """The size of a shape; None where a dimension is unknown."""
+    known = [size for size in shape if size is not None]
+    return math.prod(known) if len(known) == len(shape) else None
+
+
+def _laid_out(flat: LookupIds, output_shape: tuple[int | None, ...]) -> LookupIds:
+    """Ragged activations in `output_shape` where it has as many; as they are where they do not fit."""
+    if _product(flat.static_shape) is None or _product(flat.static_shape) != _product(output_shape):
+        return flat
+    return dataclasses.replace(flat, shape=tf.constant(output_shape, tf.int64), static_shape=output_shape)
+
+
+def _leading(flat: LookupIds, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The activation's leading shape of ids of `input_shape`: without the axis that is combined, or with its length."""
+    if flat.segments is None:
+        return input_shape
+    return (*input_shape[:-1], *flat.static_shape[max(len(input_shape) - 1, 0) :])
+
+
+def _completed(flat: LookupIds, wanted: tuple[int | None, ...], what: str) -> LookupIds:
+    """`flat` with what `wanted` knows of its shape, checked now or, where tracing does not know, when it runs."""
+    known = flat.static_shape
+    merged = merged_shape(known, wanted, what)
+    new = [(index, size) for index, size in enumerate(wanted) if size is not None and known[index] is None]
+    checks = [
+        tf.debugging.assert_equal(flat.shape[index], tf.constant(size, tf.int64), f"{what}: the ids give another shape")
+        for index, size in new
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        shape = tf.identity(flat.shape) if new else flat.shape
+    return dataclasses.replace(flat, shape=shape, static_shape=merged)
+
+
+def merged_shape(known: tuple[int | None, ...], wanted: tuple[int | None, ...], what: str) -> tuple[int | None, ...]:
+    """What two shapes of one activation know together, without its last dimension.
+
+    Raises:
+        ConfigError: they contradict each other; the message starts with `what`.
+    """
+    if not tf.TensorShape(known).is_compatible_with(wanted):
+        raise ConfigError(
+            f"{what}: the ids give activations of {known}; a combined feature has its ids' shape without the last "
+            "dimension, a dense one its ids' shape; make them equal"
+        )
+    return tuple(tf.TensorShape(known).merge_with(wanted))
 
 
 def gather_grouped(

@@ -149,8 +149,8 @@ def test_features_of_one_group_share_one_gather() -> None:
         (RAGGED, WEIGHTS.to_sparse(), {}, "make both ragged"),
         (RAGGED.to_sparse(), WEIGHTS, {}, "make both sparse"),
         (RAGGED, WEIGHTS, {"max_sequence_length": 2}, "weights have no meaning with max_sequence_length"),
-        (RAGGED, None, {"output_shape": (3,)}, r"output_shape is \(3,\), the ids give \(4,\)"),
-        (RAGGED, None, {"output_shape": (4, 2)}, "output_shape"),
+        (RAGGED, None, {"output_shape": (3,)}, r"output_shape \(3,\): the ids give activations of \(4,\)"),
+        (RAGGED.to_sparse(), None, {"output_shape": (4, 2)}, r"output_shape \(4, 2\): the ids give"),
         (tf.RaggedTensor.from_row_splits(RAGGED, [0, 4]), None, {}, "ragged ids must have rank 2"),
     ],
 )
