@@ -11,17 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends import Backend, choose
+from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import features_from, features_to_dict, optimizer_to_dict, resolve_optimizer
 from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
-from tpuembed.lookup import LookupIds, flatten_ids
 
 __all__ = ["TPUEmbedding"]
-
-_EXACT_INTEGERS = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.float64: 2**53}
 
 
 @keras.saving.register_keras_serializable(package="tpuembed")
@@ -126,12 +124,12 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: `features` or `weights` have another structure than the config.
         """
         structure = self._parts.structure(serving_config)
-        flat, tables = _flatten(structure, features, weights)
+        inputs = _inputs(structure, features, weights)
         if serving_config is None and self.trainable:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
-            activations = self._parts.backend.train(flat, tables, dummy, self)
+            activations = self._parts.backend.train(inputs, dummy, self)
         else:
-            activations = self._parts.backend.lookup(flat, tables)
+            activations = self._parts.backend.lookup(inputs)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
     def compute_output_spec(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:  # noqa: ARG002
@@ -255,54 +253,14 @@ def _check_served(path: str, table: TableConfig, own: Mapping[str, TableConfig])
         )
 
 
-def _flatten(structure: Any, features: Any, weights: Any) -> tuple[list[LookupIds], list[str]]:
-    """The flat ids of every feature, in walking order, and the table of each."""
+def _inputs(structure: Any, features: Any, weights: Any) -> list[FeatureInput]:
+    """Every feature with its ids and weights, in walking order."""
     leaves = list(flatten_up_to(structure, features, "features"))
     if weights is None:
         given: list[Any] = [None] * len(leaves)
     else:
         given = [leaf for _, _, leaf in flatten_up_to(structure, weights, "weights")]
-    flat = [_flatten_one(path, config, ids, w) for (path, config, ids), w in zip(leaves, given, strict=True)]
-    return flat, [config.table.name for _, config, _ in leaves]
-
-
-def _flatten_one(path: str, config: FeatureConfig, ids: Any, weights: Any) -> LookupIds:
-    return flatten_ids(
-        _integer_ids(path, config, ids),
-        weights,
-        path=path,
-        combiner=config.table.combiner,
-        max_sequence_length=config.max_sequence_length,
-        output_shape=config.output_shape,
-        validate=config.validate_weights_and_indices,
-    )
-
-
-def _integer_ids(path: str, config: FeatureConfig, ids: Any) -> Any:
-    """`ids` as int64 of their own kind; a float type that cannot hold every id of the table is refused."""
-    if ids is None:
-        raise ConfigError(f"feature {path!r}: no ids were given; pass a tensor for every feature")
-    if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
-        ids = tf.convert_to_tensor(ids)
-    if ids.shape.rank is None:
-        raise ConfigError(f"feature {path!r}: the rank of its ids is unknown; set their shape (tf.ensure_shape)")
-    dtype = ids.dtype
-    if not (dtype.is_integer or dtype.is_floating):
-        raise ConfigError(f"feature {path!r}: ids must be integers, got {dtype.name}")
-    if dtype.is_floating and config.table.vocabulary_size > _EXACT_INTEGERS.get(dtype, 0):
-        raise ConfigError(
-            f"feature {path!r}: {dtype.name} cannot hold every id of table {config.table.name!r} "
-            f"({config.table.vocabulary_size} rows); pass integer ids"
-        )
-    if dtype == tf.uint64:
-        ids = _map_values(lambda values: tf.minimum(values, tf.int64.max), ids)  # else the highest turn negative
-    return tf.cast(ids, tf.int64)
-
-
-def _map_values(function: Any, ids: Any) -> Any:
-    if isinstance(ids, tf.SparseTensor):
-        return tf.SparseTensor(ids.indices, function(ids.values), ids.dense_shape)
-    return tf.ragged.map_flat_values(function, ids)
+    return [FeatureInput(path, config, ids, w) for (path, config, ids), w in zip(leaves, given, strict=True)]
 
 
 def _output_spec(config: FeatureConfig, ids: Any, dtype: str) -> Any:

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tpuembed.backends.deferred import DeferredBackend
+from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.host import HostBackend
 from tpuembed.backends.table_state import TableState
 from tpuembed.config import TableConfig
 from tpuembed.environment import check_environment
 from tpuembed.errors import ConfigError
-from tpuembed.lookup import LookupIds
 from tpuembed.table_scope import current_source
 
 __all__ = ["Backend", "choose"]
@@ -26,10 +26,10 @@ class Backend(Protocol):
 
     states: Mapping[str, TableState]
 
-    def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Any]:
-        """Activations of `features`, each looked up in its table by name."""
+    def lookup(self, features: Sequence[FeatureInput]) -> list[Any]:
+        """Activations of `features`."""
 
-    def train(self, features: Sequence[LookupIds], tables: Sequence[str], dummy: Any, layer: Any) -> list[Any]:
+    def train(self, features: Sequence[FeatureInput], dummy: Any, layer: Any) -> list[Any]:
         """The same, such that the gradient of `dummy` updates the tables."""
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.table_state import TableState
 from tpuembed.config import TableConfig
-from tpuembed.lookup import LookupIds
 from tpuembed.table_scope import TableSource
 
 __all__ = ["DeferredBackend"]
@@ -23,10 +23,10 @@ class DeferredBackend:
         for table in tables:
             source.register(table)
 
-    def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
-        """Activations of `features`, each in its table."""
-        return self._source.lookup(features, tables)
+    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+        """Activations of `features`."""
+        return self._source.lookup([feature.flatten() for feature in features], [feature.table for feature in features])
 
-    def train(self, features: Sequence[LookupIds], tables: Sequence[str], dummy: Tensor, layer: Any) -> list[Tensor]:  # noqa: ARG002
+    def train(self, features: Sequence[FeatureInput], dummy: Tensor, layer: Any) -> list[Tensor]:  # noqa: ARG002
         """The same as `lookup`."""
-        return self.lookup(features, tables)
+        return self.lookup(features)

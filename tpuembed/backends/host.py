@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.gradient_trap import gradient_trap
 from tpuembed.backends.replicas import check_same_strategy, gather_replicas
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
@@ -34,21 +35,26 @@ class HostBackend:
         self._updates = updates
         self._strategy = tf.distribute.get_strategy()
 
-    def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
-        """Activations of `features`, each in its table, untouched by any gradient trap."""
-        return gather_grouped(features, tables, self._gather)
+    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+        """Activations of `features`, untouched by any gradient trap."""
+        return self.gather_rows([feature.flatten() for feature in features], [feature.table for feature in features])
 
-    def train(self, features: Sequence[LookupIds], tables: Sequence[str], dummy: Tensor, layer: Any) -> list[Tensor]:
+    def train(self, features: Sequence[FeatureInput], dummy: Tensor, layer: Any) -> list[Tensor]:
         """Activations whose gradients update the tables; a table without an optimizer stays the user's to train."""
-        trapped = [index for index, table in enumerate(tables) if self.states[table].optimizer is not None]
-        plain = [index for index in range(len(tables)) if index not in trapped]
-        activations: list[Tensor] = [None] * len(tables)
-        step = _Step(self, [features[i] for i in trapped], [tables[i] for i in trapped], layer)
+        trapped = [index for index, feature in enumerate(features) if self.states[feature.table].optimizer is not None]
+        plain = [index for index in range(len(features)) if index not in trapped]
+        activations: list[Tensor] = [None] * len(features)
+        step = _Step(self, [features[i] for i in trapped], layer)
         caught = gradient_trap(dummy, step.lookup, step.apply) if trapped else []
-        free = self.lookup([features[i] for i in plain], [tables[i] for i in plain])
-        for index, activation in zip([*trapped, *plain], [*caught, *free], strict=True):
+        for index, activation in zip(
+            [*trapped, *plain], [*caught, *self.lookup([features[i] for i in plain])], strict=True
+        ):
             activations[index] = activation
         return activations
+
+    def gather_rows(self, ids: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
+        """Activations of flat `ids`, each in its table."""
+        return gather_grouped(ids, tables, self._gather)
 
     def _gather(self, table: str, ids: Tensor) -> Tensor:
         state = self.states[table]
@@ -79,8 +85,9 @@ class HostBackend:
 class _Step:
     """One call of the layer: what it looked up, and how the gradients that come back are applied."""
 
-    def __init__(self, backend: HostBackend, features: list[LookupIds], tables: list[str], layer: Any) -> None:
-        self._backend, self._features, self._tables = backend, features, tables
+    def __init__(self, backend: HostBackend, features: Sequence[FeatureInput], layer: Any) -> None:
+        self._backend, self._tables = backend, [feature.table for feature in features]
+        self._features = [feature.flatten() for feature in features]
         self._optimizer, self._compute_dtype = entry_optimizer(layer), layer.compute_dtype
         if getattr(self._optimizer, "gradient_accumulation_steps", None):
             raise TrainingError(
@@ -89,7 +96,7 @@ class _Step:
             )
 
     def lookup(self) -> list[Tensor]:
-        return self._backend.lookup(self._features, self._tables)
+        return self._backend.gather_rows(self._features, self._tables)
 
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
         rows = [feature.spread(tf.cast(g, tf.float32)) for feature, g in zip(self._features, gradients, strict=True)]
