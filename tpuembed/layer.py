@@ -18,12 +18,13 @@ from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.table_access import TableAccess
 
 __all__ = ["TPUEmbedding"]
 
 
 @keras.saving.register_keras_serializable(package="tpuembed")
-class TPUEmbedding(keras.layers.Layer):
+class TPUEmbedding(TableAccess, keras.layers.Layer):
     """Looks features up in embedding tables that the layer trains itself, row by row.
 
     Each table has its optimizer, its own or the layer's, which the layer applies whenever a gradient of its activations is

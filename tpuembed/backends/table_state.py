@@ -13,7 +13,7 @@ from tpuembed.backends.tf_config import Trackable, resolve_optimizer
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
 
-__all__ = ["TableState", "TablesNode", "create_table"]
+__all__ = ["TableState", "TablesNode", "create_table", "initial_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def create_table(config: TableConfig, layer_optimizer: Any) -> TableState:
     """
     chosen = config.optimizer if config.optimizer is not None else layer_optimizer
     optimizer = None if chosen is None else resolve_optimizer(chosen)
-    variable = _variable(config.name, lambda: _initial_rows(config), trainable=optimizer is None)
+    variable = _variable(config.name, lambda: initial_rows(config), trainable=optimizer is None)
     return TableState(
         config, optimizer, variable, {} if optimizer is None else _create_slots(config, optimizer, variable)
     )
@@ -77,7 +77,12 @@ def _variable(name: str, initial_value: Any, trainable: bool) -> Any:
         return tf.Variable(initial_value, trainable=trainable, name=safe.lstrip("._-") or "table", dtype=tf.float32)
 
 
-def _initial_rows(config: TableConfig) -> Any:
+def initial_rows(config: TableConfig) -> Any:
+    """The rows that a new table begins with: float32 [vocabulary_size, dim].
+
+    Raises:
+        ConfigError: the initializer gives another shape or dtype.
+    """
     shape = (config.vocabulary_size, config.dim)
     rows = tf.convert_to_tensor(_initializer(config)(shape, dtype=tf.float32))
     if tuple(rows.shape) != shape or rows.dtype != tf.float32:

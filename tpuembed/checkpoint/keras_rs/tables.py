@@ -14,7 +14,7 @@ from tpuembed.checkpoint.keras_rs.weights import Group, Weights
 from tpuembed.checkpoint.layer_config import check_size, parse_config, slot_names
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
-__all__ = ["Table", "keras_rs_tables", "own_layer_configs", "own_layer_tables"]
+__all__ = ["Table", "keras_rs_tables", "own_layer_configs", "own_layer_tables", "own_layer_updates"]
 
 _TABLE_PATH: Final = re.compile(r"(?:(?P<layer>.+)/)?_default_device_embedding_layers/(?P<kind>.+)", re.DOTALL)
 _TABLE_KIND: Final = re.compile(r"embed_reduce(?:_(?P<number>\d+))?")
@@ -150,6 +150,31 @@ def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) ->
             raise CheckpointCorruptError(
                 f"{where} holds {min(left)!r}, which is no table or slot of its config; restore it from another copy"
             )
+
+
+def own_layer_updates(weights: Weights) -> dict[str, int]:
+    """Table name -> the count of updates of the one of tpuembed's layers that has it.
+
+    Raises:
+        CheckpointCorruptError: a count is no integer, or a config does not parse.
+    """
+    counts: dict[str, int] = {}
+    for path, config in own_layer_configs(weights).items():
+        dataset = weights.groups[path].datasets.get(_UPDATES)
+        if dataset is not None:
+            counts.update(dict.fromkeys(config["tables"], _read_count(weights, path, dataset)))
+    return counts
+
+
+def _read_count(weights: Weights, path: str, dataset: Dataset) -> int:
+    if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
+        raise CheckpointCorruptError(
+            f"weights {weights.path}: layer {path!r}: its count of updates is {dataset.dtype} {dataset.shape}, not one "
+            "integer; restore it from another copy"
+        )
+    out = bytearray(8)
+    dataset.file.read_into(dataset.offset, memoryview(out))
+    return int.from_bytes(out, "little", signed=True)
 
 
 def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
