@@ -12,7 +12,7 @@ import numpy as np
 from tpuembed.checkpoint.keras_rs.discovery import discover
 from tpuembed.checkpoint.keras_rs.h5_listing import Dataset
 from tpuembed.checkpoint.keras_rs.matrices import ChunkCache, Matrix, open_matrix
-from tpuembed.checkpoint.keras_rs.tables import Table
+from tpuembed.checkpoint.keras_rs.tables import Table, own_layer_updates
 from tpuembed.checkpoint.keras_rs.weights import Weights, find_weights
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import did_you_mean
@@ -118,6 +118,14 @@ class KerasCheckpoint:
         """
         self._matrix(table, None)
         return None
+
+    def update_counts(self) -> dict[str, int]:
+        """Table name -> how many updates the one of tpuembed's layers that has it had made.
+
+        Raises:
+            CheckpointCorruptError: a count is no integer.
+        """
+        return own_layer_updates(self._weights)
 
     def fingerprint(self) -> str:
         """Of the sizes and versions of the files, and of where in them the arrays lie."""

@@ -1,0 +1,66 @@
+"""Rows of a table in memory, written in place: no table is copied, and none is made twice."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tpuembed.backends.table_state import TableState, initial_rows
+from tpuembed.errors import ConfigError
+
+__all__ = ["PIECE_BYTES", "initial_pieces", "piece_rows", "write_rows"]
+
+PIECE_BYTES: Final = 16 << 20
+"""Rows are moved in pieces of about so many bytes."""
+
+
+def piece_rows(dim: int) -> int:
+    """How many float32 rows [dim] make a piece."""
+    return max(1, PIECE_BYTES // (4 * dim))
+
+
+def write_rows(variable: Any, start: int, values: Any) -> None:
+    """Overwrite rows [start, start + n) of `variable`, [rows, dim], with `values`, float32 [n, dim]; in every replica's copy.
+
+    A scatter, because assigning to a slice copies the whole table once it has been trained.
+    Source: PrepareToUpdateVariable and EnsureSparseVariableAccess in tensorflow/core/kernels/training_op_helpers.h.
+
+    Raises:
+        ConfigError: the variable's rows cannot be written from the host.
+    """
+    rows = tf.constant(values, tf.float32)
+    ids = tf.range(start, start + rows.shape[0], dtype=tf.int64)
+    for copy in _copies(variable):
+        tf.raw_ops.ResourceScatterUpdate(resource=copy.handle, indices=ids, updates=rows)
+
+
+def _copies(variable: Any) -> tuple[Any, ...]:
+    copies = variable.values if isinstance(variable, tf.distribute.DistributedValues) else (variable,)
+    for copy in copies:
+        if not hasattr(copy, "handle") or copy.shape != variable.shape:
+            raise ConfigError(
+                f"variable {variable.name!r}: a {type(variable).__name__} cannot be written row by row; restore it with "
+                "tf.train.Checkpoint under the strategy that made it"
+            )
+    return tuple(copies)
+
+
+def initial_pieces(state: TableState, slot: str | None, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """(first row, rows float32 [n, dim]) of what rows [start, stop) of a new table, or of one of its slots, begin with.
+
+    The default initializer and slots are made piece by piece. Another initializer may depend on the table's shape or on
+    its seed's order, so it is asked for the whole table, of which [start, stop) is cut.
+    """
+    config = state.config
+    step = piece_rows(config.dim)
+    whole = None if slot is not None or config.initializer is None else initial_rows(config)
+    for first in range(start, stop, step):
+        count = min(step, stop - first)
+        if slot is not None:
+            assert state.optimizer is not None, "a table without an optimizer has no slots"
+            yield first, tf.fill((count, config.dim), state.optimizer.slot_initial_value(slot))
+        elif whole is None:
+            yield first, initial_rows(dataclasses.replace(config, vocabulary_size=count))
+        else:
+            yield first, whole[first : first + count]

@@ -1,0 +1,227 @@
+"""What a restore moves where: data, made from metadata alone, with every disagreement found before a row is written."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from tpuembed.backends.table_state import TableState
+from tpuembed.checkpoint import Checkpoint, TableInfo
+from tpuembed.config import FTRL
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.table_access import LiveTables
+
+__all__ = ["Request", "TablePlan", "plan_tables"]
+
+_GROW, _SHRINK = "grow", "shrink"
+_EXACT: Final = ("float32", "float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the caller asked for.
+
+    Attributes:
+        tables: {the layer's name: the checkpoint's}; None for all tables of both, by their names.
+        slots: whether the optimizers' slots are restored too.
+        resize: {the layer's name: "grow" or "shrink"}.
+        lossy: whether float64 is rounded to float32.
+    """
+
+    tables: Mapping[str, str] | None
+    slots: bool
+    resize: Mapping[str, str]
+    lossy: bool
+
+    @classmethod
+    def of(
+        cls,
+        tables: Iterable[str] | Mapping[str, str] | None,
+        slots: bool,
+        resize: Mapping[str, str] | None,
+        lossy: bool,
+    ) -> "Request":
+        """The request in one form.
+
+        Raises:
+            ConfigError: an argument is of the wrong kind.
+        """
+        for name, value in (("slots", slots), ("lossy", lossy)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"restore_tables: {name} must be True or False, got {value!r}")
+        if isinstance(tables, str):
+            raise ConfigError(
+                f"restore_tables: tables must be a list of names or a mapping, got {tables!r}; write [{tables!r}]"
+            )
+        if resize is not None and not isinstance(resize, Mapping):
+            raise ConfigError(f"restore_tables: resize must be a mapping such as {{'videos': 'grow'}}, got {resize!r}")
+        named = (
+            None
+            if tables is None
+            else dict(tables if isinstance(tables, Mapping) else ((name, name) for name in tables))
+        )
+        if named is not None and not named:
+            raise ConfigError("restore_tables: tables is empty; name at least one, or leave it out for all")
+        return cls(named, slots, dict(resize or {}), lossy)
+
+
+@dataclasses.dataclass(frozen=True)
+class TablePlan:
+    """One table.
+
+    Attributes:
+        table: its name in the layer.
+        source: its name in the checkpoint.
+        rows: how many of the checkpoint's first rows are read.
+        new_rows: how many rows after these begin anew.
+        skipped_rows: how many of the checkpoint's last rows the layer has no place for.
+        dim: columns.
+        slots: what is restored beside the rows themselves.
+        dtypes: on disk, of the rows (key None) and of each slot.
+    """
+
+    table: str
+    source: str
+    rows: int
+    new_rows: int
+    skipped_rows: int
+    dim: int
+    slots: tuple[str, ...]
+    dtypes: Mapping[str | None, np.dtype[Any]]
+
+
+def plan_tables(checkpoint: Checkpoint, live: LiveTables, request: Request) -> list[TablePlan]:
+    """The plan of every table asked for.
+
+    Raises:
+        UnknownTableError: `tables` or `resize` name one that the layer or the checkpoint does not have.
+        CheckpointMismatchError: checkpoint and layer disagree, and `request` does not say what to do about it.
+        ConfigError: `resize` has another word than grow and shrink.
+    """
+    infos = checkpoint.tables()
+    pairs = _pairs(checkpoint, infos, live, request)
+    _check_resize(live, pairs, request.resize)
+    return [_plan_table(checkpoint, infos[source], live, table, request) for table, source in pairs.items()]
+
+
+def _pairs(
+    checkpoint: Checkpoint, infos: Mapping[str, TableInfo], live: LiveTables, request: Request
+) -> Mapping[str, str]:
+    if request.tables is None:
+        _check_same_tables(checkpoint, infos, live)
+        return {table: table for table in live.states}
+    for table, source in request.tables.items():
+        live.state(table)
+        if source not in infos:
+            raise UnknownTableError(
+                f"checkpoint {checkpoint.path}: has no table {source!r} for the layer's table {table!r}; "
+                f"{did_you_mean(str(source), infos)}"
+            )
+    return request.tables
+
+
+def _check_same_tables(checkpoint: Checkpoint, infos: Mapping[str, TableInfo], live: LiveTables) -> None:
+    missing, extra = sorted(live.states.keys() - infos.keys()), sorted(infos.keys() - live.states.keys())
+    if missing:
+        raise CheckpointMismatchError(
+            f"checkpoint {checkpoint.path}: has no table {_shown(missing)} of layer {live.layer!r}, only "
+            f"{_shown(sorted(infos))}; name the tables to restore, tables=[...], or say which is which, "
+            f"tables={{{missing[0]!r}: <the checkpoint's name>}}"
+        )
+    if extra:
+        raise CheckpointMismatchError(
+            f"checkpoint {checkpoint.path}: also holds {_shown(extra)}, which layer {live.layer!r} does not have (it has "
+            f"{_shown(sorted(live.states))}); name the tables to restore, tables=[...]"
+        )
+
+
+def _check_resize(live: LiveTables, pairs: Mapping[str, str], resize: Mapping[str, str]) -> None:
+    for table, how in resize.items():
+        live.state(table)
+        if table not in pairs:
+            raise ConfigError(
+                f"restore_tables: resize names table {table!r}, which is not restored (tables={sorted(pairs)}); leave it out"
+            )
+        if how not in (_GROW, _SHRINK):
+            raise ConfigError(f"restore_tables: resize[{table!r}] must be 'grow' or 'shrink', got {how!r}")
+
+
+def _plan_table(checkpoint: Checkpoint, info: TableInfo, live: LiveTables, table: str, request: Request) -> TablePlan:
+    state = live.state(table)
+    where = f"checkpoint {checkpoint.path}: table {info.name!r}"
+    _check_shape(where, info, live.layer, state, request.resize.get(table))
+    slots = _checked_slots(checkpoint, where, info, live.layer, state) if request.slots else ()
+    dtypes = {slot: checkpoint.read(info.name, 0, 0, slot).dtype for slot in (None, *slots)}
+    for slot, dtype in dtypes.items():
+        _check_dtype(where if slot is None else f"{where}: slot {slot!r}", live.layer, dtype, request.lossy)
+    rows = min(info.rows, state.config.vocabulary_size)
+    new_rows, skipped_rows = state.config.vocabulary_size - rows, info.rows - rows
+    return TablePlan(table, info.name, rows, new_rows, skipped_rows, info.dim, slots, dtypes)
+
+
+def _check_shape(where: str, info: TableInfo, layer: str, state: TableState, resize: str | None) -> None:
+    rows, dim, table = state.config.vocabulary_size, state.config.dim, state.config.name
+    if info.dim != dim:
+        raise CheckpointMismatchError(
+            f"{where} has rows of {info.dim} columns, table {table!r} of layer {layer!r} of {dim}; build the layer "
+            f"with dim={info.dim}"
+        )
+    needed = None if info.rows == rows else _GROW if info.rows < rows else _SHRINK
+    if needed is None or resize == needed:
+        return
+    asked = "" if resize is None else f", and resize asks to {resize} it"
+    meaning = f"begin rows {info.rows} to {rows - 1} anew" if needed == _GROW else f"drop its rows from {rows} on"
+    raise CheckpointMismatchError(
+        f"{where} has {info.rows} rows, table {table!r} of layer {layer!r} {rows}{asked}; build the layer with "
+        f"vocabulary_size={info.rows}, or pass resize={{{table!r}: {needed!r}}} to {meaning}"
+    )
+
+
+def _checked_slots(
+    checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState
+) -> tuple[str, ...]:
+    if set(info.slots) != set(state.slots):
+        raise CheckpointMismatchError(
+            f"{where} has {_slots_of(info.slots)}, table {state.config.name!r} of layer {layer!r} ({_kind(state)}) "
+            f"{_slots_of(state.slots)}; build the layer with the optimizer that trained it, or pass slots=False to restore rows "
+            "alone"
+        )
+    _check_linears(checkpoint, where, info, layer, state)
+    return tuple(state.slots)
+
+
+def _check_linears(checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState) -> None:
+    """Raise where FTRL's `linears` are known to hold the learning rate times as much as the layer's, or the reverse."""
+    tables = (checkpoint.layer_config or {}).get("tables", {})
+    saved = tables.get(info.name, {}).get("optimizer")
+    if not isinstance(state.optimizer, FTRL) or not isinstance(saved, Mapping) or saved.get("kind") != FTRL.kind:
+        return
+    option = "multiply_linear_by_learning_rate"
+    theirs, ours = saved.get(option, False), state.optimizer.multiply_linear_by_learning_rate
+    if theirs != ours:
+        raise CheckpointMismatchError(
+            f"{where} was trained by FTRL with {option}={theirs}, table {state.config.name!r} of layer {layer!r} has "
+            f"{option}={ours}, and its linears mean something else; build the layer with {option}={theirs}, or pass slots=False"
+        )
+
+
+def _check_dtype(where: str, layer: str, dtype: np.dtype[Any], lossy: bool) -> None:
+    if dtype.name not in _EXACT and not lossy:
+        raise CheckpointMismatchError(
+            f"{where} is {dtype.name}, and layer {layer!r} holds float32, which would round it; pass lossy=True to round"
+        )
+
+
+def _kind(state: TableState) -> str:
+    return "optimizer=None" if state.optimizer is None else state.optimizer.kind
+
+
+def _slots_of(slots: Iterable[str]) -> str:
+    return f"slots {_shown(sorted(slots))}" if slots else "no slots"
+
+
+def _shown(names: list[str], most: int = 8) -> str:
+    left = len(names) - most
+    return ", ".join(map(repr, names[:most])) + (f" and {left} more" if left > 0 else "")

@@ -1,0 +1,63 @@
+"""The rows of one table from a checkpoint into memory, piece by piece."""
+
+from typing import Any
+
+import numpy as np
+
+from tpuembed.backends.table_rows import initial_pieces, piece_rows, write_rows
+from tpuembed.checkpoint import Checkpoint
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError
+from tpuembed.restore.plan import TablePlan
+from tpuembed.table_access import LiveTables
+from tpuembed.tensor_bundle import crc
+
+__all__ = ["restore_table"]
+
+Array = np.ndarray[Any, Any]
+
+
+def restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slots: bool) -> None:
+    """Write the table, and its slots where `slots`, as `plan` says.
+
+    Raises:
+        CheckpointError: the rows cannot be read, or are not those that were written; what came before them is in place.
+    """
+    state = live.state(plan.table)
+    for slot in (None, *plan.slots):
+        variable = live.variable(plan.table, slot)
+        try:
+            _stream(checkpoint, plan, slot, variable)
+        except Exception as error:
+            error.add_note(f"table {plan.table!r} of layer {live.layer!r} is restored in part; restore it again")
+            raise
+    for slot in (None, *(state.slots if slots else ())):
+        for start, rows in initial_pieces(state, slot, plan.rows, plan.rows + plan.new_rows):
+            write_rows(live.variable(plan.table, slot), start, rows)
+
+
+def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable: Any) -> None:
+    step = piece_rows(plan.dim)
+    buffer = np.empty((min(step, plan.rows), plan.dim), plan.dtypes[slot])
+    checksum = 0
+    for start in range(0, plan.rows, step):
+        piece = buffer[: plan.rows - start]
+        checkpoint.read_into(plan.source, start, piece, slot)
+        checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
+        write_rows(variable, start, _as_float32(checkpoint, plan, slot, piece))
+    stated = checkpoint.checksum(plan.source) if slot is None and not plan.skipped_rows else None
+    if stated is not None and stated != checksum:
+        raise CheckpointCorruptError(
+            f"checkpoint {checkpoint.path}: table {plan.source!r}: its index says CRC32C {stated:#010x}, its bytes have "
+            f"{checksum:#010x}; restore it from another copy"
+        )
+
+
+def _as_float32(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, piece: Array) -> Array:
+    try:
+        with np.errstate(over="raise"):
+            return piece.astype(np.float32, copy=False)
+    except FloatingPointError:
+        what = "a row" if slot is None else f"a row of slot {slot!r}"
+        raise CheckpointMismatchError(
+            f"checkpoint {checkpoint.path}: table {plan.source!r}: {what} holds a number that float32 cannot; leave the table out"
+        ) from None

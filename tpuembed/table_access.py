@@ -1,0 +1,181 @@
+"""What goes into the tables of a live layer besides training: rows, whole tables, and the tables of a checkpoint."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tpuembed.backends.table_rows import piece_rows, write_rows
+from tpuembed.backends.table_state import TableState
+from tpuembed.backends.tf_config import local
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+
+if TYPE_CHECKING:
+    from tpuembed.files import FilePath
+    from tpuembed.restore import RestoreReport
+
+__all__ = ["LiveTables", "TableAccess"]
+
+_EXACT_IN_FLOAT32 = ("float32", "float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveTables:
+    """The tables that a layer holds in memory.
+
+    Attributes:
+        layer: its name.
+        states: by table name; at least one.
+        updates: the variable that counts the layer's updates.
+    """
+
+    layer: str
+    states: Mapping[str, TableState]
+    updates: Any
+
+    def state(self, table: str) -> TableState:
+        """The table of that name.
+
+        Raises:
+            UnknownTableError: the layer has none.
+        """
+        if table not in self.states:
+            raise UnknownTableError(
+                f"layer {self.layer!r}: has no table {table!r}; {did_you_mean(str(table), self.states)}"
+            )
+        return self.states[table]
+
+    def variable(self, table: str, slot: str | None) -> Any:
+        """The variable of a table, or of one of its slots.
+
+        Raises:
+            UnknownTableError: there is none.
+        """
+        state = self.state(table)
+        if slot is None:
+            return state.variable
+        if slot not in state.slots:
+            raise UnknownTableError(
+                f"layer {self.layer!r}: table {table!r} has no slot {slot!r}; {did_you_mean(str(slot), state.slots)}"
+            )
+        return state.slots[slot]
+
+
+class TableAccess:
+    """The methods of `TPUEmbedding` that write tables."""
+
+    name: str
+    _parts: Any
+    _tpu_embedding: Any
+
+    def live_tables(self, doing: str) -> LiveTables:
+        """The tables in memory, for `doing`.
+
+        Raises:
+            ConfigError: the layer holds none, or tables cannot be written where this is called from.
+        """
+        if not self._parts.backend.states:
+            raise ConfigError(
+                f"layer {self.name!r}: {doing}: inside an export it holds no tables; give the export another checkpoint"
+            )
+        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        if in_replica or not tf.executing_eagerly():
+            raise ConfigError(
+                f"layer {self.name!r}: {doing} writes tables at once; call it outside of tf.function and strategy.run"
+            )
+        return LiveTables(self.name, self._parts.backend.states, self._tpu_embedding.updates)
+
+    def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
+        """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.
+
+        Args:
+            table: its name.
+            start: the first row.
+            values: [n, dim] of float32, or of float16 or bfloat16, which float32 holds exactly. They are data: NaN and
+                infinity are written as they are.
+            slot: as the optimizer calls it: accumulators, momenta, velocities, linears.
+
+        Raises:
+            UnknownTableError: there is no such table or slot. (Also a KeyError.)
+            RowRangeError: rows outside the table. (Also an IndexError.)
+            ConfigError: values of another shape or dtype; or called in a graph, where nothing would be written.
+        """
+        live = self.live_tables("assign_rows")
+        variable, config = live.variable(table, slot), live.state(table).config
+        where = f"layer {self.name!r}: {table if slot is None else f'{table}/{slot}'!r}"
+        rows = _checked_rows(where, values, config.dim)
+        _check_range(where, start, rows.shape[0], config.vocabulary_size)
+        _write_pieces(variable, int(start), rows, config.dim)
+
+    def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
+        """Copy `embedding_table` into a table, slots untouched.
+
+        TFRS' layer takes the given variable for its own from then on, in silence does nothing for a table that it does not
+        know, and off the TPU fails. Here the table's variable stays what it was, and has other rows.
+
+        Args:
+            table: a TableConfig as it was passed to the layer, one of the same name, or the name itself.
+            embedding_table: a variable, tensor or array, float32 [vocabulary_size, dim].
+
+        Raises:
+            UnknownTableError: the layer has no such table.
+            ConfigError: another shape or dtype than the table's.
+        """
+        passed = (name for config, name in self._parts.table_names.items() if config is table)
+        name = next(passed, getattr(table, "name", table))
+        config = self.live_tables("update_embedding_table").state(name).config
+        if tuple(np.shape(embedding_table)) != (config.vocabulary_size, config.dim):
+            raise ConfigError(
+                f"layer {self.name!r}: table {name!r} is [{config.vocabulary_size}, {config.dim}], and embedding_table is "
+                f"{list(np.shape(embedding_table))}; write a part of the table with assign_rows"
+            )
+        self.assign_rows(name, 0, embedding_table)
+
+    def restore_tables(
+        self,
+        path: "str | FilePath",
+        tables: Iterable[str] | Mapping[str, str] | None = None,
+        slots: bool = True,
+        *,
+        resize: Mapping[str, str] | None = None,
+        lossy: bool = False,
+        **options: Any,
+    ) -> "RestoreReport":
+        """Stream tables of a checkpoint of any format into this layer; see `tpuembed.restore_tables`."""
+        from tpuembed.restore import restore_tables
+
+        return restore_tables(self, path, tables, slots, resize=resize, lossy=lossy, **options)
+
+
+def _checked_rows(where: str, values: Any, dim: int) -> Any:
+    """`values` as something with slices, of float rows [n, dim]."""
+    values = values.value if isinstance(values, keras.Variable) else values
+    rows = values if hasattr(values, "shape") and hasattr(values, "dtype") else np.asarray(values)
+    dtype = getattr(rows.dtype, "name", str(rows.dtype))
+    if len(rows.shape) != 2 or rows.shape[1] != dim:
+        raise ConfigError(f"{where} takes rows [n, {dim}], got {list(rows.shape)}; reshape them")
+    if dtype not in _EXACT_IN_FLOAT32:
+        raise ConfigError(f"{where} is float32, and the rows are {dtype}; convert them with astype('float32')")
+    return rows
+
+
+def _check_range(where: str, start: Any, count: int, rows: int) -> None:
+    if isinstance(start, bool) or not hasattr(start, "__index__"):
+        raise ConfigError(f"{where}: start must be an integer, got {start!r}")
+    if not 0 <= start <= rows - count:
+        raise RowRangeError(f"{where}: rows [{start}, {start + count}) are not inside its {rows} rows; check start")
+
+
+def _write_pieces(variable: Any, start: int, rows: Any, dim: int) -> None:
+    step = piece_rows(dim)
+    for first in range(0, rows.shape[0], step):
+        write_rows(variable, start + first, tf.cast(_piece(rows, first, min(first + step, rows.shape[0])), tf.float32))
+
+
+def _piece(rows: Any, first: int, stop: int) -> Any:
+    """Rows [first, stop); of a variable gathered, because slicing one may read it all."""
+    return tf.gather(local(rows), tf.range(first, stop)) if isinstance(rows, tf.Variable) else rows[first:stop]
