@@ -82,6 +82,7 @@ class GcsStub:
         objects: what is served.
         requests: method and range of every request, in order.
         fault: asked first about every request.
+        page_entries: how many keys and folders a page of a listing has.
         environment: what points the client here.
     """
 
@@ -89,6 +90,7 @@ class GcsStub:
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, str]] = []
         self.fault: Fault | None = None
+        self.page_entries = 1000
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Request)
         self._server.stub = self  # type: ignore[attr-defined]
         url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -141,7 +143,11 @@ class _Request(http.server.BaseHTTPRequestHandler):
         if self.stub.fault and self.stub.fault(self):
             return
         query = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query))
-        if "list-type" in query:
+        if "list-type" in query and not any(
+            key.startswith(self.object_name.rstrip("/") + "/") for key in self.stub.objects
+        ):
+            self.answer(404, b"<Error><Code>NoSuchBucket</Code><Message>There is no such bucket.</Message></Error>")
+        elif "list-type" in query:
             self.answer(200, self._listing(query).encode())
         elif self.object_name not in self.stub.objects:
             self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
@@ -161,16 +167,23 @@ class _Request(http.server.BaseHTTPRequestHandler):
             self.answer(200, data, headers)
 
     def _listing(self, query: dict[str, str]) -> str:
+        """A page of keys and folders in their common order; the token is the last one of the page before."""
         bucket, prefix = self.object_name.rstrip("/"), query.get("prefix", "")
         keys = [name.removeprefix(f"{bucket}/") for name in self.stub.objects if name.startswith(f"{bucket}/{prefix}")]
-        folders = {prefix + key.removeprefix(prefix).split("/")[0] + "/" for key in keys if "/" in key[len(prefix) :]}
-        entries = "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders)
-        for key in keys:
-            if "/" not in key[len(prefix) :]:
-                size = len(self.stub.objects[f"{bucket}/{key}"])
-                when = "<LastModified>2015-10-21T07:28:00.000Z</LastModified>"
-                entries += f'<Contents><Key>{escape(key)}</Key>{when}<ETag>"x"</ETag><Size>{size}</Size></Contents>'
-        return f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>'
+        names = {prefix + "".join(key.removeprefix(prefix).partition("/")[:2]) for key in keys}
+        left = sorted(name for name in names if name > query.get("continuation-token", ""))
+        page = left[: self.stub.page_entries]
+        entries = "".join(self._listed(bucket, name) for name in page)
+        more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if len(page) < len(left) else ""
+        truncated = f"<IsTruncated>{str(bool(more)).lower()}</IsTruncated>{more}"
+        return f'<?xml version="1.0"?><ListBucketResult>{truncated}{entries}</ListBucketResult>'
+
+    def _listed(self, bucket: str, name: str) -> str:
+        if name.endswith("/"):
+            return f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        size = len(self.stub.objects[f"{bucket}/{name}"])
+        when = "<LastModified>2015-10-21T07:28:00.000Z</LastModified>"
+        return f'<Contents><Key>{escape(name)}</Key>{when}<ETag>"x"</ETag><Size>{size}</Size></Contents>'
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

@@ -25,7 +25,7 @@ from tpuembed.errors import (
     ConfigError,
     TpuEmbedError,
 )
-from tpuembed.files import FilePath, as_path
+from tpuembed.files import FilePath, MissingBucketError, as_path
 
 __all__ = ["FORMATS", "Checkpoint", "Format", "TableInfo", "open_checkpoint"]
 
@@ -76,6 +76,8 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
         return _open(as_path(path), options)
     except TpuEmbedError:
         raise
+    except MissingBucketError as error:
+        raise CheckpointNotFoundError(f"checkpoint {path}: {error.strerror}; check the URL") from None
     except (OSError, ValueError) as error:  # no permission, a name too long or with a zero byte
         raise CheckpointError(f"checkpoint {path}: cannot be read: {error}") from None
 

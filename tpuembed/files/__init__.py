@@ -16,12 +16,13 @@ from typing import BinaryIO, cast
 from tpuembed.files.local import LocalFile
 from tpuembed.files.paths import FilePath, UrlPath, as_path
 from tpuembed.files.remote import RemoteFile, in_parallel
-from tpuembed.files.types import ByteFile, FileVersion, finish
+from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, finish
 
 __all__ = [
     "ByteFile",
     "FilePath",
     "FileVersion",
+    "MissingBucketError",
     "UrlPath",
     "as_path",
     "open_bytes",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from tpuembed.errors import MissingExtraError
-from tpuembed.files.types import FileVersion, Pending, finish
+from tpuembed.files.types import FileVersion, MissingBucketError, Pending, finish
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -27,6 +27,9 @@ _REQUESTS: Final = 16
 _CHUNK_BYTES: Final = 1 << 18
 """How a response is taken in."""
 _MAX_MESSAGE: Final = 300
+
+_NO_BUCKET: Final = "status code: 404 Not Found"
+"""In the client's message, which has no class for it: of a listing, only a bucket can be missing."""
 
 _CREDENTIALS: Final = {
     "/latest/api/token": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true",
@@ -101,15 +104,17 @@ def head(path: "UrlPath") -> FileVersion:
 
 
 def children(path: "UrlPath") -> Iterator[str]:
-    """The keys right below `path`, of objects and of folders."""
+    """The keys right below `path`, of objects and of folders. MissingBucketError where there is no such bucket."""
     store = _store(path.scheme, path.bucket)
     import obstore
 
     try:
         found = obstore.list_with_delimiter(store, path.key or None)
-    except (FileNotFoundError, ValueError):  # no such bucket, or no key that can be
+    except (FileNotFoundError, ValueError):  # no key that can be
         return
     except Exception as error:
+        if _NO_BUCKET in _first_paragraph(error):
+            raise MissingBucketError(errno.ENOENT, f"there is no bucket {path.bucket!r}", str(path)) from None
         _fail(path, error)
     yield from found["common_prefixes"]
     yield from (entry["path"] for entry in found["objects"])
@@ -155,9 +160,13 @@ def _fail(path: "UrlPath", error: Exception) -> NoReturn:
 
 
 def _line(error: Exception) -> str:
-    """The first paragraph of the store's message, in one line."""
-    text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
+    """The first paragraph of the store's message, in one line that is not long."""
+    text = _first_paragraph(error)
     for metadata_service, hint in _CREDENTIALS.items():
         if metadata_service in text:
             return hint
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
+
+
+def _first_paragraph(error: Exception) -> str:
+    return " ".join(str(error).split("\n\n", maxsplit=1)[0].split())

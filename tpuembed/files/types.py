@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-__all__ = ["ByteFile", "FileVersion", "Pending", "finish"]
+__all__ = ["ByteFile", "FileVersion", "MissingBucketError", "Pending", "finish"]
 
 Pending = Sequence[concurrent.futures.Future[None]]
 """Reads under way."""
@@ -29,6 +29,10 @@ class FileVersion:
     def of(cls, status: os.stat_result) -> "FileVersion":
         """That of a file on a disk."""
         return cls(status.st_size, str(status.st_mtime_ns))
+
+
+class MissingBucketError(FileNotFoundError):
+    """A URL names a bucket that the store does not have."""
 
 
 class ByteFile(Protocol):

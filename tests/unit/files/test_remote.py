@@ -109,6 +109,22 @@ def test_listings(store: Store) -> None:
     assert not (root / "a/c").exists()
 
 
+def test_listings_of_many_pages(gcs: GcsStub) -> None:
+    names = {f"{number:02}" for number in range(20)}
+    gcs.objects.update({f"bucket/a/{name}": b"x" for name in names} | {f"bucket/a/{name}b/c": b"x" for name in names})
+    gcs.page_entries = 7
+    found = [path.name for path in as_path("gs://bucket/a").iterdir()]
+    assert sorted(found) == sorted(names | {f"{name}b" for name in names})
+    assert len(gcs.requests) == 6
+
+
+def test_buckets_that_are_missing(store: Store) -> None:
+    """A folder of a bucket that is there is empty; a bucket that is not is an error, and of the missing."""
+    with pytest.raises(FileNotFoundError, match="there is no bucket 'no-such-bucket'") as caught:
+        list((as_path(store.url[:5] + "no-such-bucket") / "a").iterdir())
+    assert caught.value.filename.endswith("://no-such-bucket/a")
+
+
 def test_what_is_missing(store: Store) -> None:
     store.put("there", b"x")
     there, missing = as_path(f"{store.url}/there"), as_path(f"{store.url}/missing")
