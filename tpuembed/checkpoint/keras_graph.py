@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from tpuembed.checkpoint.object_graph import VALUE, Node, ObjectGraph, is_keras_3_optimizer
+from tpuembed.checkpoint.keras_optimizers import is_keras_3_optimizer
+from tpuembed.checkpoint.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.table_keys import TableKeys, is_table, optimizer_slots
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle
@@ -32,12 +33,12 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
     Raises:
         CheckpointFormatError: one may have lost its name, as those of subclassed models do.
     """
-    lists = {node.children[_TRAINABLE] for node in graph.nodes if is_keras_3_optimizer(node)}
+    lists = {node.children[_TRAINABLE] for node in graph.nodes if is_keras_3_optimizer(node.children)}
     elsewhere = {
         child for number, node in enumerate(graph.nodes) if number not in lists for child in node.children.values()
     }
     for number in sorted({child for one in lists for child in graph.nodes[one].children.values()} - elsewhere):
-        key, name = graph.nodes[number].value_key, _full_name(graph.nodes[number])
+        key, name = graph.nodes[number].value_key, graph.nodes[number].full_name
         if key is None or not name.endswith("/embeddings") or key not in bundle.entries:
             continue
         match = _TABLE_VARIABLE.fullmatch(name)
@@ -67,21 +68,17 @@ def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
 
 def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
     """What TensorFlow calls all that optimizers keep for a variable, in lists parallel to the one of what they train."""
-    for optimizer in filter(is_keras_3_optimizer, graph.nodes):
+    for optimizer in (node for node in graph.nodes if is_keras_3_optimizer(node.children)):
         trained = graph.nodes[optimizer.children[_TRAINABLE]].children
         for attribute in optimizer.children.keys() - {_TRAINABLE, _VARIABLES}:
             kept = graph.nodes[optimizer.children[attribute]].children
             if set(kept) == set(trained):
-                yield from (_full_name(graph.nodes[kept[index]]) for index in trained if trained[index] == number)
-
-
-def _full_name(node: Node) -> str:
-    return node.attributes[VALUE].full_name if VALUE in node.attributes else ""
+                yield from (graph.nodes[kept[index]].full_name for index in trained if trained[index] == number)
 
 
 def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
     """Raise CheckpointFormatError where this is a Keras 3 model and no variable of it can be a table."""
-    names = sorted(filter(None, map(_full_name, graph.nodes)))
+    names = sorted(filter(None, (node.full_name for node in graph.nodes)))
     is_keras = any(_is_keras_layer(graph, node) for node in graph.nodes)
     if not is_keras or any(name.rpartition("/")[2] == "embeddings" for name in names):
         return
@@ -99,8 +96,8 @@ def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:
     kernel = node.children.get("_kernel")
     return (
         {"_operations", "_tracked"} <= set(node.children)
-        or is_keras_3_optimizer(node)
-        or (kernel is not None and _full_name(graph.nodes[kernel]).endswith("/kernel"))
+        or is_keras_3_optimizer(node.children)
+        or (kernel is not None and graph.nodes[kernel].full_name.endswith("/kernel"))
     )
 
 

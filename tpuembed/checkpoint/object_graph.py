@@ -10,25 +10,16 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, Self
 
+from tpuembed.checkpoint.keras_optimizers import is_keras_3_optimizer, is_optimizer, legacy_slot_name, slot_lists
 from tpuembed.tensor_bundle.wire import MalformedError, Message
 
-__all__ = ["OBJECT_GRAPH_KEY", "VALUE", "Attribute", "Node", "ObjectGraph", "SlotVariable", "is_keras_3_optimizer"]
+__all__ = ["OBJECT_GRAPH_KEY", "VALUE", "Attribute", "Node", "ObjectGraph", "SlotVariable"]
 
 OBJECT_GRAPH_KEY: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
 VALUE: Final = "VARIABLE_VALUE"
 """The attribute that holds a variable's value."""
 
 _MAX_DEPTH: Final = 1000
-
-_KERAS_3_OPTIMIZER: Final = {"_iterations", "_trainable_variables", "_variables"}
-_KERAS_3_SLOTS: Final = {
-    "_accumulators": "accumulators",
-    "_linears": "linears",
-    "_momentums": "momenta",
-    "_velocities": "velocities",
-    "momentums": "momenta",
-}
-"""Attributes of Keras 3 optimizers -> the slot names of `tf.tpu.experimental.embedding`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +60,11 @@ class Node:
         """The bundle's key of a variable's value; None for other objects."""
         attribute = self.attributes.get(VALUE)
         return None if attribute is None else attribute.checkpoint_key
+
+    @property
+    def full_name(self) -> str:
+        """What TensorFlow called the variable; empty for other objects."""
+        return self.attributes[VALUE].full_name if VALUE in self.attributes else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,21 +121,28 @@ class ObjectGraph:
 
     @functools.cached_property
     def slots(self) -> Mapping[int, Mapping[str, frozenset[int]]]:
-        """What Keras optimizers keep: variable node -> slot name -> variable nodes (one per optimizer)."""
+        """What legacy optimizers of Keras 2 and those of Keras 3 keep: variable node -> slot -> nodes (one per optimizer)."""
         found: dict[int, dict[str, frozenset[int]]] = {}
         for node in self.nodes:
-            for slot in (*node.slot_variables, *self._keras_3_slots(node)):
+            for slot in (*self._legacy_slots(node), *self._keras_3_slots(node)):
                 of_variable = found.setdefault(slot.original, {})
                 of_variable[slot.name] = of_variable.get(slot.name, frozenset()) | {slot.slot}
         return found
 
+    def _legacy_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
+        """What an optimizer keeps that names its slots, and says whose they are."""
+        names = {slot.name for slot in optimizer.slot_variables}
+        for slot in optimizer.slot_variables:
+            name = legacy_slot_name(slot.name, names, self.nodes[slot.slot].full_name)
+            yield dataclasses.replace(slot, name=name)
+
     def _keras_3_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
         """What an optimizer of Keras 3 keeps: lists of variables, parallel to the one of those that it trains."""
-        if not is_keras_3_optimizer(optimizer):
+        if not is_keras_3_optimizer(optimizer.children):
             return
         trained = self.nodes[optimizer.children["_trainable_variables"]].children
-        for attribute, name in _KERAS_3_SLOTS.items():
-            kept = self.nodes[optimizer.children[attribute]].children if attribute in optimizer.children else {}
+        for attribute, name in slot_lists(optimizer.children).items():
+            kept = self.nodes[optimizer.children[attribute]].children
             if set(kept) == set(trained):
                 yield from (SlotVariable(trained[index], name, kept[index]) for index in trained)
 
@@ -147,16 +150,8 @@ class ObjectGraph:
     def optimizer_variables(self) -> frozenset[int]:
         """The variable nodes that optimizers keep for themselves or for the variables that they train."""
         kept = {slot.slot for node in self.nodes for slot in node.slot_variables}
-        lists = (self.nodes[node.children["_variables"]] for node in self.nodes if is_keras_3_optimizer(node))
+        lists = (self.nodes[node.children["_variables"]] for node in self.nodes if is_optimizer(node.children))
         return frozenset(kept.union(*(node.children.values() for node in lists)))
-
-
-def is_keras_3_optimizer(node: Node) -> bool:
-    """Whether an object is an optimizer of Keras 3.
-
-    Source: `BaseOptimizer.__init__` in keras/src/optimizers/base_optimizer.py.
-    """
-    return set(node.children) >= _KERAS_3_OPTIMIZER
 
 
 def _parse_node(message: Message) -> Node:

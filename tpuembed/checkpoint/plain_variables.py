@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from tpuembed.checkpoint.keras_2_slots import keras_2_slots
 from tpuembed.checkpoint.object_graph import ObjectGraph
 from tpuembed.checkpoint.partitioned import partitioned_rows
 from tpuembed.checkpoint.table_keys import TableKeys, is_table, optimizer_slots
@@ -12,6 +13,7 @@ __all__ = ["graph_variables", "named_variables"]
 
 def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
     """The matrices of floats of a TensorFlow 2 checkpoint by object path, with what Keras optimizers keep for them."""
+    by_name = keras_2_slots(bundle, graph)
     for number in (0, *graph.parents):
         key = graph.nodes[number].value_key
         if (
@@ -21,7 +23,8 @@ def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
             or not is_table(bundle.entries[key])
         ):
             continue
-        yield TableKeys(graph.path(number), key, optimizer_slots(bundle, graph, number))
+        slots = {**by_name.get(number, {}), **optimizer_slots(bundle, graph, number)}
+        yield TableKeys(graph.path(number), key, slots)
 
 
 def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]:

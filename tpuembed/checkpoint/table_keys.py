@@ -15,14 +15,6 @@ from tpuembed.tensor_bundle.wire import MalformedError
 __all__ = ["Discovery", "TableKeys", "is_table", "merge_tables", "optimizer_slots", "table_info"]
 
 _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
-_KERAS_SLOTS: Final = {
-    "accumulator": "accumulators",
-    "linear": "linears",
-    "m": "momenta",
-    "momentum": "momenta",
-    "v": "velocities",
-}
-"""Slot names of Keras 2 optimizers -> those of `tf.tpu.experimental.embedding`; others stay as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,18 +97,17 @@ def _entry(bundle: Bundle, table: TableKeys, key: str) -> Entry:
 
 
 def optimizer_slots(bundle: Bundle, graph: ObjectGraph, variable: int) -> dict[str, str]:
-    """What the Keras 2 optimizers of the checkpoint keep for variable node `variable`: slot name -> key.
+    """What the optimizers of the checkpoint keep for variable node `variable`: slot name -> key.
 
     Raises:
         CheckpointFormatError: two optimizers keep a slot of one name.
     """
     found: dict[str, str] = {}
-    for name, nodes in graph.slots.get(variable, {}).items():
+    for slot, nodes in graph.slots.get(variable, {}).items():
         keys = {graph.nodes[node].value_key for node in nodes}
-        slot = _KERAS_SLOTS.get(name, name)
-        if len(keys) > 1 or slot in found:
+        if len(keys) > 1:
             raise CheckpointFormatError(
-                f"checkpoint {bundle.prefix}: two optimizers keep {name!r} for {graph.nodes[variable].value_key}; "
+                f"checkpoint {bundle.prefix}: two optimizers keep {slot!r} for {graph.nodes[variable].value_key}; "
                 "save again with one of them"
             )
         key = keys.pop()

@@ -179,7 +179,7 @@ def test_slots_of_plain_variables_are_no_tables(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_of_one_table(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFormatError, match="two optimizers keep 'm' for a/"):
+    with pytest.raises(CheckpointFormatError, match="two optimizers keep 'momenta' for a/"):
         open_checkpoint(with_slots(tmp_path, "m1", "m2"))
 
 

@@ -36,7 +36,7 @@ def test_every_field() -> None:
     assert graph.nodes[0].value_key is None
     assert graph.nodes[1].value_key == "a/b"
     assert graph.nodes[1].attributes["VARIABLE_VALUE"].full_name == "w"
-    assert graph.slots == {1: {"m": {2}, "v": {3}}}
+    assert graph.slots == {1: {"momenta": {2}, "velocities": {3}}}
 
 
 def test_shortest_paths_in_a_graph_with_cycles() -> None:

@@ -1,0 +1,70 @@
+"""Keras' optimizers as objects of a checkpoint: which they are, told by their attributes, and what these hold.
+
+The class of an object is not saved. An optimizer is known by exactly the attributes that its class gives it, so that a list that
+another class calls by the same name (RMSprop's `_velocities`, Lion's `_momentums`) is not taken for what it is not.
+Source: keras/src/optimizers/ of Keras 3; tf_keras/src/optimizers/ of Keras 2, its optimizers that are not "legacy".
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+__all__ = ["is_keras_3_optimizer", "is_optimizer", "legacy_slot_name", "slot_lists"]
+
+_OPTIMIZER: Final = frozenset({"_iterations", "_variables"})
+_OF_EVERY_OPTIMIZER: Final = _OPTIMIZER | {
+    "_accumulated_gradients",
+    "_current_learning_rate",
+    "_index_dict",
+    "_learning_rate",
+    "_model_variables_moving_average",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+    "_velocity_hats",
+    "loss_scale",
+}
+_SLOTS: Final[Mapping[frozenset[str], Mapping[str, str]]] = {
+    frozenset(lists): lists
+    for lists in (
+        {"_accumulators": "accumulators"},
+        {"_accumulators": "accumulators", "_linears": "linears"},
+        {"_momentums": "momenta", "_velocities": "velocities"},
+        {"momentums": "momenta"},
+    )
+}
+"""Adagrad, Ftrl, Adam (AdamW, Lamb) and SGD: lists -> the slot names of `tf.tpu.experimental.embedding`."""
+_LEGACY_SLOTS: Final = {
+    "accumulator": "accumulators",
+    "linear": "linears",
+    "m": "momenta",
+    "momentum": "momenta",
+    "v": "velocities",
+}
+_ADAMAX: Final = "Adamax"
+
+
+def is_optimizer(attributes: Iterable[str]) -> bool:
+    """Whether an object with these attributes is an optimizer of Keras 3, or of Keras 2 and not of its legacy ones."""
+    return set(attributes) >= _OPTIMIZER
+
+
+def is_keras_3_optimizer(attributes: Iterable[str]) -> bool:
+    """Whether it is one of Keras 3, which alone lists what it trains."""
+    return _OPTIMIZER | {"_trainable_variables"} <= set(attributes)
+
+
+def slot_lists(attributes: Iterable[str]) -> Mapping[str, str]:
+    """Those attributes of an optimizer that are lists of slots -> what slots they are; none of an unknown optimizer."""
+    return _SLOTS.get(frozenset(attributes) - _OF_EVERY_OPTIMIZER, {})
+
+
+def legacy_slot_name(name: str, beside: Iterable[str], scope: str) -> str:
+    """The slot `name` of a legacy optimizer of Keras 2, or of TensorFlow 1; as it is where it has no other name.
+
+    Args:
+        name: what the optimizer calls it.
+        beside: the names of all its slots: RMSprop's "momentum" is of other quantities than SGD's.
+        scope: the name of the slot's variable, which begins with the optimizer's: the "v" of Adamax is a maximum.
+    """
+    if (name == "momentum" and "rms" in beside) or (name == "v" and _ADAMAX in scope.split("/")):
+        return name
+    return _LEGACY_SLOTS.get(name, name)
