@@ -6,25 +6,20 @@ import sys
 
 import pytest
 
-FORMATS = {
-    "dense": "tfrs/adam_lookups",
-    "sparsecore": "tpu/sparse_cores_2_adagrad_momentum",
-    "tpu_v1": "tpu/hosts_4_ftrl",
-    "partitioned": "tpu/partitioned_mod",
-}
+from tests.goldens import BUNDLES
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BUNDLES)
 @pytest.mark.parametrize(
     "count", [pytest.param(200, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.long)]
 )
 def test_damage(name: str, count: int) -> None:
-    command = [sys.executable, "-m", "tests.corrupt.bundle_fuzzer", FORMATS[name], str(200 - count), str(count)]
+    command = [sys.executable, "-m", "tests.corrupt.bundle_fuzzer", BUNDLES[name], str(200 - count), str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert not found["failures"], "\n".join(found["failures"])
     assert sum(found["outcomes"].values()) == count
-    print(json.dumps(found["outcomes"], indent=1))
+    print(name, json.dumps(found))
     refused = sum(times for outcome, times in found["outcomes"].items() if outcome.endswith("Error"))
     assert refused > count // 2

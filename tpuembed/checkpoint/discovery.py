@@ -1,17 +1,22 @@
 """Which tables a bundle holds: asked of the object graph, never of the spelling of keys."""
 
+from typing import Final
+
 from tpuembed.checkpoint.keras_graph import check_keras_model, keras_rs_tables
 from tpuembed.checkpoint.layer_config import merge_configs
 from tpuembed.checkpoint.mid_level import keras_layer_tables, mid_level_tables
 from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
-from tpuembed.checkpoint.object_graph import ObjectGraph
+from tpuembed.checkpoint.object_graph import VALUE, ObjectGraph
 from tpuembed.checkpoint.own_layer import own_layer_configs, own_layer_tables
 from tpuembed.checkpoint.plain_variables import graph_variables, named_variables
 from tpuembed.checkpoint.table_keys import Discovery, merge_tables
-from tpuembed.errors import CheckpointFormatError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.tensor_bundle import Bundle
 
 __all__ = ["discover"]
+
+_OBJECT_VALUE: Final = f"/.ATTRIBUTES/{VALUE}"
+"""How TensorFlow 2 ends the keys of variables."""
 
 
 def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None = None) -> Discovery:
@@ -40,7 +45,26 @@ def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str 
             f"of floats, among {len(bundle.entries)} tensors; was the layer built before the checkpoint was saved? (Of "
             "keras_rs.layers.DistributedEmbedding TensorFlow saves nothing: use model.save_weights)"
         )
+    _check_all_there(bundle, graph)
     return found
+
+
+def _check_all_there(bundle: Bundle, graph: ObjectGraph | None) -> None:
+    """Raise CheckpointCorruptError where graph or values are lost: what is left may read well, and lack a table or slot."""
+    if graph is None:
+        for key in bundle.entries:
+            if key.endswith(_OBJECT_VALUE):
+                raise CheckpointCorruptError(
+                    f"checkpoint {bundle.prefix}: {key} is the value of an object, and the index has no object graph, which "
+                    "says how its rows lie; restore it from another copy"
+                )
+        return
+    for number, node in enumerate(graph.nodes):
+        if node.value_key is not None and node.value_key not in bundle.entries:
+            raise CheckpointCorruptError(
+                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which the index "
+                "does not have; restore it from another copy"
+            )
 
 
 def _discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None) -> Discovery:

@@ -131,6 +131,17 @@ def host_embedding(values: Values, optimizer: str, hosts: int) -> Any:
     return embedding
 
 
+def serving_embedding(values: Values, optimizer: str) -> Any:
+    """A TPUEmbeddingForServing, the class for CPUs, that holds `values`."""
+    shapes = {name: roles["parameters"].shape for name, roles in values.items()}
+    embedding = EMBEDDING.TPUEmbeddingForServing(features(shapes), OPTIMIZERS[optimizer])
+    embedding.build()
+    for name, roles in embedding._variables.items():
+        for role, variable in roles.items():
+            variable.assign(values[name][role])
+    return embedding
+
+
 def write(path: Path, embedding: Any) -> Path:
     return Path(tf.train.Checkpoint(model=tf.train.Checkpoint(emb=embedding)).write(str(path)))
 

@@ -1,0 +1,44 @@
+"""Checkpoints whose index lost a key, its checksums being right: what is left may look whole."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.corrupt.bundle_fuzzer import Patient, compare
+from tests.goldens import BUNDLES
+from tpuembed.checkpoint import open_checkpoint
+from tpuembed.errors import CheckpointCorruptError, CheckpointError
+
+MUSEUM = Path(__file__).parent / "files"
+
+
+@pytest.mark.parametrize("name", sorted(BUNDLES.keys() - {"partitioned"}))  # TensorFlow 1 does not say what there was
+def test_every_key_in_turn(name: str, tmp_path: Path) -> None:
+    """Whatever is read without an error is all that was written."""
+    patient, refused = Patient(BUNDLES[name], tmp_path), 0
+    for key in patient.items:
+        for other in (key[:-1], b"x" + key, b"\0" + key[1:]):
+            patient.rename(key, other)
+            with contextlib.suppress(CheckpointError):
+                with open_checkpoint(patient.opened, **patient.truth.options) as checkpoint:
+                    assert compare(checkpoint, patient.truth) == "right", key
+                continue
+            refused += 1
+    assert refused > 2 * len(patient.items)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "lost_table",
+            "its object graph puts model/optimizer/_trainable_variables/0 at .*, which the index does not have",
+        ),
+        ("lost_object_graph", "is the value of an object, and the index has no object graph"),
+    ],
+)
+def test_museum(name: str, message: str) -> None:
+    """What read as the other tables alone, and as variables of TensorFlow 1 in another order, under other names."""
+    with pytest.raises(CheckpointCorruptError, match=message):
+        open_checkpoint(MUSEUM / name)
