@@ -1,0 +1,154 @@
+"""describe, head, verify and diff on a checkpoint of every format, against what its writer held."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.goldens import BUNDLES, FOLDER, OTHERS, Golden, read_golden
+from tpuembed.checkpoint.location import find_bundle
+from tpuembed.checkpoint.tools import verify_files
+from tpuembed.tensor_bundle import index_path, shard_path
+from tpuembed_cli.main import cli
+
+FORMATS = {**BUNDLES, **OTHERS}
+CALLED = {
+    "dense": "dense",
+    "own_layer": "dense",
+    "saved_model": "dense",
+    "tpu_v1": "tpu_v1",
+    "sparsecore": "sparsecore",
+    "partitioned": "partitioned",
+    "keras_rs_checkpoint": "dense",
+    "weights_h5": "keras",
+    "keras": "keras",
+    "weights_json": "keras",
+    "orbax": "orbax",
+    "orbax_stacked": "orbax",
+}
+"""What describe calls them."""
+
+
+def run(code: int, *arguments: object, options: dict[str, Any] | None = None) -> Any:
+    """What a command with --json prints; it exits with `code`."""
+    words = [word for name, value in (options or {}).items() for word in ("--checkpoint-option", f"{name}={value}")]
+    done = CliRunner().invoke(cli, [*map(str, arguments), *words, "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(params=FORMATS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def golden(name: str) -> Golden:
+    return read_golden(FORMATS[name])
+
+
+def test_describe(name: str, golden: Golden) -> None:
+    found = run(0, "describe", golden.path, options=golden.options)
+    assert found["format"] == CALLED[name]
+    described = {
+        table["name"]: (table["rows"], table["dim"], table["dtype"], set(table["slots"]), table["bytes"])
+        for table in found["tables"]
+    }
+    assert described == {
+        table: (
+            *slots[None].shape,
+            slots[None].dtype.name,
+            {slot for slot in slots if slot},
+            sum(rows.nbytes for rows in slots.values()),
+        )
+        for table, slots in golden.tables.items()
+    }
+    assert found["bytes"] == sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
+
+
+def test_head(golden: Golden) -> None:
+    last = max(golden.tables)
+    for table, slots in golden.tables.items():
+        for slot, rows in slots.items() if table == last else [(None, slots[None])]:
+            words = ["--slot", slot] if slot else []
+            start = len(rows) // 3
+            found = run(0, "head", golden.path, table, *words, "--rows", f"{start}:{len(rows)}", options=golden.options)
+            assert (found["table"], found["slot"], found["start"]) == (table, slot, start)
+            np.testing.assert_array_equal(np.array(found["values"], np.float32), rows[start:].astype(np.float32))
+    assert run(0, "head", golden.path, table, options=golden.options)["start"] == 0
+
+
+def test_verify(name: str, golden: Golden) -> None:
+    """Where a format has no checksums, or lacks some, that is said; whatever is read is no less than the tables."""
+    found = run(0, "verify", golden.path, options=golden.options)
+    assert found["damaged"] == []
+    assert bool(found["unchecked"]) == (CALLED[name] in ("keras", "orbax") and name != "keras")
+    assert found["bytes"] >= sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
+
+
+def test_diff_with_itself(golden: Golden) -> None:
+    found = run(0, "diff", golden.path, golden.path, "--slots", options=golden.options)
+    compared = [(table["name"], table["slot"]) for table in found["tables"]]
+    assert sorted(compared, key=str) == sorted(
+        ((table, slot) for table, slots in golden.tables.items() for slot in slots), key=str
+    )
+    assert found["differs"] is False
+
+
+def test_diff_of_two_formats() -> None:
+    """The same tables and slots, from SparseCores in one and in order in the other."""
+    cores, saved_model = read_golden(BUNDLES["sparsecore"]), read_golden(BUNDLES["saved_model"])
+    found = run(0, "diff", cores.path, saved_model.path, "--slots")
+    assert found["differs"] is False
+    assert sum(table["rows_compared"] for table in found["tables"]) == 3 * (20 + 67 + 3 + 33)
+    hosts = read_golden(BUNDLES["tpu_v1"])
+    found = run(0, "diff", cores.path, hosts.path)
+    assert (found["differs"], found["slots_added"][0], found["slots_removed"][0]) == (True, "a/linears", "a/momenta")
+
+
+def copied(golden: Golden, name: str, folder: Path) -> tuple[Path, Path]:
+    """A copy of a golden in a bundle, and its data file."""
+    copy = Path(shutil.copytree(FOLDER / BUNDLES[name], folder / "copy"))
+    path = copy / golden.path.relative_to(FOLDER / BUNDLES[name])
+    prefix = find_bundle(path)
+    assert isinstance(prefix, Path)
+    assert index_path(prefix).is_file()
+    return path, shard_path(prefix, 0, 1)
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+@pytest.mark.parametrize("every", [pytest.param(61, id="sample"), pytest.param(1, id="all", marks=pytest.mark.long)])
+def test_any_flipped_bit_of_a_data_file_is_found(every: int, name: str, golden: Golden, tmp_path: Path) -> None:
+    """One at a time, in steps of a number of bytes that no row has."""
+    path, data = copied(golden, name, tmp_path)
+    whole, rng = data.read_bytes(), random.Random(name)
+    assert run(0, "verify", path)["damaged"] == []
+    for position in {*range(rng.randrange(every), len(whole), every), 0, len(whole) - 1}:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << rng.randrange(8)
+        data.write_bytes(damaged)
+        [found] = verify_files(path).damaged
+        assert found.file == str(data), position
+    [entry] = run(1, "verify", path)["damaged"]
+    assert entry["file"] == str(data)
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_a_changed_row_is_found_by_verify_and_diff(name: str, golden: Golden, tmp_path: Path) -> None:
+    path, data = copied(golden, name, tmp_path)
+    table, slots = max(golden.tables.items())
+    row = len(slots[None]) - 1
+    damaged = bytearray(data.read_bytes())
+    at = damaged.index(slots[None][row].tobytes())
+    damaged[at + 2] ^= 1
+    data.write_bytes(damaged)
+    assert len(run(1, "verify", path)["damaged"]) == 1
+    found = run(0, "diff", golden.path, path, options=golden.options)
+    assert [
+        (one["name"], one["rows_changed"], one["largest_abs"]["row"]) for one in found["tables"] if one["rows_changed"]
+    ] == [(table, 1, row)]
