@@ -14,7 +14,7 @@ from tpuembed.backends import Backend, choose
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import features_from, features_to_dict, optimizer_to_dict, resolve_optimizer
-from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
+from tpuembed.config import TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
@@ -102,7 +102,11 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         self.built = True
 
     def build(self, input_shape: Any = None) -> None:
-        """Nothing is left to build."""
+        """Nothing is left to build. `input_shape`, the shape of each feature's ids, completes what calls know, and is checked."""
+        if input_shape is not None:
+            leaves = flatten_up_to(self._parts.features, input_shape, "build()'s input_shape")
+            shapes = {path: tuple(tf.TensorShape(shape)) for path, _, shape in leaves}
+            self._parts = dataclasses.replace(self._parts, input_shapes=shapes)
 
     # ---- lookup
 
@@ -125,7 +129,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
             ConfigError: `features` or `weights` have another structure than the config.
         """
         structure = self._parts.structure(serving_config)
-        inputs = _inputs(structure, features, weights)
+        inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         if serving_config is None and self.trainable:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
             activations = self._parts.backend.train(inputs, dummy, self)
@@ -136,8 +140,8 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
     def compute_output_spec(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:  # noqa: ARG002
         """The symbolic activations of symbolic `features`."""
         structure = self._parts.structure(serving_config)
-        leaves = flatten_up_to(structure, features, "features")
-        return pack_like(structure, [_output_spec(feature, ids, self.compute_dtype) for _, feature, ids in leaves])
+        inputs = _inputs(structure, features, None, {} if serving_config is not None else self._parts.input_shapes)
+        return pack_like(structure, [keras.KerasTensor(i.output_shape(), self.compute_dtype) for i in inputs])
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
@@ -222,6 +226,7 @@ class _Parts:
     backend: Backend
     size_threshold: int | None
     embedding_feature: Any
+    input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
 
     def checkpoint_config(self) -> dict[str, Any]:
         """What a checkpoint says of the layer, so that an export needs no serving_config."""
@@ -234,7 +239,7 @@ class _Parts:
         """The features to look up: the layer's own, or `serving_config`'s once its tables are known to be the layer's."""
         if serving_config is None:
             return self.features
-        structure, _ = features_from(serving_config)
+        structure, _ = features_from(serving_config, self.table_names)
         own = {feature.table.name: feature.table for _, feature in flatten(self.features)}
         for path, feature in flatten(structure):
             _check_served(path, feature.table, own)
@@ -254,20 +259,12 @@ def _check_served(path: str, table: TableConfig, own: Mapping[str, TableConfig])
         )
 
 
-def _inputs(structure: Any, features: Any, weights: Any) -> list[FeatureInput]:
+def _inputs(structure: Any, features: Any, weights: Any, shapes: Mapping[str, Any]) -> list[FeatureInput]:
     """Every feature with its ids and weights, in walking order."""
     leaves = list(flatten_up_to(structure, features, "features"))
     if weights is None:
         given: list[Any] = [None] * len(leaves)
     else:
         given = [leaf for _, _, leaf in flatten_up_to(structure, weights, "weights")]
-    return [FeatureInput(path, config, ids, w) for (path, config, ids), w in zip(leaves, given, strict=True)]
-
-
-def _output_spec(config: FeatureConfig, ids: Any, dtype: str) -> Any:
-    shape = tuple(ids.shape)
-    if getattr(ids, "sparse", False) or getattr(ids, "ragged", False):
-        shape = (shape[0], config.max_sequence_length) if config.max_sequence_length else shape[:-1]
-    if config.output_shape is not None and len(config.output_shape) == len(shape):
-        shape = tuple(tf.TensorShape(shape).merge_with(config.output_shape))
-    return keras.KerasTensor((*shape, config.table.dim), dtype)
+    pairs = zip(leaves, given, strict=True)
+    return [FeatureInput(path, config, ids, w, shapes.get(path)) for (path, config, ids), w in pairs]

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tpuembed.config import FeatureConfig
 from tpuembed.errors import ConfigError
-from tpuembed.lookup import LookupIds, flatten_ids
+from tpuembed.lookup import LookupIds, flatten_ids, merged_shape
 
 __all__ = ["FeatureInput"]
 
@@ -23,12 +23,14 @@ class FeatureInput:
         config: its FeatureConfig.
         ids: a Tensor, SparseTensor or RaggedTensor.
         weights: of the same kind, or None.
+        input_shape: what `build` was told of the ids' shape, or None.
     """
 
     path: str
     config: FeatureConfig
     ids: Any
-    weights: Any
+    weights: Any = None
+    input_shape: tuple[int | None, ...] | None = None
 
     @property
     def table(self) -> str:
@@ -48,8 +50,29 @@ class FeatureInput:
             combiner=self.config.table.combiner,
             max_sequence_length=self.config.max_sequence_length,
             output_shape=self.config.output_shape,
+            input_shape=self.input_shape,
             validate=self.config.validate_weights_and_indices,
         )
+
+    def output_shape(self) -> tuple[int | None, ...]:
+        """What is known of the activations' shape where the ids are symbolic: output_shape's, then build()'s, then the ids'.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        shape, config = tuple(self.ids.shape), self.config
+        if self.input_shape is not None:
+            what = f"feature {self.path!r}: build()'s input_shape {self.input_shape}"
+            shape = merged_shape(shape, self.input_shape, what)
+        ragged = getattr(self.ids, "ragged", False)
+        if ragged or getattr(self.ids, "sparse", False):
+            shape = (shape[0], config.max_sequence_length) if config.max_sequence_length else shape[:-1]
+        if config.output_shape is None:
+            return (*shape, config.table.dim)
+        if ragged and len(config.output_shape) > len(shape):  # laid out in it, or refused, once the batch is known
+            return (*config.output_shape, config.table.dim)
+        what = f"feature {self.path!r}: output_shape {config.output_shape}"
+        return (*merged_shape(shape, config.output_shape, what), config.table.dim)
 
 
 def _integer_ids(path: str, config: FeatureConfig, ids: Any) -> Any:

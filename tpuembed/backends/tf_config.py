@@ -72,30 +72,37 @@ def local(variable: Any) -> Any:
 # ---- features and tables
 
 
-def features_from(structure: Any) -> tuple[Any, dict[Any, str]]:
+def features_from(structure: Any, served: Mapping[Any, str] | None = None) -> tuple[Any, dict[Any, str]]:
     """A nested structure of FeatureConfig, ours or TensorFlow's, as ours.
+
+    Args:
+        structure: what the user passed.
+        served: {TableConfig as it was passed: table name} of the layer that a serving_config is for: there, a TensorFlow
+            table without a name is known by being the layer's own object.
 
     Returns:
         (the structure with our FeatureConfig at its leaves, {TableConfig as the caller passed it: table name}).
         A TensorFlow table without a name gets TensorFlow's own, `table_<i>` by order of first use, and a warning.
 
     Raises:
-        ConfigError: a leaf is no FeatureConfig, or two different tables share a name.
+        ConfigError: a leaf is no FeatureConfig, two different tables share a name, or a served table has none.
     """
     leaves = list(flatten(structure))
     if not leaves:
         raise ConfigError("feature_config is empty; name at least one feature")
     tables: dict[int, tuple[Any, TableConfig]] = {}
-    features = [_feature_from(path, leaf, tables) for path, leaf in leaves]
+    features = [_feature_from(path, leaf, tables, served) for path, leaf in leaves]
     _check_names([table for _, table in tables.values()])
     return pack_like(structure, features), {original: table.name for original, table in tables.values()}
 
 
-def _feature_from(path: str, leaf: Any, tables: dict[int, tuple[Any, TableConfig]]) -> FeatureConfig:
+def _feature_from(
+    path: str, leaf: Any, tables: dict[int, tuple[Any, TableConfig]], served: Mapping[Any, str] | None
+) -> FeatureConfig:
     if not isinstance(leaf, FeatureConfig | _embedding.FeatureConfig):
         raise ConfigError(f"feature {path!r}: expected a FeatureConfig, got {leaf!r}")
     if id(leaf.table) not in tables:
-        tables[id(leaf.table)] = (leaf.table, _table_from(leaf.table, len(tables)))
+        tables[id(leaf.table)] = (leaf.table, _table_from(path, leaf.table, len(tables), served))
     table = tables[id(leaf.table)][1]
     if isinstance(leaf, FeatureConfig):
         return leaf
@@ -109,17 +116,30 @@ def _feature_from(path: str, leaf: Any, tables: dict[int, tuple[Any, TableConfig
     )
 
 
-def _table_from(table: Any, index: int) -> TableConfig:
+def _table_name(path: str, table: Any, index: int, served: Mapping[Any, str] | None) -> str:
+    """The name of TensorFlow's `table`; without one, TensorFlow's own by order of first use in the layer's features."""
+    if table.name is not None:
+        return str(table.name)
+    if served is not None:
+        if table not in served:
+            raise ConfigError(
+                f"serving_config feature {path!r}: its TableConfig has no name and is not one that the layer was built with; "
+                f"give it the name of the table that is meant: {', '.join(sorted(served.values()))}"
+            )
+        return served[table]
+    name = f"table_{index}"
+    warnings.warn(
+        f"a TableConfig without a name is called {name!r}, by its place among the features: adding a feature that sorts "
+        "earlier would rename it, and checkpoints are keyed by that name; give it one",
+        stacklevel=6,
+    )
+    return name
+
+
+def _table_from(path: str, table: Any, index: int, served: Mapping[Any, str] | None) -> TableConfig:
     if isinstance(table, TableConfig):
         return table
-    name = table.name
-    if name is None:
-        name = f"table_{index}"
-        warnings.warn(
-            f"a TableConfig without a name is called {name!r}, by its place among the features: adding a feature that sorts "
-            "earlier would rename it, and checkpoints are keyed by that name; give it one",
-            stacklevel=5,
-        )
+    name = _table_name(path, table, index, served)
     if getattr(table, "dtype", tf.float32) != tf.float32:
         raise ConfigError(f"table {name!r}: dtype {table.dtype.name} is not supported: tables train in float32")
     if getattr(table, "layout", None) is not None:
