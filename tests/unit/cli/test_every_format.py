@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ CALLED = {
 """What describe calls them."""
 
 
-def run(code: int, *arguments: object, options: dict[str, Any] | None = None) -> Any:
+def run(code: int, *arguments: object, options: Mapping[str, Any] | None = None) -> Any:
     """What a command with --json prints; it exits with `code`."""
     words = [word for name, value in (options or {}).items() for word in ("--checkpoint-option", f"{name}={value}")]
     done = CliRunner().invoke(cli, [*map(str, arguments), *words, "--json"])
