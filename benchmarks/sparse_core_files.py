@@ -22,7 +22,7 @@ def write_sparse_core_checkpoint(
     """Write `prefix`.index and data file 1 of 2; its float32 table "table", [rows, dim], has no padding.
 
     The bytes of the table, so many as are returned, belong into data file 0 from its start, SparseCore by SparseCore.
-    `checksums` are their CRC32C, device by device, which only TensorFlow asks for.
+    `checksums` are their CRC32C, device by device, which TensorFlow and exports ask for.
     """
     if rows % (8 * sparse_cores) or dim % 8:
         raise ValueError(f"[{rows}, {dim}] would be padded on {sparse_cores} SparseCores")

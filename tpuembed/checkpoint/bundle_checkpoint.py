@@ -1,6 +1,7 @@
 """Checkpoints whose tables lie in a tensor bundle; how each one's rows lie there, its `RowLayout` knows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle
+from tpuembed.checkpoint.not_tables import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.checkpoint.partitioned import PARTITION_STRATEGIES
 from tpuembed.checkpoint.table_keys import table_info
@@ -20,6 +22,11 @@ from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.tensor_bundle.wire import MalformedError
 
 __all__ = ["BundleCheckpoint"]
+
+_DISK_PIECE_BYTES: Final = 1 << 20
+"""Which stays in a processor's cache between the read and the checksum."""
+_STORE_PIECE_BYTES: Final = 64 << 20
+"""As many requests as are under way at once."""
 
 
 class BundleCheckpoint:
@@ -119,13 +126,26 @@ class BundleCheckpoint:
         self._keys[table].rows.read_into(self.bundle, key, start, out)
 
     def checksum(self, table: str) -> int | None:
-        """CRC32C of the table's rows as the index states it; None for a table in slices, which have one each.
+        """CRC32C of the table's rows as the index states it; None where its checksums are over rows in another order.
 
         Raises:
             UnknownTableError: there is no such table.
         """
         entry = self.bundle.entries[self._key(table, None)]
         return self._keys[table].rows.checksum(entry)
+
+    def verify(self, tables: Iterable[str]) -> None:
+        """Read every tensor that holds some of `tables` through once, and compare it with its checksums.
+
+        A checksum covers all that lies in a slice, so that of a stack every table is read.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            CheckpointCorruptError: a checksum is wrong; the message names data file, tensor and both checksums.
+        """
+        piece_bytes = _DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
+        for key in sorted({self._key(table, None) for table in tables}):
+            self.bundle.verify(key, piece_bytes)
 
     def fingerprint(self) -> str:
         """That of the bundle: of its index and of all its files' sizes and times of change."""
@@ -136,6 +156,7 @@ class BundleCheckpoint:
         if table not in self._keys:
             raise UnknownTableError(
                 f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._keys)}"
+                f"{about_missing_table(self.graph, table)}"
             )
         keys = self._keys[table]
         if slot is None:
@@ -143,6 +164,7 @@ class BundleCheckpoint:
         if slot not in keys.slots:
             raise UnknownTableError(
                 f"checkpoint {self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(slot, keys.slots)}"
+                f"{about_missing_slot(self.bundle, self.graph, self._keys, table)}"
             )
         return keys.slots[slot]
 

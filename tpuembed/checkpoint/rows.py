@@ -1,12 +1,12 @@
 """How the rows of a table lie in the tensor that holds them: one class per on-disk format, chosen once per table."""
 
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
 from tpuembed.checkpoint.interleaved import DISK, STORE, Interleaved, read_interleaved
 from tpuembed.checkpoint.types import Array
-from tpuembed.tensor_bundle import Bundle, Entry
+from tpuembed.tensor_bundle import Bundle, Entry, crc
 
 __all__ = ["DENSE", "DenseRows", "RowLayout", "read_dealt_rows"]
 
@@ -54,8 +54,11 @@ class DenseRows:
         bundle.read_rows(key, start, start + len(out), out)
 
     def checksum(self, entry: Entry) -> int | None:
-        """Of a tensor in one piece; slices have one each."""
-        return None if entry.slices else entry.crc32c
+        """Of the tensor's slices one after another, where they are runs of rows; None where they cut columns too."""
+        parts = sorted(entry.parts(), key=lambda part: part.start)
+        if any(part.shape[1] != entry.shape[1] for part in parts):
+            return None
+        return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
 
 
 DENSE: Final = DenseRows()

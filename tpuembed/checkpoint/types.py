@@ -1,7 +1,7 @@
 """What every checkpoint reader offers, whatever is on disk."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -77,6 +77,16 @@ class Checkpoint(Protocol):
 
         Raises:
             UnknownTableError: there is no such table.
+        """
+
+    def verify(self, tables: Iterable[str]) -> None:
+        """Read what holds `tables`, without their slots, through once, and compare it with the checksums that the files keep.
+
+        It takes bounded memory. Where a format keeps no checksums of rows nothing is read.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            CheckpointCorruptError: a checksum is wrong.
         """
 
     def fingerprint(self) -> str:

@@ -113,15 +113,24 @@ def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, Sha
 
 
 def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:
-    """Raise CheckpointCorruptError where the rows read of a table are not those that the checkpoint states a checksum of."""
+    """Raise CheckpointCorruptError where the rows read of a table are not those that the checkpoint states a checksum of.
+
+    The checksums of tables that do not lie in order are over other bytes than rows: their files are read once more.
+    """
+    unproven = []
     for table, tasks in groupby(plan.shards, key=attrgetter("table")):
         read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
         stated = checkpoint.checksum(table)
-        if stated not in (None, read):
+        if stated is None:
+            unproven.append(table)
+        elif stated != read:
+            checkpoint.verify([table])  # names the file and the tensor
             raise CheckpointCorruptError(
-                f"checkpoint {checkpoint.path}: table {table!r}: its bytes have the CRC32C {read:08x} and the index says "
-                f"{stated:08x}; restore it from another copy"
+                f"checkpoint {checkpoint.path}: table {table!r}: its bytes had the CRC32C {read:#010x} when they were "
+                f"exported, the index says {stated:#010x}, and a second reading finds no damage; export again, and if "
+                "it happens again, check the disk and the memory of this machine"
             )
+    checkpoint.verify(unproven)
 
 
 def _stack_checksums(plan: ExportPlan, results: Mapping[int, ShardResult]) -> dict[str, int]:

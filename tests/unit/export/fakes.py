@@ -6,7 +6,7 @@ Worker processes import this module to open them, so it imports no TensorFlow.
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,6 +48,10 @@ class FakeCheckpoint:
     def checksum(self, table: str) -> int | None:
         return self._bundle.entries[table].crc32c
 
+    def verify(self, tables: Iterable[str]) -> None:
+        for table in tables:
+            self._bundle.verify(table)
+
     def fingerprint(self) -> str:
         return str(index_path(self.path).stat().st_mtime_ns)
 
@@ -80,6 +84,13 @@ class DyingCheckpoint(FakeCheckpoint):
 class CorruptCheckpoint(FakeCheckpoint):
     def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
         raise CheckpointCorruptError(f"table {table!r}: bad rows at {start}")
+
+
+class OtherChecksumCheckpoint(FakeCheckpoint):
+    """States the checksum of other rows than it has."""
+
+    def checksum(self, table: str) -> int | None:
+        return self._bundle.entries[table].crc32c ^ 1
 
 
 class BuggyCheckpoint(FakeCheckpoint):

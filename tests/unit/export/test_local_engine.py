@@ -231,8 +231,17 @@ def test_a_flipped_byte_in_the_source_is_found(tmp_path: Path, dtype: Any) -> No
     data = bytearray(shard_path(tmp_path / "ckpt", 0, 1).read_bytes())
     data[-1000] ^= 4
     shard_path(tmp_path / "ckpt", 0, 1).write_bytes(data)
-    with pytest.raises(CheckpointCorruptError, match=r"ckpt: table 't': its bytes have the CRC32C \w{8} and the index"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"ckpt\.data-\S+: tensor 't': .* CRC32C 0x\w{8}, the index says 0x"
+    ):
         stream(made, tmp_path)
+
+
+def test_damage_that_only_the_first_reading_met(tmp_path: Path, plan: ExportPlan) -> None:
+    """Such as of a flaky memory: what the source states is not what was read, and its file is sound."""
+    message = r"ckpt: table 't': .* CRC32C 0x\w+ when .* says 0x\w+, and a second reading finds no damage; export again"
+    with pytest.raises(CheckpointCorruptError, match=message):
+        stream(plan, tmp_path, fakes.OtherChecksumCheckpoint)
 
 
 def test_streaming_ends_with_the_data_on_the_disk(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -129,6 +129,15 @@ class OrbaxCheckpoint:
         """
         self._find(table, None)
         return None
+
+    def verify(self, tables: Iterable[str]) -> None:
+        """Nothing: Orbax keeps no checksum of rows.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        for table in tables:
+            self._find(table, None)
 
     def fingerprint(self) -> str:
         """Of the bytes of the metadata, and of the sizes and times of change of all files; in a store, of those of the metadata."""
