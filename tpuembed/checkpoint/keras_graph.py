@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from typing import Final
 
 from tpuembed.checkpoint.keras_optimizers import is_keras_3_optimizer
+from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.table_keys import TableKeys, is_table, optimizer_slots
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle
 
-__all__ = ["check_keras_model", "keras_rs_tables"]
+__all__ = ["check_keras_model", "is_keras_3_model", "keras_rs_tables"]
 
 _TRAINABLE, _VARIABLES = "_trainable_variables", "_variables"
+_TRAP: Final = "_gradient_trap_dummy"
 _TABLE_VARIABLE: Final = re.compile(r"(?P<layer>.+)/(?P<table>[^/]+)/embeddings")
 _SLOT_REST: Final = re.compile(r"embeddings_(?!.*embeddings_)[a-z_]+")
 _NUMBER: Final = re.compile(r"_\d+$")
@@ -31,8 +33,10 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
     """The tables that nothing but an optimizer holds: `<layer>/<table>/embeddings`.
 
     Raises:
-        CheckpointFormatError: one may have lost its name, as those of subclassed models do.
+        CheckpointFormatError: one may have lost its name, as those of subclassed models do; or a layer's tables lie on
+            SparseCores, and not in the checkpoint.
     """
+    _check_sparse_core_layers(bundle, graph)
     lists = {node.children[_TRAINABLE] for node in graph.nodes if is_keras_3_optimizer(node.children)}
     elsewhere = {
         child for number, node in enumerate(graph.nodes) if number not in lists for child in node.children.values()
@@ -50,6 +54,21 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
                 "table's own name (Keras 3 saves no more of many subclassed models and layers, nor where an optimizer has no "
                 "slots); restore it into the model and save that with model.save_weights('model.weights.h5')"
             )
+
+
+def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
+    """Raise where layers on SparseCores, which have one weight of their own, are more than the objects that hold tables.
+
+    Source: `_gradient_trap_dummy` in keras_rs/src/layers/embedding/tensorflow/distributed_embedding.py.
+    """
+    weights = [graph.nodes[node.children[_TRAP]] for node in graph.nodes if _TRAP in node.children]
+    if len(weights) > len(mid_level_nodes(graph)):
+        layers = sorted(weight.full_name.rpartition("/")[0] or str(weight.value_key) for weight in weights)
+        raise CheckpointFormatError(
+            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {_shown(layers)} lie on "
+            "SparseCores, and TensorFlow saves none of them with the model; save them with "
+            "tf.train.Checkpoint(emb=layer._tpu_embedding)"
+        )
 
 
 def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
@@ -79,8 +98,7 @@ def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
 def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
     """Raise CheckpointFormatError where this is a Keras 3 model and no variable of it can be a table."""
     names = sorted(filter(None, (node.full_name for node in graph.nodes)))
-    is_keras = any(_is_keras_layer(graph, node) for node in graph.nodes)
-    if not is_keras or any(name.rpartition("/")[2] == "embeddings" for name in names):
+    if not is_keras_3_model(graph) or any(name.rpartition("/")[2] == "embeddings" for name in names):
         return
     empty = [graph.path(number) for number in graph.parents if _is_empty_layer(graph, number)]
     raise CheckpointFormatError(
@@ -89,6 +107,11 @@ def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
         "trained has in its optimizer, and nothing else; save with model.save_weights('model.weights.h5'), or from "
         "SparseCores with tf.train.Checkpoint(emb=layer._tpu_embedding)"
     )
+
+
+def is_keras_3_model(graph: ObjectGraph) -> bool:
+    """Whether a functional model, an optimizer or a layer with a kernel, as Keras 3 names their parts, is among the objects."""
+    return any(_is_keras_layer(graph, node) for node in graph.nodes)
 
 
 def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:

@@ -23,7 +23,7 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.keras_rs.model_config import layer_configs
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, feature_config_from_dict
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, UnknownTableError
 from tpuembed.files import remote
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -118,6 +118,37 @@ def test_embedding_of_keras_itself(tmp_path: Path) -> None:
             np.testing.assert_array_equal(
                 checkpoint.read("model/_operations/1/_embeddings", slot=slot), optimizer[name]
             )
+
+
+def test_a_table_of_keras_rs_beside_an_embedding_of_keras(tmp_path: Path) -> None:
+    """The graph shows an object without anything, as of a Dropout: that the table is missing is said to who asks for it."""
+    ids = keras.Input((), dtype="int32")
+    model = keras.Model(ids, keras.layers.Dropout(0.5)(keras.layers.Embedding(9, 4)(ids)))
+    with open_checkpoint(tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))) as checkpoint:
+        assert set(checkpoint.tables()) == {"model/_operations/1/_embeddings"}
+        with pytest.raises(
+            UnknownTableError, match=r"has no table 'user'.*keras_rs.*model\.save_weights\('model\.weights"
+        ):
+            checkpoint.read("user")
+
+
+class OnSparseCores(keras.layers.Layer):
+    """The variable that keras-rs' layer has where its tables lie on SparseCores."""
+
+    def build(self, _: Any) -> None:
+        self._gradient_trap_dummy = self.add_weight(name="_gradient_trap_dummy", shape=(1,))
+
+    def call(self, ids: Any) -> Any:
+        return keras.ops.cast(ids, "float32") * self._gradient_trap_dummy
+
+
+def test_tables_on_sparse_cores_in_a_checkpoint(tmp_path: Path) -> None:
+    ids = keras.Input((1,), dtype="int32")
+    rows = [keras.layers.Flatten()(keras.layers.Embedding(9, 4)(ids)), OnSparseCores(name="de")(ids)]
+    model = keras.Model(ids, keras.layers.Concatenate()(rows))
+    message = refused(Path(tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))))
+    assert "keras_rs.layers.DistributedEmbedding de lie on SparseCores" in message
+    assert "tf.train.Checkpoint(emb=layer._tpu_embedding)" in message
 
 
 # ---- what a .keras file tells
