@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.backends import Backend, choose
+from tpuembed.backends import Backend, Request, choose, train
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import features_from, features_to_dict, optimizer_to_dict, resolve_optimizer
@@ -67,32 +66,35 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         self.supports_jit = False  # Keras would compile `fit` on a GPU, where an id outside the table goes unnoticed
         if size_threshold is not None:
             check_count("TPUEmbedding: size_threshold", size_threshold, 0)
-        without_effect = {
-            "pipeline_execution_with_tensor_core": pipeline_execution_with_tensor_core,
-            "batch_size": batch_size,
-            "sparse_core_embedding_config": sparse_core_embedding_config,
-        }
-        for option in (option for option, value in without_effect.items() if value):
-            warnings.warn(f"TPUEmbedding: {option} has no effect off the TPU", stacklevel=3)
         features, table_names = features_from(feature_config)
         spec = None if optimizer is None else resolve_optimizer(optimizer)
         with tf.init_scope():
             updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
-        tables = list({feature.table.name: feature.table for _, feature in flatten(features)}.values())
-        backend = choose(tables, spec, updates, embedding_feature)
-        self._parts = _Parts(features, table_names, spec, backend, size_threshold, embedding_feature)
+        request = Request(
+            features=list(flatten(features)),
+            optimizer=spec,
+            updates=updates,
+            embedding_feature=embedding_feature,
+            pipelining=pipeline_execution_with_tensor_core,
+            batch_size=batch_size,
+            sparse_core_config=sparse_core_embedding_config,
+            size_threshold=size_threshold,
+        )
+        self._parts = _Parts(features, table_names, request, choose(request))
         self._create_weights(updates)
 
     def _create_weights(self, updates: Any) -> None:
         """In the constructor: Keras builds symbolically, and what a checkpoint restored before that would be lost."""
-        states = list(self._parts.backend.states.values())
-        self._tpu_embedding = TablesNode(self._parts.checkpoint_config(), states, updates)
+        backend = self._parts.backend
+        states = list(backend.states.values())
+        self._tpu_embedding = TablesNode(
+            self._parts.checkpoint_config(), states, backend.checkpoint_children(), updates
+        )
         trained_here = any(state.optimizer is not None for state in states)
-        adopted = [(v, state.optimizer is None) for state in states for v in state.named_variables().values()]
         # Keras counts, lists and freezes them as weights of the layer; they are adopted, not copied.
         self._table_weights = [
             keras.Variable(variable, trainable=trainable, autocast=False, name=variable.name.split(":")[0])
-            for variable, trainable in adopted + ([(updates, False)] if trained_here else [])
+            for variable, trainable in backend.weights() + ([(updates, False)] if trained_here else [])
         ]
         self._dummy = None
         if trained_here:
@@ -130,9 +132,9 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         """
         structure = self._parts.structure(serving_config)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
-        if serving_config is None and self.trainable:
+        if serving_config is None and self.trainable and self._parts.backend.states:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
-            activations = self._parts.backend.train(inputs, dummy, self)
+            activations = train(self._parts.backend, inputs, dummy, self._parts.request.updates, self)
         else:
             activations = self._parts.backend.lookup(inputs)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
@@ -162,13 +164,15 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Everything but the weights. A live learning rate is written as the number that it is now."""
-        parts = self._parts
+        parts, request = self._parts, self._parts.request
         return {
             **{key: value for key, value in super().get_config().items() if key != "autocast"},
             "feature_config": features_to_dict(parts.features),
-            "optimizer": None if parts.optimizer is None else optimizer_to_dict(parts.optimizer),
-            "embedding_feature": getattr(parts.embedding_feature, "name", parts.embedding_feature),
-            "size_threshold": parts.size_threshold,
+            "optimizer": None if request.optimizer is None else optimizer_to_dict(request.optimizer),
+            "pipeline_execution_with_tensor_core": request.pipelining,
+            "batch_size": request.batch_size,
+            "embedding_feature": getattr(request.embedding_feature, "name", request.embedding_feature),
+            "size_threshold": request.size_threshold,
         }
 
     @classmethod
@@ -222,10 +226,8 @@ class _Parts:
 
     features: Any
     table_names: Mapping[Any, str]
-    optimizer: Any
+    request: Request
     backend: Backend
-    size_threshold: int | None
-    embedding_feature: Any
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
 
     def checkpoint_config(self) -> dict[str, Any]:

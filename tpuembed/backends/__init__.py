@@ -1,5 +1,6 @@
 """Where tables live and who updates them: one backend per hardware path, chosen once."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -8,13 +9,18 @@ import tensorflow as tf
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.host import HostBackend
+from tpuembed.backends.mixed import MixedBackend
+from tpuembed.backends.request import Request
+from tpuembed.backends.sparsecore import SparseCoreBackend
 from tpuembed.backends.table_state import TableState
-from tpuembed.config import TableConfig
+from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
+from tpuembed.backends.tpu_v1 import TpuV1Backend
+from tpuembed.backends.training import Step, train
 from tpuembed.environment import check_environment
 from tpuembed.errors import ConfigError
 from tpuembed.table_scope import current_source
 
-__all__ = ["Backend", "choose"]
+__all__ = ["Backend", "Request", "choose", "train"]
 
 
 class Backend(Protocol):
@@ -26,14 +32,23 @@ class Backend(Protocol):
 
     states: Mapping[str, TableState]
 
+    def checkpoint_children(self) -> dict[str, Any]:
+        """What a checkpoint holds: name -> variable or node."""
+
+    def weights(self) -> list[tuple[Any, bool]]:
+        """The variables that are Keras weights of the layer, and whether the user's optimizer trains them."""
+
     def lookup(self, features: Sequence[FeatureInput]) -> list[Any]:
         """Activations of `features`."""
 
-    def train(self, features: Sequence[FeatureInput], dummy: Any, layer: Any) -> list[Any]:
-        """The same, such that the gradient of `dummy` updates the tables."""
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> Step:
+        """A training step of `features`, all of whose tables have an optimizer; `train` runs it."""
 
 
-def choose(tables: Sequence[TableConfig], optimizer: Any, updates: Any, embedding_feature: Any) -> Backend:
+_ACCELERATORS: Mapping[str, Any] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}
+
+
+def choose(request: Request) -> Backend:
     """The backend of the current `tf.distribute` strategy and scope: the only place that asks for the hardware.
 
     Raises:
@@ -43,24 +58,60 @@ def choose(tables: Sequence[TableConfig], optimizer: Any, updates: Any, embeddin
     check_environment()
     source = current_source()
     if source is not None:
-        return DeferredBackend(tables, source)
-    _check_embedding_feature(embedding_feature)
+        return DeferredBackend(request.tables, source)
     strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync > 1 and type(strategy) is not tf.distribute.MirroredStrategy:
+    accelerator = _ACCELERATORS.get(_hardware(strategy, request.embedding_feature))
+    if accelerator is not None:
+        return _accelerated(accelerator, request)
+    _warn_without_effect(request, strategy)
+    _check_replicas(strategy)
+    return HostBackend(request)
+
+
+def _hardware(strategy: Any, asked: Any) -> str | None:
+    """ "V1" or "V2", "UNSUPPORTED" for a TPU that replicates its tables, None off the TPU."""
+    found = embedding_feature(strategy) if is_tpu_strategy(strategy) else None
+    name: str | None = getattr(asked, "name", asked)
+    if name not in (None, "UNSUPPORTED", found):
+        there = f"TPUs with embedding hardware {found}" if found else "no TPU"
+        raise ConfigError(
+            f"TPUEmbedding: embedding_feature={name} asks for TPU hardware, and there is {there} under "
+            f"{type(strategy).__name__}; leave it None, or pass UNSUPPORTED to replicate the tables"
+        )
+    return name or found or "UNSUPPORTED"
+
+
+def _accelerated(backend: Any, request: Request) -> Backend:
+    small = {table.name for table in request.tables if table.vocabulary_size <= _threshold(request)}
+    if not small:
+        chosen: Backend = backend(request)
+        return chosen
+    if len(small) == len(request.tables):
+        return HostBackend(request)
+    return MixedBackend(request, small, backend)
+
+
+def _threshold(request: Request) -> int:
+    return 0 if request.size_threshold is None else request.size_threshold
+
+
+def _warn_without_effect(request: Request, strategy: Any) -> None:
+    given = {
+        "pipeline_execution_with_tensor_core": request.pipelining,
+        "batch_size": request.batch_size,
+        "sparse_core_embedding_config": request.sparse_core_config,
+    }
+    for option in (option for option, value in given.items() if value):
+        warnings.warn(
+            f"TPUEmbedding: {option} has no effect under {type(strategy).__name__.lstrip('_')}: no embedding accelerator is used",
+            stacklevel=5,
+        )
+
+
+def _check_replicas(strategy: Any) -> None:
+    known = type(strategy) is tf.distribute.MirroredStrategy or is_tpu_strategy(strategy)
+    if strategy.num_replicas_in_sync > 1 and not known:
         raise ConfigError(
             f"TPUEmbedding: {type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas is not supported yet; "
-            "build the layer under the default strategy or a MirroredStrategy"
-        )
-    if "TPU" in type(strategy).__name__:
-        raise ConfigError("TPUEmbedding: TPUStrategy is not supported yet; build the layer under the default strategy")
-    return HostBackend(tables, optimizer, updates)
-
-
-def _check_embedding_feature(value: Any) -> None:
-    """Off the TPU there is no accelerator to choose: None and UNSUPPORTED both mean the host."""
-    name = getattr(value, "name", value)
-    if name is not None and name != "UNSUPPORTED":
-        raise ConfigError(
-            f"TPUEmbedding: embedding_feature={name} asks for TPU hardware, and there is none under "
-            f"{type(tf.distribute.get_strategy()).__name__}; leave it None, or build the layer under a TPUStrategy"
+            "build the layer under the default strategy, a MirroredStrategy or a TPUStrategy"
         )

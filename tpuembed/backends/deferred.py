@@ -23,10 +23,18 @@ class DeferredBackend:
         for table in tables:
             source.register(table)
 
+    def checkpoint_children(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def weights(self) -> list[tuple[Any, bool]]:
+        """None."""
+        return []
+
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`."""
         return self._source.lookup([feature.flatten() for feature in features], [feature.table for feature in features])
 
-    def train(self, features: Sequence[FeatureInput], dummy: Tensor, layer: Any) -> list[Tensor]:  # noqa: ARG002
-        """The same as `lookup`."""
-        return self.lookup(features)
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> Any:
+        """Never called: no table here has an optimizer to train it."""
+        raise AssertionError((features, layer))

@@ -6,12 +6,11 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.feature_input import FeatureInput
-from tpuembed.backends.gradient_trap import gradient_trap
 from tpuembed.backends.replicas import check_same_strategy, gather_replicas
+from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
 from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import entry_optimizer, in_xla_context, local, loss_scale
-from tpuembed.config import TableConfig
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import LookupIds, gather_grouped
 
@@ -23,34 +22,37 @@ Tensor = Any
 class HostBackend:
     """Tables as plain variables, a copy in each replica. A step's cost grows with the rows touched, not with the table."""
 
-    def __init__(self, tables: Sequence[TableConfig], optimizer: Any, updates: Any) -> None:
-        """Allocate `tables`; `optimizer` trains those without their own; `updates` is the int64 count of updates.
+    def __init__(self, request: Request) -> None:
+        """Allocate the tables of `request`.
 
         Raises:
             ConfigError: an optimizer asks for what only the embedding accelerator does.
         """
-        self.states: Mapping[str, TableState] = {table.name: create_table(table, optimizer) for table in tables}
+        self.states: Mapping[str, TableState] = {
+            table.name: create_table(table, request.optimizer) for table in request.tables
+        }
         for state in self.states.values():
             _check_supported(state)
-        self._updates = updates
+        self._updates = request.updates
         self._strategy = tf.distribute.get_strategy()
+
+    def checkpoint_children(self) -> dict[str, Any]:
+        """Tables and slots by name."""
+        return {name: variable for state in self.states.values() for name, variable in state.named_variables().items()}
+
+    def weights(self) -> list[tuple[Any, bool]]:
+        """Every variable, and whether the user's optimizer trains it."""
+        return [
+            (v, state.optimizer is None) for state in self.states.values() for v in state.named_variables().values()
+        ]
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`, untouched by any gradient trap."""
         return self.gather_rows([feature.flatten() for feature in features], [feature.table for feature in features])
 
-    def train(self, features: Sequence[FeatureInput], dummy: Tensor, layer: Any) -> list[Tensor]:
-        """Activations whose gradients update the tables; a table without an optimizer stays the user's to train."""
-        trapped = [index for index, feature in enumerate(features) if self.states[feature.table].optimizer is not None]
-        plain = [index for index in range(len(features)) if index not in trapped]
-        activations: list[Tensor] = [None] * len(features)
-        step = _Step(self, [features[i] for i in trapped], layer)
-        caught = gradient_trap(dummy, step.lookup, step.apply) if trapped else []
-        for index, activation in zip(
-            [*trapped, *plain], [*caught, *self.lookup([features[i] for i in plain])], strict=True
-        ):
-            activations[index] = activation
-        return activations
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
+        """A training step of `features`, all of whose tables have an optimizer."""
+        return _Step(self, features, layer)
 
     def gather_rows(self, ids: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
         """Activations of flat `ids`, each in its table."""
@@ -65,10 +67,6 @@ class HostBackend:
         else:  # and tells the graph which variable it reads, which an export of the graph needs to know
             rows = tf.gather(variable, ids, name=name)
         return _nan_outside(rows, ids, state.config.vocabulary_size) if _unchecked_gathers() else rows
-
-    def count_update(self) -> Tensor:
-        """Add one to the count of updates."""
-        return local(self._updates).assign_add(1, read_value=False)
 
     def update(self, table: str, ids: Tensor, gradients: Tensor) -> list[Any]:
         """Apply the table's optimizer to ids [n] (duplicates allowed, negative ones dropped) and gradients [n, dim]."""
@@ -110,9 +108,7 @@ class _Step:
             if scale is not None:  # a step that overflowed touches no row, as the dense optimizer then skips it too
                 ids, of_rows = tf.where(finite, ids, -1), tf.where(finite, of_rows / scale, 0.0)
             updates += self._backend.update(table, ids, of_rows)
-        with tf.control_dependencies([] if tf.executing_eagerly() else updates):
-            counted = self._backend.count_update()
-        return [*updates, counted]
+        return updates
 
     def _loss_scale(self) -> Tensor | None:
         """What the optimizer multiplied the loss with."""

@@ -120,7 +120,7 @@ def dedupe(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def _dedupe_static(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     order = tf.argsort(ids, stable=True)
     ids, gradients = tf.gather(ids, order), tf.gather(gradients, order)
-    starts = tf.concat([[True], ids[1:] != ids[:-1]], 0)
+    starts = tf.concat([[True], tf.not_equal(ids[1:], ids[:-1])], 0)
     segments = tf.cumsum(tf.cast(starts, tf.int32)) - 1
     unique = tf.math.unsorted_segment_max(ids, segments, tf.size(ids))
     # A segment that no id belongs to has the lowest integer, and so counts as dropped too.

@@ -54,7 +54,8 @@ def initial_pieces(state: TableState, slot: str | None, start: int, stop: int) -
     """
     config = state.config
     step = piece_rows(config.dim)
-    whole = None if slot is not None or config.initializer is None else initial_rows(config)
+    in_pieces = slot is not None or config.initializer is None or start == stop
+    whole = None if in_pieces else initial_rows(config)
     for first in range(start, stop, step):
         count = min(step, stop - first)
         if slot is not None:

@@ -13,7 +13,7 @@ from tpuembed.backends.tf_config import Trackable, resolve_optimizer
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
 
-__all__ = ["TableState", "TablesNode", "create_table", "initial_rows"]
+__all__ = ["TableState", "TablesNode", "create_table", "initial_rows", "table_initializer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def initial_rows(config: TableConfig) -> Any:
         ConfigError: the initializer gives another shape or dtype.
     """
     shape = (config.vocabulary_size, config.dim)
-    rows = tf.convert_to_tensor(_initializer(config)(shape, dtype=tf.float32))
+    rows = tf.convert_to_tensor(table_initializer(config)(shape, dtype=tf.float32))
     if tuple(rows.shape) != shape or rows.dtype != tf.float32:
         raise ConfigError(
             f"table {config.name!r}: its initializer gave {rows.dtype.name} {tuple(rows.shape)}, "
@@ -93,7 +93,8 @@ def initial_rows(config: TableConfig) -> Any:
     return rows
 
 
-def _initializer(config: TableConfig) -> Any:
+def table_initializer(config: TableConfig) -> Any:
+    """What fills a new table: `initializer(shape, dtype=...)`."""
     value = config.initializer
     if value is None:
         return keras.initializers.TruncatedNormal(0.0, 1.0 / math.sqrt(config.dim))
@@ -117,14 +118,15 @@ class TablesNode(Trackable):
     them (TFRS) restores into the layer, and a TFRS layer finds all its variables in ours.
     """
 
-    def __init__(self, config: Mapping[str, Any], states: Sequence[TableState], updates: Any) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], states: Sequence[TableState], children: Mapping[str, Any], updates: Any
+    ) -> None:
         """Raise ConfigError where two variables would be saved under one name."""
         _check_saved_names(states)
         self._config = json.dumps(config)
         self.updates = updates
-        for state in states:
-            for name, variable in state.named_variables().items():
-                self._track_trackable(variable, name)
+        for name, child in children.items():
+            self._track_trackable(child, name)
 
     @property
     def table_names(self) -> set[str]:

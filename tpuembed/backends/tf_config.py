@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute import tpu_util
 from tensorflow.python.ops import control_flow_util
 
 from tpuembed.config import (
@@ -64,8 +65,8 @@ def loss_scale(optimizer: Any) -> Any:
 
 def local(variable: Any) -> Any:
     """The copy of a mirrored variable that belongs to the running replica; outside of replicas, the first one."""
-    if not hasattr(variable, "_values"):
-        return variable
+    if not hasattr(variable, "_values") or tpu_util.enclosing_tpu_context() is not None:
+        return variable  # in a TPU's program the mirrored variable itself stands for the copy of the TPU it runs on
     return variable._primary if tf.distribute.in_cross_replica_context() else variable._get()
 
 
@@ -318,7 +319,9 @@ def optimizer_to_tf(spec: Optimizer) -> Any:
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     if isinstance(spec, SGD):
         del fields["slot_variable_creation_fn"]  # TensorFlow's has no slots
-    return _TF_CLASSES[type(spec)](**fields)
+    theirs = _TF_CLASSES[type(spec)](**fields)
+    theirs.low_dimensional_packing_status = 0  # TensorFlow's False is not the enum that its own proto takes
+    return theirs
 
 
 def _from_keras(value: Any) -> Optimizer:

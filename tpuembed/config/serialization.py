@@ -1,5 +1,6 @@
 """Configs to and from dicts, JSON and YAML."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from tpuembed.errors import ConfigError
 
 __all__ = ["dump_config", "feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
-_TABLE_KEYS = ("vocabulary_size", "dim", "name", "combiner", "initializer", "optimizer", "quantization_config")
+_TABLE_KEYS = tuple(field.name for field in dataclasses.fields(TableConfig))
 _FEATURE_KEYS = ("table", "name", "max_sequence_length", "output_shape", "validate_weights_and_indices")
 
 

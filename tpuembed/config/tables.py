@@ -44,6 +44,9 @@ class TableConfig:
         optimizer: overrides the layer's for this table: a name, a tpuembed spec, a
             `tf.tpu.experimental.embedding` optimizer or a Keras 3 optimizer.
         quantization_config: simulated quantization of the activations during training.
+        max_ids_per_partition: on SparseCores, the ids of one step that one of them takes from another one's samples for
+            this table; None for TensorFlow's default, 256. A stack of tables takes the sum of theirs.
+        max_unique_ids_per_partition: the same, each id counted once.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
@@ -58,12 +61,17 @@ class TableConfig:
     initializer: Any = None
     optimizer: Any = None
     quantization_config: QuantizationConfig | None = None
+    max_ids_per_partition: int | None = None
+    max_unique_ids_per_partition: int | None = None
 
     def __post_init__(self) -> None:
         check_name("TableConfig", self.name)
         check_count(f"table {self.name!r}: vocabulary_size", self.vocabulary_size)
         check_count(f"table {self.name!r}: dim", self.dim)
         check_choice(f"table {self.name!r}: combiner", self.combiner, COMBINERS)
+        for limit in ("max_ids_per_partition", "max_unique_ids_per_partition"):
+            if getattr(self, limit) is not None:
+                check_count(f"table {self.name!r}: {limit}", getattr(self, limit))
         self._check_optimizer()
         self._check_initializer()
         quantization = self.quantization_config
@@ -100,7 +108,8 @@ class TableConfig:
             out["optimizer"] = self._optimizer_to_dict()
         if self.quantization_config is not None:
             out["quantization_config"] = dataclasses.asdict(self.quantization_config)
-        return out
+        limits = ("max_ids_per_partition", "max_unique_ids_per_partition")
+        return out | {limit: getattr(self, limit) for limit in limits if getattr(self, limit) is not None}
 
     def _optimizer_to_dict(self) -> Any:
         if isinstance(self.optimizer, Optimizer):

@@ -1,0 +1,218 @@
+"""What the two embedding accelerators share: their configs in TensorFlow's terms, and the checks of a call.
+
+An accelerator's program is compiled for one shape of batch: whatever it looks up must have a known shape, which comes from
+a feature's output_shape, else from the layer's batch_size, else from the ids.
+"""
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.request import Request
+from tpuembed.backends.row_optimizers import learning_rate
+from tpuembed.backends.table_state import table_initializer
+from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, resolve_optimizer
+from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
+from tpuembed.config import FeatureConfig, Optimizer, TableConfig
+from tpuembed.errors import ConfigError, TrainingError
+
+__all__ = [
+    "MAX_VOCABULARY_SIZE",
+    "StepGuard",
+    "activation_shapes",
+    "bind_features",
+    "check_tables",
+    "configured_shape",
+    "zeros",
+]
+
+Shape = tuple[int, ...]
+Tensor = Any
+
+MAX_VOCABULARY_SIZE = 2**31 - 1
+"""Accelerators take ids as int32."""
+
+
+# ---- configs
+
+
+def bind_features(request: Request) -> tuple[list[Any], dict[str, Optimizer]]:
+    """(TensorFlow's FeatureConfig of every feature, without output_shape; table name -> the spec that trains it).
+
+    A live learning rate becomes a callable that reads the layer's count of updates, one per optimizer: tables with equal
+    optimizers can be stacked, those with different callables cannot.
+    """
+    bound: dict[int, Optimizer] = {}
+    specs: dict[str, Optimizer] = {}
+    tables: dict[str, TableConfig] = {}
+    for table in request.tables:
+        chosen = table.optimizer if table.optimizer is not None else request.optimizer
+        if chosen is None:
+            raise ConfigError(
+                f"table {table.name!r}: an embedding accelerator trains its tables itself; give the table or the layer an optimizer"
+            )
+        specs[table.name] = resolve_optimizer(chosen)
+        if id(chosen) not in bound:
+            bound[id(chosen)] = _bind_rate(specs[table.name], request.updates)
+        initializer = ShardInitializer(table_initializer(table))
+        tables[table.name] = dataclasses.replace(table, optimizer=bound[id(chosen)], initializer=initializer)
+    features = [
+        dataclasses.replace(config, table=tables[config.table.name], name=config.name or path, output_shape=None)
+        for path, config in request.features
+    ]
+    return list(features_to_tf(features)), specs
+
+
+def _bind_rate(spec: Optimizer, updates: Any) -> Optimizer:
+    if not callable(spec.learning_rate):
+        return spec
+    return dataclasses.replace(spec, learning_rate=lambda: learning_rate(spec, updates.read_value()))
+
+
+class ShardInitializer:
+    """An initializer called once per shard, whose random rows differ from shard to shard.
+
+    Keras' initializers give the same numbers at every call: each shard of a table would begin as a copy of the first.
+    """
+
+    def __init__(self, initializer: Any) -> None:
+        """`initializer(shape, dtype=...)` gives rows; a Keras initializer is given a seed of its own for each shard."""
+        self._initializer = initializer
+
+    def __call__(self, shape: Any, dtype: Any = None, shard_info: Any = None) -> Tensor:
+        """float32 rows of one shard: `shard_info.shape`, else `shape`."""
+        if shard_info is None:
+            return self._initializer(shape, dtype=dtype)
+        return self._seeded(int(shard_info.offset[0]))(tuple(shard_info.shape), dtype=dtype)
+
+    def _seeded(self, offset: int) -> Any:
+        config = self._initializer.get_config() if isinstance(self._initializer, keras.initializers.Initializer) else {}
+        seed = config.get("seed", getattr(self._initializer, "seed", None))
+        if not offset or "seed" not in config or not isinstance(seed, int):
+            return self._initializer
+        return type(self._initializer).from_config({**config, "seed": (seed + 1_000_003 * offset) % 2**31})
+
+
+def check_tables(tables: Sequence[TableConfig], hardware: str) -> None:
+    """Raise ConfigError for a table that no accelerator can hold."""
+    for table in tables:
+        if table.vocabulary_size > MAX_VOCABULARY_SIZE:
+            raise ConfigError(
+                f"table {table.name!r}: {table.vocabulary_size} rows; {hardware} takes ids as int32, so at most "
+                f"{MAX_VOCABULARY_SIZE}: split the table"
+            )
+
+
+# ---- shapes
+
+
+def configured_shape(config: FeatureConfig, batch_size: int | None) -> Shape | None:
+    """The activation's leading shape as far as the layer's arguments say it; None where they do not."""
+    if config.output_shape is not None and None not in config.output_shape:
+        return tuple(int(size) for size in config.output_shape if size is not None)
+    if batch_size is None:
+        return None
+    return (batch_size, config.max_sequence_length) if config.max_sequence_length else (batch_size,)
+
+
+def activation_shapes(features: Sequence[FeatureInput], batch_size: int | None) -> list[Shape]:
+    """The leading shape of every activation of one replica, from the arguments of the layer, else from the ids.
+
+    Raises:
+        ConfigError: a shape is unknown, or arguments and ids contradict each other.
+    """
+    return [_activation_shape(feature, configured_shape(feature.config, batch_size)) for feature in features]
+
+
+def _activation_shape(feature: FeatureInput, wanted: Shape | None) -> Shape:
+    given = _shape_of_ids(feature)
+    if wanted is None:
+        if None in given:
+            raise ConfigError(
+                f"feature {feature.path!r}: the shape {given} of its activations is not known while tracing, and an "
+                "accelerator needs it; give the FeatureConfig an output_shape (of one replica), the layer a batch_size, or "
+                "batch with drop_remainder=True"
+            )
+        return tuple(int(size) for size in given if size is not None)
+    combined = isinstance(feature.ids, tf.SparseTensor | tf.RaggedTensor)
+    if None not in given and not (combined and len(wanted) > len(given)) and _size(wanted) != _size(given):
+        raise ConfigError(
+            f"feature {feature.path!r}: its output_shape (of one replica) is {wanted}, its ids give {given}; make them agree"
+        )
+    return wanted
+
+
+def _size(shape: Sequence[int | None]) -> int:
+    return math.prod(size for size in shape if size is not None)
+
+
+def _shape_of_ids(feature: FeatureInput) -> tuple[int | None, ...]:
+    ids, length = feature.ids, feature.config.max_sequence_length
+    shape = tuple(ids.shape)
+    if isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
+        return (shape[0], length) if length and len(shape) == 2 else shape[:-1]
+    return shape
+
+
+# ---- calls
+
+
+class StepGuard:
+    """Checks where a layer on an accelerator is called: once per step, inside of `strategy.run`."""
+
+    def __init__(self, strategy: Any, hardware: str) -> None:
+        """For a layer that was created under `strategy` and lives on `hardware`."""
+        self._strategy, self._hardware = strategy, hardware
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def enter(self, layer: Any = None) -> bool:
+        """Whether a step is being traced; False where Keras only asks for shapes.
+
+        Raises:
+            TrainingError: the call is not part of a step of the layer's strategy, is the step's second one, or the loss
+                may be scaled or gradients accumulated.
+        """
+        call = tpu_call()
+        if call is None:
+            if in_symbolic_scope():
+                return False
+            raise TrainingError(
+                f"TPUEmbedding: the layer was created under {type(self._strategy).__name__}, its tables are in {self._hardware}, "
+                f"and it is called under {type(tf.distribute.get_strategy()).__name__} outside of strategy.run; call it in "
+                "strategy.run, or build the layer without a TPUStrategy and restore a checkpoint to look up on the host"
+            )
+        if call in self._seen:
+            raise TrainingError(
+                f"TPUEmbedding: called twice in one step, and {self._hardware} takes one batch per step; call the layer once "
+                "with all features, or set size_threshold so that small tables are replicated"
+            )
+        self._seen.add(call)
+        if layer is not None:
+            _check_loop(layer)
+        return True
+
+
+def _check_loop(layer: Any) -> None:
+    if layer.compute_dtype == "float16":
+        raise TrainingError(
+            "TPUEmbedding: mixed_float16 scales the loss, which the accelerator's optimizer cannot undo; use mixed_bfloat16"
+        )
+    if getattr(entry_optimizer(layer), "gradient_accumulation_steps", None):
+        raise TrainingError(
+            "TPUEmbedding: gradient_accumulation_steps is not supported: the tables would be updated at every micro-batch; "
+            "use a larger batch"
+        )
+
+
+def zeros(shapes: Sequence[Shape], features: Sequence[FeatureInput]) -> list[Tensor]:
+    """Activations without values, where only their shapes are asked for."""
+    return [tf.zeros((*shape, feature.config.table.dim)) for shape, feature in zip(shapes, features, strict=True)]
+
+
+Apply = Callable[[Sequence[Tensor]], Sequence[Any]]

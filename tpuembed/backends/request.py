@@ -1,0 +1,39 @@
+"""What a layer asks of a backend: its features and options, checked, as one record."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tpuembed.config import FeatureConfig, TableConfig
+
+__all__ = ["Request"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of a layer, in the backends' terms.
+
+    Attributes:
+        features: every feature with its path in the structure, in walking order.
+        optimizer: the spec that trains tables without their own; None for none.
+        updates: the int64 variable that counts updates.
+        embedding_feature: the hardware asked for; None for what is there.
+        pipelining: overlap lookups with dense computation.
+        batch_size: one replica's examples, for features without an output_shape.
+        sparse_core_config: TensorFlow's SparseCoreEmbeddingConfig, or None.
+        size_threshold: tables of at most so many rows are replicated; None for none.
+    """
+
+    features: Sequence[tuple[str, FeatureConfig]]
+    optimizer: Any
+    updates: Any
+    embedding_feature: Any = None
+    pipelining: bool = False
+    batch_size: int | None = None
+    sparse_core_config: Any = None
+    size_threshold: int | None = None
+
+    @property
+    def tables(self) -> list[TableConfig]:
+        """Each table once, in order of first use."""
+        return list({feature.table.name: feature.table for _, feature in self.features}.values())

@@ -1,0 +1,168 @@
+"""TPU v5p and v6e: stacked tables, sharded over SparseCores, looked up and trained by them.
+
+The hosts turn a batch's ids into the form that SparseCores take (CSR); the lookup keeps it for the update. All through
+`tf.tpu.experimental.embedding.TPUEmbeddingV2`, whose stacks, padding and rotation `stacked_table` undoes where rows are
+read or written.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpuembed.backends.accelerator import (
+    StepGuard,
+    activation_shapes,
+    bind_features,
+    check_tables,
+    configured_shape,
+    zeros,
+)
+from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.request import Request
+from tpuembed.backends.stacked_table import StackedTable
+from tpuembed.backends.table_state import TableState
+from tpuembed.backends.tf_tpu import SparseCoreEngine
+from tpuembed.config import Optimizer
+from tpuembed.errors import ConfigError
+
+__all__ = ["SparseCoreBackend"]
+
+Tensor = Any
+
+_HARDWARE = "the TPU's SparseCores"
+# What TensorFlow accepts and its SparseCore ops do not get.
+_IGNORED: Mapping[str, Any] = {
+    "clip_weight_min": None,
+    "clip_weight_max": None,
+    "clipvalue": None,
+    "weight_decay_factor": None,
+    "multiply_weight_decay_factor_by_learning_rate": None,
+    "use_gradient_accumulation": True,
+    "lazy_adam": True,
+    "allow_zero_accumulator": False,
+}
+
+
+class SparseCoreBackend:
+    """Stacks of tables in SparseCore memory; a checkpoint holds them as they are, with their layouts."""
+
+    def __init__(self, request: Request) -> None:
+        """Allocate the tables.
+
+        Raises:
+            ConfigError: a table, feature or optimizer that SparseCores cannot honour.
+        """
+        check_tables(request.tables, _HARDWARE)
+        features, specs = bind_features(request)
+        _check_optimizers(specs)
+        for (path, config), theirs in zip(request.features, features, strict=True):
+            theirs.output_shape = tf.TensorShape(_output_shape(path, config, request.batch_size))
+        self.engine = SparseCoreEngine(features, request.pipelining, request.sparse_core_config)
+        self.engine.limit_ids({table.name: _limits(table) for table in request.tables})
+        self.states: Mapping[str, TableState] = {
+            table.name: self._state(table, specs[table.name]) for table in request.tables
+        }
+        self._batch_size = request.batch_size
+        self._guard = StepGuard(tf.distribute.get_strategy(), _HARDWARE)
+
+    def _state(self, table: Any, spec: Optimizer) -> TableState:
+        layout = self.engine.layout(table.name)
+        stacks = self.engine.tables[layout.stack]
+        views = {name: StackedTable(layout, variable) for name, variable in stacks.items()}
+        return TableState(table, spec, views.pop("parameters"), views)
+
+    def checkpoint_children(self) -> dict[str, Any]:
+        """The stacks by name, and the layouts of the tables in them."""
+        children = {"_sparse_core_table_layouts": self.engine.layouts_node}
+        for stack, variables in self.engine.tables.items():
+            slots = {f"{stack}/{slot}": variable for slot, variable in variables.items() if slot != "parameters"}
+            children.update({stack: variables["parameters"], **slots})
+        return children
+
+    def weights(self) -> list[tuple[Any, bool]]:
+        """None that Keras could hold."""
+        return []
+
+    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+        """Activations of `features`."""
+        shapes = activation_shapes(features, self._batch_size)
+        if not self._guard.enter():
+            return zeros(shapes, features)
+        return _Step(self.engine, features).lookup()
+
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
+        """A training step of `features`."""
+        shapes = activation_shapes(features, self._batch_size)
+        return _Step(self.engine, features, None if self._guard.enter(layer) else zeros(shapes, features))
+
+
+class _Step:
+    """One call of the layer: what the lookup leaves for the update, and zeros where Keras only asks for shapes."""
+
+    def __init__(
+        self, engine: SparseCoreEngine, features: Sequence[FeatureInput], shapes_only: list[Tensor] | None = None
+    ) -> None:
+        self._engine, self._features, self._shapes_only = engine, features, shapes_only
+        self._preserved: Any = None
+
+    def lookup(self) -> list[Tensor]:
+        if self._shapes_only is not None:
+            return self._shapes_only
+        _check_kinds(self._features)
+        weights = [feature.weights for feature in self._features]
+        given = None if all(weight is None for weight in weights) else weights
+        activations, self._preserved = self._engine([feature.ids for feature in self._features], given)
+        return list(activations)
+
+    def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
+        self._engine.apply_gradients([tf.cast(gradient, tf.float32) for gradient in gradients], self._preserved)
+        return []
+
+
+def _output_shape(path: str, config: Any, batch_size: int | None) -> tuple[int, ...]:
+    if config.max_sequence_length:
+        raise ConfigError(
+            f"feature {path!r}: max_sequence_length is not supported by {_HARDWARE}; pad the ids to a dense [batch, length] "
+            "matrix and set output_shape=(batch, length), or set size_threshold so that its table is replicated"
+        )
+    shape = configured_shape(config, batch_size)
+    if shape is None:
+        raise ConfigError(
+            f"feature {path!r}: {_HARDWARE} need the shape of its activations when the layer is built; give the FeatureConfig "
+            "an output_shape (of one replica), or the layer a batch_size"
+        )
+    return shape
+
+
+def _check_optimizers(specs: Mapping[str, Optimizer]) -> None:
+    for table, spec in specs.items():
+        for option, default in _IGNORED.items():
+            value = getattr(spec, option, default)
+            if value != default:
+                raise ConfigError(
+                    f"table {table!r}: {type(spec).__name__}({option}={value!r}) is not supported by {_HARDWARE}; leave it "
+                    f"{default!r}, or set size_threshold so that the table is replicated"
+                )
+
+
+def _limits(table: Any) -> tuple[int | None, int | None]:
+    return table.max_ids_per_partition, table.max_unique_ids_per_partition
+
+
+def _check_kinds(features: Sequence[FeatureInput]) -> None:
+    for feature in features:
+        ids, weights = feature.ids, feature.weights
+        if isinstance(ids, tf.SparseTensor) and ids.shape.rank != 2:
+            raise ConfigError(
+                f"feature {feature.path!r}: sparse ids of rank {ids.shape.rank}; {_HARDWARE} take rank 2: reshape them to "
+                "[examples, ids] in the input pipeline and set output_shape"
+            )
+        if isinstance(ids, tf.RaggedTensor) and (ids.shape.rank != 2 or ids.ragged_rank != 1):
+            raise ConfigError(f"feature {feature.path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}")
+        if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor) and weights is not None:
+            raise ConfigError(
+                f"feature {feature.path!r}: weights were given for dense ids, which are not combined; drop the weights"
+            )
+        if not ids.dtype.is_integer:
+            raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {ids.dtype.name}")

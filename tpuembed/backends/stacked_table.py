@@ -1,0 +1,87 @@
+"""One table inside of a SparseCore stack, read and written by row number.
+
+Row i of a table is row `(i % n + rotation) % n * T + offset + i // n` of its stack, where n SparseCores hold T rows each;
+columns after the table's are padding.
+
+Source: SparseCoreTableLayout in tensorflow/core/tpu/kernels/sparse_core_layout.proto.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["StackLayout", "StackedTable"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackLayout:
+    """Where a table lies in its stack.
+
+    Attributes:
+        stack: the stack's name.
+        rows, dim: the table's shape, without padding.
+        sparse_cores: n, how many hold the stack.
+        rows_per_core: T, rows of the stack in each.
+        offset: of the table's first row in each SparseCore.
+        rotation: the SparseCore of row 0.
+    """
+
+    stack: str
+    rows: int
+    dim: int
+    sparse_cores: int
+    rows_per_core: int
+    offset: int
+    rotation: int
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+        """(SparseCore, rows in it, rows of [start, stop) that they are) for each that holds some of them."""
+        for part in range(self.sparse_cores):
+            first = start + (part - start) % self.sparse_cores
+            if first < stop:
+                low = self.offset + first // self.sparse_cores
+                count = -(-(stop - first) // self.sparse_cores)
+                core = (part + self.rotation) % self.sparse_cores
+                yield core, slice(low, low + count), slice(first - start, None, self.sparse_cores)
+
+
+class StackedTable:
+    """A [rows, dim] table, or a slot of one, as a view of its stack."""
+
+    dtype = tf.float32
+
+    def __init__(self, layout: StackLayout, variable: Any) -> None:
+        """`variable` has one shard per device, each with the rows of that device's SparseCores."""
+        self._layout, self._shards = layout, list(variable.values)
+        self.shape = tf.TensorShape((layout.rows, layout.dim))
+
+    def numpy(self) -> Array:
+        """float32 [rows, dim]."""
+        layout = self._layout
+        out = np.empty((layout.rows, layout.dim), np.float32)
+        shards = [shard.numpy() for shard in self._shards]
+        for core, stored, rows in layout.runs(0, layout.rows):
+            device, begin = self._place(core)
+            out[rows] = shards[device][begin + stored.start : begin + stored.stop, : layout.dim]
+        return out
+
+    def assign(self, values: Any) -> None:
+        """Write float32 [rows, dim]."""
+        self.assign_rows(0, np.asarray(values))
+
+    def assign_rows(self, start: int, values: Array) -> None:
+        """Write the rows [start, start + len(values)); padding stays as it is."""
+        for core, stored, rows in self._layout.runs(start, start + len(values)):
+            device, begin = self._place(core)
+            of_core = self._shards[device][begin + stored.start : begin + stored.stop, : self._layout.dim]
+            of_core.assign(values[rows])
+
+    def _place(self, core: int) -> tuple[int, int]:
+        """The shard that holds the SparseCore's rows, and where they begin in it."""
+        device, within = divmod(core, self._layout.sparse_cores // len(self._shards))
+        return device, within * self._layout.rows_per_core

@@ -1,0 +1,178 @@
+"""What the TPU backends need of TensorFlow's insides: hardware, replication, and its mid-level classes.
+
+With `tf_config`, the only backend module that uses private names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
+
+from tpuembed.backends.stacked_table import StackLayout
+
+__all__ = [
+    "HardwareEngine",
+    "SparseCoreEngine",
+    "embedding_feature",
+    "in_symbolic_scope",
+    "is_tpu_strategy",
+    "outside_compilation",
+    "sparse_cores_per_chip",
+    "tpu_call",
+]
+
+Tensor = Any
+
+
+def is_tpu_strategy(strategy: Any) -> bool:
+    """Whether `strategy` runs its replicas on TPUs."""
+    return isinstance(strategy, tf.distribute.TPUStrategy | tf.distribute.experimental.TPUStrategy)
+
+
+def embedding_feature(strategy: Any) -> str:
+    """ "V1", "V2" (SparseCore) or "UNSUPPORTED": what the TPUs of `strategy` have for embeddings."""
+    name: str = strategy.extended.tpu_hardware_feature.embedding_feature.name
+    return name
+
+
+def sparse_cores_per_chip(strategy: Any) -> int:
+    """SparseCores of one chip; 4 where the runtime does not say, as TensorFlow assumes."""
+    return int(strategy.extended.tpu_hardware_feature.num_embedding_devices_per_chip) or 4
+
+
+def outside_compilation(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` on the TPU's host, from inside of a replicated computation."""
+    return tpu_replication.outside_compilation(function, *args)
+
+
+def tpu_call() -> Any:
+    """The body of `strategy.run` that is being traced for TPUs, as an object that tells bodies apart; None outside."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if isinstance(context, tpu_replication.TPUReplicateContext):
+                return context
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+class HostShards(tpu_embedding_v2.TPUEmbeddingVariable):
+    """Rows of one table (or slot) in the memory of the TPU's hosts, which a checkpoint is written from and read into.
+
+    The rows that train are in the TPUs' memory: whoever restores a checkpoint must load them from here.
+    """
+
+    loaded: Callable[[], None] | None = None
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        factories: dict[str, Callable[..., Any]] = super()._gather_saveables_for_checkpoint()
+        return {name: lambda name=name, make=make: self._loading(make(name)) for name, make in factories.items()}
+
+    def _loading(self, saveables: Sequence[Any]) -> Sequence[Any]:
+        """The saveables of all hosts; restoring the last one loads what was restored into the TPUs."""
+        last = saveables[-1]
+        restore = last.restore
+
+        def restore_and_load(tensors: Any, shapes: Any) -> Any:
+            restored = restore(tensors, shapes)
+            if self.loaded is not None:
+                with tf.control_dependencies([] if tf.executing_eagerly() else [restored]):
+                    self.loaded()
+            return restored
+
+        last.restore = restore_and_load
+        return saveables
+
+
+class HardwareEngine(tpu_embedding_v2.TPUEmbedding):
+    """TensorFlow's handle of the V1 accelerator, with its tables made before the shapes of a batch are known.
+
+    A checkpoint restored before the first batch then finds its variables.
+    """
+
+    def __init__(self, features: Sequence[Any], pipelining: bool) -> None:
+        """Create the tables of TensorFlow's `features`, each of whose tables has its optimizer."""
+        super().__init__(list(features), None, pipelining)
+        self._verify_output_shapes_on_enqueue = False  # the layer's own checks know shapes that TensorFlow refuses
+        self.tables: Mapping[str, Mapping[str, Any]] = super()._create_variables_and_slots()
+        for variables in self.tables.values():
+            for variable in variables.values():
+                variable.__class__ = HostShards
+                variable.loaded = self._load_variables
+
+    def _create_variables_and_slots(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.tables
+
+    def start(self, output_shapes: Sequence[tuple[int, ...]]) -> None:
+        """Give the accelerator its configuration: one replica's activations, without their last dimension."""
+        if not self._built:
+            with tf.init_scope():
+                self.build([tf.TensorShape((*shape, 1)) for shape in output_shapes])
+
+    @property
+    def configuration(self) -> Any:
+        """The TPUEmbeddingConfiguration proto, once started."""
+        return self._config_proto
+
+    def fetch(self) -> None:
+        """Copy the tables from the TPUs into the hosts' variables."""
+        self._retrieve_variables()
+
+    def load(self) -> None:
+        """Copy the hosts' variables into the TPUs."""
+        self._load_variables()
+
+
+class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
+    """TensorFlow's handle of the SparseCores, with its tables made when it is."""
+
+    def __init__(self, features: Sequence[Any], pipelining: bool, config: Any) -> None:
+        """Create the tables of TensorFlow's `features`, whose output_shapes are known."""
+        super().__init__(list(features), None, pipelining, config)
+        self._given = config
+        self.build()
+
+    @property
+    def tables(self) -> Mapping[str, Mapping[str, Any]]:
+        """stack -> {"parameters" and slot names: variable, sharded over the devices}."""
+        variables: Mapping[str, Mapping[str, Any]] = self._variables
+        return variables
+
+    @property
+    def layouts_node(self) -> Any:
+        """The checkpoint node that holds the layouts of all tables."""
+        return self._lookup_dependency("_sparse_core_table_layouts")
+
+    def layout(self, table: str) -> StackLayout:
+        """Where `table` lies in its stack."""
+        proto = self.embedding_layouts[table]
+        return StackLayout(
+            stack=proto.stacked_table_name,
+            rows=proto.unsharded_shape[0],
+            dim=proto.unsharded_shape[1],
+            sparse_cores=proto.num_sparse_cores,
+            rows_per_core=proto.total_rows_per_sparse_core_shard,
+            offset=proto.sparse_core_shard_row_offset,
+            rotation=proto.sparse_core_shard_rotation,
+        )
+
+    def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
+        """Set the ids and unique ids that a SparseCore takes from another one per step, by table.
+
+        A stack takes the sum of its tables', 256 for a table that does not say; what the SparseCoreEmbeddingConfig says of
+        the stack goes first.
+        """
+        targets = (self._table_to_max_ids_per_sparse_core, self._table_to_max_unique_ids_per_sparse_core)
+        given = (
+            getattr(self._given, "max_ids_per_table", None),
+            getattr(self._given, "max_unique_ids_per_table", None),
+        )
+        for which, (target, config) in enumerate(zip(targets, given, strict=True)):
+            for stack, tables in self._stacked_table_to_tables.items():
+                of_tables = [limits[table.name][which] for table in tables]
+                if stack not in (config or {}) and any(limit is not None for limit in of_tables):
+                    target[stack] = sum(limit or self.DEFAULT_MAX_IDS_PER_TABLE for limit in of_tables)

@@ -1,0 +1,175 @@
+"""TPU v2 to v4: tables sharded over the memories of the TPUs, looked up and trained by their embedding accelerator.
+
+A step enqueues its ids on the hosts, receives activations in the replicated program, and sends their gradients back; the
+accelerator applies the optimizer that its configuration names. All through `tf.tpu.experimental.embedding.TPUEmbedding`.
+"""
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tpuembed.backends.accelerator import StepGuard, activation_shapes, bind_features, check_tables, zeros
+from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.request import Request
+from tpuembed.backends.table_state import TableState
+from tpuembed.backends.tf_tpu import HardwareEngine
+from tpuembed.errors import ConfigError, TrainingError
+
+__all__ = ["AcceleratorTable", "TpuV1Backend"]
+
+Tensor = Any
+
+_HARDWARE = "the TPU's embedding accelerator"
+_layers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+class AcceleratorTable:
+    """A table, or a slot of one, in the accelerator's memory, read and written through the hosts' copy of it."""
+
+    dtype = tf.float32
+
+    def __init__(self, engine: HardwareEngine, variable: Any) -> None:
+        """`variable` is the hosts' copy: consecutive rows on each host."""
+        self._engine, self._variable = engine, variable
+        self.shape = variable.shape
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """float32 [rows, dim], fetched from the accelerator."""
+        self._engine.fetch()
+        return np.concatenate([shard.numpy() for shard in self._variable.variables])
+
+    def assign(self, values: Any) -> None:
+        """Put float32 [rows, dim] into the accelerator."""
+        self.assign_rows(0, np.asarray(values))
+
+    def assign_rows(self, start: int, values: np.ndarray[Any, Any]) -> None:
+        """Put the rows [start, start + len(values)) into the accelerator."""
+        self._engine.fetch()
+        begin = 0
+        for shard in self._variable.variables:
+            end = begin + shard.shape[0]
+            low, high = max(begin, start), min(end, start + len(values))
+            if low < high:
+                shard[low - begin : high - begin].assign(values[low - start : high - start])
+            begin = end
+        self._engine.load()
+
+
+class TpuV1Backend:
+    """Tables in the accelerator; a checkpoint holds them in row order, as slices of one tensor."""
+
+    def __init__(self, request: Request) -> None:
+        """Allocate the tables on the hosts; the accelerator gets them with the first batch's shapes.
+
+        Raises:
+            ConfigError: a table or optimizer that the accelerator cannot honour.
+            TrainingError: another layer has the accelerator.
+        """
+        strategy = tf.distribute.get_strategy()
+        check_tables(request.tables, _HARDWARE)
+        features, specs = bind_features(request)
+        _claim(strategy, self)
+        self.engine = HardwareEngine(features, request.pipelining)
+        self.states: Mapping[str, TableState] = {
+            table.name: self._state(table, specs[table.name]) for table in request.tables
+        }
+        self._batch_size = request.batch_size
+        self._guard = StepGuard(strategy, _HARDWARE)
+        self._names = itertools.count(1)
+
+    def _state(self, table: Any, spec: Any) -> TableState:
+        views = {name: AcceleratorTable(self.engine, v) for name, v in self.engine.tables[table.name].items()}
+        return TableState(table, spec, views.pop("parameters"), views)
+
+    def checkpoint_children(self) -> dict[str, Any]:
+        """The hosts' variables by name, and TensorFlow's object, whose save callback fetches them from the accelerator."""
+        children = {"_engine": self.engine}
+        for table, variables in self.engine.tables.items():
+            slots = {f"{table}/{slot}": variable for slot, variable in variables.items() if slot != "parameters"}
+            children.update({table: variables["parameters"], **slots})
+        return children
+
+    def weights(self) -> list[tuple[Any, bool]]:
+        """None that Keras could hold."""
+        return []
+
+    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+        """Activations of `features`."""
+        shapes = activation_shapes(features, self._batch_size)
+        if not self._guard.enter():
+            return zeros(shapes, features)
+        return self.dequeue(self._enqueue(features, shapes))
+
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
+        """A training step of `features`."""
+        shapes = activation_shapes(features, self._batch_size)
+        name = self._enqueue(features, shapes) if self._guard.enter(layer) else None
+        return _Step(self, name, zeros(shapes, features) if name is None else None)
+
+    def _enqueue(self, features: Sequence[FeatureInput], shapes: Sequence[tuple[int, ...]]) -> str:
+        """Hand the ids to the accelerator; the name under which it gives their activations.
+
+        Always as training: a pass over the graph makes it inference where no gradients are sent under the same name.
+        """
+        _check_kinds(features)
+        self.engine.start(shapes)
+        name = str(next(self._names))
+        weights = [feature.weights for feature in features]
+        given = None if all(weight is None for weight in weights) else weights
+        self.engine.enqueue([feature.ids for feature in features], given, training=True, name=name)
+        return name
+
+    def dequeue(self, name: str) -> list[Tensor]:
+        """The activations of what was enqueued under `name`."""
+        return list(self.engine.dequeue(name=name))
+
+
+class _Step:
+    """One call of the layer; `name` ties its three parts together, None where Keras only asks for shapes."""
+
+    def __init__(self, backend: TpuV1Backend, name: str | None, shapes_only: list[Tensor] | None) -> None:
+        self._backend, self._name, self._shapes_only = backend, name, shapes_only
+
+    def lookup(self) -> list[Tensor]:
+        if self._name is None:
+            return self._shapes_only or []
+        return self._backend.dequeue(self._name)
+
+    def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
+        self._backend.engine.apply_gradients([tf.cast(g, tf.float32) for g in gradients], name=self._name)
+        return []
+
+
+def _claim(strategy: Any, backend: TpuV1Backend) -> None:
+    if _layers.get(strategy.extended, lambda: None)() is not None:
+        raise TrainingError(
+            f"TPUEmbedding: another layer of this TPUStrategy already has {_HARDWARE}, which holds the tables of one; put "
+            "all features into one layer, or pass embedding_feature=UNSUPPORTED to the other, whose tables are then replicated"
+        )
+    _layers[strategy.extended] = weakref.ref(backend)
+
+
+def _check_kinds(features: Sequence[FeatureInput]) -> None:
+    """The accelerator takes dense ids with sparse or with ragged ones, not with both."""
+    kinds = {type(feature.ids).__name__: feature.path for feature in features}
+    if "SparseTensor" in kinds and "RaggedTensor" in kinds:
+        raise ConfigError(
+            f"feature {kinds['SparseTensor']!r} has sparse ids, feature {kinds['RaggedTensor']!r} ragged ones, and "
+            f"{_HARDWARE} takes one of these kinds per call; convert one in the input pipeline"
+        )
+    for feature in features:
+        dense = not isinstance(feature.ids, tf.SparseTensor | tf.RaggedTensor)
+        if dense and feature.weights is not None:
+            raise ConfigError(
+                f"feature {feature.path!r}: weights were given for dense ids, which are not combined; drop the weights"
+            )
+        if dense and feature.config.max_sequence_length:
+            raise ConfigError(
+                f"feature {feature.path!r}: max_sequence_length needs sparse or ragged ids; dense ids keep their shape"
+            )
+        if not feature.ids.dtype.is_integer:
+            raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {feature.ids.dtype.name}")
