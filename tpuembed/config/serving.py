@@ -46,7 +46,7 @@ class ServingFeature:
     Attributes:
         table: the table's name in the checkpoint.
         input: "id" for int64 [batch], one row each; "ids" for int64 [batch, hot], padded with -1 and combined.
-        combiner: sum, mean or sqrtn; None to take the table's.
+        combiner: sum, mean or sqrtn; None to take the table's. Of one row ("id") each of them is that row.
         weighted: a second input `<feature>_weights`, float32 [batch, hot], weighs the ids.
         max_sequence_length: above 0, the rows are not combined: [batch, max_sequence_length, dim], zero-padded.
         out_of_vocabulary: "error" to fail the request, "zeros" for a row of zeros, or the row to take instead.

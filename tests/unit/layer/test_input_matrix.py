@@ -271,7 +271,7 @@ def test_what_has_no_meaning_is_refused_by_name(cell: Cell, message: str) -> Non
     assert isinstance(error.value, ValueError)
 
 
-UNCHECKED = {"validate_weights_and_indices": False}
+UNCHECKED: dict[str, Any] = {"validate_weights_and_indices": False}
 
 
 @pytest.mark.parametrize(
