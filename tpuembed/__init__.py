@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tpuembed.errors import TpuEmbedError
     from tpuembed.export import ExportReport, export_saved_model
     from tpuembed.layer import TPUEmbedding
+    from tpuembed.restore import RestoreReport, restore_tables
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ _HOME = {
     "ExportReport": "tpuembed.export",
     "FeatureConfig": "tpuembed.config",
     "QuantizationConfig": "tpuembed.config",
+    "RestoreReport": "tpuembed.restore",
     "ServingConfig": "tpuembed.config",
     "TPUEmbedding": "tpuembed.layer",
     "TableConfig": "tpuembed.config",
@@ -44,6 +46,7 @@ _HOME = {
     "TpuEmbedError": "tpuembed.errors",
     "export_saved_model": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
+    "restore_tables": "tpuembed.restore",
 }
 
 _NOT_BUILT = ("ExportCallback", "configure_tpu")  # agreed on, and to come
@@ -57,6 +60,7 @@ __all__ = [
     "ExportReport",
     "FeatureConfig",
     "QuantizationConfig",
+    "RestoreReport",
     "ServingConfig",
     "TPUEmbedding",
     "TableConfig",
@@ -65,6 +69,7 @@ __all__ = [
     "__version__",
     "export_saved_model",
     "open_checkpoint",
+    "restore_tables",
 ]
 
 

@@ -13,7 +13,7 @@ from tpuembed.checkpoint.update_counts import update_counts
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.restore.plan import Request, TablePlan, plan_tables
-from tpuembed.restore.stream import restore_table
+from tpuembed.restore.stream import is_checked_while_read, restore_table
 from tpuembed.table_access import LiveTables, TableAccess
 
 __all__ = ["RestoreReport", "TablePlan", "restore_tables"]
@@ -65,8 +65,8 @@ def restore_tables(
     Raises:
         UnknownTableError: `tables` or `resize` name one that the layer or the checkpoint does not have.
         CheckpointMismatchError: layer and checkpoint disagree: tables, shapes, dtypes, slots or counts of updates.
-        CheckpointCorruptError: rows do not have the checksum that the checkpoint states; the table has been written by
-            then, and is to be restored from another copy.
+        CheckpointCorruptError: a table does not have the checksum that the checkpoint states. Where its rows lie in order
+            it has been written by then, and is to be restored from another copy.
         ConfigError: an argument of the wrong kind, or a place where no table can be written.
         CheckpointError: as `open_checkpoint` and its reads.
     """
@@ -77,6 +77,7 @@ def restore_tables(
     with open_checkpoint(path, **options) as checkpoint:
         plans = plan_tables(checkpoint, live, request)
         updates = _updates(checkpoint.path, update_counts(checkpoint), live, plans) if slots else None
+        checkpoint.verify([plan.source for plan in plans if not is_checked_while_read(checkpoint, plan)])
         for plan in plans:
             restore_table(checkpoint, live, plan, slots)
         if updates is not None:

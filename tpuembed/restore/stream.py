@@ -11,9 +11,14 @@ from tpuembed.restore.plan import TablePlan
 from tpuembed.table_access import LiveTables
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["restore_table"]
+__all__ = ["is_checked_while_read", "restore_table"]
 
 Array = np.ndarray[Any, Any]
+
+
+def is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan) -> bool:
+    """Whether `restore_table` reads all that the checkpoint states a checksum of; else `Checkpoint.verify` has to."""
+    return not plan.skipped_rows and checkpoint.checksum(plan.source) is not None
 
 
 def restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slots: bool) -> None:
@@ -44,7 +49,9 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
         checkpoint.read_into(plan.source, start, piece, slot)
         checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
         write_rows(variable, start, _as_float32(checkpoint, plan, slot, piece))
-    stated = checkpoint.checksum(plan.source) if slot is None and not plan.skipped_rows else None
+    if slot is not None or not is_checked_while_read(checkpoint, plan):
+        return
+    stated = checkpoint.checksum(plan.source)
     if stated is not None and stated != checksum:
         raise CheckpointCorruptError(
             f"checkpoint {checkpoint.path}: table {plan.source!r}: its index says CRC32C {stated:#010x}, its bytes have "

@@ -1,0 +1,33 @@
+"""Every golden of every format, restored into a live layer: what its own writer said it holds."""
+
+import pytest
+
+from tests.goldens import FOLDER, read_golden
+from tests.unit.restore.layers import TRAINED_BY, Tables, assert_held, layer_for, updates
+
+GOLDENS = sorted(
+    f"{folder.parent.name}/{folder.name}"
+    for group in ("keras_rs", "orbax", "tfrs", "tpu")
+    for folder in (FOLDER / group).iterdir()
+)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_golden_is_restored(name: str) -> None:
+    golden = read_golden(name)
+    slots = all(frozenset(slot for slot in table if slot) in TRAINED_BY for table in golden.tables.values())
+    truth: Tables = golden.tables
+    if not slots:
+        truth = {table: {None: rows[None]} for table, rows in golden.tables.items()}
+    layer = layer_for(truth)
+    report = layer.restore_tables(golden.path, slots=slots, **golden.options)
+    assert_held(layer, truth)
+    assert [plan.table for plan in report.tables] == list(truth)
+    assert report.updates is None
+    assert updates(layer) == 0
+
+
+def test_the_list_of_goldens_has_every_order_of_slots() -> None:
+    """Else the test above would restore rows alone."""
+    seen = {frozenset(s for s in table if s) for name in GOLDENS for table in read_golden(name).tables.values()}
+    assert seen >= set(TRAINED_BY)

@@ -1,0 +1,389 @@
+"""`restore_tables`: what it moves, what it refuses, and that it then has moved nothing."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.goldens import read_golden
+from tests.unit.restore.layers import Array, Tables, assert_held, held, layer_for, updates
+from tpuembed import FTRL, Adam, FeatureConfig, TableConfig, TPUEmbedding, restore_tables
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigError,
+    UnknownTableError,
+)
+from tpuembed.table_scope import deferred_tables
+
+
+def _random(rows: int, dim: int, *slots: str) -> dict[str | None, Array]:
+    rng = np.random.default_rng(rows * 31 + dim)
+    return {slot: rng.normal(size=(rows, dim)).astype(np.float32) for slot in (None, *slots)}
+
+
+TRUTH: Tables = {
+    "videos": _random(9, 4, "momenta", "velocities"),
+    "users/v.1": _random(5, 2, "accumulators"),
+    "plain": _random(3, 2),
+}
+
+
+def _write(path: Path, tables: Tables, count: int = 7, **options: Any) -> str:
+    """A checkpoint of a layer with these numbers, by TensorFlow."""
+    layer = layer_for(tables, **options)
+    for name, state in layer._parts.backend.states.items():
+        for slot, variable in {None: state.variable, **state.slots}.items():
+            variable.assign(tables[name][slot])
+    layer._tpu_embedding.updates.assign(count)
+    return str(tf.train.Checkpoint(layer=layer).write(str(path / "ckpt")))
+
+
+def _write_plain(path: Path, **tables: Any) -> str:
+    """A checkpoint of variables without a layer, by TensorFlow."""
+    variables = {name: tf.Variable(rows) for name, rows in tables.items()}
+    return str(tf.train.Checkpoint(**variables).write(str(path / "plain")))
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return _write(tmp_path_factory.mktemp("own"), TRUTH)
+
+
+def _features(**tables: tuple[int, int]) -> dict[str, FeatureConfig]:
+    return {name: FeatureConfig(TableConfig(*shape, name)) for name, shape in tables.items()}
+
+
+def test_tables_slots_and_count_of_an_own_checkpoint(prefix: str) -> None:
+    layer = layer_for(TRUTH)
+    report = restore_tables(layer, prefix)
+    assert_held(layer, TRUTH)
+    assert report.updates == updates(layer) == 7
+    assert report.path == prefix
+    assert [(plan.table, plan.rows, plan.new_rows, plan.slots) for plan in report.tables] == [
+        ("videos", 9, 0, ("momenta", "velocities")),
+        ("users/v.1", 5, 0, ("accumulators",)),
+        ("plain", 3, 0, ()),
+    ]
+
+
+@pytest.mark.parametrize("ending", ["weights.h5", "keras"])
+def test_keras_files(tmp_path: Path, ending: str) -> None:
+    inputs = keras.Input((), dtype="int64")
+    trained, layer = (TPUEmbedding(FeatureConfig(TableConfig(6, 3, "t")), optimizer="adagrad") for _ in range(2))
+    model = keras.Model(inputs, keras.layers.Dense(1)(trained(inputs)))
+    model.compile("sgd", "mse")
+    model.fit(np.arange(4), np.ones(4), epochs=3, verbose=0)
+    path = tmp_path / f"model.{ending}"
+    model.save(path) if ending == "keras" else model.save_weights(path)
+    assert layer.restore_tables(path).updates == updates(layer) == 3
+    assert_held(layer, held(trained))
+
+
+def test_without_slots_slots_and_count_stay(prefix: str) -> None:
+    layer = layer_for(TRUTH)
+    before = held(layer)
+    report = layer.restore_tables(prefix, slots=False)
+    assert_held(layer, {name: {**before[name], None: TRUTH[name][None]} for name in TRUTH})
+    assert report.updates is None
+    assert updates(layer) == 0
+
+
+def test_some_tables_leave_the_others_and_the_count(prefix: str) -> None:
+    layer = layer_for(TRUTH)
+    before = held(layer)
+    report = layer.restore_tables(prefix, ["users/v.1", "plain"])
+    assert_held(layer, {**TRUTH, "videos": before["videos"]})
+    assert report.updates is None
+
+
+def test_the_count_needs_only_the_tables_that_the_layer_trains(prefix: str) -> None:
+    frozen = TPUEmbedding(FeatureConfig(TableConfig(3, 2, "plain")), optimizer=None)
+    assert frozen.restore_tables(prefix, ["plain"]).updates is None
+    trained = TPUEmbedding(FeatureConfig(TableConfig(3, 2, "plain")), optimizer="sgd")
+    assert trained.restore_tables(prefix, ["plain"]).updates == updates(trained) == 7
+
+
+def test_other_names(prefix: str, tmp_path: Path) -> None:
+    layer = TPUEmbedding(_features(a=(9, 4), b=(9, 4)), optimizer="adam")
+    layer.restore_tables(prefix, {"a": "videos", "b": "videos"})
+    assert_held(layer, {"a": TRUTH["videos"], "b": TRUTH["videos"]})
+    kernel, rows = _random(4, 8)[None], _random(9, 4)[None]
+    foreign = TPUEmbedding(_features(a=(9, 4)), optimizer="sgd")
+    foreign.restore_tables(_write_plain(tmp_path, kernel=kernel, embeddings=rows), {"a": "embeddings"})
+    assert_held(foreign, {"a": {None: rows}})
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """A schedule too, which the count of updates drives."""
+    rate = keras.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5)
+    config = FeatureConfig(TableConfig(6, 3, "t", initializer=keras.initializers.RandomNormal(seed=3)))
+    whole, first, second = (TPUEmbedding(config, optimizer=Adam(learning_rate=rate)) for _ in range(3))
+    _train(whole, range(8))
+    _train(first, range(5))
+    prefix = tf.train.Checkpoint(layer=first).write(str(tmp_path / "ckpt"))
+    second.restore_tables(prefix)
+    _train(second, range(5, 8))
+    assert_held(second, held(whole))
+    assert updates(second) == 8
+
+
+def _train(layer: TPUEmbedding, steps: range) -> None:
+    for step in steps:
+        ids = tf.constant([step % 6, (step + 1) % 6])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids) ** 2)
+        tape.gradient(loss, layer.trainable_variables)
+
+
+# ---- grown and shrunk vocabularies
+
+
+def _seeded(rows: int, seed: int = 5) -> TPUEmbedding:
+    """Glorot's bounds depend on the number of rows, so a part drawn by itself would be another one."""
+    initializer = keras.initializers.GlorotUniform(seed=seed)
+    return TPUEmbedding(FeatureConfig(TableConfig(rows, 4, "videos", initializer=initializer)), optimizer="adam")
+
+
+def test_grown_rows_begin_anew_even_after_training(prefix: str) -> None:
+    layer, fresh = _seeded(20), held(_seeded(20))["videos"]
+    layer.restore_tables(prefix, {"videos": "videos"}, resize={"videos": "grow"})
+    _train(layer, range(9))
+    for slot in (None, "momenta", "velocities"):
+        layer.assign_rows("videos", 9, np.full((11, 4), 8, np.float32), slot)
+    report = layer.restore_tables(prefix, ["videos"], resize={"videos": "grow"})
+    assert_held(
+        layer,
+        {"videos": {slot: np.concatenate([rows, fresh[slot][9:]]) for slot, rows in TRUTH["videos"].items()}},
+    )
+    (plan,) = report.tables
+    assert (plan.rows, plan.new_rows, plan.skipped_rows) == (9, 11, 0)
+
+
+def test_the_default_initializer_draws_every_new_row(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, of different numbers, with the deviation of a whole table."""
+    monkeypatch.setattr("tpuembed.backends.table_rows.PIECE_BYTES", 4 * 4 * 100)
+    layer = TPUEmbedding(_features(videos=(4009, 4)), optimizer="adam")
+    layer.assign_rows("videos", 0, np.zeros((4009, 4), np.float32))
+    layer.restore_tables(prefix, ["videos"], resize={"videos": "grow"})
+    rows = held(layer)["videos"][None]
+    np.testing.assert_array_equal(rows[:9], TRUTH["videos"][None])
+    assert len(np.unique(rows[9:])) > 15_500  # of 16,000 drawn
+    assert rows[9:].std() == pytest.approx(0.5 * 0.8796, rel=0.03)  # a normal of 1/sqrt(dim) cut at two deviations
+
+
+def test_slots_of_grown_rows_begin_at_their_initial_values(tmp_path: Path) -> None:
+    prefix = _write(tmp_path, {"t": _random(5, 2, "accumulators", "linears")})
+    layer = TPUEmbedding(_features(t=(8, 2)), optimizer=FTRL(initial_accumulator_value=0.25))
+    for slot in ("accumulators", "linears"):
+        layer.assign_rows("t", 0, np.full((8, 2), 3, np.float32), slot)
+    layer.restore_tables(prefix, resize={"t": "grow"})
+    found = held(layer)["t"]
+    np.testing.assert_array_equal(found["accumulators"][5:], np.full((3, 2), 0.25))
+    np.testing.assert_array_equal(found["linears"][5:], np.zeros((3, 2)))
+    layer.assign_rows("t", 5, np.full((3, 2), 3, np.float32), "linears")
+    layer.restore_tables(prefix, slots=False, resize={"t": "grow"})
+    np.testing.assert_array_equal(held(layer)["t"]["linears"][5:], np.full((3, 2), 3))
+
+
+def test_a_shrunk_table_has_the_first_rows(prefix: str) -> None:
+    layer = TPUEmbedding(_features(videos=(6, 4)), optimizer="adam")
+    report = layer.restore_tables(prefix, ["videos"], resize={"videos": "shrink"})
+    assert_held(layer, {"videos": {slot: rows[:6] for slot, rows in TRUTH["videos"].items()}})
+    assert report.tables[0].skipped_rows == 3
+
+
+# ---- dtypes
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrower_floats_are_exact(tmp_path: Path, dtype: str) -> None:
+    rows = tf.cast(_random(9, 4)[None], dtype).numpy()
+    layer = TPUEmbedding(_features(t=(9, 4)), optimizer="sgd")
+    layer.restore_tables(_write_plain(tmp_path, t=rows))
+    np.testing.assert_array_equal(held(layer)["t"][None], tf.cast(rows, tf.float32).numpy())
+
+
+def test_float64_is_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(9, 4))
+    prefix = _write_plain(tmp_path, t=rows)
+    layer = TPUEmbedding(_features(t=(9, 4)), optimizer="sgd")
+    before = held(layer)
+    with pytest.raises(CheckpointMismatchError, match=r"table 't' is float64, and layer .* holds float32.* lossy=True"):
+        layer.restore_tables(prefix)
+    assert_held(layer, before)
+    layer.restore_tables(prefix, lossy=True)
+    np.testing.assert_array_equal(held(layer)["t"][None], tf.cast(rows, tf.float32).numpy())
+
+
+def test_a_number_beyond_float32_is_not_made_infinite(tmp_path: Path) -> None:
+    layer = TPUEmbedding(_features(t=(2, 2)), optimizer="sgd")
+    prefix = _write_plain(tmp_path, t=np.array([[1.0, 2.0], [3.0, 1e300]]))
+    with pytest.raises(CheckpointMismatchError, match="a row holds a number that float32 cannot"):
+        layer.restore_tables(prefix, lossy=True)
+
+
+# ---- refusals; nothing is written
+
+
+def _refused(layer: TPUEmbedding, error: type[Exception], match: str, *args: Any, **options: Any) -> None:
+    before, count = held(layer), updates(layer)
+    with pytest.raises(error, match=match):
+        layer.restore_tables(*args, **options)
+    assert_held(layer, before)
+    assert updates(layer) == count
+
+
+def _changed(name: str, rows: Mapping[str | None, Array] | None) -> Tables:
+    """TRUTH with another table in a place after good ones."""
+    return {key: table for key, table in {**TRUTH, name: rows}.items() if table is not None}
+
+
+@pytest.mark.parametrize(
+    ("tables", "match"),
+    [
+        (
+            _changed("more", _random(2, 2)),
+            r"has no table 'more' of layer .*, only 'plain', 'users/v.1', 'videos'; name the",
+        ),
+        (_changed("plain", None), r"also holds 'plain', which layer .* does not have \(it has 'users/v.1', 'videos'\)"),
+        (_changed("plain", _random(3, 5)), r"table 'plain' has rows of 2 columns, table 'plain' .* of 5; .* dim=2"),
+        (
+            _changed("plain", _random(4, 2)),
+            r"'plain' has 3 rows, table 'plain' .* 4; .*vocabulary_size=3, or pass resize=\{'plain': 'grow'\} to begin rows 3 to 3",
+        ),
+        (
+            _changed("plain", _random(2, 2)),
+            r"has 3 rows, .* 2; .*resize=\{'plain': 'shrink'\} to drop its rows from 2 on",
+        ),
+        (
+            _changed("plain", _random(3, 2, "accumulators")),
+            r"'plain' has no slots, table 'plain' .*\(adagrad\) slots 'accumulators'; build .* slots=False",
+        ),
+        (
+            _changed("users/v.1", _random(5, 2)),
+            r"has slots 'accumulators', table 'users/v.1' of .* \(sgd\) no slots",
+        ),
+    ],
+    ids=["missing", "extra", "dim", "more rows", "fewer rows", "missing slot", "extra slot"],
+)
+def test_a_disagreement_is_refused(prefix: str, tables: Tables, match: str) -> None:
+    _refused(layer_for(tables), CheckpointMismatchError, match, prefix)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"tables": ["video"]}, UnknownTableError, "layer .*: has no table 'video'; did you mean 'videos'"),
+        ({"tables": {"videos": "vids"}}, UnknownTableError, "has no table 'vids' for the layer's table 'videos'; did"),
+        ({"tables": "videos"}, ConfigError, r"tables must be a list of names or a mapping, got 'videos'"),
+        ({"tables": []}, ConfigError, "tables is empty"),
+        ({"slots": "momenta"}, ConfigError, "slots must be True or False"),
+        ({"lossy": 1}, ConfigError, "lossy must be True or False"),
+        ({"resize": ["videos"]}, ConfigError, "resize must be a mapping such as"),
+        ({"resize": {"video": "grow"}}, UnknownTableError, "has no table 'video'"),
+        ({"resize": {"videos": "larger"}}, ConfigError, r"resize\['videos'\] must be 'grow' or 'shrink', got 'larger'"),
+        ({"resize": {"videos": "grow"}, "tables": ["plain"]}, ConfigError, "resize names table 'videos', which is not"),
+        ({"partition_strategy": "div"}, ConfigError, "partition_strategy is for checkpoints of TensorFlow 1"),
+        ({"nonsense": 1}, ConfigError, "nonsense"),
+    ],
+)
+def test_a_request_that_makes_no_sense(prefix: str, options: Any, error: type[Exception], match: str) -> None:
+    _refused(layer_for(TRUTH), error, match, prefix, **options)
+
+
+def test_resizing_the_other_way_is_refused(prefix: str) -> None:
+    layer = layer_for(_changed("plain", _random(4, 2)))
+    _refused(layer, CheckpointMismatchError, "and resize asks to shrink it", prefix, resize={"plain": "shrink"})
+
+
+def test_a_table_that_may_grow_need_not(prefix: str) -> None:
+    layer = layer_for(TRUTH)
+    layer.restore_tables(prefix, resize={"plain": "grow"})
+    assert_held(layer, TRUTH)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    _refused(layer_for(TRUTH), CheckpointNotFoundError, "no such file", tmp_path / "none")
+
+
+def test_linears_of_another_meaning_are_refused(tmp_path: Path) -> None:
+    prefix = _write(tmp_path, {"t": _random(5, 2, "accumulators", "linears")})
+    layer = TPUEmbedding(_features(t=(5, 2)), optimizer=FTRL(multiply_linear_by_learning_rate=True))
+    match = "multiply_linear_by_learning_rate=False, .*=True, and its linears mean something else"
+    _refused(layer, CheckpointMismatchError, match, prefix)
+    layer.restore_tables(prefix, slots=False)
+
+
+def test_layers_with_different_counts_are_refused(tmp_path: Path) -> None:
+    first, second = layer_for({"a": _random(3, 2)}), layer_for({"b": _random(4, 2)})
+    first._tpu_embedding.updates.assign(3)
+    second._tpu_embedding.updates.assign(5)
+    prefix = tf.train.Checkpoint(first=first, second=second).write(str(tmp_path / "two"))
+    layer = layer_for({"a": _random(3, 2), "b": _random(4, 2)})
+    _refused(layer, CheckpointMismatchError, r"different numbers of updates \(\{'a': 3, 'b': 5\}\)", prefix)
+    for table in ("a", "b"):
+        assert layer.restore_tables(prefix, [table]).updates is None
+    assert_held(layer, {**held(first), **held(second)})
+    second._tpu_embedding.updates.assign(3)
+    assert (
+        layer.restore_tables(tf.train.Checkpoint(first=first, second=second).write(str(tmp_path / "eq"))).updates == 3
+    )
+
+
+def _damage(file: Path, rows: Array) -> None:
+    """Flip one bit of a row in a data file."""
+    data = bytearray(file.read_bytes())
+    data[data.index(rows.tobytes()) + 3] ^= 1
+    file.write_bytes(data)
+
+
+def test_damaged_rows_are_noticed_where_they_end(tmp_path: Path) -> None:
+    rows = _random(50, 4)
+    prefix = _write_plain(tmp_path, t=rows[None])
+    _damage(tmp_path / "plain.data-00000-of-00001", rows[None][20])
+    with pytest.raises(
+        CheckpointCorruptError, match=r"table 't': its index says CRC32C 0x.*, its bytes have 0x"
+    ) as caught:
+        layer_for({"t": rows}).restore_tables(prefix)
+    assert "restored in part" in caught.value.__notes__[0]
+    smaller = layer_for({"t": {None: rows[None][:30]}})
+    _refused(smaller, CheckpointCorruptError, "CRC|checksum", prefix, resize={"t": "shrink"})
+
+
+def test_damaged_stacks_are_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    golden = read_golden("tpu/sparse_cores_8_adam")
+    shutil.copytree(golden.path.parent, tmp_path / "golden")
+    _damage(tmp_path / "golden" / "ckpt.data-00000-of-00001", golden.tables["lone"][None][1])
+    _refused(layer_for(golden.tables), CheckpointCorruptError, "CRC|checksum", tmp_path / "golden" / "ckpt")
+
+
+def test_a_layer_inside_an_export_has_no_tables(prefix: str) -> None:
+    class Source:
+        def register(self, table: Any) -> None: ...
+
+        def lookup(self, features: Any, tables: Any) -> list[Any]:
+            return []
+
+    with deferred_tables(Source()):
+        layer = TPUEmbedding(_features(plain=(3, 2)), optimizer="sgd")
+    with pytest.raises(ConfigError, match="restore_tables: inside an export it holds no tables"):
+        layer.restore_tables(prefix)
+
+
+def test_a_graph_writes_nothing(prefix: str) -> None:
+    layer = layer_for(TRUTH)
+    with pytest.raises(ConfigError, match=r"restore_tables writes tables at once; call it outside of tf.function"):
+        tf.function(lambda: layer.restore_tables(prefix))()
+
+
+def test_another_layer_is_refused(prefix: str) -> None:
+    other: Any = keras.layers.Embedding(3, 2)
+    with pytest.raises(ConfigError, match=r"layer must be a tpuembed\.TPUEmbedding, got <Embedding"):
+        restore_tables(other, prefix)
