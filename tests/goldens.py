@@ -17,7 +17,7 @@ BUNDLES: Final[Mapping[str, str]] = {
     "dense": "tfrs/adam_lookups",
     "own_layer": "tensorflow/own_layer",
     "saved_model": "tensorflow/saved_model",
-    "tpu_v1": "tpu/hosts_4_ftrl",
+    "tpu_v1": "tpu/hosts_2_adagrad",
     "sparsecore": "tpu/sparse_cores_2_adagrad_momentum",
     "partitioned": "tpu/partitioned_mod",
     "keras_rs_checkpoint": "keras_rs/checkpoint_adam",

@@ -197,7 +197,7 @@ def run(golden: str, seed: int, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGALRM, chain=True)  # where it hangs, then the end; its watchdog thread takes far longer
+    faulthandler.register(signal.SIGALRM, chain=True)  # its own watchdog thread would take most of the time
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     print(json.dumps(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])), indent=1))
 

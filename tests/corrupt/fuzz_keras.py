@@ -91,9 +91,9 @@ def alarm() -> Iterator[None]:
 
 
 def run(source: Path, changed: str, folder: Path, first: int, last: int) -> None:
-    """Executions [first, last) on copies of `source`, in which the file `changed` is mutated; a line of JSON at the end.
+    """Executions [first, last) on copies of `source`, in which the file `changed` is mutated.
 
-    After every execution its number is written to `folder`/progress.
+    After every execution `folder`/progress says how many ended how, which outlives this process.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
@@ -105,6 +105,7 @@ def run(source: Path, changed: str, folder: Path, first: int, last: int) -> None
     opened = folder / (changed if changed.endswith(".keras") or len(files) == 1 else min(files))
     truth, outcomes = read(opened), collections.Counter[str]()
     with open(folder / "progress", "w+b", buffering=0) as progress:
+        progress.write(b"{}")
         for number in range(first, last):
             rng = random.Random(f"{source} {changed} {number}")
             data = files[changed]
@@ -113,8 +114,7 @@ def run(source: Path, changed: str, folder: Path, first: int, last: int) -> None
             with alarm():
                 outcomes[execute(opened, truth)] += 1
             progress.seek(0)
-            progress.write(b"%d\n" % (number + 1))
-    print(json.dumps(outcomes))
+            progress.write(json.dumps(outcomes).encode() + b"\n")  # never shorter than before
 
 
 def execute(path: Path, truth: dict[str, bytes]) -> str:
