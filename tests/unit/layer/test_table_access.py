@@ -1,0 +1,188 @@
+"""Rows and tables written into a live layer, and the tables by the configs that the user passed."""
+
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.unit.restore.layers import Array, held
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+
+E = tf.tpu.experimental.embedding
+
+
+def _layer(optimizer: Any = "adagrad") -> TPUEmbedding:
+    tables = {"items": TableConfig(12, 3, "items"), "users": TableConfig(5, 2, "users", optimizer="sgd")}
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    return TPUEmbedding(features, optimizer=optimizer, name="emb")
+
+
+def _rows(*shape: int) -> Array:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+# ---- assign_rows
+
+
+@pytest.mark.parametrize("slot", [None, "accumulators"])
+@pytest.mark.parametrize(("start", "count"), [(0, 12), (0, 1), (11, 1), (4, 5), (12, 0), (0, 0)])
+def test_rows_are_written_and_no_other(slot: str | None, start: int, count: int) -> None:
+    layer = _layer()
+    truth = held(layer)
+    truth["items"][slot] = truth["items"][slot].copy()
+    truth["items"][slot][start : start + count] = _rows(count, 3)
+    layer.assign_rows("items", start, _rows(count, 3), slot)
+    for table, arrays in held(layer).items():
+        for name, values in arrays.items():
+            np.testing.assert_array_equal(values, truth[table][name])
+
+
+def test_many_pieces_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpuembed.backends.table_rows.PIECE_BYTES", 4 * 3 * 5)
+    layer = _layer()
+    layer.assign_rows("items", 1, _rows(11, 3))
+    np.testing.assert_array_equal(held(layer)["items"][None][1:], _rows(11, 3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.asarray,
+        lambda rows: rows.astype(np.float16),
+        lambda rows: rows.astype(ml_dtypes.bfloat16),
+        tf.constant,
+        tf.Variable,
+        lambda rows: tf.cast(rows, tf.bfloat16),
+        keras.Variable,
+        np.asfortranarray,
+    ],
+)
+def test_rows_of_any_kind(make: Any) -> None:
+    layer = _layer()
+    layer.assign_rows("items", 2, make(_rows(4, 3)))
+    np.testing.assert_array_equal(held(layer)["items"][None][2:6], _rows(4, 3))
+
+
+def test_rows_are_data() -> None:
+    layer = _layer()
+    rows = np.array([[np.nan, np.inf, -np.inf]], np.float32)
+    layer.assign_rows("items", 3, rows)
+    np.testing.assert_array_equal(held(layer)["items"][None][3:4], rows)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", None])
+def test_a_variable_is_the_same_one_and_is_trained_on(optimizer: str | None) -> None:
+    layer = _layer(optimizer)
+    variable = next(iter(layer.embedding_tables.values()))
+    layer.assign_rows("items", 0, _rows(12, 3))
+    assert next(iter(layer.embedding_tables.values())) is variable
+    ids = {"items": tf.constant([5]), "users": tf.constant([0])}
+    np.testing.assert_array_equal(layer(ids)["items"], _rows(12, 3)[5:6])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(ids)["items"])
+    gradients = tape.gradient(loss, layer.trainable_variables)
+    assert len(gradients) == 1 if optimizer else len(gradients) == 2
+    layer.assign_rows("items", 5, np.zeros((1, 3), np.float32))
+    np.testing.assert_array_equal(layer(ids)["items"], np.zeros((1, 3)))
+
+
+def test_a_range_outside_the_table_is_an_index_error() -> None:
+    layer = _layer()
+    for start, count in [(-1, 1), (12, 1), (0, 13), (13, 0), (2**62, 1)]:
+        with pytest.raises(RowRangeError, match=rf"layer 'emb': 'items': rows \[{start}, {start + count}\) .* 12 rows"):
+            layer.assign_rows("items", start, _rows(count, 3))
+    assert issubclass(RowRangeError, IndexError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (("item", 0, _rows(1, 3)), UnknownTableError, "layer 'emb': has no table 'item'; did you mean 'items'"),
+        (("items", 0, _rows(1, 3), "momenta"), UnknownTableError, "table 'items' has no slot 'momenta'; known: accum"),
+        (("users", 0, _rows(1, 2), "accumulators"), UnknownTableError, "table 'users' has no slot .*; known: none"),
+        (("items", 0, _rows(2, 4)), ConfigError, r"'items' takes rows \[n, 3\], got \[2, 4\]"),
+        (("items", 0, _rows(3)), ConfigError, r"takes rows \[n, 3\], got \[3\]"),
+        (("items", 0, _rows(1, 3).astype(np.float64)), ConfigError, r"is float32, and the rows are float64; .*astype"),
+        (("items", 0, _rows(1, 3).astype(np.int32)), ConfigError, "the rows are int32"),
+        (("items", 0, [["a", "b", "c"]]), ConfigError, "the rows are str"),
+        (("items", 0, _rows(1, 3), "accumulator"), UnknownTableError, "did you mean 'accumulators'"),
+        (("items", 0.0, _rows(1, 3)), ConfigError, "start must be an integer, got 0.0"),
+        (("items", True, _rows(1, 3)), ConfigError, "start must be an integer, got True"),
+    ],
+)
+def test_what_cannot_be_written(arguments: Any, error: type[Exception], match: str) -> None:
+    layer = _layer()
+    before = held(layer)
+    with pytest.raises(error, match=match):
+        layer.assign_rows(*arguments)
+    for table, arrays in held(layer).items():
+        for name, values in arrays.items():
+            np.testing.assert_array_equal(values, before[table][name])
+
+
+def test_a_graph_is_refused() -> None:
+    layer = _layer()
+    with pytest.raises(ConfigError, match=r"assign_rows writes tables at once; call it outside of tf\.function"):
+        tf.function(lambda: layer.assign_rows("items", 0, _rows(1, 3)))()
+
+
+# ---- update_embedding_table
+
+
+@pytest.mark.parametrize("make", [tf.Variable, tf.constant, np.asarray, keras.Variable])
+def test_update_embedding_table_copies_the_rows(make: Any) -> None:
+    video, user = (E.TableConfig(7, 3, name=name) for name in ("video", "user"))
+    layer = TPUEmbedding([E.FeatureConfig(video), E.FeatureConfig(user)], optimizer=E.Adagrad(0.1))
+    user_rows, variable = held(layer)["user"], layer.embedding_tables[video]
+    layer.update_embedding_table(video, make(_rows(7, 3)))
+    assert layer.embedding_tables[video] is variable
+    np.testing.assert_array_equal(variable, _rows(7, 3))
+    np.testing.assert_array_equal(held(layer)["user"][None], user_rows[None])
+    layer.update_embedding_table(E.TableConfig(7, 3, name="user"), make(_rows(7, 3)))
+    np.testing.assert_array_equal(held(layer)["user"][None], _rows(7, 3))
+
+
+@pytest.mark.filterwarnings("ignore:a TableConfig without a name")
+def test_update_embedding_table_knows_an_unnamed_table_by_its_config() -> None:
+    table = E.TableConfig(4, 2)
+    layer = TPUEmbedding(E.FeatureConfig(table), optimizer="sgd")
+    layer.update_embedding_table(table, _rows(4, 2))
+    np.testing.assert_array_equal(layer.embedding_tables[table], _rows(4, 2))
+    with pytest.raises(UnknownTableError, match="has no table None"):
+        layer.update_embedding_table(E.TableConfig(4, 2), _rows(4, 2))
+
+
+def test_update_embedding_table_refuses_what_tfrs_ignores() -> None:
+    layer = _layer()
+    with pytest.raises(UnknownTableError, match="has no table 'other'; known: items, users"):
+        layer.update_embedding_table(TableConfig(12, 3, "other"), _rows(12, 3))
+    with pytest.raises(
+        ConfigError, match=r"table 'items' is \[12, 3\], and embedding_table is \[11, 3\]; .* assign_rows"
+    ):
+        layer.update_embedding_table("items", _rows(11, 3))
+
+
+# ---- embedding_tables
+
+
+def test_tables_by_the_config_objects_that_were_passed() -> None:
+    video, user = E.TableConfig(7, 3, name="video"), TableConfig(5, 2, "user")
+    layer = TPUEmbedding({"a": E.FeatureConfig(video), "b": FeatureConfig(user), "c": E.FeatureConfig(video)}, "sgd")
+    tables = layer.embedding_tables
+    assert list(tables) == [video, user]
+    assert tables[video].shape == (7, 3)
+    assert tables[user].shape == (5, 2)
+    assert tables[TableConfig(5, 2, "user")] is tables[user]
+
+
+@pytest.mark.parametrize("make", [TableConfig, E.TableConfig])
+def test_equal_configs_are_one_table(make: Any) -> None:
+    first, second = (make(vocabulary_size=7, dim=3, name="video") for _ in range(2))
+    feature = E.FeatureConfig if make is E.TableConfig else FeatureConfig
+    layer = TPUEmbedding([feature(first), feature(second)], optimizer="adagrad")
+    assert layer.embedding_tables[first] is layer.embedding_tables[second]
+    assert set(held(layer)) == {"video"}
