@@ -158,15 +158,88 @@ def test_the_last_chunk_of_a_stack_or_slot_is_lost(role: str, tmp_path: Path) ->
         open_checkpoint(folder, embedding_spec=spec())
 
 
-def test_chunk_that_was_never_written(files_tree: Path) -> None:
-    """An older Orbax left out chunks of zeros, and said so."""
+def says_nothing(folder: Path) -> None:
+    """The tree of an older Orbax, which did not say that all chunks are stored."""
+    edit(folder / "_METADATA", lambda d: d.pop("store_array_data_equal_to_fill_value"))
+
+
+@pytest.mark.parametrize("says", [None, False])
+def test_chunk_is_lost_of_an_array_without_a_fill_value(says: bool | None, files_tree: Path) -> None:
+    """An older Orbax stored all of them too: nothing was left out that is equal to no value."""
+    says_nothing(files_tree)
+    if says is not None:
+        edit(files_tree / "_METADATA", lambda d: d.update(store_array_data_equal_to_fill_value=says))
     (files_tree / "emb" / "2.0").unlink()
+    assert "array 'emb': NOT_FOUND: chunk {2, 0}" in refused(files_tree, CheckpointCorruptError)
     (files_tree / "emb" / "4.0").unlink()
-    edit(files_tree / "_METADATA", lambda d: d.pop("store_array_data_equal_to_fill_value"))
+    assert "array 'emb' should be [23, 4], and its last chunk is missing" in refused(files_tree, CheckpointCorruptError)
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_chunk_that_was_never_written(zarr3: bool, tmp_path: Path) -> None:
+    """Where an array has a fill value, an older Orbax left out what is equal to it."""
+    folder = write_tree(tmp_path / "ckpt", LEAVES, chunks=(5, 4), ocdbt=False, zarr3=zarr3)
+    says_nothing(folder)
+    value = 0
+    if not zarr3:
+        value = 7
+        edit(folder / "emb" / ".zarray", lambda d: d.update(fill_value=value))
+    for chunk in (2, 4):
+        (folder / "emb" / (f"c/{chunk}/0" if zarr3 else f"{chunk}.0")).unlink()
     expected = ROWS.copy()
-    expected[10:15] = expected[20:] = 0
-    with open_checkpoint(files_tree) as checkpoint:
+    expected[10:15] = expected[20:] = value
+    with open_checkpoint(folder) as checkpoint:
         np.testing.assert_array_equal(checkpoint.read("emb"), expected)
+
+
+def test_elements_in_another_order(files_tree: Path) -> None:
+    """One letter of the metadata would permute every chunk."""
+    edit(files_tree / "emb" / ".zarray", lambda d: d.update(order="F"))
+    assert "array 'emb': its chunks are said to be in column-major" in refused(files_tree, CheckpointFormatError)
+    edit(files_tree / "emb" / ".zarray", lambda d: d.update(order="C", dtype=">f4"))
+    assert "or big-endian, which Orbax never writes" in refused(files_tree, CheckpointFormatError)
+
+
+def test_elements_in_another_order_in_zarr_3(tmp_path: Path) -> None:
+    folder = write_tree(tmp_path / "ckpt", LEAVES, chunks=(5, 4), ocdbt=False, zarr3=True)
+    file = folder / "emb" / "zarr.json"
+    whole = file.read_bytes()
+    turn = {"name": "transpose", "configuration": {"order": [1, 0]}}
+    edit(file, lambda d: d["codecs"].insert(0, turn))
+    assert "its chunks are said to be in column-major" in refused(folder, CheckpointFormatError)
+    file.write_bytes(whole)
+    edit(file, lambda d: d["codecs"][0]["configuration"].update(endian="big"))
+    assert "or big-endian, which Orbax never writes" in refused(folder, CheckpointFormatError)
+
+
+@pytest.mark.parametrize("written", [[22, 4], [4, 23], [23], [23, 4, 1], [46, 4], [23, 8], [0, 4], [-23, 4], [23, -1]])
+def test_an_array_of_another_shape_than_the_tree_says(any_tree: Path, written: list[int]) -> None:
+    """`write_shape` is of one shard; [23, 2] is of two."""
+    entry = "('emb',)"
+    edit(any_tree / "_METADATA", lambda d: d["tree_metadata"][entry]["value_metadata"].update(write_shape=[23, 2]))
+    read_all(any_tree)
+    edit(any_tree / "_METADATA", lambda d: d["tree_metadata"][entry]["value_metadata"].update(write_shape=written))
+    if len(written) == 2:  # others are no table
+        message = refused(any_tree, CheckpointCorruptError)
+        assert f"array 'emb': is [23, 4], and the tree says that it was written in parts of {written}" in message
+    else:
+        assert "holds no table" in refused(any_tree)
+
+
+@pytest.mark.parametrize("shape", [[20, 4], [5, 4], [1, 4], [23, 3]])
+@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_fewer_rows_or_columns_than_there_are(shape: list[int], zarr3: bool, ocdbt: bool, tmp_path: Path) -> None:
+    folder = write_tree(tmp_path / "ckpt", LEAVES, chunks=(5, 1), ocdbt=ocdbt, zarr3=zarr3)
+    forget_shape(folder)
+    name = "zarr.json" if zarr3 else ".zarray"
+    kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
+    if ocdbt:
+        kvstore = {"driver": "ocdbt", "base": kvstore}
+    store = tensorstore.KvStore.open(kvstore).result()
+    document = json.loads(store[f"emb/{name}"]) | {"shape": shape}
+    store[f"emb/{name}"] = json.dumps(document).encode()
+    assert f"should be {shape}, and there is a chunk" in refused(folder, CheckpointCorruptError)
 
 
 def test_chunks_cut_at_every_length(files_tree: Path) -> None:
@@ -202,10 +275,17 @@ def test_every_byte_of_the_manifest_flipped(ocdbt_tree: Path) -> None:
         refused(ocdbt_tree, CheckpointCorruptError)
 
 
+def forget_shape(folder: Path) -> None:
+    """The tree of an older Orbax, which did not say what parts an array was written in."""
+    edit(folder / "_METADATA", lambda d: d["tree_metadata"]["('emb',)"]["value_metadata"].pop("write_shape"))
+
+
 @pytest.mark.parametrize("rows", [24, 26, 10**12, 1 << 55])
 def test_more_rows_than_there_are(files_tree: Path, rows: int) -> None:
-    """24 rows end in a chunk that is there, whose padding is the 24th row: nothing on the disk says it is not one."""
+    """24 rows end in a chunk that is there, whose padding is the 24th row: only the tree says that it is not one."""
     edit(files_tree / "emb" / ".zarray", lambda d: d.update(shape=[rows, 4]))
+    assert f"is [{rows}, 4], and the tree says" in refused(files_tree, CheckpointCorruptError)
+    forget_shape(files_tree)
     if rows == 24:
         with open_checkpoint(files_tree) as checkpoint:
             assert checkpoint.tables()["emb"].rows == 24
@@ -243,10 +323,15 @@ def test_absurd_chunks(files_tree: Path, chunks: list[int]) -> None:
 
 def test_chunk_over_the_memory_for_chunks(files_tree: Path) -> None:
     edit(files_tree / "emb" / ".zarray", lambda d: d.update(chunks=[1 << 27, 4]))
+    for beyond in (files_tree / "emb").glob("[1-9].0"):
+        beyond.unlink()
     message = refused(files_tree, CheckpointFormatError)
     assert "lies in chunks of [134217728, 4], 2147483648 bytes" in message
-    assert "over the 268435456 allowed" in message
-    assert "chunk_memory_bytes=2147483648" in message
+    need = 2 * 2147483648 + 2147483648 // 64 + 4096
+    assert (
+        f"and held beside up to {need - 2147483648} as stored, {need} together, over the 545259520 allowed" in message
+    )
+    assert f"chunk_memory_bytes={need}" in message
     assert "SaveArgs(chunk_byte_size=...)" in message
 
 

@@ -7,16 +7,19 @@ import shutil
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore
 
 from tests.stores import S3, moto_server
 from tests.unit.checkpoint.orbax_trees import STACKED, Array, Leaves, spec, stacked_rows, write_spec, write_tree
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
+from tpuembed.checkpoint.orbax import chunk_memory
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -397,13 +400,24 @@ class TestReading:
             with pytest.raises(CheckpointError, match="cannot be read any more"):
                 checkpoint.fingerprint()
 
-    def test_memory_for_chunks(self, tmp_path: Path) -> None:
-        path = write_tree(tmp_path / "ckpt", {("t",): ROWS}, chunks=(10, 4))
-        with open_checkpoint(path, chunk_memory_bytes=159) as checkpoint:
-            with pytest.raises(CheckpointFormatError, match=r"chunks of \[10, 4\], 160 bytes.*over the 159 allowed"):
+    @pytest.mark.parametrize(
+        ("compressed", "need", "words"),
+        [
+            (True, 160 + 160 + 2 + 4096, "held beside up to 4258 as stored, 4418 together"),
+            (False, 160, "decoded whole"),
+        ],
+    )
+    @pytest.mark.parametrize("zarr3", [False, True])
+    def test_memory_for_chunks(self, compressed: bool, need: int, words: str, zarr3: bool, tmp_path: Path) -> None:
+        """A chunk as stored is held beside what is decoded from it, unless it is the same."""
+        path = write_tree(tmp_path / "ckpt", {("t",): ROWS}, chunks=(10, 4), zarr3=zarr3, compressed=compressed)
+        with open_checkpoint(path, chunk_memory_bytes=need - 1) as checkpoint:
+            with pytest.raises(
+                CheckpointFormatError, match=rf"chunks of \[10, 4\], 160 bytes.*{words}.*over the {need - 1} allowed"
+            ):
                 checkpoint.read("t", 0, 1)
             assert checkpoint.tables()["t"].layout == "chunks of 10 rows"
-        for memory in (160, "160", 1 << 30):
+        for memory in (need, str(need), 1 << 30):
             with open_checkpoint(path, chunk_memory_bytes=memory) as checkpoint:
                 np.testing.assert_array_equal(checkpoint.read("t"), ROWS)
                 assert checkpoint.options == {"chunk_memory_bytes": int(memory)}
@@ -459,44 +473,116 @@ with open_checkpoint(sys.argv[1]) as checkpoint:
         with pytest.raises(CheckpointError, match="PERMISSION_DENIED"):
             open_checkpoint(path)
 
-    def test_peak_memory(self, tmp_path: Path) -> None:
-        """256 MiB in chunks of 16 MiB, in pieces of 8: one chunk, decoded and as stored, and 128 MiB."""
-        script = """
-import sys
+
+def peak_mib(path: Path, cores: int, pieces: int, **options: Any) -> tuple[str, int]:
+    """Of a process that reads some of the `pieces` of table `t`, 128 MiB on `cores` SparseCores: CRC of all, peak in MiB."""
+    script = """
+import sys, zlib
 import numpy as np
-import tensorstore
-from tests.unit.checkpoint.orbax_trees import write_tree
 from tpuembed.checkpoint import open_checkpoint
 
-def peak():
-    return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-
-kind, path = sys.argv[1:]
-if kind == "write":
-    table = np.random.default_rng(0).random((1 << 20, 64), np.float32)
-    write_tree(__import__("pathlib").Path(path), {("var:t:table",): table}, chunks=(1 << 16, 64))
-    print(repr(float(table.sum(dtype=np.float64))))
-else:
-    spec = {"t": {"num_sparsecores": int(kind), "tables": {"t": {"vocab_size": 1 << 20, "embedding_dim": 64}}}}
-    with open_checkpoint(path, embedding_spec=spec) as checkpoint:
-        total, out, before = 0.0, np.zeros((1 << 15, 64), np.float32), peak()
-        out[:] = 1
-        for start in range(0, 1 << 20, len(out) * min(8, int(kind))):
-            checkpoint.read_into("t", start, out)
-            total += float(out.sum(dtype=np.float64))
-    print(repr(total), peak())
+path, cores, pieces, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
+spec = {"t": {"num_sparsecores": cores, "tables": {"t": {"vocab_size": 1 << 19, "embedding_dim": 64}}}}
+with open_checkpoint(path, embedding_spec=spec, **options) as checkpoint:
+    crc, out = 0, np.ones(((1 << 19) // pieces, 64), np.float32)
+    for start in range(0, 1 << 19, len(out) * (4 if cores > 1 else 1)):
+        checkpoint.read_into("t", start, out)
+        crc = zlib.crc32(out, crc)
+peak = next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(crc, peak)
 """
+    command = [sys.executable, "-W", "ignore", "-c", script, str(path), str(cores), str(pieces), repr(options)]
+    crc, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return crc, int(peak)
 
-        def run(kind: str) -> list[str]:
-            command = [sys.executable, "-c", script, kind, str(tmp_path / "ckpt")]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
-        expected = float(run("write")[0])
-        total, peak = run("1")
-        assert float(total) == pytest.approx(expected, rel=1e-12)
-        assert int(peak) < 16 + 16 + 128
-        _, peak = run("16")  # an eighth of the pieces, each out of every chunk
-        assert int(peak) < 16 + 16 + 128
+@pytest.mark.parametrize(
+    "chunk_mib", [16, pytest.param(64, marks=pytest.mark.long), pytest.param(128, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("ocdbt", [False, True], ids=["files", "ocdbt"])
+class TestMemory:
+    """Peak resident memory of a process, imports and all, of bytes that no compressor makes smaller."""
+
+    @staticmethod
+    def write(folder: Path, chunk_mib: int, **how: Any) -> tuple[Path, str]:
+        random = np.random.default_rng(0).integers(0, 256, (1 << 19, 256), np.uint8).view(np.float32)
+        tree = write_tree(folder / "ckpt", {("var:t:table",): random}, chunks=(chunk_mib << 12, 64), **how)
+        return tree, str(zlib.crc32(random.tobytes()))
+
+    def test_compressed(self, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
+        """One chunk, decoded and as stored, and 128 MiB, whether rows lie one after another or spread."""
+        path, crc = self.write(tmp_path, chunk_mib, ocdbt=ocdbt)
+        found, peak = peak_mib(path, 1, 16)
+        assert found == crc
+        assert peak < 2 * chunk_mib + 128
+        _, peak = peak_mib(path, 16, 16)
+        assert peak < 2 * chunk_mib + 128
+
+    def test_plain(self, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
+        """One chunk and 128 MiB."""
+        path, crc = self.write(tmp_path, chunk_mib, ocdbt=ocdbt, compressed=False)
+        found, peak = peak_mib(path, 1, 16)
+        assert found == crc
+        assert peak < chunk_mib + 128
+
+
+def bytes_read() -> int:
+    """By TensorStore from files, since the process started."""
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(int(cell["value"]) for metric in metrics for cell in metric["values"])
+
+
+class TestSpreadRows:
+    """A stack of 4 SparseCores in chunks of which each piece of rows needs one per SparseCore."""
+
+    ROWS = 1 << 14
+
+    def tree(self, folder: Path, rows_per_chunk: int) -> tuple[Path, Array, int]:
+        """The checkpoint, its table, and how many bytes its chunks have on the disk."""
+        table = np.random.default_rng(0).random((self.ROWS, 16), np.float32)
+        stack = table.reshape(-1, 4, 16).swapaxes(0, 1).reshape(self.ROWS, 16)
+        path = write_tree(folder / "ckpt", {("var:t:table",): stack}, chunks=(rows_per_chunk, 16), ocdbt=False)
+        return path, table, sum(file.stat().st_size for file in path.rglob("[0-9]*.0"))
+
+    def read(self, path: Path, table: Array, rows_per_piece: int, **options: Any) -> int:
+        """How many bytes were read for all rows, in pieces."""
+        stacks = {"t": {"num_sparsecores": 4, "tables": {"t": {"vocab_size": self.ROWS, "embedding_dim": 16}}}}
+        with open_checkpoint(path, embedding_spec=stacks, **options) as checkpoint:
+            before = bytes_read()
+            for start in range(0, self.ROWS, rows_per_piece):
+                stop = min(start + rows_per_piece, self.ROWS)
+                np.testing.assert_array_equal(checkpoint.read("t", start, stop), table[start:stop])
+            return bytes_read() - before
+
+    @pytest.mark.parametrize("rows_per_chunk", [64, 1024, 3000, 1 << 14])
+    @pytest.mark.parametrize("rows_per_piece", [100, 512])
+    def test_chunks_that_fit_are_decoded_once(self, rows_per_chunk: int, rows_per_piece: int, tmp_path: Path) -> None:
+        path, table, stored = self.tree(tmp_path, rows_per_chunk)
+        assert stored <= self.read(path, table, rows_per_piece) < 1.1 * stored + 8192
+
+    def test_what_does_not_fit_is_said_once_with_the_remedy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, table, stored = self.tree(tmp_path, 1024)
+        monkeypatch.setattr(chunk_memory, "_SPARE_BYTES", 100_000)
+        with pytest.warns(UserWarning, match="every piece of its rows lies in 4 chunks of 65536 bytes") as caught:
+            read = self.read(path, table, 512)
+        assert read > 5 * stored
+        (warning,) = caught
+        assert warning.filename == __file__
+        message = str(warning.message)
+        assert "array 'var:t:table': every piece" in message
+        found = re.search(r"chunk_memory_bytes=(\d+)", message)
+        assert found is not None
+        assert self.read(path, table, 512, chunk_memory_bytes=int(found[1])) < 1.1 * stored
+        with pytest.warns(UserWarning, match="decoded anew for each"):
+            self.read(path, table, 512, chunk_memory_bytes=int(found[1]) - 1)
+
+    def test_a_few_rows_are_read_without_a_word(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, table, stored = self.tree(tmp_path, 1 << 12)
+        monkeypatch.setattr(chunk_memory, "_SPARE_BYTES", 0)
+        assert self.read(path, table, self.ROWS) < 1.1 * stored
+        assert self.read(path, table, self.ROWS // 2) < 2.1 * stored
 
 
 @pytest.fixture(scope="module")

@@ -2,42 +2,28 @@
 
 import dataclasses
 import math
-import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from tpuembed.checkpoint.orbax.metadata import Item, Leaf
+from tpuembed.checkpoint.orbax.array_checks import check_form, is_complete, is_compressed, keys_beyond
+from tpuembed.checkpoint.orbax.chunk_memory import ChunkedArray, ChunkMemory
+from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.row_runs import Run, split_run
+from tpuembed.checkpoint.orbax.stores import ERRORS, OPEN_SECONDS, READ_SECONDS, RETRIES, array_spec, fail, wait
 from tpuembed.checkpoint.types import Array
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
-from tpuembed.files import FilePath
+from tpuembed.errors import CheckpointCorruptError, MissingExtraError
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "ArrayStore", "StoredArray"]
+__all__ = ["ArrayStore", "StoredArray"]
 
-DEFAULT_CHUNK_BYTES: Final = 256 << 20
 _IN_FLIGHT_BYTES: Final = 8 << 20
 """Of decoded chunks that are waited for together, beyond the first."""
 _NODE_CACHE_BYTES: Final = 8 << 20
 """For the index of an OCDBT database."""
-_KEPT_FROM_BYTES: Final = 1 << 18
-"""A smaller chunk is decoded again sooner than it is kept."""
 _THREADS: Final = 4
 """That read, and that decode, where memory is given for it: each holds a chunk, and what it has held."""
-_STORES: Final = {"s3": "s3", "gs": "gcs"}
-"""Schemes of URLs -> TensorStore's drivers."""
-_MAX_ELEMENTS: Final = 1 << 58
-"""Of an array, so that numbers of bytes and rows stay far from where integers end."""
-_ERRORS: Final = (ValueError, OSError, NotImplementedError)
-"""What TensorStore raises."""
-_SYSTEM: Final = (
-    "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
-    "UNAVAILABLE", "UNKNOWN"
-)  # fmt: skip
-"""TensorStore's status codes for what is not in the files; others say that these are not as they should be."""
 
 _Group = dict[tuple[int, int], list[Run]]
 """Runs by the chunk they lie in: its number among the rows of chunks, and its first column."""
@@ -47,66 +33,62 @@ class ArrayStore:
     """Opens arrays; all share one bound on the memory for chunks.
 
     Attributes:
-        chunk_bytes: a chunk that is larger is not read.
+        memory: the bound, and the chunks that are kept.
     """
 
-    def __init__(self, chunk_bytes: int | None) -> None:
-        """`chunk_bytes`: memory for decoded chunks. None: one of up to DEFAULT_CHUNK_BYTES at a time, the last of which is kept."""
+    def __init__(self, memory_bytes: int | None) -> None:
+        """`memory_bytes`: for chunks, see ChunkMemory."""
         self._tensorstore = _import_tensorstore()
-        self.chunk_bytes = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-        self._keeps_last = chunk_bytes is None
-        self._last: tuple[Hashable, Any] | None = None
-        threads = 1 if chunk_bytes is None else _THREADS
+        threads = 1 if memory_bytes is None else _THREADS
         self._context = self._tensorstore.Context(
             {
-                "cache_pool": {"total_bytes_limit": chunk_bytes or 0},
+                "cache_pool": {"total_bytes_limit": 0},
                 "cache_pool#nodes": {"total_bytes_limit": _NODE_CACHE_BYTES},
                 "file_io_concurrency": {"limit": threads},
                 "data_copy_concurrency": {"limit": threads},
+                **RETRIES,
             }
         )
+        self.memory = ChunkMemory(memory_bytes, self)
 
     def open(self, leaf: Leaf) -> "StoredArray":
         """Read the metadata of `leaf`'s array, and no chunk.
 
         Raises:
-            CheckpointCorruptError: it is missing or damaged.
-            CheckpointError: the system refuses to read it.
+            CheckpointCorruptError: it is missing or damaged, or of another shape than its tree says.
+            CheckpointFormatError: it is of a form that Orbax does not write.
+            CheckpointError: the system refuses to read it, or a store gives no answer.
         """
         try:
-            handle = self._open(leaf, self._context)
-        except _ERRORS as error:
-            _fail(leaf, error)
-        if math.prod(handle.shape) > _MAX_ELEMENTS:
-            _fail(leaf, ValueError(f"its shape {list(handle.shape)} is absurd"))
-        chunk = handle.chunk_layout.read_chunk.shape or handle.shape
-        return StoredArray(leaf, self, handle, tuple(handle.shape), np.dtype(handle.dtype.numpy_dtype), tuple(chunk))
+            handle = self._open(leaf, self._context, is_complete=True)
+            check_form(leaf, handle)
+            complete = is_complete(leaf, handle)
+            if not complete:
+                handle = self._open(leaf, self._context, is_complete=False)
+        except ERRORS as error:
+            fail(leaf, error)
+        chunk = tuple(handle.chunk_layout.read_chunk.shape or handle.shape)
+        shape, dtype = tuple(handle.shape), np.dtype(handle.dtype.numpy_dtype)
+        chunks = math.prod(-(-size // of) for size, of in zip(shape, chunk, strict=True))
+        size = math.prod(chunk) * dtype.itemsize
+        packed = is_compressed(handle)
+        return StoredArray(leaf, chunk, size, chunks * size, packed, complete, self, handle, shape, dtype)
 
-    def _open(self, leaf: Leaf, context: Any) -> Any:
-        return self._tensorstore.open(_array_spec(leaf), context=context, read=True, open=True).result()
+    def _open(self, leaf: Leaf, context: Any, *, is_complete: bool) -> Any:
+        spec = array_spec(leaf) | {"fill_missing_data_reads": not is_complete}
+        return wait(leaf, self._tensorstore.open(spec, context=context, read=True, open=True), OPEN_SECONDS)
 
-    def reader(self, array: "StoredArray", chunk: Hashable, *, keep: bool) -> Any:
-        """What to read `chunk` of `array` through; `keep` it for the next read, which often begins where this one ends.
+    def cache(self, size: int) -> Any:
+        """A context with a cache for `size` bytes of chunks."""
+        return self._tensorstore.Context({"cache_pool": {"total_bytes_limit": size}}, self._context)
 
-        TensorStore lets go of a chunk only when another one has come. So that there are never two, each that is kept has
-        a cache of its own, which goes first.
-        """
-        if not self._keeps_last or array.chunk_bytes < _KEPT_FROM_BYTES:
-            return array.handle
-        name, last = (array.leaf.item.folder, array.leaf.key, chunk), self._last
-        if last is not None and last[0] == name:
-            return last[1]
-        self._last = last = None
-        if not keep:
-            return array.handle
-        cache = {"cache_pool": {"total_bytes_limit": array.chunk_bytes + _KEPT_FROM_BYTES}}
-        handle = self._open(array.leaf, self._tensorstore.Context(cache, self._context))
-        self._last = (name, handle)
-        return handle
+    def open_in(self, array: ChunkedArray, context: Any) -> Any:
+        """`array`, opened again in `context`."""
+        return self._open(array.leaf, context, is_complete=array.is_complete)
 
     def close(self) -> None:
-        """Let go of the chunk that is kept."""
-        self._last = None
+        """Let go of the chunks that are kept."""
+        self.memory.clear()
 
     def assign(self, out: Array, source: Any, batch: Any) -> Any:
         """Start to copy `source` into `out`, which may be strided, without an array between."""
@@ -118,44 +100,40 @@ class ArrayStore:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredArray:
+class StoredArray(ChunkedArray):
     """An array whose metadata is proven: shape, dtype, and the shape of what is decoded at a time."""
 
-    leaf: Leaf
     store: ArrayStore
     handle: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    chunk: tuple[int, ...]
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Of a decoded chunk, which is stored in full even where it reaches over the array's end."""
-        return math.prod(self.chunk) * self.dtype.itemsize
 
     def check_stored(self) -> None:
-        """Raise CheckpointCorruptError unless the chunk of the last row is there: rows beyond the data are no rows."""
-        if not self.leaf.item.complete or not math.prod(self.shape):
+        """Raise CheckpointCorruptError unless the chunk of the last row is there, and none after it.
+
+        Rows beyond the data are no rows, and data beyond the rows are rows that were lost.
+        """
+        if not math.prod(self.shape):
             return
         try:
-            found = self.handle[self.shape[0] - 1 :].storage_statistics(query_fully_stored=True).result()
-        except _ERRORS as error:
-            _fail(self.leaf, error)
-        if not found.fully_stored:
-            raise CheckpointCorruptError(
-                f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, and its last "
-                "chunk is missing; restore it from another copy"
-            )
+            last = self.handle[self.shape[0] - 1 :].storage_statistics(query_fully_stored=True)
+            if self.is_complete and not wait(self.leaf, last, OPEN_SECONDS).fully_stored:
+                self._fail_shape("its last chunk is missing")
+            for key in keys_beyond(self.handle):
+                if wait(self.leaf, self.handle.kvstore.read(key), OPEN_SECONDS).state != "missing":
+                    self._fail_shape(f"there is a chunk {key!r}, beyond its end")
+        except ERRORS as error:
+            fail(self.leaf, error)
+
+    def _fail_shape(self, problem: str) -> NoReturn:
+        raise CheckpointCorruptError(
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, and {problem}; "
+            "restore it from another copy"
+        )
 
     def check_chunk(self) -> None:
         """Raise CheckpointFormatError where a chunk does not fit in the memory for chunks."""
-        size = self.chunk_bytes
-        if size > self.store.chunk_bytes:
-            raise CheckpointFormatError(
-                f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} lies in chunks of {list(self.chunk)}, "
-                f"{size} bytes, which are decoded whole, over the {self.store.chunk_bytes} allowed: give the option "
-                f"chunk_memory_bytes={size}, or save it with orbax.checkpoint.SaveArgs(chunk_byte_size=...)"
-            )
+        self.store.memory.check(self)
 
     def read_runs(self, runs: Iterable[Run], out: Array) -> None:
         """Fill `out` [n, dim] with the first dim columns of `runs`, which cover its rows.
@@ -165,20 +143,43 @@ class StoredArray:
             CheckpointCorruptError: a chunk is missing or damaged.
         """
         self.check_chunk()
+        runs = list(runs)
+        ends = {(run.source + run.rows - 1) // self.chunk[0] for run in runs}
+        columns = -(-out.shape[1] // self.chunk[1])
         try:
-            for group, is_last in _with_last(self._groups(runs, out.shape[1])):
-                self._read_group(group, out, keep=is_last and len(group) == 1)
-        except _ERRORS as error:
-            _fail(self.leaf, error)
+            pool = self.store.memory.pool(self, len(ends) * columns, spread=len(runs) > 1)
+            groups = self._groups(runs, ends, out.shape[1])
+            if pool is not None:
+                for group in groups:
+                    self._read_group(pool, group, out)
+            else:
+                decoded = self._read_singly(groups, out)
+                if len(runs) > 1:
+                    self.store.memory.count(self, decoded, out.nbytes, len(ends) * columns)
+        except ERRORS as error:
+            fail(self.leaf, error)
 
-    def _groups(self, runs: Iterable[Run], dim: int) -> Iterator[_Group]:
-        """What to read together: all that lies in one chunk, and more chunks while they are small."""
+    def _read_singly(self, groups: Iterable[_Group], out: Array) -> int:
+        """How many chunks were read."""
+        count = 0
+        for group, is_last in _with_last(groups):
+            alone = len(group) == 1
+            handle = self.store.memory.single(self, next(iter(group)), keep=is_last) if alone else None
+            self._read_group(self.handle if handle is None else handle, group, out)
+            count += len(group)
+        return count
+
+    def _groups(self, runs: Iterable[Run], ends: Container[int], dim: int) -> Iterator[_Group]:
+        """What to read together: all that lies in one chunk, and more chunks while they are small.
+
+        Those in which the runs end are last, as the next rows follow there: they stay decoded when others go.
+        """
         bands: defaultdict[int, list[Run]] = defaultdict(list)
         for run in runs:
             for piece in split_run(run, self.chunk[0]):
                 bands[piece.source // self.chunk[0]].append(piece)
         group: _Group = {}
-        for band in sorted(bands):
+        for band in sorted(bands, key=lambda band: (band in ends, band)):
             for first in range(0, dim, self.chunk[1]):
                 if group and (len(group) + 1) * self.chunk_bytes > _IN_FLIGHT_BYTES:
                     yield group
@@ -187,8 +188,7 @@ class StoredArray:
         if group:
             yield group
 
-    def _read_group(self, group: _Group, out: Array, *, keep: bool) -> None:
-        handle = self.store.reader(self, next(iter(group)), keep=keep) if len(group) == 1 else self.handle
+    def _read_group(self, handle: Any, group: _Group, out: Array) -> None:
         with self.store.batch() as batch:
             copies = [
                 self.store.assign(
@@ -200,7 +200,7 @@ class StoredArray:
                 for run in runs
             ]
         for copy in copies:
-            copy.result()
+            wait(self.leaf, copy, READ_SECONDS)
 
 
 def _with_last(groups: Iterable[_Group]) -> Iterator[tuple[_Group, bool]]:
@@ -220,41 +220,3 @@ def _import_tensorstore() -> Any:
     except ImportError:
         raise MissingExtraError("reading an Orbax checkpoint", "tensorstore", "jax") from None
     return tensorstore
-
-
-def _array_spec(leaf: Leaf) -> dict[str, Any]:
-    return {
-        "driver": "zarr3" if leaf.item.zarr3 else "zarr",
-        "kvstore": _kvstore(leaf.item, leaf.key),
-        "recheck_cached_data": "open",
-        "fill_missing_data_reads": not leaf.item.complete,
-    }
-
-
-def _kvstore(item: Item, key: str) -> dict[str, Any]:
-    """Where the files of one array are: a folder, or keys with one beginning in the item's database."""
-    if not item.ocdbt:
-        return _folder(item.folder, f"{key}/")
-    return {"driver": "ocdbt", "base": _folder(item.folder), "path": f"{key}/", "cache_pool": "cache_pool#nodes"}
-
-
-def _folder(folder: FilePath, key: str = "") -> dict[str, Any]:
-    """On a disk or in a store, which TensorStore reads by itself."""
-    if isinstance(folder, Path):
-        return {"driver": "file", "path": f"{folder.absolute()}/{key}"}
-    if folder.scheme not in _STORES:
-        raise CheckpointFormatError(f"checkpoint {folder}: Orbax checkpoints are read from disks, s3:// and gs:// only")
-    endpoint = (
-        os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
-    )
-    options = {"endpoint": endpoint} if endpoint and folder.scheme == "s3" else {}
-    return {"driver": _STORES[folder.scheme], "bucket": folder.bucket, "path": f"{folder.key}/{key}", **options}
-
-
-def _fail(leaf: Leaf, error: Exception) -> NoReturn:
-    """The one line of what TensorStore says: its code, and what it found."""
-    text = " ".join(str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0].split())
-    message = f"checkpoint {leaf.item.folder}: array {leaf.shown}: {text[:500]}"
-    if text.startswith(_SYSTEM):
-        raise CheckpointError(message) from None
-    raise CheckpointCorruptError(f"{message}; restore it from another copy") from None

@@ -27,14 +27,19 @@ class Leaf:
     Attributes:
         item: the folder whose tree it is in.
         path: the keys that lead to it.
-        rank: number of dimensions, where the metadata says it.
+        write_shape: of the equal parts that it was written in, one per shard, where the metadata says it.
         is_array: False for strings, numbers and empty containers.
     """
 
     item: "Item"
     path: tuple[str, ...]
-    rank: int | None
+    write_shape: tuple[int, ...] | None
     is_array: bool
+
+    @property
+    def rank(self) -> int | None:
+        """Number of dimensions, where the metadata says it."""
+        return None if self.write_shape is None else len(self.write_shape)
 
     @property
     def key(self) -> str:
@@ -56,7 +61,7 @@ class Item:
         folder: where.
         ocdbt: whether all arrays lie in one OCDBT database, not each in a folder.
         zarr3: whether they are zarr version 3, not 2.
-        complete: whether every chunk was written, so that one that is not there was lost; without, it is the fill value.
+        complete: whether it says that every chunk was written.
         leaves: of its tree.
     """
 
@@ -149,16 +154,16 @@ class _Node:
             self._fail(f"should be the path {keys}")
         return keys
 
-    def rank(self) -> int | None:
+    def write_shape(self) -> tuple[int, ...] | None:
         shape = self._value.get("write_shape")
         if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
             self._fail("should have a list of integers 'write_shape'")
-        return None if shape is None else len(shape)
+        return None if shape is None else tuple(shape)
 
 
 def _leaf(item: Item, node: _Node) -> Leaf:
     value = _Node(item.folder, "value_metadata", node.mapping("value_metadata"))
-    leaf = Leaf(item, node.keys(), value.rank(), is_array=value.text("value_type") not in _NO_ARRAYS)
+    leaf = Leaf(item, node.keys(), value.write_shape(), is_array=value.text("value_type") not in _NO_ARRAYS)
     if not item.ocdbt and any(part in {"", ".", ".."} for part in leaf.key.split("/")):
         raise CheckpointCorruptError(
             f"file {item.folder / METADATA}: array {leaf.shown} would lie in {leaf.key!r}, outside the checkpoint; "
