@@ -90,9 +90,20 @@ class PaddedIds(LookupIds):
         if self.scale is not None:
             rows *= self.scale[:, None]
         if not self.sequence:
-            batch_hot_dim = [self.shape[0], tf.cast(self.hot, tf.int64), rows.shape[-1]]
-            rows = tf.reduce_sum(tf.reshape(rows, batch_hot_dim), 1)
+            rows = tf.reduce_sum(tf.reshape(rows, [self._examples(), tf.cast(self.hot, tf.int64), rows.shape[-1]]), 1)
         return self._shaped(rows)
+
+    def spread(self, gradients: Tensor) -> Tensor:
+        """Row gradients [batch * hot, dim] of activation `gradients`: each example's for each of its ids."""
+        if self.sequence:
+            return super().spread(gradients)
+        dim = gradients.shape[-1]
+        examples = tf.reshape(gradients, [self._examples(), 1, dim])
+        rows = tf.reshape(tf.repeat(examples, self.hot, 1), [-1, dim])
+        return rows if self.scale is None else rows * self.scale[:, None]
+
+    def _examples(self) -> Tensor:
+        return self.shape[0] if len(self.static_shape) == 1 else tf.reduce_prod(self.shape)
 
 
 def pad_ids(ids: Tensor, weights: Tensor | None, combiner: str, max_sequence_length: int = 0) -> PaddedIds:
@@ -120,7 +131,7 @@ def _padded_scale(ids: Tensor, weights: Tensor | None, combiner: str) -> Tensor 
     """float32 [batch, hot]: w over its example's denominator."""
     if combiner == "sum" and weights is None:
         return None
-    present = ids != DROPPED
+    present = tf.not_equal(ids, DROPPED)
     weights = tf.cast(present, tf.float32) if weights is None else tf.where(present, weights, 0.0)
     if combiner == "sum":
         return weights
@@ -138,6 +149,7 @@ def flatten_ids(
     output_shape: tuple[int | None, ...] | None = None,
     input_shape: tuple[int | None, ...] | None = None,
     validate: bool = True,
+    densify: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None,
 ) -> LookupIds:
     """One training feature: dense ids are looked up one by one, sparse and ragged ids are combined over their last axis.
 
@@ -151,11 +163,18 @@ def flatten_ids(
             laid out in it, and kept as sequences where it has room for several rows of each.
         input_shape: what is known of the ids' shape from elsewhere, to check and to complete in the same way.
         validate: drop negative ids, and check that the weights stand where the ids stand.
+        densify: gives sparse or ragged ids and their weights as dense tensors [..., hot], padded with `DROPPED`, for programs
+            that are compiled for one shape; None to keep them as they are.
 
     Raises:
         ConfigError: a combination without meaning; the message names the feature.
     """
-    if isinstance(ids, tf.SparseTensor):
+    if densify is not None and isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
+        length = max_sequence_length
+        if isinstance(ids, tf.RaggedTensor):
+            length = length or _ragged_length(ids.shape[0], output_shape, path)
+        flat: LookupIds = _flatten_padded(*densify(ids, weights), combiner, length)
+    elif isinstance(ids, tf.SparseTensor):
         flat = _flatten_sparse(ids, weights, path, combiner, max_sequence_length, validate)
     elif isinstance(ids, tf.RaggedTensor):
         length = max_sequence_length or _ragged_length(ids.shape[0], output_shape, path)
@@ -169,6 +188,19 @@ def flatten_ids(
     if isinstance(ids, tf.RaggedTensor):
         flat = _laid_out(flat, output_shape)
     return _completed(flat, output_shape, f"feature {path!r}: output_shape {output_shape}")
+
+
+def _flatten_padded(ids: Tensor, weights: Tensor | None, combiner: str, length: int) -> PaddedIds:
+    """Dense ids [..., hot], with weights of the same shape, combined over the last axis or kept as sequences."""
+    matrices = [None if dense is None else tf.reshape(dense, [-1, _last(dense)]) for dense in (ids, weights)]
+    flat = pad_ids(tf.maximum(matrices[0], DROPPED), matrices[1], combiner, length)
+    if length or ids.shape.rank == 2:
+        return flat
+    return dataclasses.replace(flat, shape=tf.shape(ids, tf.int64)[:-1], static_shape=tuple(ids.shape)[:-1])
+
+
+def _last(dense: Tensor) -> Tensor:
+    return dense.shape[-1] if dense.shape[-1] is not None else tf.shape(dense)[-1]
 
 
 def _flatten_dense(ids: Tensor, weights: Tensor | None, path: str, max_sequence_length: int) -> LookupIds:

@@ -68,17 +68,17 @@ def choose(request: Request) -> Backend:
     return HostBackend(request)
 
 
-def _hardware(strategy: Any, asked: Any) -> str | None:
-    """ "V1" or "V2", "UNSUPPORTED" for a TPU that replicates its tables, None off the TPU."""
+def _hardware(strategy: Any, asked: Any) -> str:
+    """V1 or V2; UNSUPPORTED where tables are replicated: on a TPU without an accelerator, and off the TPU."""
     found = embedding_feature(strategy) if is_tpu_strategy(strategy) else None
-    name: str | None = getattr(asked, "name", asked)
+    name = getattr(asked, "name", asked)
     if name not in (None, "UNSUPPORTED", found):
         there = f"TPUs with embedding hardware {found}" if found else "no TPU"
         raise ConfigError(
             f"TPUEmbedding: embedding_feature={name} asks for TPU hardware, and there is {there} under "
             f"{type(strategy).__name__}; leave it None, or pass UNSUPPORTED to replicate the tables"
         )
-    return name or found or "UNSUPPORTED"
+    return str(name or found or "UNSUPPORTED")
 
 
 def _accelerated(backend: Any, request: Request) -> Backend:

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
 from tpuembed.config import FeatureConfig
 from tpuembed.errors import ConfigError
 from tpuembed.lookup import LookupIds, flatten_ids, merged_shape
@@ -52,6 +53,7 @@ class FeatureInput:
             output_shape=self.config.output_shape,
             input_shape=self.input_shape,
             validate=self.config.validate_weights_and_indices,
+            densify=None if tpu_call() is None else densify_on_host,
         )
 
     def output_shape(self) -> tuple[int | None, ...]:

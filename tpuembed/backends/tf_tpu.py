@@ -15,10 +15,10 @@ from tpuembed.backends.stacked_table import StackLayout
 __all__ = [
     "HardwareEngine",
     "SparseCoreEngine",
+    "densify_on_host",
     "embedding_feature",
     "in_symbolic_scope",
     "is_tpu_strategy",
-    "outside_compilation",
     "sparse_cores_per_chip",
     "tpu_call",
 ]
@@ -42,9 +42,22 @@ def sparse_cores_per_chip(strategy: Any) -> int:
     return int(strategy.extended.tpu_hardware_feature.num_embedding_devices_per_chip) or 4
 
 
-def outside_compilation(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on the TPU's host, from inside of a replicated computation."""
-    return tpu_replication.outside_compilation(function, *args)
+def densify_on_host(ids: Any, weights: Any) -> tuple[Tensor, Tensor | None]:
+    """Sparse or ragged ids, and float32 weights, as dense tensors padded with -1, made on the TPU's host.
+
+    The number of ids differs from batch to batch, and a TPU's program is compiled for one shape.
+    """
+    dense = [tpu_replication.outside_compilation(_densify, ids, -1)]
+    if weights is not None:
+        dense.append(tpu_replication.outside_compilation(_densify, weights, 0.0))
+    for tensor in dense:
+        tensor.set_shape(ids.shape)
+    return dense[0], tf.cast(dense[1], tf.float32) if weights is not None else None
+
+
+def _densify(values: Any, padding: float) -> Tensor:
+    default = tf.cast(padding, values.dtype)
+    return values.to_tensor(default) if isinstance(values, tf.RaggedTensor) else tf.sparse.to_dense(values, default)
 
 
 def tpu_call() -> Any:
