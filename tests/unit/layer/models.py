@@ -10,6 +10,11 @@ from tpuembed import FTRL, SGD, Adagrad, AdagradMomentum, Adam, FeatureConfig, T
 Array = npt.NDArray[np.float64]
 
 OPTIMIZERS = {
+    "sgd, defaults": SGD(),
+    "adagrad, defaults": Adagrad(),
+    "momentum, defaults": AdagradMomentum(),
+    "adam, defaults": Adam(),
+    "ftrl, defaults": FTRL(),
     "sgd": SGD(learning_rate=0.3),
     "adagrad": Adagrad(learning_rate=0.2, initial_accumulator_value=0.4),
     "adam": Adam(learning_rate=0.05, beta_1=0.8, beta_2=0.9, epsilon=1e-3),

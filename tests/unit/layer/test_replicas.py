@@ -38,7 +38,7 @@ def test_every_optimizer_equals_the_reference_in_every_copy(trained: tuple[int, 
                 assert len(found[name]) == number
                 for copy in found[name]:
                     np.testing.assert_array_equal(copy, found[name][0], err_msg=f"{kind}: {name}")
-                np.testing.assert_allclose(found[name][0], truth, rtol=2e-6, atol=4e-6, err_msg=f"{kind}: {name}")
+                np.testing.assert_allclose(found[name][0], truth, rtol=1e-6, atol=1e-6, err_msg=f"{kind}: {name}")
 
 
 FIT: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}

@@ -68,10 +68,10 @@ def test_one_update_per_step_in_every_loop(kind: str, step: str) -> None:
     for _ in range(20 if step == "eager" else 3):
         STEPS[step](layer)
         _reference_step(reference)
-    np.testing.assert_allclose(table.numpy(), reference.table, rtol=1e-6, atol=4e-6)
+    np.testing.assert_allclose(table.numpy(), reference.table, rtol=1e-6, atol=1e-6)
     for slot, values in reference.slots.items():
         found = next(w for w in layer.weights if w.path.endswith(f"items_{slot}"))
-        np.testing.assert_allclose(found.numpy(), values, rtol=1e-6, atol=2e-6)
+        np.testing.assert_allclose(found.numpy(), values, rtol=1e-6, atol=1e-6)
 
 
 def test_adagrad_equals_tensorflows_own_kernel() -> None:
