@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-__all__ = ["Array", "Checkpoint", "TableInfo"]
+__all__ = ["Array", "Checkpoint", "PieceAdvice", "TableInfo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -100,3 +100,15 @@ class Checkpoint(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class PieceAdvice(Protocol):
+    """What a checkpoint offers beside that takes much longer to read piece by piece than at once."""
+
+    def advise(self, table: str, rows: int) -> str | None:
+        """What to change before all of a table is read, `rows` rows at a time; None: nothing.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """

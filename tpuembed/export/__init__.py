@@ -6,11 +6,13 @@ can fail soon fails soon. Importing this module imports no TensorFlow.
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
+from tpuembed.checkpoint.types import PieceAdvice
 from tpuembed.export.assemble import assemble
 from tpuembed.export.engines import choose_engine, default_workers
 from tpuembed.export.execute import stream_tables
@@ -74,6 +76,7 @@ def export_saved_model(
         ensure_space(model_dir, plan.table_bytes)
         options = json.dumps(dict(opened.options))
         source = Source(path=opened.path, fingerprint=opened.fingerprint(), options=options)
+        _pass_advice_on(opened, plan)
         with Staging(model_dir, version) as staging:
             graph = request.save_graph(plan, staging.path)
             running = choose_engine(engine, plan.workers)
@@ -115,6 +118,15 @@ def plan_saved_model(
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         request = make_request(opened, serving_config, model, tables)
         return _plan(opened, request, storage, layout, max_memory_bytes, workers)
+
+
+def _pass_advice_on(checkpoint: Checkpoint, plan: ExportPlan) -> None:
+    """Workers, which would notice that reading is slow, print nothing."""
+    if isinstance(checkpoint, PieceAdvice):
+        rows = {task.table: task.chunk_rows for task in plan.shards}
+        for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):
+            if advice is not None:
+                warnings.warn(advice, stacklevel=3)
 
 
 def _plan(

@@ -144,10 +144,10 @@ class StoredArray(ChunkedArray):
         """
         self.check_chunk()
         runs = list(runs)
-        ends = {(run.source + run.rows - 1) // self.chunk[0] for run in runs}
-        columns = -(-out.shape[1] // self.chunk[1])
+        ends = self._ends(runs)
+        kept = len(ends) * -(-out.shape[1] // self.chunk[1])
         try:
-            pool = self.store.memory.pool(self, len(ends) * columns, spread=len(runs) > 1)
+            pool = self.store.memory.pool(self, kept, spread=len(runs) > 1)
             groups = self._groups(runs, ends, out.shape[1])
             if pool is not None:
                 for group in groups:
@@ -155,9 +155,19 @@ class StoredArray(ChunkedArray):
             else:
                 decoded = self._read_singly(groups, out)
                 if len(runs) > 1:
-                    self.store.memory.count(self, decoded, out.nbytes, len(ends) * columns)
+                    self.store.memory.count(self, decoded, out.nbytes, kept)
         except ERRORS as error:
             fail(self.leaf, error)
+
+    def advise(self, runs: Iterable[Run], dim: int) -> str | None:
+        """What to change before rows are read in many pieces that lie as `runs` do; None: nothing."""
+        runs = list(runs)
+        kept = len(self._ends(runs)) * -(-dim // self.chunk[1])
+        return self.store.memory.advice(self, kept) if len(runs) > 1 else None
+
+    def _ends(self, runs: Iterable[Run]) -> set[int]:
+        """The rows of chunks in which runs end, and in which the next ones begin."""
+        return {(run.source + run.rows - 1) // self.chunk[0] for run in runs}
 
     def _read_singly(self, groups: Iterable[_Group], out: Array) -> int:
         """How many chunks were read."""

@@ -120,9 +120,7 @@ class ChunkMemory:
             chunks: how many the next read begins with.
             spread: whether they are of rows far apart; with the default memory others do without.
         """
-        room = self._bytes - array.decoding_bytes
-        if not self._is_given:
-            room = min(room, _SPARE_BYTES - array.chunk_bytes) if spread else 0
+        room = self._room(array, spread=spread)
         if chunks * array.kept_bytes > room:
             return None
         self._last = None
@@ -149,22 +147,32 @@ class ChunkMemory:
         self._last = (name, handle)
         return handle
 
-    def count(self, array: ChunkedArray, chunks: int, needed: int, kept: int) -> None:
-        """Warn, once, where chunks are decoded over and over: `chunks` of them for `needed` bytes of rows.
+    def _room(self, array: ChunkedArray, *, spread: bool) -> int:
+        """Bytes for chunks of `array` that stay decoded while another one is."""
+        room = self._bytes - array.decoding_bytes
+        if self._is_given:
+            return room
+        return min(room, _SPARE_BYTES - array.chunk_bytes) if spread else 0
 
-        `kept`: how many had to stay decoded so that none is decoded twice.
-        """
+    def advice(self, array: ChunkedArray, chunks: int) -> str | None:
+        """What makes it fast to read spread rows of which every piece lies in `chunks` chunks; None where it is."""
+        need = chunks * array.kept_bytes
+        if need <= self._room(array, spread=True):
+            return None
+        return (
+            f"checkpoint {array.leaf.item.folder}: array {array.leaf.shown}: every piece of its rows lies in {chunks} chunks "
+            f"of {array.chunk_bytes} bytes, which are decoded anew for each; give the option "
+            f"chunk_memory_bytes={need + array.decoding_bytes} to decode them once, or save it with smaller chunks: "
+            "orbax.checkpoint.SaveArgs(chunk_byte_size=...)"
+        )
+
+    def count(self, array: ChunkedArray, decoded: int, needed: int, chunks: int) -> None:
+        """Give that advice, once, where chunks are decoded over and over: `decoded` of them for `needed` bytes of rows."""
         before = self._wasted[array.name]
-        self._wasted[array.name] += max(0, chunks * array.chunk_bytes - needed)
+        self._wasted[array.name] += max(0, decoded * array.chunk_bytes - needed)
         limit = _WASTED_PASSES * array.total_bytes
-        if before <= limit < self._wasted[array.name]:
-            warnings.warn(
-                f"checkpoint {array.leaf.item.folder}: array {array.leaf.shown}: every piece of its rows lies in {kept} chunks "
-                f"of {array.chunk_bytes} bytes, which are decoded anew for each; give the option "
-                f"chunk_memory_bytes={kept * array.kept_bytes + array.decoding_bytes} to decode them once, or save it with "
-                "smaller chunks: orbax.checkpoint.SaveArgs(chunk_byte_size=...)",
-                stacklevel=4,
-            )
+        if before <= limit < self._wasted[array.name] and (advice := self.advice(array, chunks)):
+            warnings.warn(advice, stacklevel=4)
 
     def clear(self) -> None:
         """Let go of all chunks."""
