@@ -21,13 +21,14 @@ from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.config.checks import check_keys
 from tpuembed.errors import (
     CheckpointError,
+    CheckpointFormatError,
     CheckpointNotFoundError,
     ConfigError,
     TpuEmbedError,
 )
 from tpuembed.files import FilePath, MissingBucketError, as_path
 
-__all__ = ["FORMATS", "Checkpoint", "Format", "TableInfo", "open_checkpoint"]
+__all__ = ["FORMATS", "Checkpoint", "Format", "TableInfo", "find_format", "open_checkpoint"]
 
 
 class Format(Protocol):
@@ -37,8 +38,18 @@ class Format(Protocol):
     def accepted_options(self) -> frozenset[str]:
         """The names of the options that `open` knows."""
 
+    @property
+    def kind(self) -> str:
+        """What it reads, in a few words for people."""
+
     def recognises(self, path: FilePath) -> bool:
         """Whether `path`, on a disk or a URL, is of this format."""
+
+    def held_in(self, directory: FilePath) -> FilePath | None:
+        """A file or folder of this format that giving `directory` may mean, as a path that means nothing else; or None.
+
+        It reads no payload, and raises nothing where there are several.
+        """
 
     def open(self, path: FilePath, options: Mapping[str, Any]) -> Checkpoint:
         """The checkpoint at `path`, which `recognises` accepts; `options` are among `accepted_options`.
@@ -56,8 +67,26 @@ FORMATS: Final[tuple[Format, ...]] = (
 """In the order in which they are asked."""
 
 
+def find_format(path: FilePath) -> Format | None:
+    """The format that reads what is at `path`, or None.
+
+    Raises:
+        CheckpointFormatError: `path` is a directory that holds checkpoints of several formats, or several of one.
+    """
+    found = next((reader for reader in FORMATS if reader.recognises(path)), None)
+    if found is None or not path.is_dir():
+        return found
+    held = [(reader.kind, place) for reader in FORMATS if (place := reader.held_in(path))]
+    if len(held) > 1:
+        raise CheckpointFormatError(
+            f"directory {path}: holds {' and '.join(f'{kind} ({place})' for kind, place in held)}, and which is meant cannot "
+            "be told; give the path of that one"
+        )
+    return found
+
+
 def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
-    """Open the checkpoint at `path`: the first format that recognises it reads it.
+    """Open the checkpoint at `path`: the format that recognises it reads it.
 
     Args:
         path: a prefix (`ckpt-1`), a directory (its latest), a `.index` or `.data-` file, or a SavedModel; on a disk, or
@@ -67,7 +96,7 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
     Raises:
         ConfigError: an option is unknown, does not apply to what is there, or has a value that it cannot have.
         CheckpointNotFoundError: nothing is there.
-        CheckpointFormatError: no format reads what is there, or it holds no table.
+        CheckpointFormatError: no format reads what is there, several do, or it holds no table.
         CheckpointCorruptError: the files contradict themselves.
         CheckpointError: the system or the store refuses to read them.
         MissingExtraError: a URL is read by a package that is not installed.
@@ -84,11 +113,11 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
 
 def _open(path: FilePath, options: Mapping[str, Any]) -> Checkpoint:
     check_keys("checkpoint options", options, frozenset[str]().union(*(reader.accepted_options for reader in FORMATS)))
-    for reader in FORMATS:
-        if reader.recognises(path):
-            _check_options(path, reader, options)
-            return reader.open(path, options)
-    raise CheckpointNotFoundError(f"checkpoint {path}: {_nothing_there(path)}")
+    reader = find_format(path)
+    if reader is None:
+        raise CheckpointNotFoundError(f"checkpoint {path}: {_nothing_there(path)}")
+    _check_options(path, reader, options)
+    return reader.open(path, options)
 
 
 def _check_options(path: FilePath, reader: Format, options: Mapping[str, Any]) -> None:

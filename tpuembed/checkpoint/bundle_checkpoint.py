@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from tpuembed.checkpoint.discovery import discover
-from tpuembed.checkpoint.location import find_bundle
+from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.not_tables import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.checkpoint.partitioned import PARTITION_STRATEGIES
@@ -17,7 +17,7 @@ from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.files import FilePath
-from tpuembed.tensor_bundle import Bundle
+from tpuembed.tensor_bundle import Bundle, index_path
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.tensor_bundle.wire import MalformedError
 
@@ -35,18 +35,19 @@ class BundleCheckpoint:
 
     Attributes:
         format: of its tables: "dense", "tpu_v1", "sparsecore" or "partitioned", joined with "+" where they differ.
-        path: the bundle's prefix.
+        path: the bundle's prefix; its index file where there is a directory of the prefix's name too.
         options: as they were given.
         bundle: all tensors of the checkpoint.
         graph: its objects; None for TensorFlow 1.
         layer_config: of the tpuembed layers that wrote it; None for others.
     """
 
+    kind: Final = "a TensorFlow checkpoint"
     accepted_options: Final = frozenset({"partition_strategy"})
 
     def __init__(self, bundle: Bundle, options: Mapping[str, Any]) -> None:
         self.bundle = bundle
-        self.path = str(bundle.prefix)
+        self.path = str(index_path(bundle.prefix) if bundle.prefix.is_dir() else bundle.prefix)
         self.options = dict(options)
         if options:
             check_choice("partition_strategy", options["partition_strategy"], PARTITION_STRATEGIES)
@@ -66,6 +67,11 @@ class BundleCheckpoint:
     def recognises(cls, path: FilePath) -> bool:
         """Whether `path` leads to a tensor bundle."""
         return find_bundle(path) is not None
+
+    @classmethod
+    def held_in(cls, directory: FilePath) -> FilePath | None:
+        """The index of a bundle that `directory` may mean; see Format."""
+        return find_index(directory)
 
     @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:

@@ -7,7 +7,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointF
 from tpuembed.files import FilePath, as_path
 from tpuembed.tensor_bundle import index_path
 
-__all__ = ["find_bundle"]
+__all__ = ["find_bundle", "find_index"]
 
 _STATE_FILE = "checkpoint"
 _FILE_ENDING = re.compile(r"(?P<prefix>.+)(\.index|\.data-\d{5,}-of-\d{5,})", re.DOTALL)
@@ -36,13 +36,42 @@ def find_bundle(path: FilePath) -> FilePath | None:
     return _find_in_directory(path) if path.is_dir() else None
 
 
+def find_index(directory: FilePath) -> FilePath | None:
+    """The index file of the bundle that `directory` names; of several, of any; None where there is none."""
+    try:
+        prefix = find_bundle(directory)
+    except CheckpointError:
+        prefix = next(iter(_prefixes(directory)), None)
+    return index_path(prefix) if prefix is not None and index_path(prefix).is_file() else None
+
+
 def _find_in_directory(directory: FilePath) -> FilePath | None:
     if (directory / "saved_model.pb").is_file():
         prefix = directory / "variables" / "variables"
-        return prefix if index_path(prefix).is_file() else None
+        return _only(directory, prefix) if index_path(prefix).is_file() else None
     if (directory / _STATE_FILE).is_file():
         return _named_by(directory / _STATE_FILE)
     return _highest(directory)
+
+
+def _only(directory: FilePath, saved_model: FilePath) -> FilePath:
+    """The SavedModel's prefix; CheckpointFormatError where `directory` holds other bundles too."""
+    others = _prefixes(directory)
+    if others:
+        raise CheckpointFormatError(
+            f"directory {directory}: holds a SavedModel ({index_path(saved_model)}) and a checkpoint "
+            f"({index_path(others[0])}), and which is meant cannot be told; give the path of that one"
+        )
+    return saved_model
+
+
+def _prefixes(directory: FilePath) -> list[FilePath]:
+    """Of the bundles right in `directory`, sorted; in a store, where asking is dear, whatever is called so."""
+    if not directory.is_dir():
+        return []
+    indices = sorted(path for path in directory.iterdir() if path.name.endswith(".index"))
+    found = [path for path in indices if not isinstance(path, Path) or path.is_file()]
+    return [directory / path.name.removesuffix(".index") for path in found]
 
 
 def _named_by(state_file: FilePath) -> FilePath:
@@ -93,7 +122,7 @@ def _unescape(text: str) -> str:
 
 def _highest(directory: FilePath) -> FilePath | None:
     """The only bundle of `directory`, or the one of the highest number where all are numbered alike."""
-    names = sorted(path.name.removesuffix(".index") for path in directory.iterdir() if path.name.endswith(".index"))
+    names = [prefix.name for prefix in _prefixes(directory)]
     if len(names) < 2:
         return directory / names[0] if names else None
     numbered = [match for match in map(_NUMBERED.fullmatch, names) if match]

@@ -349,9 +349,6 @@ def test_folders(tmp_path: Path) -> None:
         assert checkpoint.path == str(tmp_path / "a.weights.h5")
     write_tables(tmp_path / "b.weights.h5", {"user": TABLE})
     assert "holds several weight files (a.weights.h5, b.weights.h5); give the path of one" in refused(tmp_path)
-    tf.train.Checkpoint(table=tf.Variable(TABLE)).write(str(tmp_path / "ckpt"))
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.format == "dense"
 
 
 def test_file_of_any_name(tmp_path: Path) -> None:

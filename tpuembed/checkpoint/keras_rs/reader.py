@@ -13,7 +13,7 @@ from tpuembed.checkpoint.keras_rs.discovery import discover
 from tpuembed.checkpoint.keras_rs.h5_listing import Dataset
 from tpuembed.checkpoint.keras_rs.matrices import ChunkCache, Matrix, open_matrix
 from tpuembed.checkpoint.keras_rs.tables import Table, own_layer_updates
-from tpuembed.checkpoint.keras_rs.weights import Weights, find_weights
+from tpuembed.checkpoint.keras_rs.weights import Weights, find_weights, weights_in
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointError, ConfigError, RowRangeError, UnknownTableError
@@ -33,6 +33,7 @@ class KerasCheckpoint:
     """
 
     format: Final = "keras"
+    kind: Final = "Keras weights"
     accepted_options: Final = frozenset[str]()
 
     def __init__(self, weights: Weights, options: Mapping[str, Any]) -> None:
@@ -52,6 +53,11 @@ class KerasCheckpoint:
     def recognises(cls, path: FilePath) -> bool:
         """Whether `path` leads to weights that Keras wrote."""
         return find_weights(path) is not None
+
+    @classmethod
+    def held_in(cls, directory: FilePath) -> FilePath | None:
+        """Weights that `directory` may mean; see Format."""
+        return next(iter(weights_in(directory)), None)
 
     @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:

@@ -15,7 +15,7 @@ from tpuembed.checkpoint.keras_rs.shards import INDEX_ENDING, read_index, shard_
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 from tpuembed.files import FilePath, open_bytes, versions
 
-__all__ = ["Group", "Weights", "find_weights", "open_window"]
+__all__ = ["Group", "Weights", "find_weights", "open_window", "weights_in"]
 
 _ARCHIVE_ENDING: Final = ".keras"
 _H5_ENDINGS: Final = (".h5", ".hdf5")
@@ -132,16 +132,22 @@ def find_weights(path: FilePath) -> FilePath | None:
         return _find_file(path)
     if not path.is_dir():
         return None
-    if (path / WEIGHTS_NAME).is_file() and (path / CONFIG_NAME).is_file():
-        return path / WEIGHTS_NAME
+    found = weights_in(path)
+    if len(found) > 1:
+        shown = ", ".join(file.name for file in found[:5]) + (", ..." if len(found) > 5 else "")
+        raise CheckpointFormatError(f"directory {path}: holds several weight files ({shown}); give the path of one")
+    return found[0] if found else None
+
+
+def weights_in(directory: FilePath) -> list[FilePath]:
+    """The weights right in `directory`, which is one: just those of an unzipped `.keras` file, or any by their endings, sorted."""
+    if (directory / WEIGHTS_NAME).is_file() and (directory / CONFIG_NAME).is_file():
+        return [directory / WEIGHTS_NAME]
     endings = (_ARCHIVE_ENDING, ".weights.h5", INDEX_ENDING)
-    names = sorted(child.name for child in path.iterdir() if child.name.endswith(endings))
+    names = sorted(child.name for child in directory.iterdir() if child.name.endswith(endings))
     bases = {name.removesuffix(INDEX_ENDING) for name in names if name.endswith(INDEX_ENDING)}
     names = [name for name in names if not ((shard := _SHARD_NAME.fullmatch(name)) and shard["base"] in bases)]
-    if len(names) > 1:
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise CheckpointFormatError(f"directory {path}: holds several weight files ({shown}); give the path of one")
-    return path / names[0] if names else None
+    return [directory / name for name in names if (directory / name).is_file()]
 
 
 def _find_file(path: FilePath) -> FilePath | None:

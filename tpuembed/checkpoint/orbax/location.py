@@ -13,7 +13,7 @@ from typing import Final
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from tpuembed.files import FilePath
 
-__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "Step", "find_step", "is_orbax"]
+__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "Step", "find_step", "is_orbax", "orbax_in"]
 
 METADATA: Final = "_METADATA"
 MANIFEST: Final = "manifest.ocdbt"
@@ -45,6 +45,22 @@ def is_orbax(path: FilePath) -> bool:
     if path.name in {METADATA, MANIFEST, STEP_METADATA}:
         return path.is_file()
     return _is_item(path) or _is_step(path) or _is_old(path) or bool(_steps(path))
+
+
+def orbax_in(directory: FilePath) -> FilePath | None:
+    """Of a folder of steps one; of a step or an item the file that it is known by, or an item; None for other folders."""
+    files = (directory / name for name in (METADATA, MANIFEST, STEP_METADATA))
+    known_by = next((file for file in files if file.is_file()), None)
+    if known_by is not None or _is_old(directory):
+        return known_by or directory
+    items = [child for child in _folders(directory) if isinstance(child, Path) and _is_item(child)]
+    return items[0] if items else max(_steps(directory), key=_number, default=None)
+
+
+def _number(step: FilePath) -> int:
+    """By which the latest step is found; of one that was never finished, -1."""
+    match = _NUMBERED.fullmatch(step.name)
+    return int(match["number"]) if match else -1
 
 
 def find_step(path: FilePath) -> Step:

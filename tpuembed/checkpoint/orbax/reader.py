@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from tpuembed.checkpoint.orbax.arrays import ArrayStore
-from tpuembed.checkpoint.orbax.location import MANIFEST, METADATA, STEP_METADATA, Step, find_step, is_orbax
+from tpuembed.checkpoint.orbax.location import MANIFEST, METADATA, STEP_METADATA, Step, find_step, is_orbax, orbax_in
 from tpuembed.checkpoint.orbax.metadata import read_item
 from tpuembed.checkpoint.orbax.stack_specs import given_specs, saved_specs, to_mapping
 from tpuembed.checkpoint.orbax.tables import StoredTable, open_tables
@@ -30,12 +30,13 @@ class OrbaxCheckpoint:
 
     Attributes:
         format: "orbax".
-        path: of the step's folder, or of the item's where that was named.
+        path: of the step's folder, or of the item's, or of a file of theirs, where that was named.
         options: embedding_spec as a mapping, chunk_memory_bytes.
         layer_config: None.
     """
 
     format: Final = "orbax"
+    kind: Final = "an Orbax checkpoint"
     accepted_options: Final = frozenset({_SPEC, _MEMORY})
     layer_config: Final = None
 
@@ -60,6 +61,11 @@ class OrbaxCheckpoint:
         return is_orbax(path)
 
     @classmethod
+    def held_in(cls, directory: FilePath) -> FilePath | None:
+        """A step, or a file of one that `directory` is; see Format."""
+        return orbax_in(directory)
+
+    @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:
         """Open the checkpoint that `path`, which `recognises` accepts, leads to.
 
@@ -69,7 +75,10 @@ class OrbaxCheckpoint:
                 mapping or a file, see stack_specs); `chunk_memory_bytes`, memory for decoded chunks (by default chunks
                 of up to 256 MiB are decoded, and none is kept).
         """
-        return cls(find_step(path), options)
+        opened = cls(find_step(path), options)
+        if path.is_file():
+            opened.path = str(path)
+        return opened
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuembed.checkpoint import FORMATS, open_checkpoint
+from tpuembed.checkpoint import find_format, open_checkpoint
 from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
 from tpuembed.checkpoint.keras_rs.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras_rs.weights import open_window
@@ -88,8 +88,7 @@ def verify_files(
 
 def _bundle_of(path: FilePath) -> FilePath | None:
     """The prefix of the bundle that `open_checkpoint` would read tables from, whether or not there are any."""
-    reader = next((reader for reader in FORMATS if reader.recognises(path)), None)
-    return find_bundle(path) if reader is BundleCheckpoint else None
+    return find_bundle(path) if find_format(path) is BundleCheckpoint else None
 
 
 class _Counter:
