@@ -70,9 +70,10 @@ def refused(prefix: Path, kind: type[CheckpointError] = CheckpointError, names: 
     return message
 
 
-def test_index_cut_at_every_length(prefix: Path) -> None:
+def test_index_cut_at_many_lengths(prefix: Path) -> None:
+    """At every one inside of the footer and before it, where what is left is nearest to an index."""
     whole = index_of(prefix).read_bytes()
-    for size in range(len(whole)):
+    for size in (*range(0, len(whole) - 100, 5), *range(len(whole) - 100, len(whole))):
         index_of(prefix).write_bytes(whole[:size])
         refused(prefix, CheckpointCorruptError)
 
@@ -84,27 +85,26 @@ def test_every_byte_of_the_index_flipped(prefix: Path) -> None:
         entries = dict(bundle.entries)
     survived, messages = 0, set()
     for position in range(len(whole)):
-        for flip in (0x01, 0xFF):
-            damaged = bytearray(whole)
-            damaged[position] ^= flip
-            index_of(prefix).write_bytes(damaged)
-            try:
-                with Bundle.open(prefix) as bundle:
-                    assert dict(bundle.entries) == entries
-                survived += 1
-            except CheckpointError as error:
-                messages.add(str(error).replace(str(index_of(prefix)), "INDEX"))
-    assert survived < 2 * 60
+        damaged = bytearray(whole)
+        damaged[position] ^= (0x01, 0xFF)[position % 2]
+        index_of(prefix).write_bytes(damaged)
+        try:
+            with Bundle.open(prefix) as bundle:
+                assert dict(bundle.entries) == entries
+            survived += 1
+        except CheckpointError as error:
+            messages.add(str(error).replace(str(index_of(prefix)), "INDEX"))
+    assert survived < 60
     assert all("INDEX" in message for message in messages)
 
 
-def test_data_files_cut_at_every_length(prefix: Path) -> None:
+def test_data_files_cut_at_many_lengths(prefix: Path) -> None:
     with Bundle.open(prefix) as bundle:
         paths = [shard_path(prefix, shard, bundle.num_shards) for shard in range(bundle.num_shards)]
     assert len(paths) > 2
     for path in paths:
         whole = path.read_bytes()
-        for size in range(0, len(whole), 7):
+        for size in {*range(0, len(whole), 31), len(whole) - 1}:
             path.write_bytes(whole[:size])
             message = refused(prefix, CheckpointCorruptError, path)
             assert f"has {size} bytes" in message
@@ -135,13 +135,13 @@ def verify_all(prefix: Path) -> None:
             bundle.verify(key, chunk_bytes=64)
 
 
-def test_every_byte_of_the_data_flipped(prefix: Path) -> None:
+def test_flipped_bytes_of_the_data(prefix: Path) -> None:
     """`verify` notices each, and names the data file; a damaged object graph is noticed on opening."""
     with Bundle.open(prefix) as bundle:
         paths = [shard_path(prefix, shard, bundle.num_shards) for shard in range(bundle.num_shards)]
     for path in paths:
         whole = path.read_bytes()
-        for position in range(0, len(whole), 5):
+        for position in {*range(0, len(whole), 13), len(whole) - 1}:
             damaged = bytearray(whole)
             damaged[position] ^= 0x10
             path.write_bytes(damaged)
@@ -363,7 +363,7 @@ def test_damage_behind_right_crcs(prefix: Path, tmp_path: Path, target: str) -> 
     items = items_of(prefix)
     outcomes: dict[str, int] = {}
     messages: list[str] = []
-    for _ in range(600):
+    for _ in range(250):
         if target == "entry":
             key = rng.choice(sorted(items))
             rewrite(prefix, {**items, key: mutations(items[key], rng)})
@@ -377,7 +377,7 @@ def test_damage_behind_right_crcs(prefix: Path, tmp_path: Path, target: str) -> 
             messages.append(str(error))
             outcome = type(error).__name__
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
-    assert outcomes["CheckpointCorruptError"] > 150
+    assert outcomes["CheckpointCorruptError"] > 60
     assert all(str(tmp_path) in message and "\n" not in message for message in messages)
 
 
@@ -418,16 +418,16 @@ def graph_of(targets: list[list[int]], variables: list[int]) -> bytes:
 
 
 def test_a_graph_of_objects_that_all_know_each_other(tmp_path: Path) -> None:
-    graph = graph_of([list(range(150))] * 150, [149])
+    graph = graph_of([list(range(100))] * 100, [99])
     write(tmp_path / "ckpt", {"_CHECKPOINTABLE_OBJECT_GRAPH": np.array(graph, object)} | TENSORS)
     with open_checkpoint(tmp_path / "ckpt") as checkpoint:
-        assert list(checkpoint.tables()) == ["c149"]
+        assert list(checkpoint.tables()) == ["c99"]
 
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_ring_of_objects(tmp_path: Path, deep: bool) -> None:
-    """20,000 objects in a ring: read where the variables lie near the root, refused where their names would be huge."""
-    count = 20_000
+    """5,000 objects in a ring: read where the variables lie near the root, refused where their names would be huge."""
+    count = 5_000
     targets = [[(number + 1) % count] for number in range(count)]
     graph = graph_of(targets, list(range(1, count)) if deep else [2])
     write(tmp_path / "ckpt", {"_CHECKPOINTABLE_OBJECT_GRAPH": np.array(graph, object)} | TENSORS)

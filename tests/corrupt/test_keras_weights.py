@@ -64,7 +64,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_cut_at_many_lengths(path: Path) -> None:
     whole = path.read_bytes()
-    for size in [0, 1, 8, 95, 96, *np.linspace(100, len(whole) - 1, 12, dtype=int)]:
+    for size in [0, 8, 96, *np.linspace(100, len(whole) - 1, 6, dtype=int)]:
         path.write_bytes(whole[:size])
         refused(path)
 
