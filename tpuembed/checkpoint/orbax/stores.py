@@ -52,6 +52,11 @@ def _folder(folder: FilePath, key: str = "") -> dict[str, Any]:
         return {"driver": "file", "path": f"{folder.absolute()}/{key}"}
     if folder.scheme not in _STORES:
         raise CheckpointFormatError(f"checkpoint {folder}: Orbax checkpoints are read from disks, s3:// and gs:// only")
+    if folder.scheme == "gs" and os.environ.get("GOOGLE_BASE_URL") and not os.environ.get("TENSORSTORE_GCS_HTTP_URL"):
+        raise CheckpointError(
+            f"checkpoint {folder}: GOOGLE_BASE_URL names a server, and TensorStore, which reads the arrays, asks Google's; set "
+            "TENSORSTORE_GCS_HTTP_URL to one that speaks the JSON API, or unset GOOGLE_BASE_URL"
+        )
     endpoint = (
         os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
     )
