@@ -72,8 +72,9 @@ class OrbaxCheckpoint:
         Args:
             path: a folder of steps (the latest), a step, or an item.
             options: `embedding_spec`, how tables are stacked on SparseCores, where the checkpoint does not say it (a
-                mapping or a file, see stack_specs); `chunk_memory_bytes`, memory for decoded chunks (by default chunks
-                of up to 256 MiB are decoded, and none is kept).
+                mapping or a file, see stack_specs); `chunk_memory_bytes`, memory for chunks. By default one chunk of up
+                to 256 MiB is decoded at a time, and of smaller ones as many are kept as there is room for: the process stays below
+                one chunk, decoded and as stored (where that is another form), and 128 MiB.
         """
         opened = cls(find_step(path), options)
         if path.is_file():
@@ -129,6 +130,17 @@ class OrbaxCheckpoint:
             )
         self._check_range(stored.info, start, start + len(out))
         array.read_runs(stored.runs(start, start + len(out)), out)
+
+    def advise(self, table: str, rows: int) -> str | None:
+        """What to change before all of a table is read, `rows` rows at a time; None: nothing.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        stored = self._find(table, None)
+        if rows >= stored.info.rows:
+            return None
+        return stored.arrays[None].advise(stored.runs(0, rows), stored.info.dim)
 
     def checksum(self, table: str) -> int | None:
         """None: Orbax keeps no checksum of rows.
