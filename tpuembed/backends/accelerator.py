@@ -63,7 +63,9 @@ def bind_features(request: Request) -> tuple[list[Any], dict[str, Optimizer]]:
         initializer = ShardInitializer(table_initializer(table))
         tables[table.name] = dataclasses.replace(table, optimizer=bound[id(chosen)], initializer=initializer)
     features = [
-        dataclasses.replace(config, table=tables[config.table.name], name=config.name or path, output_shape=None)
+        dataclasses.replace(
+            config, table=tables[config.table.name], name=config.name or path or "feature", output_shape=None
+        )
         for path, config in request.features
     ]
     return list(features_to_tf(features)), specs
@@ -166,18 +168,23 @@ def _shape_of_ids(feature: FeatureInput) -> tuple[int | None, ...]:
 class StepGuard:
     """Checks where a layer on an accelerator is called: once per step, inside of `strategy.run`."""
 
-    def __init__(self, strategy: Any, hardware: str) -> None:
-        """For a layer that was created under `strategy` and lives on `hardware`."""
-        self._strategy, self._hardware = strategy, hardware
+    def __init__(self, paths: Sequence[str], hardware: str) -> None:
+        """For a layer of the features at `paths`, created under the current strategy, that lives on `hardware`."""
+        self._strategy, self._paths, self._hardware = tf.distribute.get_strategy(), list(paths), hardware
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def enter(self, layer: Any = None) -> bool:
+    def enter(self, features: Sequence[FeatureInput], layer: Any = None) -> bool:
         """Whether a step is being traced; False where Keras only asks for shapes.
 
         Raises:
-            TrainingError: the call is not part of a step of the layer's strategy, is the step's second one, or the loss
-                may be scaled or gradients accumulated.
+            TrainingError: the call is not part of a step of the layer's strategy, is the step's second one, has not the
+                layer's own features, or its loss may be scaled or its gradients accumulated.
         """
+        if [feature.path for feature in features] != self._paths:
+            raise TrainingError(
+                f"TPUEmbedding: a serving_config looks tables up on the host, and the layer's are in {self._hardware}; build the "
+                "layer without a TPUStrategy, restore a checkpoint, and look up there"
+            )
         call = tpu_call()
         if call is None:
             if in_symbolic_scope():

@@ -64,7 +64,7 @@ class SparseCoreBackend:
             table.name: self._state(table, specs[table.name]) for table in request.tables
         }
         self._batch_size = request.batch_size
-        self._guard = StepGuard(tf.distribute.get_strategy(), _HARDWARE)
+        self._guard = StepGuard([path for path, _ in request.features], _HARDWARE)
 
     def _state(self, table: Any, spec: Optimizer) -> TableState:
         layout = self.engine.layout(table.name)
@@ -87,14 +87,14 @@ class SparseCoreBackend:
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`."""
         shapes = activation_shapes(features, self._batch_size)
-        if not self._guard.enter():
+        if not self._guard.enter(features):
             return zeros(shapes, features)
         return _Step(self.engine, features).lookup()
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
         """A training step of `features`."""
         shapes = activation_shapes(features, self._batch_size)
-        return _Step(self.engine, features, None if self._guard.enter(layer) else zeros(shapes, features))
+        return _Step(self.engine, features, None if self._guard.enter(features, layer) else zeros(shapes, features))
 
 
 class _Step:

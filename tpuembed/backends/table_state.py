@@ -15,6 +15,8 @@ from tpuembed.errors import ConfigError
 
 __all__ = ["TableState", "TablesNode", "create_table", "initial_rows", "table_initializer"]
 
+_LARGE_BYTES = 32 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class TableState:
@@ -84,13 +86,20 @@ def initial_rows(config: TableConfig) -> Any:
         ConfigError: the initializer gives another shape or dtype.
     """
     shape = (config.vocabulary_size, config.dim)
-    rows = tf.convert_to_tensor(table_initializer(config)(shape, dtype=tf.float32))
+    rows = tf.convert_to_tensor(_filled(table_initializer(config), shape))
     if tuple(rows.shape) != shape or rows.dtype != tf.float32:
         raise ConfigError(
             f"table {config.name!r}: its initializer gave {rows.dtype.name} {tuple(rows.shape)}, "
             f"the table is float32 {shape}; fix the initializer"
         )
     return rows
+
+
+def _filled(initializer: Any, shape: tuple[int, int]) -> Any:
+    """`initializer`'s rows. Keras' own hold the table up to three times; in a graph an op takes over its input's memory."""
+    if 4 * math.prod(shape) < _LARGE_BYTES or type(initializer).__module__.split(".")[0] != "keras":
+        return initializer(shape, dtype=tf.float32)
+    return tf.function(lambda: initializer(shape, dtype=tf.float32))()
 
 
 def table_initializer(config: TableConfig) -> Any:

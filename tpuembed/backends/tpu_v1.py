@@ -78,7 +78,7 @@ class TpuV1Backend:
             table.name: self._state(table, specs[table.name]) for table in request.tables
         }
         self._batch_size = request.batch_size
-        self._guard = StepGuard(strategy, _HARDWARE)
+        self._guard = StepGuard([path for path, _ in request.features], _HARDWARE)
         self._names = itertools.count(1)
 
     def _state(self, table: Any, spec: Any) -> TableState:
@@ -100,14 +100,14 @@ class TpuV1Backend:
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`."""
         shapes = activation_shapes(features, self._batch_size)
-        if not self._guard.enter():
+        if not self._guard.enter(features):
             return zeros(shapes, features)
         return self.dequeue(self._enqueue(features, shapes))
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
         """A training step of `features`."""
         shapes = activation_shapes(features, self._batch_size)
-        name = self._enqueue(features, shapes) if self._guard.enter(layer) else None
+        name = self._enqueue(features, shapes) if self._guard.enter(features, layer) else None
         return _Step(self, name, zeros(shapes, features) if name is None else None)
 
     def _enqueue(self, features: Sequence[FeatureInput], shapes: Sequence[tuple[int, ...]]) -> str:
