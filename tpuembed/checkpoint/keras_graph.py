@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tpuembed.checkpoint.keras_optimizers import is_keras_3_optimizer
+from tpuembed.checkpoint.keras_saved_model import keras_rs_layers
 from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.table_keys import TableKeys, is_table, optimizer_slots
@@ -30,7 +31,7 @@ _SHOWN: Final = 5
 
 
 def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """The tables that nothing but an optimizer holds: `<layer>/<table>/embeddings`.
+    """The tables that nothing but an optimizer, and in a SavedModel keras-rs' layers, holds: `<layer>/<table>/embeddings`.
 
     Raises:
         CheckpointFormatError: one may have lost its name, as those of subclassed models do; or a layer's tables lie on
@@ -38,8 +39,9 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
     """
     _check_sparse_core_layers(bundle, graph)
     lists = {node.children[_TRAINABLE] for node in graph.nodes if is_keras_3_optimizer(node.children)}
+    holders = lists | keras_rs_layers(graph)
     elsewhere = {
-        child for number, node in enumerate(graph.nodes) if number not in lists for child in node.children.values()
+        child for number, node in enumerate(graph.nodes) if number not in holders for child in node.children.values()
     }
     for number in sorted({child for one in lists for child in graph.nodes[one].children.values()} - elsewhere):
         key, name = graph.nodes[number].value_key, graph.nodes[number].full_name
