@@ -16,7 +16,7 @@ from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from tests.unit.tensor_bundle.bundles import write
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnknownTableError
 from tpuembed.tensor_bundle import Bundle, crc, shard_path
 from tpuembed.tensor_bundle.ordered_code import slice_key
 from tpuembed.tensor_bundle.sstable import read_table, write_table
@@ -436,6 +436,28 @@ def test_a_ring_of_objects(tmp_path: Path, deep: bool) -> None:
         return
     with open_checkpoint(tmp_path / "ckpt") as checkpoint:
         assert list(checkpoint.tables()) == ["c1/c2"]
+
+
+def test_an_optimizer_whose_variables_have_names_of_a_million_scopes(tmp_path: Path) -> None:
+    """And which lies where its variables have no path."""
+    from tensorflow.core.protobuf import trackable_object_graph_pb2
+
+    graph, depth = trackable_object_graph_pb2.TrackableObjectGraph(), 1100
+    for number in range(depth):
+        graph.nodes.add(children=[{"local_name": "next", "node_id": number + 1}])
+    graph.nodes[0].children.add(local_name="table", node_id=depth + 4)
+    optimizer, listed = graph.nodes.add(), graph.nodes.add()
+    for name, child in {"_iterations": 3, "_variables": 1, "momentums": 1}.items():
+        optimizer.children.add(local_name=name, node_id=depth + child)
+    listed.children.add(local_name="0", node_id=depth + 2)
+    for key, name in (("s", "m/" * 1_000_000 + "x"), ("i", "iteration"), ("t", "x")):
+        graph.nodes.add(attributes=[{"name": "VARIABLE_VALUE", "checkpoint_key": key, "full_name": name}])
+    tensors = {**TENSORS, "i": np.array(1), "_CHECKPOINTABLE_OBJECT_GRAPH": np.array(graph.SerializeToString(), object)}
+    write(tmp_path / "ckpt", tensors)
+    with open_checkpoint(tmp_path / "ckpt") as checkpoint:
+        assert checkpoint.tables()["table"].slots == ()
+        with pytest.raises(UnknownTableError, match="has no table 'other'"):
+            checkpoint.read("other")
 
 
 @pytest.mark.parametrize("damaged", [b"\xff" * 9, GRAPH + b"\x0a\x04\x0a\x02\x08\x63"])

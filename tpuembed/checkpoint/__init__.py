@@ -4,6 +4,8 @@ types             the protocol, and what a table is
 location          from a user's path to the prefix of a bundle
 object_graph      the objects that a TensorFlow 2 checkpoint remembers
 discovery         which tensors are tables: own_layer, mid_level, plain_variables; table_keys is what they find
+keras_optimizers  Keras' optimizers by their attributes; keras_2_slots: slots that only names tell whose they are
+not_tables        what there is under a name that is no table's or slot's, for error messages
 rows              how a table's rows lie in its tensor, chosen once: in order, tpu_v1, sparsecore, partitioned
 interleaved       rows that are dealt out in turn, put back in order
 bundle_checkpoint the reader of all of these

@@ -26,6 +26,9 @@ _NAMES: Final = {
 _SGD: Final = re.compile(r"(.*/)?SGD(_\d+)?/", re.DOTALL)
 """A scope: Lion, whose slots are other quantities, has the attributes of SGD."""
 
+_MAX_SCOPES: Final = 100
+"""In a name; more are not looked into, as what they are joined to would take absurd memory."""
+
 _Kind = tuple[str, tuple[int, ...]]
 """A variable's name and shape."""
 
@@ -74,7 +77,7 @@ def _scope(names: Sequence[tuple[str, str]]) -> str | None:
     """What stands before the slot in all `names`, (slot, full name), with its slash; None where that is not one thing."""
     common: set[str] | None = None
     for slot, name in names:
-        parts = name.split("/")
+        parts = name.split("/", _MAX_SCOPES)
         scopes = {"".join(f"{part}/" for part in parts[:at]) for at, part in enumerate(parts[:-1]) if part == slot}
         common = scopes if common is None else common & scopes
     return common.pop() if common is not None and len(common) == 1 else None

@@ -7,26 +7,35 @@ from tpuembed.checkpoint.keras_graph import is_keras_3_model
 from tpuembed.checkpoint.object_graph import ObjectGraph
 from tpuembed.checkpoint.table_keys import TableKeys
 from tpuembed.tensor_bundle import Bundle
+from tpuembed.tensor_bundle.wire import MalformedError
 
 __all__ = ["about_missing_slot", "about_missing_table"]
 
 _SHOWN: Final = 4
+_MAX_NAME: Final = 100
 
 
 def about_missing_table(graph: ObjectGraph | None, name: str) -> str:
     """A clause that follows "has no table `name`": empty where there is nothing to say."""
     if graph is None:
         return ""
-    for number in graph.optimizer_variables & graph.parents.keys():
+    for number in sorted(graph.optimizer_variables & graph.parents.keys()):
         node = graph.nodes[number]
-        if name in {graph.path(number), node.value_key, node.full_name}:
-            return f" (an optimizer keeps that: {node.full_name!r} at {node.value_key})"
+        if name in {node.value_key, node.full_name} or name == _path(graph, number):
+            return f" (an optimizer keeps that: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
     if is_keras_3_model(graph):
         return (
             " (of keras_rs.layers.DistributedEmbedding TensorFlow saves what the optimizer of a model that was compiled and "
             "trained holds, and nothing else: model.save_weights('model.weights.h5') saves all of it)"
         )
     return ""
+
+
+def _path(graph: ObjectGraph, number: int) -> str | None:
+    try:
+        return graph.path(number)
+    except MalformedError:  # absurdly deep, where no table is
+        return None
 
 
 def about_missing_slot(bundle: Bundle, graph: ObjectGraph | None, tables: Mapping[str, TableKeys], table: str) -> str:
@@ -37,7 +46,7 @@ def about_missing_slot(bundle: Bundle, graph: ObjectGraph | None, tables: Mappin
     kept = {graph.nodes[number].value_key: graph.nodes[number].full_name for number in graph.optimizer_variables}
     shape = bundle.entries[tables[table].key].shape
     alike = sorted(
-        f"{name!r} at {key}"
+        f"{name[:_MAX_NAME]!r} at {key}"
         for key, name in kept.items()
         if key is not None and key not in taken and key in bundle.entries and bundle.entries[key].shape == shape
     )
