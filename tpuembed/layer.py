@@ -88,8 +88,9 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         backend = self._parts.backend
         states = list(backend.states.values())
         self._tpu_embedding = TablesNode(
-            self._parts.checkpoint_config(), states, backend.checkpoint_children(), updates
+            self._parts.checkpoint_config(), states, backend.checkpoint_children(), backend.layouts(), updates
         )
+        self._tpu_embedding.restore_rows = self.restore_tables
         trained_here = any(state.optimizer is not None for state in states)
         # Keras counts, lists and freezes them as weights of the layer; they are adopted, not copied.
         self._table_weights = [

@@ -1,7 +1,8 @@
 """What goes into the tables of a live layer besides training: rows, whole tables, and the tables of a checkpoint."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -31,11 +32,13 @@ class LiveTables:
         layer: its name.
         states: by table name; at least one.
         updates: the variable that counts the layer's updates.
+        writing: gives the context in which rows may be written.
     """
 
     layer: str
     states: Mapping[str, TableState]
     updates: Any
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def state(self, table: str) -> TableState:
         """The table of that name.
@@ -87,7 +90,8 @@ class TableAccess:
             raise ConfigError(
                 f"layer {self.name!r}: {doing} writes tables at once; call it outside of tf.function and strategy.run"
             )
-        return LiveTables(self.name, self._parts.backend.states, self._tpu_embedding.updates)
+        backend = self._parts.backend
+        return LiveTables(self.name, backend.states, self._tpu_embedding.updates, backend.writing)
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
         """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.
@@ -109,7 +113,8 @@ class TableAccess:
         where = f"layer {self.name!r}: {table if slot is None else f'{table}/{slot}'!r}"
         rows = _checked_rows(where, values, config.dim)
         _check_range(where, start, rows.shape[0], config.vocabulary_size)
-        _write_pieces(variable, int(start), rows, config.dim)
+        with live.writing():
+            _write_pieces(variable, int(start), rows, config.dim)
 
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
         """Copy `embedding_table` into a table, slots untouched.

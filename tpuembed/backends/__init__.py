@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ from tpuembed.backends.host import HostBackend
 from tpuembed.backends.mixed import MixedBackend
 from tpuembed.backends.request import Request
 from tpuembed.backends.sparsecore import SparseCoreBackend
+from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.backends.tpu_v1 import TpuV1Backend
@@ -34,6 +36,12 @@ class Backend(Protocol):
 
     def checkpoint_children(self) -> dict[str, Any]:
         """What a checkpoint holds: name -> variable or node."""
+
+    def layouts(self) -> dict[str, StackLayout]:
+        """Table -> where it lies in a stack; tables without an entry are saved in row order."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """A context in which rows of the tables in `states` may be written."""
 
     def weights(self) -> list[tuple[Any, bool]]:
         """The variables that are Keras weights of the layer, and whether the user's optimizer trains them."""

@@ -1,9 +1,11 @@
 """No tables at all: rows come from the exporter's stacked variables (see `tpuembed.table_scope`)."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.config import TableConfig
 from tpuembed.table_scope import TableSource
@@ -26,6 +28,14 @@ class DeferredBackend:
     def checkpoint_children(self) -> dict[str, Any]:
         """None."""
         return {}
+
+    def layouts(self) -> dict[str, StackLayout]:
+        """None."""
+        return {}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Rows are written in place."""
+        return nullcontext()
 
     def weights(self) -> list[tuple[Any, bool]]:
         """None."""

@@ -1,6 +1,7 @@
 """Tables in host or GPU memory: gathered from, and updated row by row, where the rest of the model runs."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.replicas import check_same_strategy, gather_replicas
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
+from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import entry_optimizer, in_xla_context, local, loss_scale
 from tpuembed.errors import ConfigError, TrainingError
@@ -39,6 +41,14 @@ class HostBackend:
     def checkpoint_children(self) -> dict[str, Any]:
         """Tables and slots by name."""
         return {name: variable for state in self.states.values() for name, variable in state.named_variables().items()}
+
+    def layouts(self) -> dict[str, StackLayout]:
+        """None: rows lie in order."""
+        return {}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Rows are written in place."""
+        return nullcontext()
 
     def weights(self) -> list[tuple[Any, bool]]:
         """Every variable, and whether the user's optimizer trains it."""

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.host import HostBackend
 from tpuembed.backends.request import Request
+from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 
 __all__ = ["MixedBackend"]
@@ -27,6 +29,16 @@ class MixedBackend:
     def checkpoint_children(self) -> dict[str, Any]:
         """Those of both."""
         return {**self._replicated.checkpoint_children(), **self._accelerated.checkpoint_children()}
+
+    def layouts(self) -> dict[str, StackLayout]:
+        """The accelerator's."""
+        layouts: dict[str, StackLayout] = self._accelerated.layouts()
+        return layouts
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Rows written inside are in the accelerator afterwards."""
+        writing: AbstractContextManager[None] = self._accelerated.writing()
+        return writing
 
     def weights(self) -> list[tuple[Any, bool]]:
         """The replicated tables."""

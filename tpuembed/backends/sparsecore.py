@@ -6,6 +6,7 @@ read or written.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +21,7 @@ from tpuembed.backends.accelerator import (
 )
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
-from tpuembed.backends.stacked_table import StackedTable
+from tpuembed.backends.stacked_table import StackedTable, StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import SparseCoreEngine
 from tpuembed.config import Optimizer
@@ -79,6 +80,14 @@ class SparseCoreBackend:
             slots = {f"{stack}/{slot}": variable for slot, variable in variables.items() if slot != "parameters"}
             children.update({stack: variables["parameters"], **slots})
         return children
+
+    def layouts(self) -> dict[str, StackLayout]:
+        """Where each table lies in its stack."""
+        return {table: self.engine.layout(table) for table in self.states}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Rows are written in place."""
+        return nullcontext()
 
     def weights(self) -> list[tuple[Any, bool]]:
         """None that Keras could hold."""

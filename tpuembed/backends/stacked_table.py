@@ -39,6 +39,19 @@ class StackLayout:
     offset: int
     rotation: int
 
+    @classmethod
+    def of(cls, proto: Any) -> "StackLayout":
+        """Of TensorFlow's SparseCoreTableLayout proto."""
+        return cls(
+            stack=proto.stacked_table_name,
+            rows=proto.unsharded_shape[0],
+            dim=proto.unsharded_shape[1],
+            sparse_cores=proto.num_sparse_cores,
+            rows_per_core=proto.total_rows_per_sparse_core_shard,
+            offset=proto.sparse_core_shard_row_offset,
+            rotation=proto.sparse_core_shard_rotation,
+        )
+
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """(SparseCore, rows in it, rows of [start, stop) that they are) for each that holds some of them."""
         for part in range(self.sparse_cores):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.table_state import TableState, initial_rows
@@ -29,6 +30,9 @@ def write_rows(variable: Any, start: int, values: Any) -> None:
     Raises:
         ConfigError: the variable's rows cannot be written from the host.
     """
+    if hasattr(variable, "assign_rows"):  # in an accelerator
+        variable.assign_rows(start, np.asarray(values, np.float32))
+        return
     rows = tf.constant(values, tf.float32)
     ids = tf.range(start, start + rows.shape[0], dtype=tf.int64)
     for copy in _copies(variable):

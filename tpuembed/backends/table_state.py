@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_config import Trackable, resolve_optimizer
+from tpuembed.backends.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
 
@@ -128,14 +130,35 @@ class TablesNode(Trackable):
     """
 
     def __init__(
-        self, config: Mapping[str, Any], states: Sequence[TableState], children: Mapping[str, Any], updates: Any
+        self,
+        config: Mapping[str, Any],
+        states: Sequence[TableState],
+        children: Mapping[str, Any],
+        layouts: Mapping[str, StackLayout],
+        updates: Any,
     ) -> None:
         """Raise ConfigError where two variables would be saved under one name."""
         _check_saved_names(states)
-        self._config = json.dumps(config)
+        self._config, self._layouts = json.dumps(config), dict(layouts)
+        self._tables = [state.config.name for state in states]
+        self._rows_lie_elsewhere = False
+        self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.updates = updates
         for name, child in children.items():
             self._track_trackable(child, name)
+
+    def _checkpoint_adapter(self, path: str) -> None:
+        """Called before a checkpoint's variables are put into ours.
+
+        One that was written on other hardware has rows at other places, in tensors that may well have the same names and
+        shapes: TensorFlow would restore them permuted. Such rows are restored by their numbers instead.
+        """
+        self._rows_lie_elsewhere = saved_layouts(path) != self._layouts
+        if self._rows_lie_elsewhere and self.restore_rows is not None:
+            self.restore_rows(path, self._tables)
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        return None if self._rows_lie_elsewhere else super()._lookup_dependency(name, cached_dependencies)
 
     @property
     def table_names(self) -> set[str]:

@@ -3,11 +3,13 @@
 With `tf_config`, the only backend module that uses private names.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
 from tpuembed.backends.stacked_table import StackLayout
@@ -19,11 +21,13 @@ __all__ = [
     "embedding_feature",
     "in_symbolic_scope",
     "is_tpu_strategy",
+    "saved_layouts",
     "sparse_cores_per_chip",
     "tpu_call",
 ]
 
 Tensor = Any
+_LAYOUTS = "_sparse_core_table_layouts"
 
 
 def is_tpu_strategy(strategy: Any) -> bool:
@@ -131,13 +135,18 @@ class HardwareEngine(tpu_embedding_v2.TPUEmbedding):
         """The TPUEmbeddingConfiguration proto, once started."""
         return self._config_proto
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """What is written to the hosts' variables inside is in the TPUs afterwards, beside what was there."""
+        self.fetch()
+        try:
+            yield
+        finally:
+            self._load_variables()
+
     def fetch(self) -> None:
         """Copy the tables from the TPUs into the hosts' variables."""
         self._retrieve_variables()
-
-    def load(self) -> None:
-        """Copy the hosts' variables into the TPUs."""
-        self._load_variables()
 
 
 class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
@@ -158,20 +167,11 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     @property
     def layouts_node(self) -> Any:
         """The checkpoint node that holds the layouts of all tables."""
-        return self._lookup_dependency("_sparse_core_table_layouts")
+        return self._lookup_dependency(_LAYOUTS)
 
     def layout(self, table: str) -> StackLayout:
         """Where `table` lies in its stack."""
-        proto = self.embedding_layouts[table]
-        return StackLayout(
-            stack=proto.stacked_table_name,
-            rows=proto.unsharded_shape[0],
-            dim=proto.unsharded_shape[1],
-            sparse_cores=proto.num_sparse_cores,
-            rows_per_core=proto.total_rows_per_sparse_core_shard,
-            offset=proto.sparse_core_shard_row_offset,
-            rotation=proto.sparse_core_shard_rotation,
-        )
+        return StackLayout.of(self.embedding_layouts[table])
 
     def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
         """Set the ids and unique ids that a SparseCore takes from another one per step, by table.
@@ -189,3 +189,14 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
                 of_tables = [limits[table.name][which] for table in tables]
                 if stack not in (config or {}) and any(limit is not None for limit in of_tables):
                     target[stack] = sum(limit or self.DEFAULT_MAX_IDS_PER_TABLE for limit in of_tables)
+
+
+def saved_layouts(path: str) -> dict[str, StackLayout]:
+    """Table -> where it lies in its stack, as the checkpoint at `path` says; empty where no SparseCores wrote it."""
+    reader = tf.train.load_checkpoint(path)
+    keys = [key for key in reader.get_variable_to_shape_map() if f"{_LAYOUTS}/." in key]
+    layouts: dict[str, StackLayout] = {}
+    for key in keys:
+        proto = sparse_core_layout_pb2.SparseCoreTableLayouts.FromString(reader.get_tensor(key))
+        layouts.update({table.table_name: StackLayout.of(table) for table in proto.tables})
+    return layouts

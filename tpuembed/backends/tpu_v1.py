@@ -7,6 +7,7 @@ accelerator applies the optimizer that its configuration names. All through `tf.
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import tensorflow as tf
 from tpuembed.backends.accelerator import StepGuard, activation_shapes, bind_features, check_tables, zeros
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
+from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import HardwareEngine
 from tpuembed.errors import ConfigError, TrainingError
@@ -44,11 +46,11 @@ class AcceleratorTable:
 
     def assign(self, values: Any) -> None:
         """Put float32 [rows, dim] into the accelerator."""
-        self.assign_rows(0, np.asarray(values))
+        with self._engine.writing():
+            self.assign_rows(0, np.asarray(values))
 
     def assign_rows(self, start: int, values: np.ndarray[Any, Any]) -> None:
-        """Put the rows [start, start + len(values)) into the accelerator."""
-        self._engine.fetch()
+        """Write the rows [start, start + len(values)) on the hosts; the engine's `writing` takes them to the accelerator."""
         begin = 0
         for shard in self._variable.variables:
             end = begin + shard.shape[0]
@@ -56,7 +58,6 @@ class AcceleratorTable:
             if low < high:
                 shard[low - begin : high - begin].assign(values[low - start : high - start])
             begin = end
-        self._engine.load()
 
 
 class TpuV1Backend:
@@ -92,6 +93,14 @@ class TpuV1Backend:
             slots = {f"{table}/{slot}": variable for slot, variable in variables.items() if slot != "parameters"}
             children.update({table: variables["parameters"], **slots})
         return children
+
+    def layouts(self) -> dict[str, StackLayout]:
+        """None: rows lie in order."""
+        return {}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Rows written inside are in the accelerator afterwards."""
+        return self.engine.writing()
 
     def weights(self) -> list[tuple[Any, bool]]:
         """None that Keras could hold."""

@@ -78,8 +78,9 @@ def restore_tables(
         plans = plan_tables(checkpoint, live, request)
         updates = _updates(checkpoint.path, update_counts(checkpoint), live, plans) if slots else None
         checkpoint.verify([plan.source for plan in plans if not is_checked_while_read(checkpoint, plan)])
-        for plan in plans:
-            restore_table(checkpoint, live, plan, slots)
+        with live.writing():
+            for plan in plans:
+                restore_table(checkpoint, live, plan, slots)
         if updates is not None:
             live.updates.assign(updates)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
