@@ -28,7 +28,7 @@ class StreamReport:
         folder: that holds one file per stack, named StackPlan.file.
         crc32c: of each stack's bytes, by its name; unmasked.
         bytes_written: of table data.
-        seconds: from the first file's creation to the last one's fsync.
+        seconds: from the first file's creation to the proof that its source was sound.
         worker_peak_rss_bytes: the largest of the processes that streamed.
     """
 
