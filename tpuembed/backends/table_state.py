@@ -1,9 +1,10 @@
 """The variables of one table and of its slots, and the checkpoint node that holds those of a layer."""
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -101,7 +102,20 @@ def _filled(initializer: Any, shape: tuple[int, int]) -> Any:
     """`initializer`'s rows. Keras' own hold the table up to three times; in a graph an op takes over its input's memory."""
     if 4 * math.prod(shape) < _LARGE_BYTES or type(initializer).__module__.split(".")[0] != "keras":
         return initializer(shape, dtype=tf.float32)
-    return tf.function(lambda: initializer(shape, dtype=tf.float32))()
+    with _no_constant_folding():
+        return tf.function(lambda: initializer(shape, dtype=tf.float32))()
+
+
+@contextlib.contextmanager
+def _no_constant_folding() -> Iterator[None]:
+    """Inside, a graph is not run once more to see whether it is a constant: all inputs of a seeded initializer are."""
+    option = "constant_folding"
+    before = tf.config.optimizer.get_experimental_options().get(option, True)
+    tf.config.optimizer.set_experimental_options({option: False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({option: before})
 
 
 def table_initializer(config: TableConfig) -> Any:

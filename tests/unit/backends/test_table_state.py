@@ -1,0 +1,60 @@
+"""Tables as they are created: the initializer's numbers, and one copy of them in memory."""
+
+import subprocess
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpuembed import TableConfig
+from tpuembed.backends.table_state import initial_rows
+
+ROWS, DIM = 300_000, 32  # large enough to be filled in a graph
+
+
+@pytest.mark.parametrize(
+    "initializer",
+    [
+        keras.initializers.TruncatedNormal(0.5, 2.0, seed=3),
+        keras.initializers.RandomUniform(-1.0, 3.0, seed=3),
+        keras.initializers.GlorotNormal(seed=3),
+        keras.initializers.Constant(0.25),
+    ],
+)
+def test_a_large_table_begins_with_its_initializers_numbers(initializer: Any) -> None:
+    options = tf.config.optimizer.get_experimental_options()
+    rows = initial_rows(TableConfig(ROWS, DIM, "t", initializer=initializer))
+    np.testing.assert_array_equal(rows, initializer((ROWS, DIM), dtype=tf.float32))
+    assert tf.config.optimizer.get_experimental_options() == {**options, "constant_folding": True}
+
+
+def test_a_callable_is_called_as_it_is() -> None:
+    truth = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
+    rows = initial_rows(
+        TableConfig(ROWS, DIM, "t", initializer=lambda shape, dtype: truth.reshape(shape).astype(dtype.name))
+    )
+    np.testing.assert_array_equal(rows, truth)
+
+
+_PEAK = """
+from pathlib import Path
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+def peak():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+def make(rows):
+    return TPUEmbedding(FeatureConfig(TableConfig(rows, 32, "t")), optimizer="sgd")
+keep = make(ROWS // 2)
+before = peak()
+layer = make(4 * ROWS)
+print((peak() - before) / (4 * ROWS * 32 * 4 / 1024))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
+def test_a_large_table_is_held_once_while_it_is_created() -> None:
+    code = _PEAK.replace("ROWS", str(ROWS))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert float(done.stdout) < 1.3
