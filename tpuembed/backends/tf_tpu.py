@@ -94,8 +94,8 @@ class HostShards(tpu_embedding_v2.TPUEmbeddingVariable):
         last = saveables[-1]
         restore = last.restore
 
-        def restore_and_load(tensors: Any, shapes: Any) -> Any:
-            restored = restore(tensors, shapes)
+        def restore_and_load(restored_tensors: Any, restored_shapes: Any) -> Any:
+            restored = restore(restored_tensors, restored_shapes)
             if self.loaded is not None:
                 with tf.control_dependencies([] if tf.executing_eagerly() else [restored]):
                     self.loaded()

@@ -10,6 +10,7 @@ from typing import Final
 
 from tpuembed.checkpoint.mid_level_variables import mid_level_nodes, mid_level_variables
 from tpuembed.checkpoint.object_graph import ObjectGraph
+from tpuembed.checkpoint.own_layer import CONFIG_ATTRIBUTE, ENGINE
 from tpuembed.checkpoint.sparsecore import sparse_core_layouts, sparse_core_tables
 from tpuembed.checkpoint.table_keys import TableKeys
 from tpuembed.checkpoint.tpu_v1 import host_rows, saved_by_hosts
@@ -28,7 +29,10 @@ def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
         CheckpointFormatError: what saved one cannot be told for sure, and so neither how its rows lie.
         CheckpointCorruptError: a table has no value, or SparseCore layouts contradict it.
     """
+    engines = {node.children.get(ENGINE) for node in graph.nodes if CONFIG_ATTRIBUTE in node.attributes}
     for number in mid_level_nodes(graph):
+        if number in engines:
+            continue
         node = graph.nodes[number]
         layouts = sparse_core_layouts(bundle, graph, node)
         if layouts and saved_by_hosts(node):

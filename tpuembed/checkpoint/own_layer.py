@@ -9,9 +9,13 @@ from tpuembed.checkpoint.table_keys import TableKeys, table_info
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.tensor_bundle import Bundle
 
-__all__ = ["own_layer_configs", "own_layer_tables"]
+__all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_tables"]
 
-_CONFIG_ATTRIBUTE: Final = "tpuembed_config"
+ENGINE: Final = "_engine"
+"""The child that is TensorFlow's handle of an accelerator, with the same variables once more."""
+
+CONFIG_ATTRIBUTE: Final = "tpuembed_config"
+"""Of the node that holds a layer's tables."""
 
 
 def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, Any]]:
@@ -21,9 +25,9 @@ def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str,
         CheckpointCorruptError: a config is missing or does not parse.
     """
     return {
-        number: _read_config(bundle, node.attributes[_CONFIG_ATTRIBUTE].checkpoint_key)
+        number: _read_config(bundle, node.attributes[CONFIG_ATTRIBUTE].checkpoint_key)
         for number, node in enumerate(graph.nodes)
-        if _CONFIG_ATTRIBUTE in node.attributes
+        if CONFIG_ATTRIBUTE in node.attributes
     }
 
 
@@ -48,7 +52,7 @@ def own_layer_tables(
         claimed: set[str] = set()
         for name, table in config["tables"].items():
             slots = {slot: f"{name}/{slot}" for slot in slot_names(where, name, table)}
-            claimed |= {name, *slots.values()}
+            claimed |= {name, *slots.values(), ENGINE}
             keys = {slot: _value_key(bundle, graph, node, child) for slot, child in slots.items()}
             found = TableKeys(name, _value_key(bundle, graph, node, name), keys)
             info = table_info(bundle, found)
