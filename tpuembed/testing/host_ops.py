@@ -1,0 +1,196 @@
+"""What a TPU's host does to a batch for the SparseCores, in numpy, by the names of TensorFlow's ops.
+
+Ids -> COO per SparseCore of the TPU -> sorted by the SparseCore that owns the row -> one CSR buffer, of which every
+(SparseCore, owner) has a run that is padded to a multiple of 8.
+
+Source: tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc, whose contract is kept, errors included. Minibatches are
+not simulated: TensorFlow's class makes one.
+"""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["HostOps", "aligned", "check"]
+
+Array = np.ndarray[Any, Any]
+
+_ALIGN: Final = 8
+_PADDING: Final = np.iinfo(np.int32).max
+
+
+class HostOps:
+    """The ops by the names that `tensorflow.python.tpu.ops.gen_xla_ops` gives them; arguments as there."""
+
+    def convert_to_list_of_sparse_core_coo_tensors(
+        self,
+        *,
+        indices_or_row_splits: Any,
+        values: Any,
+        weights: Any,
+        sample_count: int,
+        combiner: str,
+        num_sc_per_chip: int,
+        row_offset: int,
+        col_offset: int,
+        col_shift: int,
+        num_sc_shards: int,
+        stacked_table_sample_count: int,
+    ) -> tuple[list[Array], ...]:
+        """(activation rows, stack columns as if unsharded, gains) of one feature, for each SparseCore of the TPU.
+
+        An id that follows itself in one sample is there once, with the sum of its gains.
+        """
+        check(sample_count % num_sc_per_chip == 0, f"{sample_count} samples on {num_sc_per_chip} SparseCores")
+        ids, gains = np.asarray(values), np.asarray(weights)
+        check(len(gains) == len(ids), f"{len(ids)} ids with {len(gains)} weights")
+        samples = _samples(np.asarray(indices_or_row_splits), len(ids), sample_count)
+        samples, ids, gains = _merged(samples, ids, gains * _scale(combiner, samples, gains, sample_count))
+        per_core, stacked = sample_count // num_sc_per_chip, stacked_table_sample_count // num_sc_per_chip
+        core = samples // per_core
+        rows = samples % per_core + row_offset // num_sc_per_chip + stacked * core
+        modulo = num_sc_shards - 1
+        columns = ((ids + col_shift) & modulo) + (ids & ~modulo) + col_offset
+        parts = [core == index for index in range(num_sc_per_chip)]
+        return [rows[part] for part in parts], [columns[part] for part in parts], [gains[part] for part in parts]
+
+    def sort_list_of_sparse_core_coo_tensors(
+        self,
+        *,
+        row_ids_list: Sequence[Array],
+        col_ids_list: Sequence[Array],
+        gains_list: Sequence[Array],
+        sample_count_list: Sequence[int],
+        num_replica: int,
+        num_sc_per_chip: int,
+        max_ids_per_sparse_core: int,
+        max_unique_ids_per_sparse_core: int,
+        table_name: str,
+        **_: Any,
+    ) -> tuple[Array, Array, Array, Array]:
+        """(samples, rows in the owner's shard, gains, where each owner's ids begin and end) of all features, for one SparseCore.
+
+        An id that one sample has twice is there once, with the sum of its gains.
+        """
+        owners = num_replica * num_sc_per_chip
+        rows, columns, gains = (np.concatenate(part) for part in (row_ids_list, col_ids_list, gains_list))
+        order = np.lexsort((rows, columns, columns % owners))
+        rows, columns, gains = _merged(rows[order], columns[order], gains[order])
+        counts = np.bincount(columns % owners, minlength=owners)
+        unique = np.bincount(np.unique(columns) % owners, minlength=owners)
+        _check_limit(table_name, "ids", counts, max_ids_per_sparse_core)
+        _check_limit(table_name, "unique ids", unique, max_unique_ids_per_sparse_core)
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        return rows % sum(sample_count_list), columns // owners, gains, ends
+
+    def convert_to_sparse_core_csr_wrapped_coo_tensor(
+        self,
+        *,
+        sorted_row_ids_list: Sequence[Array],
+        sorted_col_ids_list: Sequence[Array],
+        sorted_gains_list: Sequence[Array],
+        id_counts_list: Sequence[Array],
+        sample_count_per_sc: int,
+        num_replica: int,
+        max_minibatches_per_sc: int,
+        max_ids_per_chip_per_sample: int,
+        table_name: str,
+        allow_id_dropping: bool,
+        **_: Any,
+    ) -> tuple[Any, ...]:
+        """(row pointers, samples, rows, gains, pointers used, ids used, minibatches) of one TPU's batch."""
+        cores = len(id_counts_list)
+        size = max_ids_per_chip_per_sample * sample_count_per_sc * cores
+        check(size % _ALIGN == 0, f"the buffer of table {table_name} holds {size} ids, no multiple of {_ALIGN}")
+        pointers = np.zeros((max_minibatches_per_sc * cores, aligned(num_replica * cores)), np.int32)
+        buffers = [np.full(size, _PADDING, dtype) for dtype in (np.int32, np.int32, np.float32)]
+        position = packed = 0
+        for core, ends in enumerate(id_counts_list):
+            sources = sorted_row_ids_list[core], sorted_col_ids_list[core], sorted_gains_list[core]
+            for owner, (start, stop) in enumerate(itertools.pairwise(ends)):
+                taken = min(int(stop - start), size - position)
+                for buffer, source in zip(buffers, sources, strict=True):
+                    buffer[position : position + taken] = source[start : start + taken]
+                packed, position = packed + taken, position + taken
+                pointers[core, owner] = position
+                position = aligned(position)
+            pointers[core, num_replica * cores :] = position
+        _check_room(table_name, sum(int(ends[-1]) for ends in id_counts_list) - packed, size, allow_id_dropping)
+        return pointers.reshape(-1), *buffers, cores * pointers.shape[1], position, 1
+
+    def tpu_copy_with_dynamic_shape(self, tensors: Sequence[Array], unpadded_sizes: Sequence[int]) -> list[Array]:
+        """To the TPU, without what is not used."""
+        return [tensor[:size] for tensor, size in zip(tensors, unpadded_sizes, strict=True)]
+
+    def tpu_annotate_tensors_with_dynamic_shape(self, tensors: Sequence[Array]) -> Sequence[Array]:
+        """As they are."""
+        return tensors
+
+
+def aligned(position: int) -> int:
+    """`position`, or the next one after it where a run may begin."""
+    return -(-position // _ALIGN) * _ALIGN
+
+
+def check(holds: bool, message: str) -> None:
+    """Raise as a kernel does, unless `holds`."""
+    if not holds:
+        raise tf.errors.InvalidArgumentError(None, None, message)
+
+
+def _check_limit(table: str, what: str, counts: Array, limit: int) -> None:
+    worst = int(counts.argmax())
+    check(
+        int(counts[worst]) <= limit,
+        f"Sparse core {worst} gets {counts[worst]} {what} while the max {what} per sparse core is set to be {limit} for table "
+        f"{table}; raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig",
+    )
+
+
+def _check_room(table: str, missing: int, size: int, allow_id_dropping: bool) -> None:
+    """Raise for ids that found no room in the buffer, unless they may be dropped."""
+    check(
+        allow_id_dropping or not missing,
+        f"The max_ids_per_chip of table {table} is set to be {size} which is not going to fit all ids. The remaining id count "
+        f"is {missing}; raise max_ids_per_chip_per_sample, or set allow_id_dropping",
+    )
+    if missing:
+        logging.getLogger(__name__).warning("Table %s is dropping %d ids, its buffer holds %d", table, missing, size)
+
+
+def _samples(indices_or_row_splits: Array, ids: int, sample_count: int) -> Array:
+    """[ids] the sample of each id: given by indices [ids, 2], by row splits [samples + 1], or one id per sample."""
+    if indices_or_row_splits.ndim == 2:
+        samples = indices_or_row_splits[:, 0]
+        check(bool(np.all(np.diff(samples) >= 0)), "indices of a SparseTensor must be sorted")
+        check(
+            not ids or bool(samples[-1] < sample_count), f"indices of a SparseTensor go beyond {sample_count} samples"
+        )
+        return samples
+    if not len(indices_or_row_splits):
+        check(ids in (0, sample_count), f"{ids} dense ids for {sample_count} samples")
+        return np.arange(ids)
+    given = len(indices_or_row_splits) - 1
+    check(given == sample_count, f"{given} rows of ragged ids for {sample_count} samples")
+    return np.repeat(np.arange(given), np.diff(indices_or_row_splits))
+
+
+def _merged(rows: Array, columns: Array, gains: Array) -> tuple[Array, Array, Array]:
+    """Each pair of row and column that follows itself once, with the sum of its gains."""
+    first = np.ones(len(rows), bool)
+    first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
+    return rows[first], columns[first], np.add.reduceat(gains, np.flatnonzero(first)) if len(gains) else gains
+
+
+def _scale(combiner: str, samples: Array, weights: Array, sample_count: int) -> Any:
+    """What the weights of each id are multiplied with, so that the sum is what `combiner` asks for."""
+    if combiner == "sum":
+        return np.float32(1.0)
+    totals = np.bincount(samples, weights if combiner == "mean" else weights**2, sample_count)
+    norms = (totals if combiner == "mean" else np.sqrt(totals)).astype(np.float64)
+    inverse = np.divide(1.0, norms, out=np.zeros_like(norms), where=norms != 0.0)
+    return inverse.astype(np.float32)[samples]

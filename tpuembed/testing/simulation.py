@@ -1,0 +1,138 @@
+"""A TPUStrategy whose TPUs are simulated, and what is put in TensorFlow's place for as long as it lasts.
+
+All of TensorFlow's private names that the simulation needs are here and in `topology`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import mirrored_run
+from tensorflow.python.tpu import tpu_embedding_v3
+
+from tpuembed.backends import accelerator
+from tpuembed.errors import ConfigError
+from tpuembed.testing.sparse_core_ops import SparseCoreOps
+from tpuembed.testing.topology import HOST, MadeUpCluster
+
+__all__ = ["SimulatedTPUStrategy", "simulated_tpu"]
+
+_CPU = f"{HOST}CPU:0"
+
+
+class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
+    """A TPUStrategy whose replicas run on the CPU, eagerly: one thread each, which meet wherever they exchange anything.
+
+    A variable has a copy, or a shard, for each replica, as on TPUs.
+    """
+
+    def __init__(self, feature: str, replicas: int, sparse_cores: int) -> None:
+        """See `simulated_tpu`."""
+        cluster = MadeUpCluster(feature, replicas, sparse_cores)
+        super().__init__(cluster, experimental_device_assignment=cluster.assignment())
+        self._enable_packed_variable_in_eager_mode = False  # packing is for devices with different names
+        self.extended._tpu_devices = np.array([[_CPU]] * replicas, dtype=object)
+        self.extended._device_input_worker_devices = {_CPU: [_CPU] * replicas}
+        self.extended._host_input_worker_devices = {_CPU: [_CPU] * replicas}
+        self.extended._get_replica_id_in_sync_group = int  # one host: a replica's number is its number
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """`fn` in every replica, with its values of `args` and `kwargs`.
+
+        Raises:
+            ConfigError: called in a tf.function, where numpy cannot compute; or with `options`, which are for compilers.
+        """
+        if not tf.executing_eagerly():
+            raise ConfigError(
+                "simulated_tpu: steps run eagerly; call strategy.run outside of tf.function, or compile the model with "
+                "run_eagerly=True"
+            )
+        if options is not None:
+            raise ConfigError(f"simulated_tpu: options={options!r} of strategy.run are not simulated; drop them")
+        return mirrored_run._call_for_each_replica(
+            self, getattr(fn, "python_function", fn), tuple(args), dict(kwargs or {})
+        )
+
+
+@contextlib.contextmanager
+def simulated_tpu(feature: str = "V2", replicas: int = 1, sparse_cores: int = 4) -> Iterator[SimulatedTPUStrategy]:
+    """TPUs on the CPU; layers created under the strategy's scope work, and can be read and saved, while it lasts.
+
+    Args:
+        feature: V2 for TPUs with SparseCores (v5p, v6e), UNSUPPORTED for TPUs without embedding hardware (v5e).
+        replicas: TPU chips, a power of two.
+        sparse_cores: of each chip, a power of two: 4 for v5p, 2 for v6e.
+
+    Raises:
+        ConfigError: what cannot be simulated.
+    """
+    _check_arguments(feature, replicas, sparse_cores)
+    strategy = SimulatedTPUStrategy(feature, replicas, sparse_cores)
+    with contextlib.ExitStack() as patches:
+        for target, name, stand_in in _stand_ins(replicas, sparse_cores):
+            patches.enter_context(mock.patch.object(target, name, stand_in))
+        yield strategy
+
+
+def _check_arguments(feature: str, replicas: int, sparse_cores: int) -> None:
+    if feature not in ("V2", "UNSUPPORTED"):
+        raise ConfigError(f"simulated_tpu: feature must be V2 or UNSUPPORTED, got {feature!r}")
+    for name, number in (("replicas", replicas), ("sparse_cores", sparse_cores)):
+        if number < 1 or number & (number - 1):
+            raise ConfigError(f"simulated_tpu: {name} must be a power of two, as SparseCores need, got {number!r}")
+
+
+def _stand_ins(replicas: int, sparse_cores: int) -> list[tuple[Any, str, Any]]:
+    """(where, name, what takes its place)."""
+    sharded = tpu_embedding_v3.TPUEmbeddingShardedVariable
+    return [
+        (tpu_embedding_v3, "xla_ops", SparseCoreOps(_exchange, replicas, sparse_cores)),
+        (tpu_embedding_v3, "EmbeddingPipeliningContext", _NoPipelining),
+        (sharded, "read_value", lambda variable: _shard(variable).read_value()),
+        (sharded, "assign", lambda variable, value: _shard(variable).assign(value)),
+        (accelerator, "tpu_call", _replica),
+    ]
+
+
+def _replica() -> Any:
+    """The running replica of `strategy.run`, an object of its own for each run; None outside."""
+    return None if tf.distribute.in_cross_replica_context() else tf.distribute.get_replica_context()
+
+
+def _shard(variable: Any) -> Any:
+    """The shard of a sharded variable that the running replica's TPU holds."""
+    return variable.values[_replica().replica_id_in_sync_group]
+
+
+def _exchange(compute: Callable[[Sequence[Any]], Sequence[Any]], brought: Any) -> Any:
+    """See `sparse_core_ops.Exchange`. All replicas wait here for the last of them."""
+    context = _replica()
+
+    def merge(strategy: Any, of_replicas: Any) -> Sequence[Any]:
+        return compute(strategy.experimental_local_results(of_replicas))
+
+    return context.merge_call(merge, args=(brought,))[context.replica_id_in_sync_group]
+
+
+class _NoPipelining:
+    """In place of what marks ops to overlap with the next step."""
+
+    def __init__(self, mode: str, enable: bool) -> None:
+        if enable:
+            raise ConfigError(
+                f"simulated_tpu: pipeline_execution_with_tensor_core ({mode}) is not simulated; build the layer without it"
+            )
+
+    def Enter(self) -> None:  # noqa: N802 - as TensorFlow calls it
+        """Nothing to mark."""
+
+    Exit = Enter

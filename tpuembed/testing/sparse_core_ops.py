@@ -1,0 +1,182 @@
+"""What the SparseCores of all TPUs do together, in numpy, by the names of TensorFlow's ops: the lookup and the update.
+
+Every replica brings its batch's buffer and its shards of the stack.
+
+Source: tensorflow/core/tpu/kernels/sparse_core_xla_ops.cc, whose contract is kept.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tpuembed.errors import ConfigError
+from tpuembed.testing import optimizer_rules
+from tpuembed.testing.host_ops import HostOps, aligned, check
+
+__all__ = ["Exchange", "SparseCoreOps"]
+
+Array = np.ndarray[Any, Any]
+
+# Attributes of the update ops that say what the buffer was made with.
+_OF_THE_BUFFER: Final = {
+    "num_minibatches_per_physical_sparse_core",
+    "max_ids_per_sparse_core",
+    "max_unique_ids_per_sparse_core",
+    "table_name",
+}
+
+
+class Exchange(Protocol):
+    """How the replicas of a step meet."""
+
+    def __call__(self, compute: Callable[[Sequence[Any]], Sequence[Any]], brought: Any) -> Any:
+        """This replica's item of `compute(what every replica brought, in order)`, which is computed once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ids:
+    """Ids of one replica's batch, each at its place.
+
+    Attributes:
+        core: [n] the SparseCore of the replica's TPU that looks it up.
+        sample: [n] the row of that SparseCore's activations.
+        owner: [n] the SparseCore, of all TPUs, that owns the row.
+        row: [n] in the owner's shard.
+        gain: [n, 1] the factor of the row.
+    """
+
+    core: Array
+    sample: Array
+    owner: Array
+    row: Array
+    gain: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """What one replica brings to an update: ids, gradients [SparseCores, samples, width], rate, its shards of table and slots."""
+
+    ids: _Ids
+    gradients: Array
+    rate: float
+    shards: Sequence[Array]
+
+
+class SparseCoreOps(HostOps):
+    """All ops that TensorFlow's SparseCore class uses; arguments as in `tensorflow.python.tpu.ops.gen_xla_ops`."""
+
+    def __init__(self, exchange: Exchange, replicas: int, sparse_cores: int) -> None:
+        """Of `replicas` TPUs with `sparse_cores` each."""
+        self._exchange, self._replicas, self._cores = exchange, replicas, sparse_cores
+
+    def xla_sparse_dense_matmul_with_static_buffer_size(
+        self,
+        *,
+        row_pointers: Array,
+        sorted_sample_ids: Array,
+        sorted_token_ids: Array,
+        sorted_gains: Array,
+        input_size: int,
+        embedding_table: Any,
+        quantization_config_num_buckets: int,
+        table_name: str,
+        **_: Any,
+    ) -> Any:
+        """Activations [input_size, width]: sums of gain times row."""
+        if quantization_config_num_buckets:
+            raise ConfigError(f"table {table_name!r}: quantization_config is not simulated; drop it")
+        ids = self._unpack(row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains)
+        table = self._exchange(self._whole, embedding_table.read_value().numpy())
+        _check_rows(table_name, ids.row, table.shape[1])
+        activations = np.zeros((self._cores, input_size // self._cores, table.shape[-1]), np.float32)
+        np.add.at(activations, (ids.core, ids.sample), ids.gain * table[ids.owner, ids.row])
+        return tf.constant(activations.reshape(input_size, -1))
+
+    def _whole(self, shards: Sequence[Array]) -> list[Array]:
+        """[SparseCores of all TPUs, rows, width] from the replicas' shards, for every replica."""
+        return [self._by_owner(shards)] * len(shards)
+
+    def _by_owner(self, shards: Sequence[Array]) -> Array:
+        return np.concatenate([shard.reshape(self._cores, -1, shard.shape[1]) for shard in shards])
+
+    def _unpack(self, pointers: Array, samples: Array, rows: Array, gains: Array) -> _Ids:
+        """The ids in one TPU's CSR buffer, of which all cores' first minibatches are in use."""
+        runs = list(_runs(pointers.reshape(self._cores, -1)[:, : self._replicas * self._cores]))
+        used = np.concatenate([np.arange(start, stop) for _, _, start, stop in runs])
+        lengths = [stop - start for *_, start, stop in runs]
+        core, owner = (np.repeat([run[which] for run in runs], lengths) for which in (0, 1))
+        return _Ids(core, samples[used], owner, rows[used], gains[used, None])
+
+    def _update(
+        self,
+        rule: Callable[..., tuple[Array, ...]],
+        slots: Sequence[str],
+        *,
+        row_pointers: Array,
+        sorted_sample_ids: Array,
+        sorted_token_ids: Array,
+        sorted_gains: Array,
+        activation_gradients: Any,
+        learning_rate: Any,
+        embedding_table: Any,
+        **attributes: Any,
+    ) -> Any:
+        """This replica's shards of the table and of `slots` once `rule` has been applied to the rows that any replica touched."""
+        shards = [np.asarray(shard) for shard in (embedding_table, *(attributes.pop(slot) for slot in slots))]
+        ids = self._unpack(row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains)
+        gradients = np.asarray(activation_gradients).reshape(self._cores, -1, shards[0].shape[1])
+        brought = _Update(ids, gradients, float(learning_rate), shards)
+        hyper_parameters = {name: value for name, value in attributes.items() if name not in _OF_THE_BUFFER}
+        updated = self._exchange(functools.partial(self._apply, functools.partial(rule, **hyper_parameters)), brought)
+        return updated if slots else updated[0]
+
+    def _apply(self, rule: Callable[..., tuple[Array, ...]], brought: Sequence[_Update]) -> list[list[Array]]:
+        """New shards of every replica. One update per row, of the gradients of all replicas together."""
+        (rate,) = {update.rate for update in brought}
+        tables = [self._by_owner(shards) for shards in zip(*(update.shards for update in brought), strict=True)]
+        sums, touched = np.zeros(tables[0].shape), np.zeros(tables[0].shape[:2], bool)
+        for update in brought:
+            ids = update.ids
+            np.add.at(sums, (ids.owner, ids.row), ids.gain * update.gradients[ids.core, ids.sample])
+            touched[ids.owner, ids.row] = True
+        with np.errstate(divide="ignore", invalid="ignore"):  # as on a TPU, where padding may become NaN
+            rows = rule(sums[touched], rate, *(table[touched].astype(np.float64) for table in tables))
+        for table, new in zip(tables, rows, strict=True):
+            table[touched] = new
+        flat = [table.reshape(-1, table.shape[-1]) for table in tables]
+        return [list(of_replica) for of_replica in zip(*(np.split(table, len(brought)) for table in flat), strict=True)]
+
+    xla_sparse_dense_matmul_grad_with_sgd_and_static_buffer_size = functools.partialmethod(
+        _update, optimizer_rules.sgd, ()
+    )
+    xla_sparse_dense_matmul_grad_with_adagrad_and_static_buffer_size = functools.partialmethod(
+        _update, optimizer_rules.adagrad, ("accumulator",)
+    )
+    xla_sparse_dense_matmul_grad_with_adagrad_momentum_and_static_buffer_size = functools.partialmethod(
+        _update, optimizer_rules.adagrad_momentum, ("accumulator", "momenta")
+    )
+    xla_sparse_dense_matmul_grad_with_adam_and_static_buffer_size = functools.partialmethod(
+        _update, optimizer_rules.adam, ("momenta", "velocity")
+    )
+    xla_sparse_dense_matmul_grad_with_ftrl_and_static_buffer_size = functools.partialmethod(
+        _update, optimizer_rules.ftrl, ("accumulator", "linear")
+    )
+
+
+def _check_rows(stack: str, rows: Array, shard_rows: int) -> None:
+    check(
+        bool(np.all((rows >= 0) & (rows < shard_rows))),
+        f"an id of stack {stack} is outside of the stack, where a TPU reads other memory; check the ids of its tables",
+    )
+
+
+def _runs(pointers: Array) -> Iterator[tuple[int, int, int, int]]:
+    """(SparseCore, owner, start, stop in the buffer) of every run; `pointers` [SparseCores, owners] say where runs end."""
+    start = 0
+    for (core, owner), stop in np.ndenumerate(pointers):
+        yield core, owner, start, int(stop)
+        start = aligned(int(stop))
