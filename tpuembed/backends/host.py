@@ -13,6 +13,7 @@ from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import entry_optimizer, in_xla_context, local, loss_scale
+from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import LookupIds, gather_grouped
 
@@ -58,11 +59,18 @@ class HostBackend:
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`, untouched by any gradient trap."""
+        self.check_called_where_created()
         return self.gather_rows([feature.flatten() for feature in features], [feature.table for feature in features])
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
         """A training step of `features`, all of whose tables have an optimizer."""
+        self.check_called_where_created()
         return _Step(self, features, layer)
+
+    def check_called_where_created(self) -> None:
+        """Raise TrainingError in a TPU's program if the tables are not in the TPUs' memory."""
+        if tpu_call() is not None:
+            check_same_strategy(self._strategy)
 
     def gather_rows(self, ids: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
         """Activations of flat `ids`, each in its table."""
@@ -78,12 +86,16 @@ class HostBackend:
             rows = tf.gather(variable, ids, name=name)
         return _nan_outside(rows, ids, state.config.vocabulary_size) if _unchecked_gathers() else rows
 
-    def update(self, table: str, ids: Tensor, gradients: Tensor) -> list[Any]:
-        """Apply the table's optimizer to ids [n] (duplicates allowed, negative ones dropped) and gradients [n, dim]."""
+    def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool) -> list[Any]:
+        """Apply the table's optimizer to ids [n] (duplicates allowed, negative ones dropped) and gradients [n, dim].
+
+        `droppable` is False where no id is negative: those whose lookup would have failed.
+        """
         state = self.states[table]
         assert state.optimizer is not None, "a table without an optimizer is never trapped"
         check_same_strategy(self._strategy)
-        unique, summed = dedupe(*gather_replicas(ids, gradients), state.config.vocabulary_size)
+        droppable = droppable or _unchecked_gathers()
+        unique, summed = dedupe(*gather_replicas(ids, gradients), state.config.vocabulary_size, droppable)
         rate = learning_rate(state.optimizer, local(self._updates).read_value())
         update = update_every_row if not getattr(state.optimizer, "lazy_adam", True) else update_rows
         slots = [local(slot) for slot in state.slots.values()]
@@ -117,7 +129,8 @@ class _Step:
             of_rows = tf.concat([rows[index] for index in members], 0)
             if scale is not None:  # a step that overflowed touches no row, as the dense optimizer then skips it too
                 ids, of_rows = tf.where(finite, ids, -1), tf.where(finite, of_rows / scale, 0.0)
-            updates += self._backend.update(table, ids, of_rows)
+            droppable = scale is not None or any(self._features[index].droppable for index in members)
+            updates += self._backend.update(table, ids, of_rows, droppable)
         return updates
 
     def _loss_scale(self) -> Tensor | None:

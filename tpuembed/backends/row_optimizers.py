@@ -104,17 +104,21 @@ def _schedule_class() -> Any:
     return keras.optimizers.schedules.LearningRateSchedule
 
 
-def dedupe(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(unique ids [u], their summed gradients [u, dim]) of ids [n] and gradients [n, dim]; negative ids are dropped.
+def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) -> tuple[Tensor, Tensor]:
+    """(unique ids [u], their summed gradients [u, dim]) of ids [n] and gradients [n, dim].
+
+    Negative ids are dropped; where there can be none (`droppable` is False) nothing is copied to do so.
 
     Under XLA the shapes stay static, and a spare slot carries the id `rows`, which XLA's scatter drops.
     (There, `tf.unique` gives a dynamic shape on which later ops are silently wrong.)
     """
     if in_xla_context():
         return _dedupe_static(ids, gradients, rows)
-    keep = tf.where(ids >= 0)[:, 0]
-    unique, index = tf.unique(tf.gather(ids, keep))
-    return unique, tf.math.unsorted_segment_sum(tf.gather(gradients, keep), index, tf.size(unique))
+    if droppable:
+        keep = tf.where(ids >= 0)[:, 0]
+        ids, gradients = tf.gather(ids, keep), tf.gather(gradients, keep)
+    unique, index = tf.unique(ids)
+    return unique, tf.math.unsorted_segment_sum(gradients, index, tf.size(unique))
 
 
 def _dedupe_static(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, Tensor]:
