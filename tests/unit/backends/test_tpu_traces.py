@@ -400,6 +400,15 @@ def test_called_outside_of_a_step(feature: str) -> None:
             layer(inputs())
 
 
+@pytest.mark.parametrize("feature", ["V1", "V2", "UNSUPPORTED"])
+def test_created_under_one_strategy_and_called_under_another(feature: str) -> None:
+    with fake_tpu(feature) as strategy:
+        layer = TPUEmbedding(config(), optimizer="adagrad")
+        match = r"created under DefaultDistributionStrategy with 1 replica and .* under TPUStrategy"
+        with pytest.raises(RuntimeError, match=match):
+            strategy.run(layer, args=(inputs(),))
+
+
 def test_v1_takes_sparse_or_ragged_ids() -> None:
     def mixed() -> dict[str, Any]:
         splits = tf.compat.v1.placeholder(tf.int64, [BATCH + 1])
