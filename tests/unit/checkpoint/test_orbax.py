@@ -170,6 +170,25 @@ class TestKeras:
         with pytest.raises(CheckpointFormatError, match=r"are both 'accumulators' of .*save again with one optimizer"):
             open_keras(tmp_path, optimizer_variables__ftrl__de_t_embeddings_accumulator=ROWS)
 
+    @pytest.mark.parametrize(
+        ("optimizer", "expected"),
+        [
+            ("adam", {"momenta", "velocities"}),
+            ("adam_1", {"momenta", "velocities"}),
+            ("rmsprop", {"momentum", "velocity"}),  # means of squares, and steps
+            ("mine", {"momentum", "velocity"}),
+        ],
+    )
+    def test_slots_of_other_optimizers_keep_their_names(
+        self, tmp_path: Path, optimizer: str, expected: set[str]
+    ) -> None:
+        leaves: dict[tuple[str, ...], Array] = {("trainable_variables", "de", "video", "embeddings"): ROWS}
+        for slot in ("momentum", "velocity"):
+            leaves["optimizer_variables", optimizer, f"de_video_embeddings_{slot}"] = ROWS
+        write_tree(tmp_path / "tree", leaves)
+        with open_checkpoint(tmp_path / "tree") as checkpoint:
+            assert set(checkpoint.tables()["video"].slots) == expected
+
     def test_a_slot_that_may_be_of_two_tables(self, tmp_path: Path) -> None:
         """Layer "de_x" with table "t", and layer "de" with table "x_t"."""
         more = {

@@ -38,6 +38,23 @@ class TableLeaves:
     slots: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
 
 
+_OF_KERAS: Final[Mapping[str, frozenset[str]]] = {
+    "adagrad": frozenset({"accumulator"}),
+    "adam": frozenset({"momentum", "velocity"}),
+    "adamw": frozenset({"momentum", "velocity"}),
+    "ftrl": frozenset({"accumulator", "linear"}),
+    "lamb": frozenset({"momentum", "velocity"}),
+    "sgd": frozenset({"momentum"}),
+}
+"""Keras' optimizers by the names they have unless given another -> their slots that are TensorFlow's. Others have slots that are
+called alike and are something else: RMSprop's velocity, Lion's momentum."""
+
+
+def _keras_slot_name(optimizer: str, name: str) -> str:
+    kind = optimizer.rstrip("0123456789").removesuffix("_")
+    return slot_name(name) if name in _OF_KERAS.get(kind, ()) else name
+
+
 def slot_name(name: str) -> str:
     """What TensorFlow calls the slot that Keras or JAX calls `name`."""
     return _SLOTS.get(name, name)
@@ -73,7 +90,7 @@ def _optimizer_slots(leaves: Iterable[Leaf], variables: Iterable[Leaf]) -> dict[
     for leaf in leaves:
         prefix = _longest_prefix(leaf.path[-1], prefixes)
         if prefix is not None:
-            name = slot_name(leaf.path[-1][len(prefix) + 1 :])
+            name = _keras_slot_name(leaf.path[1], leaf.path[-1][len(prefix) + 1 :])
             _refuse_ambiguous(leaf, name, prefixes[prefix], kept[prefixes[prefix][0].path].get(name))
             kept[prefixes[prefix][0].path][name] = leaf
     return kept
