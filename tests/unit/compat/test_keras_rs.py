@@ -1,0 +1,477 @@
+"""keras-rs' names with their meanings; activations and updates against the formulas written out in numpy."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.fake_tpu import fake_tpu
+from tpuembed import SGD, export_saved_model
+from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
+from tpuembed.errors import ConfigError, UnknownTableError
+
+BATCH, DIM = 4, 2
+ROWS = np.arange(20, dtype=np.float32).reshape(10, DIM) + 1
+tf_embedding = tf.tpu.experimental.embedding
+
+
+def table(name: str = "t", **fields: Any) -> TableConfig:
+    return TableConfig(name, 10, DIM, **fields)
+
+
+def feature(of: TableConfig, hot: int | None = None, out: tuple[int | None, ...] = (BATCH, DIM)) -> FeatureConfig:
+    return FeatureConfig("f", of, (BATCH,) if hot is None else (BATCH, hot), out)
+
+
+def layer_of(config: FeatureConfig, **arguments: Any) -> DistributedEmbedding:
+    layer = DistributedEmbedding(config, **arguments)
+    layer.set_embedding_tables({config.table.name: ROWS})
+    return layer
+
+
+# ---- configs
+
+
+def test_defaults_are_keras_rss() -> None:
+    config = table()
+    assert (config.optimizer, config.combiner, config.placement) == ("adam", "mean", "auto")
+    assert (config.max_ids_per_partition, config.max_unique_ids_per_partition) == (256, 256)
+    initializer = config.initializer.get_config()
+    assert type(config.initializer) is keras.initializers.VarianceScaling
+    assert (initializer["mode"], initializer["scale"], initializer["distribution"]) == (
+        "fan_out",
+        1.0,
+        "truncated_normal",
+    )
+
+
+def test_two_tables_begin_differently() -> None:
+    layer = DistributedEmbedding([feature(table("a")), feature(table("b"))])
+    found = layer.get_embedding_tables()
+    assert not np.array_equal(found["a"], found["b"])
+    assert found["a"].std() > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"optimizer": "rmsprop"},
+            "table 't': optimizer must be one of sgd, adagrad, adagrad_momentum, adam, ftrl; got 'rmsprop'",
+        ),
+        ({"optimizer": keras.optimizers.RMSprop()}, "table 't': Keras optimizer RMSprop: the tables know"),
+        ({"optimizer": keras.optimizers.SGD(nesterov=True, momentum=0.1)}, "table 't': Keras SGD: momentum=0.1"),
+        ({"optimizer": keras.optimizers.Adam(weight_decay=0.1)}, "table 't': Keras Adam: weight_decay=0.1 cannot"),
+        ({"placement": "tpu"}, "table 't': placement must be one of auto, default_device, sparsecore; got 'tpu'"),
+        ({"combiner": "max"}, "table 't': combiner must be one of"),
+        ({"max_ids_per_partition": 0}, "table 't': max_ids_per_partition must be at least 1, got 0"),
+        ({"max_unique_ids_per_partition": 1.5}, "table 't': max_unique_ids_per_partition must be an integer, got 1.5"),
+        ({"initializer": 3}, "table 't': initializer must be a name, a dict or a callable, got 3"),
+    ],
+)
+def test_refused_tables(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        table(**fields)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [((0,), "embedding_dim must be at least 1"), (("x",), "must be an integer")]
+)
+def test_refused_widths(given: tuple[Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        TableConfig("t", 10, *given)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4,), (4, 3)), r"output_shape (4, 3) must begin with the batch and end with the table's embedding_dim, 2"),
+        (((4,), (4,)), r"output_shape (4,) must begin with"),
+        (((4, 5, 6), (4, 2)), r"input_shape must be (batch,) or (batch, ids), got (4, 5, 6)"),
+        (((4,), (8, 2)), r"ids of input_shape (4,) give (4, 2), combined, or (4, 2); output_shape is (8, 2)"),
+        (((4, 5), (4, 6, 2)), r"output_shape is (4, 6, 2)"),
+        ((4, (4, 2)), r"input_shape must be a tuple, got 4"),
+        (((4.0,), (4, 2)), r"input_shape must be an integer, got 4.0"),
+    ],
+)
+def test_refused_shapes(shapes: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        FeatureConfig("clicks", table(), *shapes)
+    assert "feature 'clicks'" in str(error.value)
+    assert message in str(error.value)
+
+
+def test_a_feature_of_another_librarys_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"feature 'f': table must be a tpuembed.compat.keras_rs.TableConfig, got 3"):
+        FeatureConfig("f", 3, (4,), (4, 2))  # type: ignore[arg-type]
+
+
+# ---- lookups
+
+
+def combined(ids: list[list[int]], weights: list[list[float]], combiner: str) -> Any:
+    """Keras-rs: sum of w row, divided by sum of w (mean) or by its norm (sqrtn)."""
+    out = np.zeros((len(ids), DIM))
+    for row, (of_ids, of_weights) in enumerate(zip(ids, weights, strict=True)):
+        out[row] = sum((w * ROWS[i] for i, w in zip(of_ids, of_weights, strict=True)), np.zeros(DIM))
+        divisor = {"sum": 1.0, "mean": sum(of_weights), "sqrtn": np.sqrt(np.square(of_weights).sum())}[combiner]
+        out[row] /= divisor or 1.0
+    return out
+
+
+DENSE = [[1, 2, 2], [0, 9, 3], [4, 4, 4], [5, 6, 7]]
+WEIGHTS = [[1.0, 0.5, 2.0], [3.0, 1.0, 1.0], [0.5, 0.5, 0.25], [1.0, 2.0, 3.0]]
+ONES = [[1.0] * 3] * 4
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_dense_ids_of_several_per_example_are_combined(combiner: str, weighted: bool) -> None:
+    layer = layer_of(feature(table(combiner=combiner), 3))
+    weights = np.array(WEIGHTS, np.float32) if weighted else None
+    found = layer(np.array(DENSE), weights)
+    np.testing.assert_allclose(found, combined(DENSE, WEIGHTS if weighted else ONES, combiner), rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+def test_the_weight_of_a_single_id_counts_in_a_sum_alone(combiner: str) -> None:
+    layer, ids, weights = layer_of(feature(table(combiner=combiner))), [1, 2, 3, 9], [2.0, -1.0, 0.0, 0.5]
+    found = layer(np.array(ids), np.array(weights, np.float32))
+    truth = ROWS[ids] * (np.array(weights)[:, None] if combiner == "sum" else 1.0)
+    np.testing.assert_allclose(found, truth, rtol=1e-6)
+
+
+def test_ids_that_are_not_combined_keep_their_place() -> None:
+    layer = layer_of(feature(table(), 3, (BATCH, 3, DIM)))
+    np.testing.assert_array_equal(layer(np.array(DENSE)), ROWS[np.array(DENSE)])
+
+
+def test_ragged_ids_are_cut_at_the_input_shape() -> None:
+    layer = layer_of(feature(table(combiner="sum"), 2))
+    ids = tf.ragged.constant([[1, 2, 3], [4], [], [5, 5]], dtype=tf.int64)
+    weights = tf.ragged.constant([[1.0, 2.0, 9.0], [3.0], [], [1.0, 1.0]])
+    np.testing.assert_allclose(layer(ids), combined([[1, 2], [4], [], [5, 5]], [[1, 1], [1], [], [1, 1]], "sum"))
+    truth = combined([[1, 2], [4], [], [5, 5]], [[1, 2], [3], [], [1, 1]], "sum")
+    np.testing.assert_allclose(layer(ids, weights), truth)
+
+
+def test_sparse_ids_are_combined() -> None:
+    layer = layer_of(feature(table(combiner="mean"), 2))
+    ids = tf.SparseTensor([[0, 0], [0, 1], [2, 0], [3, 1]], tf.constant([1, 3, 4, 5], tf.int64), [BATCH, 2])
+    np.testing.assert_allclose(layer(ids), combined([[1, 3], [], [4], [5]], [[1, 1], [], [1], [1]], "mean"))
+
+
+def test_nested_structures_and_preprocessed_inputs() -> None:
+    shared = table()
+    configs = {"a": feature(shared), "b": [feature(shared, 3), feature(table("u", placement="default_device"))]}
+    layer = DistributedEmbedding(configs)
+    layer.set_embedding_tables({"t": ROWS, "u": -ROWS})
+    inputs = {"a": np.array([0, 1, 2, 3]), "b": [np.array(DENSE), np.array([9, 8, 7, 6])]}
+    for given in (inputs, layer.preprocess(inputs)):
+        found = layer(given)
+        np.testing.assert_array_equal(found["a"], ROWS[:4])
+        np.testing.assert_allclose(found["b"][0], combined(DENSE, ONES, "mean"), rtol=1e-6)
+        np.testing.assert_array_equal(found["b"][1], -ROWS[[9, 8, 7, 6]])
+    assert list(layer.preprocess(inputs)) == ["preprocessed_inputs_per_placement"]
+    assert set(layer.preprocess(inputs)["preprocessed_inputs_per_placement"]) == {"default_device"}
+
+
+def test_preprocessed_weights_are_used() -> None:
+    layer = layer_of(feature(table(combiner="sum"), 3))
+    given = layer.preprocess(np.array(DENSE), np.array(WEIGHTS, np.float32))
+    np.testing.assert_allclose(layer(given), combined(DENSE, WEIGHTS, "sum"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("ids", [np.zeros((BATCH, 4), int), np.zeros(BATCH, int)])
+def test_ids_of_another_shape_are_refused(ids: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"feature 'f': ids of shape .*, and its input_shape is \(4, 3\); make them agree"
+    ):
+        layer_of(feature(table(), 3))(ids)
+
+
+def test_another_batch_is_not_refused() -> None:
+    assert layer_of(feature(table(), 3))(np.zeros((7, 3), int)).shape == (7, DIM)
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"feature 'f': weights of shape \(4,\) for ids of shape \(4, 3\); make them equal"
+    ):
+        layer_of(feature(table(), 3))(np.array(DENSE), np.ones(4, np.float32))
+
+
+def test_symbolic_calls_know_their_shapes() -> None:
+    shared = table()
+    inputs = {"one": keras.Input((), dtype="int64", name="one"), "many": keras.Input((3,), dtype="int64", name="many")}
+    configs = {"one": feature(shared), "many": feature(shared, 3)}
+    layer = DistributedEmbedding(configs)
+    outputs = layer(inputs)
+    assert {name: output.shape for name, output in outputs.items()} == {"one": (None, DIM), "many": (None, DIM)}
+    assert layer.compute_output_shape(None) == {"one": (BATCH, DIM), "many": (BATCH, DIM)}
+    layer.set_embedding_tables({"t": ROWS})
+    found = keras.Model(inputs, outputs)({"one": np.array([1, 2, 3, 4]), "many": np.array(DENSE)})
+    np.testing.assert_array_equal(found["one"], ROWS[1:5])
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("placement", ["auto", "default_device"])
+def test_a_tables_optimizer_trains_it_wherever_it_is(placement: str) -> None:
+    """Keras-rs leaves such a table to the model's optimizer off the TPU."""
+    layer = layer_of(feature(table(optimizer=keras.optimizers.SGD(0.5), placement=placement, combiner="sum"), 3))
+    model = keras.Sequential([layer])
+    model.compile("adam", loss=lambda _, y: keras.ops.sum(y, -1) * BATCH)
+    model.fit(np.array(DENSE), np.zeros((BATCH, DIM)), batch_size=BATCH, epochs=1, verbose=0, shuffle=False)
+    counts = np.bincount(np.array(DENSE).ravel(), minlength=10)
+    np.testing.assert_allclose(layer.get_embedding_tables()["t"], ROWS - 0.5 * counts[:, None], rtol=1e-6)
+
+
+def test_the_layers_optimizer_is_for_tables_without() -> None:
+    config = feature(table(optimizer=None))
+    layer = layer_of(config, optimizer=SGD(learning_rate=1.0))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(np.array([1, 2, 3, 4])))
+    tape.gradient(loss, layer.trainable_variables)
+    np.testing.assert_allclose(layer.get_embedding_tables()["t"][1:5], ROWS[1:5] - 1)
+    with pytest.raises(ConfigError, match="table 't': neither it nor the layer has an optimizer"):
+        DistributedEmbedding(config)
+
+
+# ---- tables
+
+
+def test_tables_are_set_by_name() -> None:
+    layer = DistributedEmbedding([feature(table("a")), feature(table("b"))])
+    before = layer.get_embedding_tables()
+    layer.set_embedding_tables({"b": ROWS})
+    after = layer.get_embedding_tables()
+    np.testing.assert_array_equal(after["b"], ROWS)
+    np.testing.assert_array_equal(after["a"], before["a"])
+    with pytest.raises(UnknownTableError, match=r"has no table 'c'; known: a, b"):
+        layer.set_embedding_tables({"a": ROWS, "c": ROWS})
+    np.testing.assert_array_equal(layer.get_embedding_tables()["a"], before["a"])
+    with pytest.raises(ConfigError, match=r"table 'a' is \[10, 2\], and embedding_table is \[3, 2\]"):
+        layer.set_embedding_tables({"a": ROWS[:3]})
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"update_stats": True}, "update_stats=True needs keras-rs on JAX"),
+        ({"table_stacking": [["t", "u"]]}, "table_stacking=[['t', 'u']]: TensorFlow stacks tables by itself"),
+        ({"table_stacking": "none"}, "table_stacking='none'"),
+        (
+            {"sparse_core_embedding_config": object()},
+            "sparse_core_embedding_config goes with TensorFlow's feature configs",
+        ),
+        ({"optimizer": "rmsprop"}, "optimizer must be one of"),
+    ],
+)
+def test_refused_options(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        DistributedEmbedding(feature(table()), **arguments)
+    assert message in str(error.value)
+
+
+def test_refused_structures() -> None:
+    theirs = tf_embedding.FeatureConfig(tf_embedding.TableConfig(10, DIM, name="t", optimizer=tf_embedding.SGD(0.1)))
+    with pytest.raises(
+        ConfigError, match=r"mixes tpuembed\.compat.keras_rs.FeatureConfig with FeatureConfig; use one kind"
+    ):
+        DistributedEmbedding([feature(table()), theirs])
+    with pytest.raises(ConfigError, match="feature_configs is empty"):
+        DistributedEmbedding({})
+    with pytest.raises(ConfigError, match=r"table_stacking goes with tpuembed\.compat.keras_rs.FeatureConfig"):
+        DistributedEmbedding(theirs, table_stacking=None)
+
+
+def test_two_tables_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two different tables are called 't'"):
+        DistributedEmbedding([feature(table()), feature(table())])
+
+
+def test_tensorflows_configs_are_taken_as_they_are() -> None:
+    theirs = tf_embedding.FeatureConfig(tf_embedding.TableConfig(10, DIM, name="t", optimizer=tf_embedding.SGD(0.1)))
+    layer = DistributedEmbedding({"x": theirs})
+    layer.set_embedding_tables({"t": ROWS})
+    np.testing.assert_array_equal(layer({"x": np.array([[1], [3]])})["x"], ROWS[[[1], [3]]])
+    with pytest.raises(ConfigError, match="TensorFlow's feature configs cannot be written"):
+        layer.get_config()
+    with pytest.raises(ConfigError, match="do not tell the shape"):
+        layer.compute_output_shape(None)
+
+
+def test_the_sparsecore_placement_needs_sparse_cores() -> None:
+    with pytest.raises(
+        ConfigError, match=r"table 't': placement 'sparsecore' needs a TPUStrategy over TPUs with embedding"
+    ):
+        DistributedEmbedding(feature(table(placement="sparsecore")))
+    with (
+        fake_tpu("UNSUPPORTED") as strategy,
+        strategy.scope(),
+        pytest.raises(ConfigError, match="placement 'sparsecore'"),
+    ):
+        DistributedEmbedding(feature(table(placement="sparsecore")))
+
+
+# ---- saving
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["ftrl", keras.optimizers.Adam(0.25), SGD(learning_rate=0.5), tf_embedding.Adagrad(0.1), keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5))],
+)  # fmt: skip
+def test_config_round_trip(optimizer: Any) -> None:
+    shared = table(optimizer=optimizer, max_ids_per_partition=7, placement="default_device")
+    configs = {"a": feature(shared), "b": [feature(shared, 3), feature(table("u", initializer="ones"))]}
+    layer = DistributedEmbedding(configs, table_stacking=None, name="de")
+    config = layer.get_config()
+    assert [each["name"] for each in config["tables"]] == ["t", "u"]
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
+    assert again.get_config() == config
+    assert set(again.get_embedding_tables()) == {"t", "u"}
+
+
+def test_configs_of_features_round_trip() -> None:
+    config = feature(table(optimizer="sgd"), 3)
+    again = FeatureConfig.from_config(config.get_config())
+    assert again.get_config() == config.get_config()
+    assert dataclasses.replace(again, table=config.table) == config
+
+
+def test_saved_models_come_back(tmp_path: Path) -> None:
+    inputs = keras.Input((3,), dtype="int64")
+    model = keras.Model(inputs, keras.layers.Dense(1)(DistributedEmbedding(feature(table(), 3))(inputs)))
+    model.save(tmp_path / "m.keras")
+    again = keras.models.load_model(tmp_path / "m.keras")
+    np.testing.assert_array_equal(again(np.array(DENSE)), model(np.array(DENSE)))
+
+
+class Tower(keras.Model):
+    """The tutorial's kind of model."""
+
+    def __init__(self, configs: Any) -> None:
+        super().__init__()
+        self.embedding_layer, self.ratings = DistributedEmbedding(configs), keras.layers.Dense(1)
+
+    def call(self, features: Any) -> Any:
+        return self.ratings(self.embedding_layer(features)["x"])
+
+
+def test_an_export_needs_no_hardware_for_the_sparsecore_placement(tmp_path: Path) -> None:
+    trained = Tower({"x": feature(table())})
+    ids = np.array([1, 2, 3, 4])
+    truth = trained({"x": ids}).numpy()
+    prefix = tf.train.Checkpoint(model=trained).write(str(tmp_path / "ckpt"))
+
+    def build() -> Any:
+        model = Tower({"x": feature(table(placement="sparsecore"))})
+        return model, {"x": tf.TensorSpec([None], tf.int64, "x")}
+
+    report = export_saved_model(prefix, tmp_path / "served", model=build)
+    served = tf.saved_model.load(report.path).signatures["serving_default"](x=tf.constant(ids, tf.int64))
+    np.testing.assert_allclose(next(iter(served.values())), truth, rtol=1e-6)
+
+
+# ---- on TPUs, traced
+
+
+def trace(hardware: str, configs: Any, ids: Any, replicas: int = 2, **arguments: Any) -> Any:
+    """The ops of a training step, and the layer."""
+    with fake_tpu(hardware, replicas) as strategy:
+        with strategy.scope():
+            layer = DistributedEmbedding(configs, **arguments)
+
+        def step(ids: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(each) for each in tf.nest.flatten(layer(ids))])
+            return tape.gradient(loss, layer.trainable_variables)
+
+        strategy.run(step, args=(ids(),))
+        return list(tf.compat.v1.get_default_graph().as_graph_def().node), layer
+
+
+def placeholders() -> dict[str, Any]:
+    return {"a": tf.compat.v1.placeholder(tf.int32, [8]), "b": tf.compat.v1.placeholder(tf.int32, [8, 3])}
+
+
+def tpu_configs(**fields: Any) -> dict[str, FeatureConfig]:
+    a, b = TableConfig("ta", 100, 8, **fields), TableConfig("tb", 50, 8, **fields)
+    return {"a": FeatureConfig("a", a, (16,), (16, 8)), "b": FeatureConfig("b", b, (16, 3), (16, 8))}
+
+
+@pytest.mark.parametrize("placement", ["auto", "sparsecore"])
+def test_sparse_cores_take_the_global_batch_and_the_limits(placement: str) -> None:
+    configs = tpu_configs(placement=placement, max_ids_per_partition=10, max_unique_ids_per_partition=6)
+    nodes, layer = trace("V2", configs, placeholders)
+    (lookup,) = [node for node in nodes if node.op == "XlaSparseDenseMatmulWithStaticBufferSize"]
+    assert lookup.attr["max_ids_per_sparse_core"].i == 20  # of the two tables that are stacked
+    assert lookup.attr["max_unique_ids_per_sparse_core"].i == 12
+    assert lookup.attr["input_size"].i == 16  # two features of 8 examples, one replica's
+    assert layer.part("default_device") is None
+    rows = [node for node in nodes if node.op == "ConvertToListOfSparseCoreCooTensors"]
+    assert {node.attr["sample_count"].i for node in rows} == {8}
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning")  # TensorFlow calls it
+def test_table_stacking_none_stacks_none() -> None:
+    nodes, _ = trace("V2", tpu_configs(), placeholders, table_stacking=None)
+    assert sum(node.op == "XlaSparseDenseMatmulWithStaticBufferSize" for node in nodes) == 2
+
+
+def test_placements_are_mixed_by_table() -> None:
+    configs = tpu_configs()
+    on_device = dataclasses.replace(configs["b"].table, placement="default_device")
+    configs["b"] = dataclasses.replace(configs["b"], table=on_device)
+    nodes, layer = trace("V2", configs, placeholders)
+    (lookup,) = [node for node in nodes if node.op == "XlaSparseDenseMatmulWithStaticBufferSize"]
+    assert lookup.attr["input_size"].i == 8
+    assert [config.name for config in layer.part("default_device").embedding_tables] == ["tb"]
+
+
+def test_older_tpus_take_ids_as_they_are() -> None:
+    configs = {"a": tpu_configs()["a"]}
+    nodes, _ = trace("V1", configs, lambda: {"a": placeholders()["a"]})
+    assert any(node.op == "EnqueueTPUEmbeddingArbitraryTensorBatch" for node in nodes)
+
+
+def ragged_ids() -> dict[str, Any]:
+    ids = tf.compat.v1.placeholder(tf.int64, [None])
+    return {"a": tf.RaggedTensor.from_row_splits(ids, tf.compat.v1.placeholder(tf.int64, [9]))}
+
+
+def test_older_tpus_refuse_ids_that_the_layer_would_have_to_change() -> None:
+    with pytest.raises(
+        ConfigError, match=r"feature 'b': .* take ids as they come from the input pipeline; .*RaggedTensor"
+    ):
+        trace("V1", tpu_configs(), placeholders)
+    cut = {"a": FeatureConfig("a", TableConfig("ta", 100, 8), (16, 3), (16, 8))}
+    with pytest.raises(ConfigError, match=r"feature 'a': .* input_shape \(batch, None\)"):
+        trace("V1", cut, ragged_ids)
+    nodes, _ = trace("V1", {"a": dataclasses.replace(cut["a"], input_shape=(16, None))}, ragged_ids)
+    assert any(node.op == "EnqueueTPUEmbeddingArbitraryTensorBatch" for node in nodes)
+
+
+def test_tpus_without_embedding_hardware_replicate() -> None:
+    _, layer = trace("UNSUPPORTED", tpu_configs(), placeholders)
+    assert layer.part("sparsecore") is None
+
+
+def test_a_global_batch_that_replicas_cannot_share_is_refused() -> None:
+    with (
+        fake_tpu("V2", 3) as strategy,
+        strategy.scope(),
+        pytest.raises(ConfigError, match="the batch of all 3 replicas, and 16"),
+    ):
+        DistributedEmbedding(tpu_configs())

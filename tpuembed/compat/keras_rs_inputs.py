@@ -1,0 +1,92 @@
+"""Ids and weights as keras-rs takes them, made into what `TPUEmbedding` takes.
+
+The difference: keras-rs combines the ids of a dense [batch, ids], `TPUEmbedding` those of sparse and ragged ids alone.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tpuembed.backends.tf_tpu import tpu_call
+from tpuembed.compat.keras_rs_config import FeatureConfig
+from tpuembed.errors import ConfigError
+
+__all__ = ["prepare"]
+
+Tensor = Any
+
+
+def prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool = False) -> tuple[Tensor, Tensor]:
+    """(ids, weights) of one feature for `TPUEmbedding`; weights may be None.
+
+    Args:
+        config: the feature's.
+        ids, weights: as they were given.
+        unchanged: whether the hardware takes nothing but the arguments of a step.
+
+    Raises:
+        ConfigError: ids or weights of another shape than the config's, or that would have to be changed, by the feature's
+            name.
+    """
+    if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
+        ids = tf.convert_to_tensor(ids)
+    _check_shape(config, ids)
+    if _is_ready(config, ids, weights):
+        return ids, weights
+    if unchanged:
+        raise ConfigError(
+            f"feature {config.name!r}: TPUs v2 to v4 take ids as they come from the input pipeline; make a tf.RaggedTensor of "
+            "dense [batch, ids] there, cut longer examples there, and set input_shape (batch, None)"
+        )
+    if tpu_call() is None:
+        return _prepared(config, ids, weights)
+    return tf.compat.v1.tpu.outside_compilation(_prepared, config, ids, weights)  # embedding ids stay on the host
+
+
+def _is_ready(config: FeatureConfig, ids: Tensor, weights: Tensor) -> bool:
+    if isinstance(ids, tf.RaggedTensor):
+        return _limit(config) is None
+    return isinstance(ids, tf.SparseTensor) or (not config.combined and weights is None)
+
+
+def _prepared(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(ids, tf.RaggedTensor):
+        limit = _limit(config)
+        return ids[:, :limit], None if weights is None else weights[:, :limit]
+    if config.combined:
+        return _as_ragged(ids), None if weights is None else _as_ragged(_like(config, ids, weights))
+    if (
+        ids.shape.rank == 1 and config.table.combiner == "sum"
+    ):  # of one row, the others are that row whatever its weight
+        return _as_ragged(ids[:, None]), _as_ragged(_like(config, ids, weights)[:, None])
+    return ids, None if ids.shape.rank == 1 else weights
+
+
+def _as_ragged(values: Tensor) -> Tensor:
+    """[batch, n] as rows of n each: what is known of the shape stays known, as a TPU's program needs it."""
+    rows, length = (known if known is not None else tf.shape(values)[axis] for axis, known in enumerate(values.shape))
+    return tf.RaggedTensor.from_uniform_row_length(tf.reshape(values, [-1]), length, nrows=rows)
+
+
+def _limit(config: FeatureConfig) -> int | None:
+    return config.input_shape[1] if len(config.input_shape) == 2 else None
+
+
+def _check_shape(config: FeatureConfig, ids: Tensor) -> None:
+    """The batch is not compared: replicas, last batches and servers see other ones."""
+    shape, wanted = tuple(ids.shape), config.input_shape
+    ragged = isinstance(ids, tf.RaggedTensor)
+    sizes = () if ragged else tuple(zip(shape[1:], wanted[1:], strict=False))
+    if len(shape) != len(wanted) or any(None not in pair and pair[0] != pair[1] for pair in sizes):
+        raise ConfigError(
+            f"feature {config.name!r}: ids of shape {shape}, and its input_shape is {wanted}; make them agree but for the batch"
+        )
+
+
+def _like(config: FeatureConfig, ids: Tensor, weights: Tensor) -> Tensor:
+    weights = tf.convert_to_tensor(weights)
+    if not weights.shape.is_compatible_with(ids.shape):
+        raise ConfigError(
+            f"feature {config.name!r}: weights of shape {tuple(weights.shape)} for ids of shape {tuple(ids.shape)}; make them equal"
+        )
+    return weights
