@@ -315,11 +315,18 @@ def _with_live_schedule(value: Any) -> Any:
 
 
 def optimizer_to_tf(spec: Optimizer) -> Any:
-    """Our spec as the `tf.tpu.experimental.embedding` optimizer of the same rule."""
+    """Our spec as the `tf.tpu.experimental.embedding` optimizer of the same rule.
+
+    Raises:
+        ConfigError: no accelerator has it (FTRL from an accumulator of zero).
+    """
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     if isinstance(spec, SGD):
         del fields["slot_variable_creation_fn"]  # TensorFlow's has no slots
-    theirs = _TF_CLASSES[type(spec)](**fields)
+    try:
+        theirs = _TF_CLASSES[type(spec)](**fields)
+    except ValueError as error:
+        raise ConfigError(f"optimizer {spec.kind}: not supported by embedding accelerators: {error}") from None
     theirs.low_dimensional_packing_status = 0  # TensorFlow's False is not the enum that its own proto takes
     return theirs
 

@@ -105,7 +105,8 @@ def _stand_ins(replicas: int, sparse_cores: int) -> list[tuple[Any, str, Any]]:
 
 def _replica() -> Any:
     """The running replica of `strategy.run`, an object of its own for each run; None outside."""
-    return None if tf.distribute.in_cross_replica_context() else tf.distribute.get_replica_context()
+    context = tf.distribute.get_replica_context()
+    return context if context is not None and isinstance(context.strategy, SimulatedTPUStrategy) else None
 
 
 def _shard(variable: Any) -> Any:
