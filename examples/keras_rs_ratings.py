@@ -24,7 +24,8 @@ def ratings(batch_size: int) -> tuple[Any, Any]:
     inputs = {"user_id": users.astype(np.int32), "movie_id": movies.astype(np.int32)}
     data = tf.data.Dataset.from_tensor_slices((inputs, liked.astype(np.float32)[:, None]))
     train, test = data.take(RATINGS * 3 // 4), data.skip(RATINGS * 3 // 4)
-    return tuple(part.batch(batch_size, drop_remainder=True).cache() for part in (train, test))  # type: ignore[return-value]
+    train, test = (part.batch(batch_size, drop_remainder=True).cache() for part in (train, test))
+    return train, test
 
 
 def feature_configs(batch_size: int) -> dict[str, Any]:

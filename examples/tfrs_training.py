@@ -1,4 +1,4 @@
-"""Code written for TensorFlow Recommenders' TPUEmbedding: only its import is changed (and `tf.concat` of Keras tensors, for Keras 3).
+"""Code written for TensorFlow Recommenders' TPUEmbedding: only its import is changed (and `tf.concat` of Keras tensors).
 
 Runs on CPUs under the default strategy, or under the strategy of TPUs: the steps are the same.
 """

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     )
     from tpuembed.errors import TpuEmbedError
     from tpuembed.export import ExportReport, export_saved_model
+    from tpuembed.input_pipeline import input_options
     from tpuembed.layer import TPUEmbedding
     from tpuembed.restore import RestoreReport, restore_tables
+    from tpuembed.tpu_runtime import TpuEnvironment, configure_tpu
 
 __version__ = "0.1.0"
 
@@ -44,12 +46,15 @@ _HOME = {
     "TableConfig": "tpuembed.config",
     "TableInfo": "tpuembed.checkpoint",
     "TpuEmbedError": "tpuembed.errors",
+    "TpuEnvironment": "tpuembed.tpu_runtime",
+    "configure_tpu": "tpuembed.tpu_runtime",
     "export_saved_model": "tpuembed.export",
+    "input_options": "tpuembed.input_pipeline",
     "open_checkpoint": "tpuembed.checkpoint",
     "restore_tables": "tpuembed.restore",
 }
 
-_NOT_BUILT = ("ExportCallback", "configure_tpu")  # agreed on, and to come
+_NOT_BUILT = ("ExportCallback",)  # agreed on, and to come
 
 __all__ = [
     "FTRL",
@@ -66,8 +71,11 @@ __all__ = [
     "TableConfig",
     "TableInfo",
     "TpuEmbedError",
+    "TpuEnvironment",
     "__version__",
+    "configure_tpu",
     "export_saved_model",
+    "input_options",
     "open_checkpoint",
     "restore_tables",
 ]
