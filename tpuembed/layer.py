@@ -12,7 +12,14 @@ import tensorflow as tf
 from tpuembed.backends import Backend, Request, choose, train
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.table_state import TablesNode
-from tpuembed.backends.tf_config import features_from, features_to_dict, optimizer_to_dict, resolve_optimizer
+from tpuembed.backends.tf_config import (
+    features_from,
+    features_to_dict,
+    optimizer_to_dict,
+    resolve_optimizer,
+    sparse_core_config_from_dict,
+    sparse_core_config_to_dict,
+)
 from tpuembed.config import TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
@@ -33,11 +40,11 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
     Args:
         feature_config: a nested structure (dicts, lists, tuples) of FeatureConfig, tpuembed's or
             `tf.tpu.experimental.embedding`'s.
-        optimizer: for tables without their own: "sgd", "adagrad" or "adam", a tpuembed spec, a
+        optimizer: for tables without their own: "sgd", "adagrad", "adagrad_momentum", "adam" or "ftrl", a tpuembed spec, a
             `tf.tpu.experimental.embedding` optimizer, or a Keras 3 optimizer (whose learning rate stays live). None makes
             such tables ordinary trainable variables without slots, which the model's optimizer trains, densely and slowly.
         pipeline_execution_with_tensor_core: overlap lookups with dense computation; only accelerators can.
-        batch_size: accepted for code written for TFRS, which ignores it too.
+        batch_size: one replica's examples, for features without an output_shape on an accelerator.
         embedding_feature: None, or UNSUPPORTED to keep off the embedding accelerator.
         sparse_core_embedding_config: `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`; only SparseCores use it.
         size_threshold: on an accelerator, tables of at most so many rows are replicated; None replicates none.
@@ -172,6 +179,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
             "optimizer": None if request.optimizer is None else optimizer_to_dict(request.optimizer),
             "pipeline_execution_with_tensor_core": request.pipelining,
             "batch_size": request.batch_size,
+            "sparse_core_embedding_config": sparse_core_config_to_dict(request.sparse_core_config),
             "embedding_feature": getattr(request.embedding_feature, "name", request.embedding_feature),
             "size_threshold": request.size_threshold,
         }
@@ -179,7 +187,11 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "TPUEmbedding":
         """The layer that `get_config` described."""
-        return cls(**{**config, "feature_config": feature_config_from_dict(config["feature_config"])})
+        objects = {
+            "feature_config": feature_config_from_dict(config["feature_config"]),
+            "sparse_core_embedding_config": sparse_core_config_from_dict(config.get("sparse_core_embedding_config")),
+        }
+        return cls(**{**config, **objects})
 
     def save_own_variables(self, store: Any) -> None:
         """Into `.weights.h5` and `.keras`: tables and slots by name ("/" written as "|"), count of updates, and config.

@@ -39,6 +39,8 @@ __all__ = [
     "optimizer_to_dict",
     "optimizer_to_tf",
     "resolve_optimizer",
+    "sparse_core_config_from_dict",
+    "sparse_core_config_to_dict",
 ]
 
 _embedding = tf.tpu.experimental.embedding
@@ -237,6 +239,16 @@ def _plain_initializer(value: Any) -> Any:
         config = {key: item for key, item in value.get_config().items() if key != "dtype"}
         return {"class_name": type(value).__name__, "config": config}
     return value
+
+
+def sparse_core_config_to_dict(config: Any) -> dict[str, Any] | None:
+    """A `SparseCoreEmbeddingConfig` as JSON values."""
+    return None if config is None else dataclasses.asdict(config)
+
+
+def sparse_core_config_from_dict(value: Mapping[str, Any] | None) -> Any:
+    """The `SparseCoreEmbeddingConfig` that `sparse_core_config_to_dict` wrote."""
+    return None if value is None else _embedding.SparseCoreEmbeddingConfig(**value)
 
 
 # ---- optimizers

@@ -432,3 +432,14 @@ def test_a_serving_config_is_for_the_host(feature: str) -> None:
         serving = {"only": FeatureConfig(USERS)}
         with pytest.raises(TrainingError, match=r"serving_config .* host"):
             strategy.run(lambda ids: layer({"only": ids}, serving_config=serving), args=(sparse(),))
+
+
+def test_a_layers_config_keeps_what_accelerators_are_told() -> None:
+    stacking = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig(max_ids_per_table={"users_videos": 7})
+    arguments: dict[str, Any] = {"pipeline_execution_with_tensor_core": True, "batch_size": 16, "size_threshold": 10}
+    with fake_tpu("V2") as strategy, strategy.scope():
+        layer = TPUEmbedding(config(), "adagrad", sparse_core_embedding_config=stacking, **arguments)
+        again = TPUEmbedding.from_config(layer.get_config())
+    assert again.get_config() == layer.get_config()
+    assert again._parts.request.sparse_core_config == stacking
+    assert {name: again.get_config()[name] for name in arguments} == arguments
