@@ -10,6 +10,7 @@ from tpuembed.backends.host import HostBackend
 from tpuembed.backends.request import Request
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
+from tpuembed.errors import ConfigError
 
 __all__ = ["MixedBackend"]
 
@@ -27,8 +28,18 @@ class MixedBackend:
         self.states: Mapping[str, TableState] = {**self._replicated.states, **self._accelerated.states}
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """Those of both."""
-        return {**self._replicated.checkpoint_children(), **self._accelerated.checkpoint_children()}
+        """Those of both.
+
+        Raises:
+            ConfigError: two would be saved under one name.
+        """
+        small, large = self._replicated.checkpoint_children(), self._accelerated.checkpoint_children()
+        for name in small.keys() & large.keys():
+            raise ConfigError(
+                f"table {name!r}: it is replicated, and tables in the accelerator are stacked and saved under that name too; "
+                "rename it"
+            )
+        return {**small, **large}
 
     def layouts(self) -> dict[str, StackLayout]:
         """The accelerator's."""

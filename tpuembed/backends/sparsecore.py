@@ -5,6 +5,7 @@ The hosts turn a batch's ids into the form that SparseCores take (CSR); the look
 read or written.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.stacked_table import StackedTable, StackLayout
 from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_tpu import SparseCoreEngine
+from tpuembed.backends.tf_tpu import SparseCoreEngine, sparse_cores_per_chip
 from tpuembed.config import Optimizer
 from tpuembed.errors import ConfigError
 
@@ -57,8 +58,10 @@ class SparseCoreBackend:
         check_tables(request.tables, _HARDWARE)
         features, specs = bind_features(request)
         _check_optimizers(specs)
+        strategy = tf.distribute.get_strategy()
+        cores = sparse_cores_per_chip(strategy)
         for (path, config), theirs in zip(request.features, features, strict=True):
-            theirs.output_shape = tf.TensorShape(_output_shape(path, config, request.batch_size))
+            theirs.output_shape = tf.TensorShape(_output_shape(path, config, request.batch_size, cores))
         self.engine = SparseCoreEngine(features, request.pipelining, request.sparse_core_config)
         self.engine.limit_ids({table.name: _limits(table) for table in request.tables})
         self.states: Mapping[str, TableState] = {
@@ -129,7 +132,7 @@ class _Step:
         return []
 
 
-def _output_shape(path: str, config: Any, batch_size: int | None) -> tuple[int, ...]:
+def _output_shape(path: str, config: Any, batch_size: int | None, cores: int) -> tuple[int, ...]:
     if config.max_sequence_length:
         raise ConfigError(
             f"feature {path!r}: max_sequence_length is not supported by {_HARDWARE}; pad the ids to a dense [batch, length] "
@@ -140,6 +143,11 @@ def _output_shape(path: str, config: Any, batch_size: int | None) -> tuple[int, 
         raise ConfigError(
             f"feature {path!r}: {_HARDWARE} need the shape of its activations when the layer is built; give the FeatureConfig "
             "an output_shape (of one replica), or the layer a batch_size"
+        )
+    if math.prod(shape) % cores:
+        raise ConfigError(
+            f"feature {path!r}: {cores} SparseCores of a chip cannot share the {math.prod(shape)} samples of its activations "
+            f"{shape}; make the batch of one replica a multiple of {cores}"
         )
     return shape
 

@@ -7,13 +7,15 @@ Source: SparseCoreTableLayout in tensorflow/core/tpu/kernels/sparse_core_layout.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["StackLayout", "StackedTable"]
+from tpuembed.errors import ConfigError
+
+__all__ = ["StackLayout", "StackedTable", "check_stacks"]
 
 Array = np.ndarray[Any, Any]
 
@@ -61,6 +63,18 @@ class StackLayout:
                 count = -(-(stop - first) // self.sparse_cores)
                 core = (part + self.rotation) % self.sparse_cores
                 yield core, slice(low, low + count), slice(first - start, None, self.sparse_cores)
+
+
+def check_stacks(layouts: Mapping[str, StackLayout]) -> None:
+    """Raise ConfigError where TensorFlow gave two stacks one name, and so put their tables over each other."""
+    firsts: dict[str, str] = {}
+    for table, layout in layouts.items():
+        other = table if layout.offset else firsts.setdefault(layout.stack, table)
+        if other != table:
+            raise ConfigError(
+                f"tables {other!r} and {table!r}: TensorFlow calls a stack by its tables, and so two stacks {layout.stack!r}; "
+                "rename a table"
+            )
 
 
 class StackedTable:

@@ -12,7 +12,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
-from tpuembed.backends.stacked_table import StackLayout
+from tpuembed.backends.stacked_table import StackLayout, check_stacks
 
 __all__ = [
     "HardwareEngine",
@@ -153,9 +153,14 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     """TensorFlow's handle of the SparseCores, with its tables made when it is."""
 
     def __init__(self, features: Sequence[Any], pipelining: bool, config: Any) -> None:
-        """Create the tables of TensorFlow's `features`, whose output_shapes are known."""
+        """Create the tables of TensorFlow's `features`, whose output_shapes are known.
+
+        Raises:
+            ConfigError: two stacks have one name.
+        """
         super().__init__(list(features), None, pipelining, config)
         self._given = config
+        check_stacks({table: self.layout(table) for table in self.embedding_layouts})
         self.build()
 
     @property

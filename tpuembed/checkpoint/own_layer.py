@@ -1,10 +1,15 @@
-"""Tables of `tpuembed.TPUEmbedding`: a node that carries the layer's config, with children `<table>`, `<table>/<slot>`."""
+"""Tables of `tpuembed.TPUEmbedding`: a node that carries the layer's config, with children `<table>`, `<table>/<slot>`.
+
+Tables that lie in SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and another child says where in them.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from tpuembed.checkpoint.layer_config import check_size, parse_config, slot_names
 from tpuembed.checkpoint.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.rows import DENSE
+from tpuembed.checkpoint.sparsecore import LAYOUTS, SparseCoreRows, sparse_core_layouts
 from tpuembed.checkpoint.table_keys import TableKeys, table_info
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.tensor_bundle import Bundle
@@ -49,18 +54,37 @@ def own_layer_tables(
     where = f"checkpoint {bundle.prefix}"
     for number, config in configs.items():
         node = graph.nodes[number]
-        claimed: set[str] = set()
+        stacked = _stacked_tables(bundle, graph, node, config)
+        claimed = {ENGINE, LAYOUTS}
         for name, table in config["tables"].items():
-            slots = {slot: f"{name}/{slot}" for slot in slot_names(where, name, table)}
-            claimed |= {name, *slots.values(), ENGINE}
+            rows = stacked.get(name)
+            stem = name if rows is None else rows.layout.stack
+            slots = {slot: f"{stem}/{slot}" for slot in slot_names(where, name, table)}
+            claimed |= {stem, *slots.values()}
             keys = {slot: _value_key(bundle, graph, node, child) for slot, child in slots.items()}
-            found = TableKeys(name, _value_key(bundle, graph, node, name), keys)
+            found = TableKeys(name, _value_key(bundle, graph, node, stem), keys, rows or DENSE)
             info = table_info(bundle, found)
             check_size(where, name, table, (info.rows, info.dim))
             yield found
         unknown = sorted(set(node.children) - claimed)
         if unknown:
             raise _corrupt(bundle, f"it holds {unknown[0]!r}, which is no table or slot of its layer's config")
+
+
+def _stacked_tables(
+    bundle: Bundle, graph: ObjectGraph, node: Node, config: Mapping[str, Any]
+) -> dict[str, SparseCoreRows]:
+    """The tables of a layer that lie in SparseCores, by name.
+
+    Rows that are dealt to SparseCores can lie in a tensor of the table's own name and shape: the layouts must be sound.
+    """
+    layouts = [layout for stack in sparse_core_layouts(bundle, graph, node).values() for layout in stack]
+    if LAYOUTS in node.children and not layouts:
+        raise _corrupt(bundle, f"its {LAYOUTS} are empty, and a layer without tables in SparseCores has none")
+    unknown = sorted({layout.table for layout in layouts} - set(config["tables"]))
+    if unknown:
+        raise _corrupt(bundle, f"its {LAYOUTS} know {unknown[0]!r}, which is no table of its layer's config")
+    return {layout.table: SparseCoreRows(layout) for layout in layouts}
 
 
 def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> str:

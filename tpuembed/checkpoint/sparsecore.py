@@ -17,9 +17,10 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle, Entry
 from tpuembed.tensor_bundle.wire import MalformedError
 
-__all__ = ["SparseCoreRows", "sparse_core_layouts", "sparse_core_tables"]
+__all__ = ["LAYOUTS", "SparseCoreRows", "sparse_core_layouts", "sparse_core_tables"]
 
-_LAYOUTS: Final = "_sparse_core_table_layouts"
+LAYOUTS: Final = "_sparse_core_table_layouts"
+"""The child that says where in their stacks the tables lie."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +57,21 @@ def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mappi
     Raises:
         CheckpointCorruptError: it is missing, does not parse, or contradicts itself.
     """
-    if _LAYOUTS not in node.children:
+    if LAYOUTS not in node.children:
         return {}
-    attributes = graph.nodes[node.children[_LAYOUTS]].attributes.values()
+    attributes = graph.nodes[node.children[LAYOUTS]].attributes.values()
     try:
         return parse_layouts(b"".join(_read(bundle, attribute.checkpoint_key) for attribute in attributes))
     except MalformedError as error:
         raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: {_LAYOUTS}: {error}; restore it from another copy"
+            f"checkpoint {bundle.prefix}: {LAYOUTS}: {error}; restore it from another copy"
         ) from None
 
 
 def _read(bundle: Bundle, key: str) -> bytes:
     if key not in bundle.entries:
         raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: its object graph puts {_LAYOUTS} at {key}, which the index does not have; "
+            f"checkpoint {bundle.prefix}: its object graph puts {LAYOUTS} at {key}, which the index does not have; "
             "restore it from another copy"
         )
     return bundle.read_string(key)

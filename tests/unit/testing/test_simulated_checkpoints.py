@@ -1,0 +1,286 @@
+"""What the layer saves from SparseCores: read, exported, and restored wherever its tables lie then."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+from tensorflow.python.tpu import tpu_embedding_v3_utils
+
+from tests.unit.tensor_bundle.bundles import save
+from tests.unit.testing.simulated import EXAMPLES, Array, Ids, random_ids
+from tests.unit.testing.test_simulated_training import Model, batches, state, train
+from tpuembed import FTRL, SGD, AdagradMomentum, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed.checkpoint import open_checkpoint
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tpuembed.testing import simulated_tpu
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The 'warn' function is deprecated:DeprecationWarning"
+)  # TensorFlow's logging
+
+NODE = "model/embedding/_tpu_embedding"
+LAYOUTS = f"{NODE}/_sparse_core_table_layouts/.ATTRIBUTES/VARIABLE_VALUE"
+SparseCoreConfig = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig
+Tables = Mapping[str, TableConfig]
+
+
+def stacked() -> Tables:
+    """Three tables in one stack, one of them with "/" in its name; others alone, for their width or their optimizer."""
+    tables = [
+        TableConfig(37, 5, "a"),
+        TableConfig(9, 8, "video/b", combiner="sum"),
+        TableConfig(64, 7, "c", combiner="sqrtn"),
+        TableConfig(20, 12, "wide"),
+        TableConfig(21, 6, "ftrl", optimizer=FTRL(learning_rate=0.1)),
+        TableConfig(11, 6, "sgd", optimizer=SGD()),
+    ]
+    return {table.name: table for table in tables}
+
+
+def aligned() -> Tables:
+    """One table, whose stack has its name and its shape."""
+    return {"lone": TableConfig(128, 8, "lone")}
+
+
+def model_of(tables: Tables, **options: Any) -> Model:
+    return Model(tables, optimizer=AdagradMomentum(learning_rate=0.1, momentum=0.5), **options)
+
+
+def trained(strategy: Any, tables: Tables, **options: Any) -> Model:
+    with strategy.scope():
+        model = model_of(tables, **options)
+    train(strategy, model, batches(tables, strategy.num_replicas_in_sync, steps=2))
+    return model
+
+
+def write(folder: Path, model: Any) -> str:
+    return str(tf.train.Checkpoint(model=model).write(str(folder / "ckpt")))
+
+
+def assert_holds(path: str, truth: Mapping[str, Array]) -> None:
+    """The tables and slots of `state`, whole and by ranges."""
+    with open_checkpoint(path) as checkpoint:
+        read = set()
+        for name, info in checkpoint.tables().items():
+            for slot in (None, *info.slots):
+                key = name if slot is None else f"{name}/{slot}"
+                read.add(key)
+                np.testing.assert_array_equal(checkpoint.read(name, slot=slot), truth[key], err_msg=key)
+                start, stop = info.rows // 3, info.rows - 1
+                np.testing.assert_array_equal(checkpoint.read(name, start, stop, slot), truth[key][start:stop])
+        assert read == set(truth) - {"kernel"}
+
+
+@pytest.mark.parametrize("tables", [stacked, aligned])
+@pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (2, 2), (4, 4)])
+def test_reads_back_row_for_row(tmp_path: Path, replicas: int, sparse_cores: int, tables: Any) -> None:
+    with simulated_tpu(replicas=replicas, sparse_cores=sparse_cores) as strategy:
+        model = trained(strategy, tables())
+        path, truth = write(tmp_path, model), state(model)
+    assert_holds(path, truth)
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.format == "sparsecore"
+        cores = f"{replicas * sparse_cores} SparseCores"
+        layouts = {name: info.layout for name, info in checkpoint.tables().items()}
+        if tables is aligned:
+            assert layouts == {"lone": cores}
+        else:
+            assert layouts["a"] == f"stack a_c_video/b, {cores}"
+            assert layouts["wide"] == cores
+
+
+def test_rows_are_those_that_tensorflow_unshuffles(tmp_path: Path) -> None:
+    with simulated_tpu(replicas=2) as strategy:
+        path = write(tmp_path, trained(strategy, stacked()))
+    stored = tf.train.load_checkpoint(path)
+    layouts = sparse_core_layout_pb2.SparseCoreTableLayouts.FromString(stored.get_tensor(LAYOUTS))
+    assert len(layouts.tables) == len(stacked())
+    assert len({layout.sparse_core_shard_rotation for layout in layouts.tables}) > 1
+    with open_checkpoint(path) as checkpoint:
+        for layout in layouts.tables:
+            stack = layout.stacked_table_name.replace("/", ".S")
+            whole = stored.get_tensor(f"{NODE}/{stack}/.ATTRIBUTES/VARIABLE_VALUE")
+            padded = tpu_embedding_v3_utils.unshuffle_from_sc_to_cpu(
+                tf.constant(whole),
+                layout.num_sparse_cores,
+                layout.sparse_core_shard_row_offset,
+                layout.unsharded_padded_shape[0] // layout.num_sparse_cores,
+                layout.sparse_core_shard_rotation,
+            )
+            rows = tpu_embedding_v3_utils.remove_padding_from_sc(padded, tuple(layout.unsharded_shape))
+            np.testing.assert_array_equal(checkpoint.read(layout.table_name), rows)
+
+
+def test_small_tables_lie_beside_the_stacks(tmp_path: Path) -> None:
+    with simulated_tpu(replicas=2) as strategy:
+        model = trained(strategy, stacked(), size_threshold=20)
+        path, truth = write(tmp_path, model), state(model)
+    assert_holds(path, truth)
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.format == "dense+sparsecore"
+
+
+@pytest.mark.parametrize("tables", [stacked, aligned])
+def test_export(tmp_path: Path, tables: Any) -> None:
+    with simulated_tpu(replicas=2) as strategy:
+        model = trained(strategy, tables())
+        path, truth = write(tmp_path, model), state(model)
+    report = export_saved_model(path, tmp_path / "model")
+    served = tf.saved_model.load(str(report.path)).signatures["serving_default"]
+    random = np.random.default_rng(1)
+    batch = {name: random_ids(random, "ragged", t.vocabulary_size, 16) for name, t in tables().items()}
+    padded = {name: tf.ragged.constant(ids.ids, tf.int64).to_tensor(-1) for name, ids in batch.items()}
+    found = served(**padded)
+    for name, table in tables().items():
+        expected = batch[name].lookup(truth[name], table.combiner)
+        np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def same(found: Mapping[str, Array], truth: Mapping[str, Array]) -> None:
+    assert found.keys() == truth.keys()
+    for name, expected in truth.items():
+        np.testing.assert_array_equal(found[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("tables", [stacked, aligned])
+@pytest.mark.parametrize(("replicas", "sparse_cores"), [(2, 4), (1, 4), (4, 2)])
+def test_restores_into_the_layout_of_other_tpus(tmp_path: Path, replicas: int, sparse_cores: int, tables: Any) -> None:
+    """Eight SparseCores of two TPUs wrote it; four TPUs' eight have other rotations in tensors of the same shapes."""
+    with simulated_tpu(replicas=2) as strategy:
+        model = trained(strategy, tables())
+        path, truth = write(tmp_path, model), state(model)
+    with simulated_tpu(replicas=replicas, sparse_cores=sparse_cores) as strategy, strategy.scope():
+        other = model_of(tables())
+        status = tf.train.Checkpoint(model=other).read(path)
+        if (replicas, sparse_cores) == (2, 4):
+            status.assert_consumed()
+        same(state(other), truth)
+        assert int(other.embedding._tpu_embedding.updates.numpy()) == 2
+
+
+@pytest.mark.parametrize("tables", [stacked, aligned])
+def test_restores_on_the_host_and_back(tmp_path: Path, tables: Any) -> None:
+    with simulated_tpu(replicas=2) as strategy:
+        model = trained(strategy, tables())
+        path, truth = write(tmp_path, model), state(model)
+    host = model_of(tables())
+    tf.train.Checkpoint(model=host).restore(path)
+    same(state(host), truth)
+    (tmp_path / "host").mkdir()
+    again = write(tmp_path / "host", host)
+    assert_holds(again, truth)  # no layouts are left that the rows do not follow
+    with simulated_tpu() as strategy, strategy.scope():
+        back = model_of(tables())
+        tf.train.Checkpoint(model=back).restore(again)
+        same(state(back), truth)
+
+
+def test_weights_files_hold_the_tables_themselves(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.weights.h5")
+    with simulated_tpu(replicas=2) as strategy:
+        model = trained(strategy, stacked())
+        model.save_weights(path)
+        truth = state(model)
+    assert_holds(path, truth)
+    host = model_of(stacked())
+    train(tf.distribute.get_strategy(), host, batches(stacked(), 1, steps=1))  # Keras loads into what has been called
+    host.load_weights(path)
+    same(state(host), truth)
+
+
+def rewritten(path: str, layouts: bytes) -> str:
+    reader = tf.train.load_checkpoint(path)
+    tensors = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    return save(Path(f"{path}-rewritten"), {**tensors, LAYOUTS: layouts})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"table_name": "other", "stacked_table_name": "other"}, "know 'other', which is no table"),
+        ({"unsharded_shape": [127, 8]}, r"'lone' is \[128, 8\] in its layer's config and \[127, 8\] on disk"),
+        ({"total_rows_per_sparse_core_shard": 32}, r"is \[128, 8\] and its SparseCore layout says \[256, 8\]"),
+        ({"num_sparse_cores": 16}, r"is \[128, 8\] and its SparseCore layout says \[256, 8\]"),
+        (None, "_sparse_core_table_layouts are empty"),
+    ],
+)
+def test_layouts_that_contradict_the_layer_are_refused(
+    tmp_path: Path, change: dict[str, Any] | None, message: str | None
+) -> None:
+    with simulated_tpu(replicas=2) as strategy:
+        path = write(tmp_path, trained(strategy, aligned()))
+    proto = sparse_core_layout_pb2.SparseCoreTableLayouts.FromString(tf.train.load_checkpoint(path).get_tensor(LAYOUTS))
+    if change is None:
+        proto.Clear()
+    for field, value in (change or {}).items():
+        if isinstance(value, list):
+            del getattr(proto.tables[0], field)[:]
+            getattr(proto.tables[0], field).extend(value)
+        else:
+            setattr(proto.tables[0], field, value)
+    changed = rewritten(path, proto.SerializeToString())
+    if message is None:
+        with open_checkpoint(changed) as checkpoint:
+            assert set(checkpoint.tables()) == {"lone"}
+        return
+    with pytest.raises(CheckpointCorruptError, match=message):
+        open_checkpoint(changed)
+
+
+def test_a_checkpoint_of_other_tables_is_refused(tmp_path: Path) -> None:
+    with simulated_tpu(replicas=2) as strategy:
+        path = write(tmp_path, trained(strategy, aligned()))
+    with simulated_tpu() as strategy, strategy.scope():
+        other = model_of({"lone": TableConfig(120, 8, "lone")})
+        with pytest.raises(CheckpointMismatchError, match=r"has 128 rows, table 'lone' .* 120"):
+            tf.train.Checkpoint(model=other).restore(path)
+
+
+def same_width(name: str, rows: int = 16, optimizer: Any = None) -> TableConfig:
+    return TableConfig(rows, 8, name, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("tables", "options", "message"),
+    [
+        (
+            [same_width("a"), same_width("b_c"), same_width("a_b", optimizer=SGD()), same_width("c", optimizer=SGD())],
+            {},
+            "tables 'a' and 'a_b': .* two stacks 'a_b_c'; rename a table",
+        ),
+        (
+            [same_width("a"), same_width("b"), same_width("a_b", 5)],
+            {"size_threshold": 10},
+            "table 'a_b.*': it is replicated",
+        ),
+        ([same_width("a")], {"batch_size": 6}, r"feature 'a': 4 SparseCores of a chip cannot share the 6 samples"),
+    ],
+)
+def test_names_and_batches_that_would_lose_rows_are_refused(
+    tables: list[TableConfig], options: dict[str, Any], message: str
+) -> None:
+    features = {table.name: FeatureConfig(table) for table in tables}
+    with simulated_tpu() as strategy, strategy.scope(), pytest.raises(ConfigError, match=message):
+        TPUEmbedding(features, "adagrad", **{"batch_size": EXAMPLES, **options})
+
+
+def test_unstacked_tables(tmp_path: Path) -> None:
+    with simulated_tpu(replicas=2) as strategy:
+        model = trained(strategy, stacked(), sparse_core_embedding_config=SparseCoreConfig(disable_table_stacking=True))
+        path, truth = write(tmp_path, model), state(model)
+    assert_holds(path, truth)
+
+
+def test_a_batch_of_ids_as_the_reference_reads_it() -> None:
+    """The reference of these tests against tf.nn.embedding_lookup_sparse."""
+    rows = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    for combiner in ("sum", "mean", "sqrtn"):
+        ids = Ids("sparse", [[1, 2, 1], [], [8]], [[0.5, 2.0, 1.0], [], [3.0]])
+        sparse, weights = ids.of(slice(0, 3))
+        truth = tf.nn.safe_embedding_lookup_sparse(rows, sparse, weights, combiner=combiner)
+        np.testing.assert_allclose(ids.lookup(rows, combiner), truth, rtol=1e-6)
