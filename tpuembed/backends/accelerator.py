@@ -5,6 +5,7 @@ a feature's output_shape, else from the layer's batch_size, else from the ids.
 """
 
 import dataclasses
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -84,21 +85,22 @@ class ShardInitializer:
     """
 
     def __init__(self, initializer: Any) -> None:
-        """`initializer(shape, dtype=...)` gives rows; a Keras initializer is given a seed of its own for each shard."""
-        self._initializer = initializer
+        """`initializer(shape, dtype=...)` gives rows; one of Keras is given another seed at every call."""
+        self._initializer, self._calls = initializer, itertools.count()
 
-    def __call__(self, shape: Any, dtype: Any = None, shard_info: Any = None) -> Tensor:
-        """float32 rows of one shard: `shard_info.shape`, else `shape`."""
-        if shard_info is None:
-            return self._initializer(shape, dtype=dtype)
-        return self._seeded(int(shard_info.offset[0]))(tuple(shard_info.shape), dtype=dtype)
+    def __call__(self, shape: Any, dtype: Any = None) -> Tensor:
+        """Rows [*shape] of the next shard."""
+        rows: Tensor = self._seeded(next(self._calls))(shape, dtype=dtype)
+        return rows
 
-    def _seeded(self, offset: int) -> Any:
-        config = self._initializer.get_config() if isinstance(self._initializer, keras.initializers.Initializer) else {}
-        seed = config.get("seed", getattr(self._initializer, "seed", None))
-        if not offset or "seed" not in config or not isinstance(seed, int):
+    def _seeded(self, call: int) -> Any:
+        if not isinstance(self._initializer, keras.initializers.Initializer):
             return self._initializer
-        return type(self._initializer).from_config({**config, "seed": (seed + 1_000_003 * offset) % 2**31})
+        config = self._initializer.get_config()
+        seed = getattr(self._initializer, "seed", None)
+        if "seed" not in config or not isinstance(seed, int):
+            return self._initializer
+        return type(self._initializer).from_config({**config, "seed": (seed + 1_000_003 * call) % 2**31})
 
 
 def check_tables(tables: Sequence[TableConfig], hardware: str) -> None:

@@ -149,3 +149,12 @@ def test_tables_are_read_from_and_written_to_the_accelerator(accelerator: Accele
     table.assign(truth + 1)
     np.testing.assert_array_equal(np.concatenate(accelerator.memory["videos", "velocities"]), truth + 1)
     np.testing.assert_array_equal(table.numpy(), truth + 1)
+
+
+def test_shards_begin_with_different_rows(accelerator: Accelerator) -> None:
+    """Keras' initializers give the same numbers whenever they are called."""
+    shards = [shard.numpy() for shard in Layer(accelerator).backend.engine.tables["videos"]["parameters"].variables]
+    assert [shard.shape for shard in shards] == [(4, 4), (4, 4), (3, 4)]
+    rows = np.concatenate(shards)
+    assert len(np.unique(rows)) == rows.size
+    assert np.abs(rows).max() <= 2 / np.sqrt(4), "cut at two standard deviations of 1/sqrt(dim)"
