@@ -15,6 +15,7 @@ _COMMANDS = {
     "demo": "tpuembed_cli.demo:demo",
     "describe": "tpuembed_cli.describe:describe",
     "diff": "tpuembed_cli.diff:diff",
+    "doctor": "tpuembed_cli.doctor:doctor",
     "export": "tpuembed_cli.export:export",
     "head": "tpuembed_cli.head:head",
     "serve": "tpuembed_cli.serve:serve",

@@ -1,0 +1,81 @@
+"""`tpuembed doctor`: what tables and a sample of their ids need on SparseCores."""
+
+import dataclasses
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tpuembed_cli.output import print_json, table_of, to_terminal, with_unit
+from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
+
+if TYPE_CHECKING:
+    from tpuembed.sizing import SizingReport
+
+__all__ = ["doctor"]
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.argument("sample", type=click.Path())
+@click.option("--chips", type=click.IntRange(1), required=True, help="TPU chips that share the tables.")
+@click.option("--batch-size", type=click.IntRange(1), required=True, help="Examples of one step of all chips.")
+@click.option(
+    "--sparse-cores-per-chip", type=click.IntRange(1), default=4, show_default=True, help="4 on v5p, 2 on v6e."
+)
+@click.option(
+    "--margin", type=click.FloatRange(0), default=0.25, show_default=True, help="Added to the most of the sample."
+)
+@click.option("--optimizer", help="Of tables without their own: sgd, adagrad, adagrad_momentum, adam or ftrl.")
+@click.option("--no-stacking", is_flag=True, help="As disable_table_stacking=True.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def doctor(config: str, sample: str, as_json: bool, **options: Any) -> None:
+    """Limits of ids, padding and memory of the tables in CONFIG on SparseCores, from the ids in SAMPLE.
+
+    CONFIG is a YAML or JSON feature config, or a serving_config that says the shapes of its tables. SAMPLE is a .npz (an array
+    of ids per feature, padded with -1), a .csv (a column per feature) or a .jsonl (an object per example).
+    """
+    import_tensorflow()
+    with stdout_on_stderr(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "The 'warn' function is deprecated", DeprecationWarning
+        )  # TensorFlow calls it
+        report = _estimate(config, sample, **options)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _print(report)
+
+
+def _estimate(
+    config: str,
+    sample: str,
+    chips: int,
+    batch_size: int,
+    sparse_cores_per_chip: int,
+    margin: float,
+    optimizer: str | None,
+    no_stacking: bool,
+) -> "SizingReport":
+    from tpuembed.sizing import Topology, estimate, load_features, read_sample
+
+    topology = Topology(chips, batch_size, sparse_cores_per_chip)
+    features = load_features(config)
+    ids = read_sample(sample)
+    return estimate(features, ids, topology, margin=margin, optimizer=optimizer, stacking=not no_stacking)
+
+
+def _print(report: "SizingReport") -> None:
+    topology = report.topology
+    line = (
+        f"{topology.chips} chips of {topology.sparse_cores_per_chip} SparseCores, batches of {topology.batch_size}: "
+        f"{with_unit(report.bytes_per_chip)} per chip; {report.steps} steps counted, margin {report.margin:g}"
+    )
+    to_terminal(line, table_of("tables", _rows(report.tables)), table_of("stacks", _rows(report.stacks)))
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}")
+
+
+def _rows(sizes: Any) -> list[dict[str, Any]]:
+    return [{**dataclasses.asdict(size), "bytes_per_chip": with_unit(size.bytes_per_chip)} for size in sizes]

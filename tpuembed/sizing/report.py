@@ -1,0 +1,357 @@
+"""Limits, padding and memory of tables on SparseCores."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tpuembed.backends.tf_config import features_to_tf, resolve_optimizer
+from tpuembed.backends.tf_stacks import stack_tables
+from tpuembed.config import FeatureConfig, ServingConfig, TableConfig, feature_config_from_dict
+from tpuembed.config.checks import check_count, check_number, did_you_mean
+from tpuembed.config.serialization import load_mapping
+from tpuembed.config.structure import flatten
+from tpuembed.errors import ConfigError
+from tpuembed.sizing.counting import Counts, Lookup, Partitions, count
+from tpuembed.sizing.sample import FeatureIds
+
+__all__ = ["SizingReport", "StackSize", "TableSize", "Topology", "estimate", "load_features"]
+
+_DEFAULT_LIMIT = 256  # TensorFlow's, of a stack that no config speaks of
+_FLOAT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The TPUs that a step runs on.
+
+    Attributes:
+        chips: how many.
+        batch_size: examples of one step of all of them.
+        sparse_cores_per_chip: 4 on v5p, 2 on v6e.
+
+    Raises:
+        ConfigError: numbers that TensorFlow's ops refuse.
+    """
+
+    chips: int
+    batch_size: int
+    sparse_cores_per_chip: int = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_count(f"topology: {field.name}", getattr(self, field.name))
+        cores = self.chips * self.sparse_cores_per_chip
+        if cores & (cores - 1):
+            raise ConfigError(
+                f"topology: {self.chips} chips of {self.sparse_cores_per_chip} SparseCores are {cores}, and TensorFlow needs a "
+                "power of two"
+            )
+        if self.batch_size % cores:
+            raise ConfigError(
+                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores; make it a multiple"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class StackSize:
+    """Tables that lie together, and are looked up together.
+
+    Attributes:
+        stack: its name.
+        tables: those in it.
+        rows, dim: with padding.
+        seen_ids, seen_unique_ids: the most that a step of the sample has.
+        needed_ids, needed_unique_ids: that and the margin.
+        limit_ids, limit_unique_ids: what the tables' configs say.
+        ids_per_chip_per_sample: what max_ids_per_chip_per_sample must be at least, with the margin.
+        bytes_per_chip: of tables and slots.
+    """
+
+    stack: str
+    tables: tuple[str, ...]
+    rows: int
+    dim: int
+    seen_ids: int
+    needed_ids: int
+    limit_ids: int
+    seen_unique_ids: int
+    needed_unique_ids: int
+    limit_unique_ids: int
+    ids_per_chip_per_sample: int
+    bytes_per_chip: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSize:
+    """One table.
+
+    Attributes:
+        table: its name.
+        stack: the stack that it lies in.
+        rows, dim: as configured.
+        padded_rows, padded_dim: as stored.
+        slots: of its optimizer; each takes as much as the table.
+        max_ids_per_partition, max_unique_ids_per_partition: to configure: what its ids need, with the margin.
+        bytes_per_chip: of the table and its slots, with padding.
+    """
+
+    table: str
+    stack: str
+    rows: int
+    padded_rows: int
+    dim: int
+    padded_dim: int
+    slots: tuple[str, ...]
+    max_ids_per_partition: int
+    max_unique_ids_per_partition: int
+    bytes_per_chip: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SizingReport:
+    """What `estimate` found.
+
+    Attributes:
+        topology: as it was given.
+        margin: as it was given.
+        steps: whole batches of the sample that were counted.
+        tables, stacks: by name.
+        bytes_per_chip: of all tables and slots.
+        warnings: what would fail, or nearly; a line each.
+    """
+
+    topology: Topology
+    margin: float
+    steps: int
+    tables: tuple[TableSize, ...]
+    stacks: tuple[StackSize, ...]
+    bytes_per_chip: int
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return dataclasses.asdict(self)
+
+
+def load_features(source: str | Path | Mapping[str, Any]) -> dict[str, FeatureConfig]:
+    """path -> FeatureConfig of a feature config or of a serving_config that says every table's shape.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    mapping = load_mapping(source, "config")
+    if not _is_serving(mapping):
+        return dict(flatten(feature_config_from_dict(mapping)))
+    serving = ServingConfig.parse(mapping)
+    tables = {}
+    for name in {feature.table for feature in serving.features.values()}:
+        shape = serving.tables.get(name)
+        if shape is None or shape.vocabulary_size is None or shape.dim is None:
+            raise ConfigError(f"config: table {name!r}: say its vocabulary_size and dim under tables")
+        tables[name] = TableConfig(shape.vocabulary_size, shape.dim, name)
+    return {path: FeatureConfig(tables[feature.table]) for path, feature in serving.features.items()}
+
+
+def _is_serving(mapping: Mapping[str, Any]) -> bool:
+    """Whether a feature says what only a serving_config says."""
+    features = mapping.get("features")
+    entries = features.values() if isinstance(features, Mapping) else ()
+    only = {"input", "combiner", "weighted", "out_of_vocabulary"}
+    return any(
+        isinstance(entry, Mapping) and isinstance(entry.get("table"), str) and only & set(entry) for entry in entries
+    )
+
+
+def estimate(
+    features: Mapping[str, FeatureConfig],
+    sample: Mapping[str, FeatureIds],
+    topology: Topology,
+    *,
+    margin: float = 0.25,
+    optimizer: Any = None,
+    stacking: bool = True,
+) -> SizingReport:
+    """What `features` and a sample of their ids need on `topology`.
+
+    Args:
+        features: path -> FeatureConfig; its table's limits are those that the counts are compared with.
+        sample: path -> ids, in the order of training; whole batches of it are counted. Others than the features' are ignored.
+        topology: the TPUs.
+        margin: what to add to the most of the sample, 0.25 for a quarter.
+        optimizer: of tables without their own; None counts no slots for them.
+        stacking: as `disable_table_stacking=False`.
+
+    Raises:
+        ConfigError: the sample lacks a feature, has ids outside of a table or less than a batch, or SparseCores cannot look
+            a feature up.
+    """
+    check_number("margin", margin, 0.0)
+    steps = _check(features, sample, topology)
+    plan = _Plan.of(features, sample, topology, optimizer, stacking)
+    stacks = tuple(plan.stack_size(name, steps, margin) for name in sorted(plan.by_stack()))
+    tables = tuple(plan.table_size(name, steps, margin) for name in sorted(plan.tables))
+    warnings = [line for stack in stacks for line in _warnings(stack, {table.table: table for table in tables})]
+    return SizingReport(
+        topology, margin, steps, tables, stacks, sum(stack.bytes_per_chip for stack in stacks), tuple(warnings)
+    )
+
+
+def _check(features: Mapping[str, FeatureConfig], sample: Mapping[str, FeatureIds], topology: Topology) -> int:
+    """The whole batches of `sample`."""
+    for path, config in features.items():
+        if path not in sample:
+            raise ConfigError(f"sample: has no feature {path!r}; {did_you_mean(path, sample)}")
+        if config.max_sequence_length or len(config.output_shape or ()) > 1:
+            raise ConfigError(
+                f"feature {path!r}: sequences are not counted; leave it out, or count its ids as one per example"
+            )
+        ids, rows = sample[path].ids, config.table.vocabulary_size
+        if len(ids) and ids.max() >= rows:
+            raise ConfigError(
+                f"sample: feature {path!r} has id {ids.max()}, and table {config.table.name!r} has {rows} rows"
+            )
+    counts = {path: sample[path].count for path in features}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(f"sample: features have different numbers of examples: {counts}; make them equal")
+    steps = next(iter(counts.values())) // topology.batch_size
+    if not steps:
+        raise ConfigError(
+            f"sample: {next(iter(counts.values()))} examples are less than one batch of {topology.batch_size}; give more"
+        )
+    return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Tables, where TensorFlow puts them, and the ids that look them up."""
+
+    features: Mapping[str, FeatureConfig]
+    sample: Mapping[str, FeatureIds]
+    topology: Topology
+    tables: Mapping[str, TableConfig]
+    slots: Mapping[str, tuple[str, ...]]
+    layouts: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        features: Mapping[str, FeatureConfig],
+        sample: Mapping[str, FeatureIds],
+        topology: Topology,
+        optimizer: Any,
+        stacking: bool,
+    ) -> "_Plan":
+        default = None if optimizer is None else resolve_optimizer(optimizer)
+        trained = {path: _trained(config, default, topology) for path, config in features.items()}
+        tables = {config.table.name: config.table for config in trained.values()}
+        optimizers = {name: table.optimizer and resolve_optimizer(table.optimizer) for name, table in tables.items()}
+        layouts = stack_tables(
+            features_to_tf(list(trained.values())), topology.chips, topology.sparse_cores_per_chip, stacking
+        )
+        slots = {name: found.slots if found else () for name, found in optimizers.items()}
+        return cls(features, sample, topology, tables, slots, layouts)
+
+    def by_stack(self) -> dict[str, list[str]]:
+        stacks: dict[str, list[str]] = {}
+        for table, (layout, _) in self.layouts.items():
+            stacks.setdefault(layout.stack, []).append(table)
+        return {stack: sorted(tables) for stack, tables in stacks.items()}
+
+    def _lookups(self, tables: list[str]) -> list[Lookup]:
+        """Rows of different tables are told apart by numbers of their own."""
+        starts, next_row = {}, 0
+        for table in tables:
+            starts[table], next_row = next_row, next_row + self.tables[table].vocabulary_size
+        return [
+            Lookup(self.sample[path], starts[config.table.name], self.layouts[config.table.name][0].rotation)
+            for path, config in self.features.items()
+            if config.table.name in starts
+        ]
+
+    def _count(self, tables: list[str], steps: int) -> Counts:
+        t = self.topology
+        return count(self._lookups(tables), Partitions(t.batch_size, t.chips, t.sparse_cores_per_chip), steps)
+
+    def _bytes(self, table: str) -> int:
+        rows, dim = self.layouts[table][1]
+        return int(rows * dim * _FLOAT_BYTES * (1 + len(self.slots[table])) // self.topology.chips)
+
+    def table_size(self, table: str, steps: int, margin: float) -> TableSize:
+        counts, (layout, (padded_rows, padded_dim)) = self._count([table], steps), self.layouts[table]
+        return TableSize(
+            table=table,
+            stack=layout.stack,
+            rows=layout.rows,
+            padded_rows=padded_rows,
+            dim=layout.dim,
+            padded_dim=padded_dim,
+            slots=self.slots[table],
+            max_ids_per_partition=_with_margin(counts.ids, margin),
+            max_unique_ids_per_partition=_with_margin(counts.unique_ids, margin),
+            bytes_per_chip=self._bytes(table),
+        )
+
+    def stack_size(self, stack: str, steps: int, margin: float) -> StackSize:
+        tables = self.by_stack()[stack]
+        counts, layout = self._count(tables, steps), self.layouts[tables[0]][0]
+        samples = sum(config.table.name in tables for config in self.features.values())
+        per_chip = samples * self.topology.batch_size // self.topology.chips
+        return StackSize(
+            stack=stack,
+            tables=tuple(tables),
+            rows=layout.rows_per_core * layout.sparse_cores,
+            dim=self.layouts[tables[0]][1][1],
+            seen_ids=counts.ids,
+            needed_ids=_with_margin(counts.ids, margin),
+            limit_ids=self._limit(tables, "max_ids_per_partition"),
+            seen_unique_ids=counts.unique_ids,
+            needed_unique_ids=_with_margin(counts.unique_ids, margin),
+            limit_unique_ids=self._limit(tables, "max_unique_ids_per_partition"),
+            ids_per_chip_per_sample=math.ceil(counts.ids_per_chip * (1 + margin) / per_chip),
+            bytes_per_chip=sum(self._bytes(table) for table in tables),
+        )
+
+    def _limit(self, tables: list[str], field: str) -> int:
+        """As the layer sets it: the sum of the tables', TensorFlow's default for a stack of which none says one."""
+        given = [getattr(self.tables[table], field) for table in tables]
+        return _DEFAULT_LIMIT if not any(given) else sum(limit or _DEFAULT_LIMIT for limit in given)
+
+
+def _trained(config: FeatureConfig, default: Any, topology: Topology) -> FeatureConfig:
+    """With its table's optimizer filled in, and one chip's output_shape."""
+    optimizer = default if config.table.optimizer is None else config.table.optimizer
+    table = dataclasses.replace(config.table, optimizer=optimizer)
+    return dataclasses.replace(config, table=table, output_shape=(topology.batch_size // topology.chips,))
+
+
+def _with_margin(seen: int, margin: float) -> int:
+    return max(1, math.ceil(seen * (1 + margin)))
+
+
+_MAX_IDS_PER_CHIP_PER_SAMPLE = 64  # TensorFlow's default
+
+
+def _warnings(stack: StackSize, tables: Mapping[str, TableSize]) -> Iterator[str]:
+    for what in ("ids", "unique_ids"):
+        seen, needed, limit = (getattr(stack, f"{side}_{what}") for side in ("seen", "needed", "limit"))
+        option = f"max_{what}_per_partition"
+        remedy = ", ".join(f"{name}: {getattr(tables[name], option)}" for name in stack.tables)
+        words = what.replace("_", " ")
+        if seen > limit:
+            yield (
+                f"stack {stack.stack}: a step of the sample brings {seen} {words} from one SparseCore to another, and the limit is "
+                f"{limit}: the step fails; set {option} of {remedy}"
+            )
+        elif needed > limit:
+            yield (
+                f"stack {stack.stack}: {seen} {words} with the margin are {needed}, and the limit is {limit}; set {option} of "
+                f"{remedy}"
+            )
+    if stack.ids_per_chip_per_sample > _MAX_IDS_PER_CHIP_PER_SAMPLE:
+        yield (
+            f"stack {stack.stack}: a chip needs room for {stack.ids_per_chip_per_sample} ids per example, TensorFlow's default is "
+            f"{_MAX_IDS_PER_CHIP_PER_SAMPLE}: the step fails, or drops ids with allow_id_dropping; set "
+            "max_ids_per_chip_per_sample of the SparseCoreEmbeddingConfig"
+        )
