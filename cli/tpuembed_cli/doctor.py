@@ -38,9 +38,9 @@ def doctor(config: str, sample: str, as_json: bool, **options: Any) -> None:
     """
     import_tensorflow()
     with stdout_on_stderr(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "The 'warn' function is deprecated", DeprecationWarning
-        )  # TensorFlow calls it
+        # TensorFlow repeats --no-stacking, by a function that Python has deprecated.
+        warnings.filterwarnings("ignore", "The 'warn' function is deprecated", DeprecationWarning)
+        logging.getLogger("absl").setLevel(logging.ERROR)
         report = _estimate(config, sample, **options)
     if as_json:
         print_json(report.to_dict())
