@@ -1,7 +1,7 @@
 """Where tables live and who updates them: one backend per hardware path, chosen once."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class Backend(Protocol):
         """A training step of `features`, all of whose tables have an optimizer; `train` runs it."""
 
 
-_ACCELERATORS: Mapping[str, Any] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}
+_ACCELERATORS: Mapping[str, Callable[[Request], Backend]] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}
 
 
 def choose(request: Request) -> Backend:
@@ -69,8 +69,9 @@ def choose(request: Request) -> Backend:
         return DeferredBackend(request.tables, source)
     strategy = tf.distribute.get_strategy()
     accelerator = _ACCELERATORS.get(_hardware(strategy, request.embedding_feature))
-    if accelerator is not None:
-        return _accelerated(accelerator, request)
+    large = {table.name for table in request.tables if table.vocabulary_size > (request.size_threshold or 0)}
+    if accelerator is not None and large:
+        return _accelerated(accelerator, request, large)
     _warn_without_effect(request, strategy)
     _check_replicas(strategy)
     return HostBackend(request)
@@ -89,18 +90,9 @@ def _hardware(strategy: Any, asked: Any) -> str:
     return str(name or found or "UNSUPPORTED")
 
 
-def _accelerated(backend: Any, request: Request) -> Backend:
-    small = {table.name for table in request.tables if table.vocabulary_size <= _threshold(request)}
-    if not small:
-        chosen: Backend = backend(request)
-        return chosen
-    if len(small) == len(request.tables):
-        return HostBackend(request)
-    return MixedBackend(request, small, backend)
-
-
-def _threshold(request: Request) -> int:
-    return 0 if request.size_threshold is None else request.size_threshold
+def _accelerated(accelerator: Callable[[Request], Backend], request: Request, large: set[str]) -> Backend:
+    small = {table.name for table in request.tables} - large
+    return MixedBackend(request, small, accelerator) if small else accelerator(request)
 
 
 def _warn_without_effect(request: Request, strategy: Any) -> None:

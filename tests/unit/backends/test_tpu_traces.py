@@ -117,7 +117,10 @@ def test_tables_up_to_the_threshold_are_replicated(feature: str, of_one: dict[st
 
 
 def test_all_tables_up_to_the_threshold() -> None:
-    with traced("V1", size_threshold=100):
+    with (
+        pytest.warns(UserWarning, match="pipeline_execution_with_tensor_core has no effect"),
+        traced("V1", size_threshold=100, pipeline_execution_with_tensor_core=True),
+    ):
         assert marked() == REPLICATED_OPS
 
 
