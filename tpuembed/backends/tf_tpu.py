@@ -12,6 +12,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
+from tpuembed.backends.stack_ids import ids_inside
 from tpuembed.backends.stacked_table import StackLayout, check_stacks
 
 __all__ = [
@@ -177,6 +178,16 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     def layout(self, table: str) -> StackLayout:
         """Where `table` lies in its stack."""
         return StackLayout.of(self.embedding_layouts[table])
+
+    def _preprocess_features(self, **arguments: Any) -> Any:
+        """On the host, which makes of ids what SparseCores take."""
+        given = zip(arguments["flat_features"], arguments["flat_inputs"], arguments["flat_weights"], strict=True)
+        checked = [
+            ids_inside(ids, weights, self.layout(feature.table.name).rows, feature.validate_weights_and_indices)
+            for (_, feature), ids, weights in given
+        ]
+        inputs = {"flat_inputs": [ids for ids, _ in checked], "flat_weights": [weights for _, weights in checked]}
+        return super()._preprocess_features(**{**arguments, **inputs})
 
     def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
         """Set the ids and unique ids that a SparseCore takes from another one per step, by table.

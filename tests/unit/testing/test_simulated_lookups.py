@@ -126,10 +126,91 @@ def test_ids_that_find_no_room_raise_or_are_dropped(caplog: pytest.LogCaptureFix
     assert "Table t is dropping 28 ids" in caplog.text
 
 
-@pytest.mark.parametrize("ids", [[-1], [64]])
-def test_an_id_outside_of_its_stack_is_an_error(ids: list[int]) -> None:
-    with simulated_tpu() as strategy, pytest.raises(tf.errors.InvalidArgumentError, match="outside of the stack"):
-        one_table(strategy, ids)
+NAN = [np.nan] * 4
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64, tf.uint64])
+def test_an_id_outside_of_its_table_is_loud(dtype: Any) -> None:
+    """TensorFlow's class reads padding for id 9, and another table's rows for id 16."""
+    rows = {name: np.full((9, 4), value, np.float32) for name, value in (("a", 1.0), ("b", 7.0))}
+    high = {tf.int32: 16, tf.int64: 2**32 + 5, tf.uint64: 2**64 - 1}[dtype]
+    ids = tf.cast(tf.constant([8, 9, 16, 1, 1, 1, 1], dtype), dtype)
+    ids = tf.concat([ids, tf.constant([high], dtype)], 0)
+    with simulated_tpu() as strategy, strategy.scope():
+        tables = {name: TableConfig(9, 4, name, combiner="mean") for name in rows}
+        layer = make_layer(tables, rows, optimizer="sgd")
+        ragged = tf.RaggedTensor.from_row_lengths(ids, [1, 1, 1, 2, 0, 2, 0, 1])
+        for given in (ids, ragged, ragged.to_sparse()):
+            other = tf.zeros(EXAMPLES, tf.int64) if given is ids else tf.ragged.constant([[0]] * EXAMPLES, tf.int64)
+            other = other.to_sparse() if isinstance(given, tf.SparseTensor) else other
+            found = strategy.run(lambda a, b: layer({"a": a, "b": b}), args=(given, other))["a"].numpy()
+            np.testing.assert_array_equal(found[:4], [[1.0] * 4, NAN, NAN, [1.0] * 4])
+            np.testing.assert_array_equal(found[7], NAN)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_negative_ids_are_dropped_where_ids_are_validated(kind: str, combiner: str) -> None:
+    rows = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    given = Ids(
+        kind,
+        [[1, -1, 2], [-1], [3], [], [4, -7], [5], [6], [-2, 8]],
+        [[0.5, 9.0, 2.0], [9.0], [1.0], [], [2.0, 9.0], [1.0], [1.0], [9.0, 3.0]],
+    )
+    kept = [
+        [(i, w) for i, w in zip(ids, ws, strict=True) if i >= 0]
+        for ids, ws in zip(given.ids, given.weights or [], strict=True)
+    ]
+    truth = Ids(kind, [[i for i, _ in row] for row in kept], [[w for _, w in row] for row in kept]).lookup(
+        rows, combiner
+    )
+    with simulated_tpu() as strategy, strategy.scope():
+        for validate in (True, False):
+            table = TableConfig(9, 4, "t", combiner=combiner)
+            layer = TPUEmbedding(
+                {"x": FeatureConfig(table, validate_weights_and_indices=validate)}, "sgd", batch_size=EXAMPLES
+            )
+            layer.assign_rows("t", 0, rows)
+            found = looked_up(strategy, layer, {"x": given})["x"]
+            negative = np.array([min(row, default=0) < 0 for row in given.ids])
+            np.testing.assert_allclose(found[~negative], truth[~negative], rtol=1e-6, atol=1e-6)
+            if validate:
+                np.testing.assert_allclose(found[negative], truth[negative], rtol=1e-6, atol=1e-6)
+            else:
+                assert np.isnan(found[negative]).all()
+
+
+def test_a_dropped_id_touches_no_row() -> None:
+    """Adam moves every row that a step looks up, whatever its gradient."""
+    with simulated_tpu() as strategy, strategy.scope():
+        rows = np.ones((9, 4), np.float32)
+        layer = make_layer({"x": TableConfig(9, 4, "t")}, {"t": rows}, optimizer="adam")
+        layer.assign_rows("t", 0, rows, slot="momenta")
+        ids = tf.ragged.constant([[-1, 3]] * EXAMPLES, tf.int64)
+
+        def step() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer({"x": ids})["x"])
+            return tape.gradient(loss, layer.trainable_variables)
+
+        strategy.run(step)
+        (table,) = layer.embedding_tables.values()
+        moved = np.flatnonzero((table.numpy() != rows).any(1))
+    assert moved.tolist() == [3]
+
+
+@pytest.mark.parametrize("bad", [-1, 64])
+def test_tensorflows_own_class_and_an_id_outside_of_its_stack(bad: int) -> None:
+    embedding = tf.tpu.experimental.embedding
+    with simulated_tpu(replicas=2) as strategy, strategy.scope():
+        ones = tf.constant_initializer(1.0)
+        feature = embedding.FeatureConfig(embedding.TableConfig(64, 8, ones, name="t"), output_shape=[EXAMPLES])
+        theirs = embedding.TPUEmbeddingV2(feature, embedding.SGD(0.1))
+        activations, _ = strategy.run(lambda: theirs(tf.range(EXAMPLES)))
+        for of_replica in strategy.experimental_local_results(activations):
+            np.testing.assert_array_equal(of_replica, np.ones((EXAMPLES, 8)))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="outside of the stack"):
+            strategy.run(lambda: theirs(tf.fill([EXAMPLES], bad)))
 
 
 def test_what_is_not_simulated_is_refused() -> None:
