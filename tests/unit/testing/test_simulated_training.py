@@ -107,7 +107,7 @@ def assert_same(found: Mapping[str, Array], truth: Mapping[str, Array]) -> None:
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6 * unit, err_msg=name)
 
 
-@pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (2, 2), pytest.param(4, 4, marks=pytest.mark.long)])
 def test_every_optimizer_trains_as_on_the_host(replicas: int, sparse_cores: int) -> None:
     features = tables()
     ids = batches(features, replicas)
