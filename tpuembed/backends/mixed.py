@@ -59,7 +59,8 @@ class MixedBackend:
         """Activations of `features`, each where its table lives."""
         small, large = self._divide(features)
         is_small = [self._is_small(feature) for feature in features]
-        return _merge(is_small, self._replicated.lookup(small), self._accelerated.lookup(large))
+        # A step may look up free tables beside the others; the accelerator would take that for a second call.
+        return _merge(is_small, self._replicated.lookup(small), self._accelerated.lookup(large) if large else [])
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
         """A step of both."""

@@ -1,0 +1,30 @@
+"""Small tables beside the accelerator's."""
+
+import pytest
+import tensorflow as tf
+
+from tests.fake_tpu import fake_tpu
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+
+
+@pytest.mark.parametrize(
+    ("hardware", "op"),
+    [("V1", "SendTPUEmbeddingGradients"), ("V2", "XlaSparseDenseMatmulGradWithSgdAndStaticBufferSize")],
+)
+def test_a_small_table_that_the_user_trains_is_no_second_call(hardware: str, op: str) -> None:
+    large, small = TableConfig(100, 8, "large", optimizer="sgd"), TableConfig(5, 8, "small")
+    features = {name: FeatureConfig(table, output_shape=(16,)) for name, table in (("a", large), ("b", small))}
+    with fake_tpu(hardware) as strategy:
+        with strategy.scope():
+            layer = TPUEmbedding(features, size_threshold=10)
+
+        def step(ids: object) -> object:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(activation) for activation in layer(ids).values()])
+            return tape.gradient(loss, layer.trainable_variables)
+
+        gradients = strategy.run(step, args=({name: tf.compat.v1.placeholder(tf.int32, [16]) for name in features},))
+        assert len(gradients) == 2  # of the small table, and of the trap
+        assert all(gradient is not None for gradient in gradients)
+        ops = {node.op for node in tf.compat.v1.get_default_graph().as_graph_def().node}
+    assert op in ops
