@@ -351,11 +351,12 @@ def test_configs_of_features_round_trip() -> None:
 
 
 def test_saved_models_come_back(tmp_path: Path) -> None:
-    inputs = keras.Input((3,), dtype="int64")
-    model = keras.Model(inputs, keras.layers.Dense(1)(DistributedEmbedding(feature(table(), 3))(inputs)))
+    inputs = {"x": keras.Input((3,), dtype="int64", name="x")}
+    layer = DistributedEmbedding({"x": feature(table(), 3)})
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)["x"]))
     model.save(tmp_path / "m.keras")
-    again = keras.models.load_model(tmp_path / "m.keras")
-    np.testing.assert_array_equal(again(np.array(DENSE)), model(np.array(DENSE)))
+    again, ids = keras.models.load_model(tmp_path / "m.keras"), {"x": np.array(DENSE)}
+    np.testing.assert_array_equal(again(ids), model(ids))
 
 
 class Tower(keras.Model):
