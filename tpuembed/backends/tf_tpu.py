@@ -4,6 +4,7 @@ With `tf_config`, the only backend module that uses private names.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -182,12 +183,13 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     def _preprocess_features(self, **arguments: Any) -> Any:
         """On the host, which makes of ids what SparseCores take."""
         given = zip(arguments["flat_features"], arguments["flat_inputs"], arguments["flat_weights"], strict=True)
-        checked = [
-            ids_inside(ids, weights, self.layout(feature.table.name).rows, feature.validate_weights_and_indices)
-            for (_, feature), ids, weights in given
-        ]
+        checked = [self._inside(feature, ids, weights) for (_, feature), ids, weights in given]
         inputs = {"flat_inputs": [ids for ids, _ in checked], "flat_weights": [weights for _, weights in checked]}
         return super()._preprocess_features(**{**arguments, **inputs})
+
+    def _inside(self, feature: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
+        rows, samples = self.layout(feature.table.name).rows, math.prod(feature.output_shape)
+        return ids_inside(ids, weights, rows, samples, feature.validate_weights_and_indices)
 
     def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
         """Set the ids and unique ids that a SparseCore takes from another one per step, by table.

@@ -180,6 +180,17 @@ def test_negative_ids_are_dropped_where_ids_are_validated(kind: str, combiner: s
                 assert np.isnan(found[negative]).all()
 
 
+def test_ragged_ids_of_too_few_examples_are_loud() -> None:
+    """Off the TPU they are sequences of two ids; SparseCores would put all of them into the first half of the batch."""
+    with simulated_tpu() as strategy, strategy.scope():
+        layer = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t"), output_shape=(4, 2)), "sgd")
+        found = strategy.run(lambda: layer(tf.ragged.constant([[1], [2, 3], [4], [5]], tf.int64)))
+        assert np.isnan(found.numpy()[:2]).all()
+        found = strategy.run(lambda: layer(tf.ragged.constant([[1], [2, 3], [4], [5], [], [6], [7], [8]], tf.int64)))
+        assert found.shape == (4, 2, 4)
+        assert np.isfinite(found.numpy()).all()
+
+
 def test_a_dropped_id_touches_no_row() -> None:
     """Adam moves every row that a step looks up, whatever its gradient."""
     with simulated_tpu() as strategy, strategy.scope():
