@@ -5,4 +5,14 @@
 tables cannot honour is refused by name.
 """
 
+import importlib.util
+
+from tpuembed.environment import check_keras_backend
+from tpuembed.errors import MissingExtraError
+
 __all__: list[str] = []
+
+check_keras_backend()  # Keras imports the backend that it is told to
+for _package in ("tensorflow", "keras"):
+    if importlib.util.find_spec(_package) is None:
+        raise MissingExtraError("tpuembed.compat", _package, "tf")
