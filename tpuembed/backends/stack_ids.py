@@ -12,40 +12,47 @@ __all__ = ["ids_inside"]
 Tensor = Any
 
 
-def ids_inside(ids: Any, weights: Any, rows: int, samples: int, validate: bool) -> tuple[Any, Any]:
+def ids_inside(ids: Any, weights: Any, name: str, rows: int, samples: int, validate: bool) -> tuple[Any, Any]:
     """Ids of a table of `rows` rows, and weights of their kind, as the layer's policy wants them.
 
-    Negative ids of sparse and ragged features are dropped where `validate`. Another id outside of the table has the weight NaN,
-    which makes its activation NaN: loud, where another row would be silently wrong. Ragged ids become sparse ones, because
-    TensorFlow's class before 2.20 fails on ragged weights; they are NaN where they are not of `samples` examples.
+    Negative ids of sparse and ragged features are dropped where `validate`. Another id outside of the table fails the step on the
+    host, before anything is looked up or trained, as it does off the TPU; and so do ragged ids that are not of `samples`
+    examples. Ragged ids become sparse ones, because TensorFlow's class before 2.20 fails on ragged weights.
 
     Args:
         ids: integers, a Tensor, a SparseTensor or a RaggedTensor of rank 2.
         weights: of the ids' kind, or None.
+        name: the feature's, for messages.
         rows: of the table, without padding.
         samples: activations of the feature, of one replica.
         validate: the feature's validate_weights_and_indices.
     """
     if isinstance(ids, tf.Tensor):
-        inside = _is_inside(ids, rows)
-        return tf.where(inside, ids, 0), _loud(inside, tf.ones_like(ids, tf.float32))
-    if weights is None:
-        weights = ids.with_values(tf.ones_like(ids.values, tf.float32))
-    complete: Any = True
+        return _checked(ids, _outside(ids, name, rows)), weights
+    checks = []
     if isinstance(ids, tf.RaggedTensor):
-        complete = tf.equal(ids.nrows(), samples)
-        ids, weights = ids.to_sparse(), weights.to_sparse()
+        checks.append(_miscounted(ids, name, samples))
+        ids, weights = ids.to_sparse(), None if weights is None else weights.to_sparse()
     if validate and not ids.dtype.is_unsigned:  # of which the highest would turn negative
         keep = tf.cast(ids.values, tf.int64) >= 0
-        ids, weights = tf.sparse.retain(ids, keep), tf.sparse.retain(weights, keep)
-    inside = _is_inside(ids.values, rows) & complete
-    return ids.with_values(tf.where(inside, ids.values, 0)), weights.with_values(_loud(inside, weights.values))
+        ids, weights = tf.sparse.retain(ids, keep), None if weights is None else tf.sparse.retain(weights, keep)
+    checks.append(_outside(ids.values, name, rows))
+    return ids.with_values(_checked(ids.values, *checks)), weights
 
 
-def _is_inside(values: Tensor, rows: int) -> Tensor:
+def _outside(values: Tensor, name: str, rows: int) -> Any:
     """Asked of the ids' own type, before TensorFlow makes int32 of it."""
-    return (tf.cast(values, tf.int64) >= 0) & (tf.cast(values, tf.int64) < rows)
+    wide = tf.cast(values, tf.int64)
+    inside = (wide >= 0) & (wide < rows)
+    message = f"feature {name!r}: ids outside of their table of {rows} rows:"
+    return tf.debugging.Assert(tf.reduce_all(inside), [message, tf.boolean_mask(values, ~inside)], summarize=5)
 
 
-def _loud(inside: Tensor, weights: Tensor) -> Tensor:
-    return tf.where(inside, tf.cast(weights, tf.float32), float("nan"))
+def _miscounted(ids: Any, name: str, samples: int) -> Any:
+    message = f"feature {name!r}: ragged ids for {samples} activations of one replica must be of as many examples, they are of"
+    return tf.debugging.Assert(tf.equal(ids.nrows(), samples), [message, ids.nrows()])
+
+
+def _checked(values: Tensor, *checks: Any) -> Tensor:
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(values)

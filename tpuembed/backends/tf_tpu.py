@@ -189,7 +189,7 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
 
     def _inside(self, feature: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
         rows, samples = self.layout(feature.table.name).rows, math.prod(feature.output_shape)
-        return ids_inside(ids, weights, rows, samples, feature.validate_weights_and_indices)
+        return ids_inside(ids, weights, feature.name, rows, samples, feature.validate_weights_and_indices)
 
     def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
         """Set the ids and unique ids that a SparseCore takes from another one per step, by table.

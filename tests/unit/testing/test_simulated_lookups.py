@@ -126,26 +126,31 @@ def test_ids_that_find_no_room_raise_or_are_dropped(caplog: pytest.LogCaptureFix
     assert "Table t is dropping 28 ids" in caplog.text
 
 
-NAN = [np.nan] * 4
-
-
-@pytest.mark.parametrize("dtype", [tf.int32, tf.int64, tf.uint64])
-def test_an_id_outside_of_its_table_is_loud(dtype: Any) -> None:
+@pytest.mark.parametrize("form", ["dense", "ragged", "sparse"])
+@pytest.mark.parametrize(
+    ("dtype", "outside"), [(tf.int32, 9), (tf.int64, 16), (tf.int64, 2**32 + 5), (tf.uint64, 2**64 - 1), (tf.int32, -1)]
+)
+def test_an_id_outside_of_its_table_fails_and_trains_nothing(form: str, dtype: Any, outside: int) -> None:
     """TensorFlow's class reads padding for id 9, and another table's rows for id 16."""
+    if outside == -1 and form != "dense":
+        return  # dropped there
     rows = {name: np.full((9, 4), value, np.float32) for name, value in (("a", 1.0), ("b", 7.0))}
-    high = {tf.int32: 16, tf.int64: 2**32 + 5, tf.uint64: 2**64 - 1}[dtype]
-    ids = tf.cast(tf.constant([8, 9, 16, 1, 1, 1, 1], dtype), dtype)
-    ids = tf.concat([ids, tf.constant([high], dtype)], 0)
+    ids = tf.concat([tf.cast([8, 1, 1, 1, 1, 1, 1], dtype), tf.constant([outside], dtype)], 0)
+    ragged = tf.RaggedTensor.from_row_lengths(ids, [1] * 8)
+    given = {"dense": ids, "ragged": ragged, "sparse": ragged.to_sparse()}[form]
     with simulated_tpu() as strategy, strategy.scope():
         tables = {name: TableConfig(9, 4, name, combiner="mean") for name in rows}
         layer = make_layer(tables, rows, optimizer="sgd")
-        ragged = tf.RaggedTensor.from_row_lengths(ids, [1, 1, 1, 2, 0, 2, 0, 1])
-        for given in (ids, ragged, ragged.to_sparse()):
-            other = tf.zeros(EXAMPLES, tf.int64) if given is ids else tf.ragged.constant([[0]] * EXAMPLES, tf.int64)
-            other = other.to_sparse() if isinstance(given, tf.SparseTensor) else other
-            found = strategy.run(lambda a, b: layer({"a": a, "b": b}), args=(given, other))["a"].numpy()
-            np.testing.assert_array_equal(found[:4], [[1.0] * 4, NAN, NAN, [1.0] * 4])
-            np.testing.assert_array_equal(found[7], NAN)
+
+        def step(a: Any, b: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(found) for found in layer({"a": a, "b": b}).values()])
+            return tape.gradient(loss, layer.trainable_variables)
+
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"feature 'a': ids outside of their table of 9 rows"):
+            strategy.run(step, args=(given, tf.zeros(EXAMPLES, tf.int64)))
+        for config, table in layer.embedding_tables.items():
+            np.testing.assert_array_equal(table.numpy(), rows[config.name])
 
 
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
@@ -171,21 +176,22 @@ def test_negative_ids_are_dropped_where_ids_are_validated(kind: str, combiner: s
                 {"x": FeatureConfig(table, validate_weights_and_indices=validate)}, "sgd", batch_size=EXAMPLES
             )
             layer.assign_rows("t", 0, rows)
-            found = looked_up(strategy, layer, {"x": given})["x"]
-            negative = np.array([min(row, default=0) < 0 for row in given.ids])
-            np.testing.assert_allclose(found[~negative], truth[~negative], rtol=1e-6, atol=1e-6)
             if validate:
-                np.testing.assert_allclose(found[negative], truth[negative], rtol=1e-6, atol=1e-6)
+                found = looked_up(strategy, layer, {"x": given})["x"]
+                np.testing.assert_allclose(found, truth, rtol=1e-6, atol=1e-6)
             else:
-                assert np.isnan(found[negative]).all()
+                with pytest.raises(tf.errors.InvalidArgumentError, match="feature 'x': ids outside"):
+                    looked_up(strategy, layer, {"x": given})
 
 
-def test_ragged_ids_of_too_few_examples_are_loud() -> None:
+def test_ragged_ids_of_too_few_examples_fail() -> None:
     """Off the TPU they are sequences of two ids; SparseCores would put all of them into the first half of the batch."""
     with simulated_tpu() as strategy, strategy.scope():
         layer = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t"), output_shape=(4, 2)), "sgd")
-        found = strategy.run(lambda: layer(tf.ragged.constant([[1], [2, 3], [4], [5]], tf.int64)))
-        assert np.isnan(found.numpy()[:2]).all()
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match=r"ragged ids for 8 activations .* of as many examples"
+        ):
+            strategy.run(lambda: layer(tf.ragged.constant([[1], [2, 3], [4], [5]], tf.int64)))
         found = strategy.run(lambda: layer(tf.ragged.constant([[1], [2, 3], [4], [5], [], [6], [7], [8]], tf.int64)))
         assert found.shape == (4, 2, 4)
         assert np.isfinite(found.numpy()).all()
