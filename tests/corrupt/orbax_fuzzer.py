@@ -19,12 +19,23 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import google_crc32c
 import numpy as np
 
-from tests.unit.checkpoint.orbax_trees import STACKED, Array, Leaves, spec, stacked_rows, write_spec, write_tree
+from tests.unit.checkpoint.orbax_trees import (
+    STACKED,
+    Array,
+    Leaves,
+    spec,
+    stacked_rows,
+    write_shards,
+    write_spec,
+    write_tree,
+)
 from tpuembed.checkpoint import open_checkpoint
+from tpuembed.checkpoint.orbax import arrays, chunk_streams
 from tpuembed.errors import CheckpointError
 
 __all__ = ["run"]
@@ -149,6 +160,7 @@ def make_targets(folder: Path) -> tuple[list[Target], dict[str, Array]]:
     ocdbt = write_tree(folder / "ocdbt", leaves, chunks=(5, 3), compressed=False)
     files2 = write_tree(folder / "zarr2", leaves, chunks=(5, 3), ocdbt=False)
     files3 = write_tree(folder / "zarr3", leaves, chunks=(5, 3), ocdbt=False, zarr3=True)
+    shards = write_shards(folder / "shards", plain["p/emb"], (5, 2), (10, 4))
     rs = write_tree(folder / "keras", keras)
     document = either(json_changed, json_changed, bytes_changed)
     tree = [Target("metadata", path, path / "_METADATA", document, True) for path in (ocdbt, files2, rs)]
@@ -168,6 +180,7 @@ def make_targets(folder: Path) -> tuple[list[Target], dict[str, Array]]:
     tree += [
         Target("chunk", files3, path, bytes_changed, False) for path in sorted((files3 / "p.emb/c").rglob("*/0"))[:2]
     ]
+    tree += [Target("shard", shards, shards / "t" / "c" / "0" / "0", bytes_changed, False)]
     return tree, {**plain, **stacked, "videos": plain["p/emb"]}
 
 
@@ -193,6 +206,16 @@ def execute(target: Target, truth: dict[str, Array]) -> str:
     return outcome
 
 
+@contextlib.contextmanager
+def streams() -> Iterator[None]:
+    """Small chunks are decoded as streams, as large ones are."""
+    with (
+        mock.patch.object(chunk_streams, "_STREAMED_FROM_BYTES", 0),
+        mock.patch.object(arrays, "_ALONE_FROM_BYTES", 0),
+    ):
+        yield
+
+
 def run(seed: int, executions: int, *, limit_memory: bool = True) -> dict[str, dict[str, int]]:
     """How many executions ended how, by target."""
     rng = random.Random(seed)
@@ -210,7 +233,8 @@ def run(seed: int, executions: int, *, limit_memory: bool = True) -> dict[str, d
             target.file.write_bytes(damaged)
             faulthandler.dump_traceback_later(_SECONDS, exit=True)
             try:
-                outcomes[target.name][execute(target, truth)] += 1
+                with streams() if rng.random() < 0.5 else contextlib.nullcontext():
+                    outcomes[target.name][execute(target, truth)] += 1
             except BaseException:
                 print(f"execution {number} of seed {seed}: {target.name}: {damaged!r}", file=sys.stderr)
                 raise

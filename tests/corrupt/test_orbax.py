@@ -322,7 +322,8 @@ def test_absurd_chunks(files_tree: Path, chunks: list[int]) -> None:
 
 
 def test_chunk_over_the_memory_for_chunks(files_tree: Path) -> None:
-    edit(files_tree / "emb" / ".zarray", lambda d: d.update(chunks=[1 << 27, 4]))
+    """Of a compressor that is not decoded as a stream."""
+    edit(files_tree / "emb" / ".zarray", lambda d: d.update(chunks=[1 << 27, 4], compressor={"id": "zlib", "level": 1}))
     for beyond in (files_tree / "emb").glob("[1-9].0"):
         beyond.unlink()
     message = refused(files_tree, CheckpointFormatError)

@@ -1,17 +1,19 @@
-"""The arrays of an Orbax checkpoint, read through TensorStore: whole chunks, of which few are in memory at a time."""
+"""The arrays of an Orbax checkpoint: large chunks are decoded as streams, others whole, by TensorStore, few at a time."""
 
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from tpuembed.checkpoint.orbax.array_checks import check_form, is_complete, is_compressed, keys_beyond
 from tpuembed.checkpoint.orbax.chunk_memory import ChunkedArray, ChunkMemory
+from tpuembed.checkpoint.orbax.chunk_streams import ChunkRows, ChunkStreams, StreamedChunk
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.row_runs import Run, split_run
+from tpuembed.checkpoint.orbax.stored_values import ChunkForm, chunk_form
 from tpuembed.checkpoint.orbax.stores import ERRORS, OPEN_SECONDS, READ_SECONDS, RETRIES, array_spec, fail, wait
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError, MissingExtraError
@@ -20,6 +22,8 @@ __all__ = ["ArrayStore", "StoredArray"]
 
 _IN_FLIGHT_BYTES: Final = 8 << 20
 """Of decoded chunks that are waited for together, beyond the first."""
+_ALONE_FROM_BYTES: Final = 8 << 20
+"""A smaller chunk is decoded whole where one after another is read: it is decoded once then, not twice."""
 _NODE_CACHE_BYTES: Final = 8 << 20
 """For the index of an OCDBT database."""
 _THREADS: Final = 4
@@ -34,6 +38,7 @@ class ArrayStore:
 
     Attributes:
         memory: the bound, and the chunks that are kept.
+        streams: the chunks that are being decoded.
     """
 
     def __init__(self, memory_bytes: int | None) -> None:
@@ -50,6 +55,7 @@ class ArrayStore:
             }
         )
         self.memory = ChunkMemory(memory_bytes, self)
+        self.streams = ChunkStreams(memory_bytes)
 
     def open(self, leaf: Leaf) -> "StoredArray":
         """Read the metadata of `leaf`'s array, and no chunk.
@@ -65,6 +71,7 @@ class ArrayStore:
             complete = is_complete(leaf, handle)
             if not complete:
                 handle = self._open(leaf, self._context, is_complete=False)
+            form = chunk_form(leaf, handle)
         except ERRORS as error:
             fail(leaf, error)
         chunk = tuple(handle.chunk_layout.read_chunk.shape or handle.shape)
@@ -72,7 +79,7 @@ class ArrayStore:
         chunks = math.prod(-(-size // of) for size, of in zip(shape, chunk, strict=True))
         size = math.prod(chunk) * dtype.itemsize
         packed = is_compressed(handle)
-        return StoredArray(leaf, chunk, size, chunks * size, packed, complete, self, handle, shape, dtype)
+        return StoredArray(leaf, chunk, size, chunks * size, packed, complete, self, handle, shape, dtype, form)
 
     def _open(self, leaf: Leaf, context: Any, *, is_complete: bool) -> Any:
         spec = array_spec(leaf) | {"fill_missing_data_reads": not is_complete}
@@ -89,6 +96,7 @@ class ArrayStore:
     def close(self) -> None:
         """Let go of the chunks that are kept."""
         self.memory.clear()
+        self.streams.clear()
 
     def assign(self, out: Array, source: Any, batch: Any) -> Any:
         """Start to copy `source` into `out`, which may be strided, without an array between."""
@@ -101,12 +109,13 @@ class ArrayStore:
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray(ChunkedArray):
-    """An array whose metadata is proven: shape, dtype, and the shape of what is decoded at a time."""
+    """An array whose metadata is proven: shape, dtype, and how its chunks are stored, where they can be streamed."""
 
     store: ArrayStore
     handle: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    form: ChunkForm | None
 
     def check_stored(self) -> None:
         """Raise CheckpointCorruptError unless the chunk of the last row is there, and none after it.
@@ -132,7 +141,19 @@ class StoredArray(ChunkedArray):
         )
 
     def check_chunk(self) -> None:
-        """Raise CheckpointFormatError where a chunk does not fit in the memory for chunks."""
+        """Raise CheckpointFormatError where a chunk does not fit in the memory for chunks, and is not streamed.
+
+        Raises:
+            MissingExtraError: it would be, by a package that is not installed.
+        """
+        if self.store.streams.can_read(self, self.form):
+            return
+        if self.store.streams.lacks_package(self, self.form) and not self.store.memory.fits(self):
+            raise MissingExtraError(
+                f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: reading its chunks of {self.chunk_bytes} bytes",
+                "zstandard",
+                "jax",
+            )
         self.store.memory.check(self)
 
     def read_runs(self, runs: Iterable[Run], out: Array) -> None:
@@ -146,16 +167,21 @@ class StoredArray(ChunkedArray):
         runs = list(runs)
         ends = self._ends(runs)
         kept = len(ends) * -(-out.shape[1] // self.chunk[1])
+        is_spread = len(runs) > 1
         try:
-            pool = self.store.memory.pool(self, kept, spread=len(runs) > 1)
+            pool = self.store.memory.pool(self, kept, spread=is_spread)
             groups = self._groups(runs, ends, out.shape[1])
             if pool is not None:
+                self.store.streams.clear()
                 for group in groups:
                     self._read_group(pool, group, out)
+                return
+            if self._is_streamed(is_spread):
+                wasted = self._stream(groups, out, apart=not self._decoders(runs, out.shape[1]))
             else:
-                decoded = self._read_singly(groups, out)
-                if len(runs) > 1:
-                    self.store.memory.count(self, decoded, out.nbytes, kept)
+                wasted = self._read_singly(groups, out)
+            if is_spread:
+                self.store.memory.count(self, wasted, self.advise(runs, out.shape[1]))
         except ERRORS as error:
             fail(self.leaf, error)
 
@@ -163,21 +189,57 @@ class StoredArray(ChunkedArray):
         """What to change before rows are read in many pieces that lie as `runs` do; None: nothing."""
         runs = list(runs)
         kept = len(self._ends(runs)) * -(-dim // self.chunk[1])
-        return self.store.memory.advice(self, kept) if len(runs) > 1 else None
+        if len(runs) <= 1:
+            return None
+        decoders = self._decoders(runs, dim) if self._is_streamed(is_spread=True) else None
+        return self.store.memory.advice(self, kept, decoders)
+
+    def _decoders(self, runs: Sequence[Run], dim: int) -> int:
+        """Bytes for a stream for each of `runs`, where they are more than there are; or 0."""
+        assert self.form is not None
+        return self.store.streams.need(self, self.form, len(runs) * -(-dim // self.chunk[1]))
+
+    def _is_streamed(self, is_spread: bool) -> bool:
+        """Whether chunks that are not all kept are streamed; not where one after another is decoded whole in what is given."""
+        if not self.store.streams.can_read(self, self.form):
+            return False
+        return is_spread or not self.store.memory.takes(self, _ALONE_FROM_BYTES)
+
+    def _stream(self, groups: Iterable[_Group], out: Array, *, apart: bool) -> int:
+        """How many decoded bytes were let go of to get to the rows."""
+        self.store.memory.clear()
+        return sum(
+            self._stream_chunk(place, runs, out, apart=apart) for group in groups for place, runs in group.items()
+        )
+
+    def _stream_chunk(self, place: tuple[int, int], runs: Sequence[Run], out: Array, *, apart: bool) -> int:
+        assert self.form is not None
+        band, first = place
+        chunk = StreamedChunk(self, self.form, self.handle.kvstore, band, first // self.chunk[1])
+        rows = [
+            ChunkRows(run.source - band * self.chunk[0], self._target(run, first, out))
+            for run in sorted(runs, key=lambda run: run.source)
+        ]
+        skipped = self.store.streams.read(chunk, rows, apart=apart)
+        if skipped is None:
+            self.store.memory.check(self)
+            self._read_group(self.handle, {place: list(runs)}, out)
+        return skipped or 0
 
     def _ends(self, runs: Iterable[Run]) -> set[int]:
         """The rows of chunks in which runs end, and in which the next ones begin."""
         return {(run.source + run.rows - 1) // self.chunk[0] for run in runs}
 
     def _read_singly(self, groups: Iterable[_Group], out: Array) -> int:
-        """How many chunks were read."""
+        """How many more bytes were decoded than `out` has."""
+        self.store.streams.clear()
         count = 0
         for group, is_last in _with_last(groups):
             alone = len(group) == 1
             handle = self.store.memory.single(self, next(iter(group)), keep=is_last) if alone else None
             self._read_group(self.handle if handle is None else handle, group, out)
             count += len(group)
-        return count
+        return max(0, count * self.chunk_bytes - out.nbytes)
 
     def _groups(self, runs: Iterable[Run], ends: Container[int], dim: int) -> Iterator[_Group]:
         """What to read together: all that lies in one chunk, and more chunks while they are small.
@@ -198,11 +260,15 @@ class StoredArray(ChunkedArray):
         if group:
             yield group
 
+    def _target(self, run: Run, first: int, out: Array) -> Array:
+        """Where the columns from `first` on, that a chunk has of `run`, go."""
+        return out[run.target : run.target + run.rows * run.step : run.step, first : first + self.chunk[1]]
+
     def _read_group(self, handle: Any, group: _Group, out: Array) -> None:
         with self.store.batch() as batch:
             copies = [
                 self.store.assign(
-                    out[run.target : run.target + run.rows * run.step : run.step, first : first + self.chunk[1]],
+                    self._target(run, first, out),
                     handle[run.source : run.source + run.rows, first : min(first + self.chunk[1], out.shape[1])],
                     batch,
                 )

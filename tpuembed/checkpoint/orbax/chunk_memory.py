@@ -1,4 +1,4 @@
-"""What decoding chunks may cost, and which of them stay decoded from one read to the next."""
+"""What decoding whole chunks may cost, and which of them stay decoded from one read to the next."""
 
 import dataclasses
 import warnings
@@ -99,10 +99,18 @@ class ChunkMemory:
         self._pool: _Pool | None = None
         self._wasted: Counter[Hashable] = Counter()
 
+    def fits(self, array: ChunkedArray) -> bool:
+        """Whether a chunk can be decoded whole."""
+        return array.decoding_bytes <= self._bytes
+
+    def takes(self, array: ChunkedArray, limit: int) -> bool:
+        """Whether a chunk is to be decoded whole though it may be streamed: in what was given, or below `limit` bytes."""
+        return self.fits(array) and (self._is_given or array.chunk_bytes < limit)
+
     def check(self, array: ChunkedArray) -> None:
         """Raise CheckpointFormatError where a chunk cannot be decoded in the memory for chunks."""
         need = array.decoding_bytes
-        if need > self._bytes:
+        if not self.fits(array):
             stored = (
                 f" and held beside up to {array.stored_bytes} as stored, {need} together" if array.stored_bytes else ""
             )
@@ -154,24 +162,27 @@ class ChunkMemory:
             return room
         return min(room, _SPARE_BYTES - array.chunk_bytes) if spread else 0
 
-    def advice(self, array: ChunkedArray, chunks: int) -> str | None:
-        """What makes it fast to read spread rows of which every piece lies in `chunks` chunks; None where it is."""
-        need = chunks * array.kept_bytes
-        if need <= self._room(array, spread=True):
+    def advice(self, array: ChunkedArray, chunks: int, decoders: int | None = None) -> str | None:
+        """What makes it fast to read spread rows of which every piece lies in `chunks` chunks; None where it is.
+
+        `decoders`: bytes for as many, if there are not; without, chunks are decoded whole.
+        """
+        need = chunks * array.kept_bytes + array.decoding_bytes
+        if chunks * array.kept_bytes <= self._room(array, spread=True) or decoders == 0:
             return None
         return (
             f"checkpoint {array.leaf.item.folder}: array {array.leaf.shown}: every piece of its rows lies in {chunks} chunks "
             f"of {array.chunk_bytes} bytes, which are decoded anew for each; give the option "
-            f"chunk_memory_bytes={need + array.decoding_bytes} to decode them once, or save it with smaller chunks: "
+            f"chunk_memory_bytes={decoders or need} to decode them once, or save it with smaller chunks: "
             "orbax.checkpoint.SaveArgs(chunk_byte_size=...)"
         )
 
-    def count(self, array: ChunkedArray, decoded: int, needed: int, chunks: int) -> None:
-        """Give that advice, once, where chunks are decoded over and over: `decoded` of them for `needed` bytes of rows."""
+    def count(self, array: ChunkedArray, wasted: int, advice: str | None) -> None:
+        """Give `advice`, once, where chunks are decoded over and over: `wasted` bytes more than were needed this time."""
         before = self._wasted[array.name]
-        self._wasted[array.name] += max(0, decoded * array.chunk_bytes - needed)
+        self._wasted[array.name] += wasted
         limit = _WASTED_PASSES * array.total_bytes
-        if before <= limit < self._wasted[array.name] and (advice := self.advice(array, chunks)):
+        if before <= limit < self._wasted[array.name] and advice:
             warnings.warn(advice, stacklevel=4)
 
     def clear(self) -> None:

@@ -72,9 +72,9 @@ class OrbaxCheckpoint:
         Args:
             path: a folder of steps (the latest), a step, or an item.
             options: `embedding_spec`, how tables are stacked on SparseCores, where the checkpoint does not say it (a
-                mapping or a file, see stack_specs); `chunk_memory_bytes`, memory for chunks. By default one chunk of up
-                to 256 MiB is decoded at a time, and of smaller ones as many are kept as there is room for: the process stays below
-                one chunk, decoded and as stored (where that is another form), and 128 MiB.
+                mapping or a file, see stack_specs); `chunk_memory_bytes`, memory for chunks. By default large ones on a disk
+                are decoded as streams, and the process stays at 128 MiB; of others one of up to 256 MiB is decoded at a time,
+                and of small ones as many are kept as there is room for: one chunk, decoded and as stored, and 128 MiB.
         """
         opened = cls(find_step(path), options)
         if path.is_file():
@@ -104,7 +104,7 @@ class OrbaxCheckpoint:
         Raises:
             UnknownTableError: there is no such table or slot.
             RowRangeError: the range is not inside the table.
-            CheckpointFormatError: a chunk is larger than chunk_memory_bytes.
+            CheckpointFormatError: a chunk that is not streamed is larger than chunk_memory_bytes.
         """
         stored = self._find(table, slot)
         stop = stored.info.rows if stop is None else stop

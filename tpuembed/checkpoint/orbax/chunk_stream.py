@@ -1,0 +1,227 @@
+"""A stored chunk decoded from its beginning on, a piece at a time.
+
+A frame of zstd is fed to the decoder block by block: no block decodes to more than 128 KiB, whatever damage or malice says
+(RFC 8878, 3.1.1.2.3), so that memory is a window, a piece of what is stored, and a block.
+"""
+
+from typing import Any, Final, Protocol
+
+from tpuembed.checkpoint.orbax.stored_values import StoredValue
+
+__all__ = ["ChunkStream", "is_available", "open_stream", "stream_bytes"]
+
+_PIECE_BYTES: Final = 256 << 10
+"""Of a stored chunk, read at a time."""
+_PLAIN_BYTES: Final = 1 << 20
+"""Of one that is not compressed."""
+_BLOCK_BYTES: Final = 128 << 10
+_DECODED_BYTES: Final = 1 << 20
+"""At a time: a few stored bytes may be many."""
+_WINDOW_BYTES: Final = 8 << 20
+"""A frame whose decoder needs more is left to TensorStore; Orbax's level 1 takes 512 KiB, its level 3 takes 2 MiB."""
+_DECODER_BYTES: Final = 512 << 10
+"""Of a decoder beside its window."""
+_HEADER_BYTES: Final = 18
+_BLOCK_HEADER_BYTES: Final = 3
+_CHECKSUM_BYTES: Final = 4
+_RLE: Final = 1
+"""The type of a block that is one byte, repeated."""
+_UNKNOWN: Final = (1 << 64) - 1
+"""The size of its content, where a frame does not say it."""
+
+
+class ChunkStream(Protocol):
+    """The decoded bytes of a chunk, in order.
+
+    Attributes:
+        position: of the next byte.
+        value: what is decoded.
+        cost: bytes of memory that it holds.
+    """
+
+    position: int
+    value: StoredValue
+    cost: int
+
+    def fill(self, out: memoryview) -> None:
+        """The next bytes, as many as `out` has.
+
+        Raises:
+            CheckpointCorruptError: they cannot be decoded.
+        """
+
+    def skip(self, size: int) -> None:
+        """Let go of the next `size` bytes; raises as `fill`."""
+
+    def finish(self) -> None:
+        """Go to the end, and prove that it is where it should be; raises as `fill`."""
+
+
+def is_available(level: int | None) -> bool:
+    """Whether what it takes to decode is installed."""
+    return level is None or _zstandard() is not None
+
+
+def stream_bytes(level: int | None, size: int) -> int:
+    """About what a stream of a chunk of `size` bytes will cost.
+
+    Source: ZSTD_defaultCParameters (zstd, lib/compress/clevels.h).
+    """
+    if level is None:
+        return 0
+    log = 18 + max(level, 1) if level <= 3 else 22 if level <= 15 else 23
+    return min(size, 1 << (21 if level == 0 else log)) + _PIECE_BYTES + _BLOCK_BYTES + _DECODER_BYTES
+
+
+def open_stream(value: StoredValue, size: int, level: int | None) -> ChunkStream | None:
+    """The chunk of `size` bytes that is stored as `value`; None where it takes another decoder.
+
+    Raises:
+        CheckpointCorruptError: it is of another size, or no frame of zstd.
+    """
+    if level is None:
+        return _PlainStream(value, size)
+    zstandard = _zstandard()
+    head = value.read(0, min(value.size, _HEADER_BYTES))
+    try:
+        frame, header_bytes = zstandard.get_frame_parameters(head), zstandard.frame_header_size(head)
+    except zstandard.ZstdError as error:
+        value.fail(f"is no frame of zstd: {error}")
+    if frame.dict_id or frame.window_size > _WINDOW_BYTES:
+        return None
+    if frame.content_size not in {size, _UNKNOWN}:
+        value.fail(f"says that it decodes to {frame.content_size} bytes, and should to {size}")
+    decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
+    decoder.decompress(head[:header_bytes])
+    cost = frame.window_size + _PIECE_BYTES + _BLOCK_BYTES + _DECODER_BYTES
+    return _ZstdStream(value, size, decoder, zstandard.ZstdError, header_bytes, cost, has_checksum=frame.has_checksum)
+
+
+class _PlainStream:
+    def __init__(self, value: StoredValue, size: int) -> None:
+        if value.size != size:
+            value.fail(f"has {value.size} bytes, and should have {size}")
+        self.value = value
+        self._size = size
+        self.position = 0
+        self.cost = 0
+
+    def fill(self, out: memoryview) -> None:
+        for done in range(0, len(out), _PLAIN_BYTES):
+            part = out[done : done + _PLAIN_BYTES]
+            part[:] = self.value.read(self.position, self.position + len(part))
+            self.position += len(part)
+
+    def skip(self, size: int) -> None:
+        self.position += size
+
+    def finish(self) -> None:
+        self.position = self._size
+
+
+class _ZstdStream:
+    def __init__(
+        self,
+        value: StoredValue,
+        size: int,
+        decoder: Any,
+        damage: type[Exception],
+        header_bytes: int,
+        cost: int,
+        *,
+        has_checksum: bool,
+    ) -> None:
+        self.position = 0
+        self.cost = cost
+        self.value = value
+        self._size = size
+        self._decoder = decoder
+        self._damage = damage
+        self._checksum_bytes = _CHECKSUM_BYTES if has_checksum else 0
+        self._read = header_bytes  # of the value
+        self._stored = memoryview(b"")  # what was read and is not decoded
+        self._decoded = memoryview(b"")  # what is decoded and was not asked for
+        self._produced = 0  # decoded bytes, all in all
+        self._is_over = False
+
+    def fill(self, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            part = self._next(len(out) - done)
+            out[done : done + len(part)] = part
+            done += len(part)
+
+    def skip(self, size: int) -> None:
+        while size:
+            size -= len(self._next(size))
+
+    def finish(self) -> None:
+        self.skip(self._size - self.position)
+        while not self._is_over:
+            self._decode(_BLOCK_BYTES)
+        left = len(self._stored) + self.value.size - self._read
+        if left:
+            self.value.fail(f"goes on for {left} bytes after its end")
+
+    def _next(self, most: int) -> memoryview:
+        """Up to `most` bytes."""
+        while not self._decoded:
+            self._decode(most)
+        part, self._decoded = self._decoded[:most], self._decoded[most:]
+        self.position += len(part)
+        return part
+
+    def _decode(self, wanted: int) -> None:
+        """Some blocks, which decode to no more than `wanted` bytes, or one: nothing much is left when they were asked for."""
+        blocks, is_last = self._take(max(1, min(wanted, _DECODED_BYTES) // _BLOCK_BYTES))
+        try:
+            self._decoded = memoryview(self._decoder.decompress(blocks))
+        except self._damage as error:
+            self.value.fail(f"cannot be decoded: {error}")
+        self._produced += len(self._decoded)
+        if self._produced > self._size:
+            self.value.fail(f"decodes to more than the {self._size} bytes that it should")
+        self._is_over = is_last
+        if is_last != self._decoder.eof or (is_last and self._produced != self._size):
+            self.value.fail(f"decodes to {self._produced} bytes, and should to {self._size}")
+
+    def _take(self, count: int) -> tuple[memoryview, bool]:
+        """The next blocks: `count`, or as many as are at hand; and whether the last one is among them."""
+        size, is_last = self._block(0)
+        self._load(size)
+        for _ in range(count - 1):
+            if is_last or len(self._stored) < size + _BLOCK_HEADER_BYTES:
+                break
+            more, ends = self._block(size)
+            if len(self._stored) < size + more:
+                break
+            size, is_last = size + more, ends
+        blocks, self._stored = self._stored[:size], self._stored[size:]
+        return blocks, is_last
+
+    def _block(self, at: int) -> tuple[int, bool]:
+        """The stored bytes of the block that begins `at`, with what follows the last one, and whether it is the last."""
+        self._load(at + _BLOCK_HEADER_BYTES)
+        header = int.from_bytes(self._stored[at : at + _BLOCK_HEADER_BYTES], "little")
+        is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
+        if size > _BLOCK_BYTES:
+            self.value.fail(f"has a block of {size} bytes, more than there can be")
+        return _BLOCK_HEADER_BYTES + (1 if kind == _RLE else size) + is_last * self._checksum_bytes, bool(is_last)
+
+    def _load(self, size: int) -> None:
+        """Have `size` stored bytes at hand."""
+        if len(self._stored) >= size:
+            return
+        stop = min(self.value.size, self._read + _PIECE_BYTES)
+        self._stored = memoryview(bytes(self._stored) + self.value.read(self._read, stop))
+        self._read = stop
+        if len(self._stored) < size:
+            self.value.fail(f"ends after {self.value.size} bytes, in the middle of a block")
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        return None
+    return zstandard

@@ -1,0 +1,191 @@
+"""The chunks that are being decoded in order: each decoder waits at its place for the next rows."""
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Container, Hashable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tpuembed.checkpoint.orbax.chunk_memory import ChunkedArray
+from tpuembed.checkpoint.orbax.chunk_stream import ChunkStream, is_available, open_stream, stream_bytes
+from tpuembed.checkpoint.orbax.stored_values import ChunkForm, StoredValue
+from tpuembed.checkpoint.types import Array
+
+__all__ = ["ChunkRows", "ChunkStreams", "StreamedChunk"]
+
+_STREAMED_FROM_BYTES: Final = 1 << 20
+"""A smaller chunk is decoded whole."""
+_DEFAULT_BYTES: Final = 48 << 20
+"""For decoders that wait: with what Python and TensorStore take, 128 MiB. 34 of Orbax's level 1."""
+_SCRATCH_BYTES: Final = 1 << 20
+"""Of decoded rows on the way to places that do not follow one another."""
+
+_Name = tuple[Hashable, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkRows:
+    """Rows of a chunk from `first` on, and where they go: `out` [n, columns], of any strides."""
+
+    first: int
+    out: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedChunk:
+    """One chunk of an array: its numbers down and across, and how to find it."""
+
+    array: ChunkedArray
+    form: ChunkForm
+    kvstore: Any
+    row: int
+    column: int
+
+    @property
+    def name(self) -> _Name:
+        """Of one chunk among all of a checkpoint."""
+        return self.array.name, self.row, self.column
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of the chunk."""
+        return self.array.chunk_bytes // self.array.chunk[0]
+
+    def open(self, value: StoredValue) -> ChunkStream | None:
+        """From its beginning on; None: it takes another decoder."""
+        return open_stream(value, self.array.chunk_bytes, self.form.level)
+
+    def find(self) -> StoredValue | None:
+        """Where it is stored; None: nowhere."""
+        return self.form.find(self.array.leaf, self.kvstore, self.row, self.column, self.array.chunk_bytes)
+
+
+class ChunkStreams:
+    """Decodes chunks as streams; may be used by several threads.
+
+    Frames end with what proves them whole: their size, and a checksum where there is one. So the first rows of a chunk
+    are handed out when it was decoded to its end, once; what comes later begins anew, and from there on goes forward.
+    Rows far apart that are read in step, as those of several SparseCores in one chunk, have a stream each.
+    """
+
+    def __init__(self, given: int | None) -> None:
+        """`given`: bytes for decoders that wait, if they are more than the default."""
+        self._bytes = max(_DEFAULT_BYTES, given or 0)
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[tuple[_Name, int], ChunkStream] = OrderedDict()
+        self._proven: dict[_Name, StoredValue] = {}
+        self._ends: dict[_Name, frozenset[int]] = {}  # where the last read of a chunk stopped
+
+    @staticmethod
+    def can_read(array: ChunkedArray, form: ChunkForm | None) -> bool:
+        """Whether chunks of this form are streamed."""
+        return form is not None and array.chunk_bytes >= _STREAMED_FROM_BYTES and is_available(form.level)
+
+    @staticmethod
+    def lacks_package(array: ChunkedArray, form: ChunkForm | None) -> bool:
+        """Whether they would be if zstandard was installed."""
+        return form is not None and array.chunk_bytes >= _STREAMED_FROM_BYTES and not is_available(form.level)
+
+    def need(self, array: ChunkedArray, form: ChunkForm, streams: int) -> int:
+        """Bytes for so many `streams` that wait, where they are more than there are; or 0."""
+        need = streams * stream_bytes(form.level, array.chunk_bytes)
+        return need if need > self._bytes else 0
+
+    def read(self, chunk: StreamedChunk, rows: Sequence[ChunkRows], *, apart: bool) -> int | None:
+        """Fill `rows`, which are sorted, and say how many decoded bytes were let go of to get there.
+
+        None, and nothing is filled: the chunk is not stored, or takes another decoder.
+
+        Args:
+            chunk: to read.
+            rows: to fill.
+            apart: whether there is room for a stream of its own for each of them, where it goes on from the last read.
+
+        Raises:
+            CheckpointCorruptError: the chunk is damaged.
+            CheckpointError: it was written anew since it was first read.
+        """
+        value = self._proven.get(chunk.name)
+        before, after = self._ends.get(chunk.name, frozenset()), frozenset(part.first + len(part.out) for part in rows)
+        if value is None:
+            found = self._prove(chunk, rows)
+            skipped = None if found is None else 0
+        else:
+            skipped = self._go_on(chunk, value, rows, before if apart else frozenset())
+        self._ends[chunk.name] = after
+        return skipped
+
+    def _prove(self, chunk: StreamedChunk, rows: Sequence[ChunkRows]) -> StoredValue | None:
+        """Fill `rows` on the way to the end of a chunk that was not decoded before; None: nothing is filled."""
+        value = chunk.find()
+        stream = None if value is None else chunk.open(value)
+        if stream is None:
+            return None
+        for part in rows:
+            _read(stream, part, chunk.row_bytes)
+        stream.finish()
+        self._proven[chunk.name] = stream.value
+        return value
+
+    def _go_on(
+        self, chunk: StreamedChunk, value: StoredValue, rows: Sequence[ChunkRows], before: Container[int]
+    ) -> int:
+        """Fill `rows`, of which those that begin where rows ended `before` have a stream of their own."""
+        skipped, stream = 0, None
+        for part in rows:
+            position = part.first * chunk.row_bytes
+            goes_on = part.first in before
+            if goes_on and stream is not None:
+                self._keep(chunk, stream)
+                stream = None
+            stream = stream or self._take(chunk, position if goes_on else 0, position) or chunk.open(value)
+            assert stream is not None, "as it was before"
+            skipped += _read(stream, part, chunk.row_bytes)
+        if stream is not None:
+            self._keep(chunk, stream)
+        return skipped
+
+    def clear(self) -> None:
+        """Let go of all decoders."""
+        with self._lock:
+            self._waiting.clear()
+
+    def _take(self, chunk: StreamedChunk, first: int, last: int) -> ChunkStream | None:
+        """The furthest stream that waits within [first, last], which nobody else has then."""
+        with self._lock:
+            places = [place for name, place in self._waiting if name == chunk.name and first <= place <= last]
+            return self._waiting.pop((chunk.name, max(places))) if places else None
+
+    def _keep(self, chunk: StreamedChunk, stream: ChunkStream) -> None:
+        """Have `stream` wait, and let those go that wait the longest."""
+        if not stream.cost or stream.position == chunk.array.chunk_bytes:
+            return
+        with self._lock:
+            self._waiting[chunk.name, stream.position] = stream
+            while sum(other.cost for other in self._waiting.values()) > self._bytes:
+                self._waiting.popitem(last=False)
+
+
+def _read(stream: ChunkStream, rows: ChunkRows, row_bytes: int) -> int:
+    """Fill `rows`, and say how many bytes were let go of to get there."""
+    ahead = rows.first * row_bytes - stream.position
+    assert ahead >= 0, "sorted rows"
+    stream.skip(ahead)
+    _fill(stream, rows.out, row_bytes)
+    return ahead
+
+
+def _fill(stream: ChunkStream, out: Array, row_bytes: int) -> None:
+    """The next rows, of `row_bytes` each, of which `out` [n, columns] takes the first columns."""
+    if out.flags.c_contiguous and out.shape[1] * out.itemsize == row_bytes:
+        stream.fill(out.reshape(-1).view(np.uint8).data)
+        return
+    step = max(1, _SCRATCH_BYTES // row_bytes)
+    scratch = np.empty((min(step, len(out)), row_bytes // out.itemsize), out.dtype)
+    for first in range(0, len(out), step):
+        part = out[first : first + step]
+        rows = scratch[: len(part)]
+        stream.fill(rows.reshape(-1).view(np.uint8).data)
+        part[...] = rows[:, : out.shape[1]]

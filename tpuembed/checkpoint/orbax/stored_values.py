@@ -1,0 +1,191 @@
+"""Where a chunk of a matrix is in its store, and its bytes by range."""
+
+import dataclasses
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn, Self
+
+import google_crc32c
+
+from tpuembed.checkpoint.orbax.metadata import Leaf
+from tpuembed.errors import CheckpointCorruptError, CheckpointError
+
+__all__ = ["ChunkForm", "StoredValue", "chunk_form"]
+
+_ENTRY: Final = struct.Struct("<QQ")
+"""Of a shard's index: where a chunk begins, and its number of bytes (zarr v3, sharding codec)."""
+_CRC_BYTES: Final = 4
+_ABSENT: Final = (1 << 64) - 1
+_OUT_OF_RANGE: Final = "OUT_OF_RANGE"
+"""TensorStore's status code for a range that is not inside a value."""
+
+
+def _largest_stored(size: int) -> int:
+    """No compressor makes `size` bytes larger than this."""
+    return size + size // 64 + 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkForm:
+    """How the chunks of a matrix are stored: row after row, little endian, as they are or as one frame of zstd.
+
+    Attributes:
+        prefix, separator: of a chunk's key.
+        level: of zstd; None: not compressed.
+        shard: how many chunks lie in one value, [down, across]; None: each has its own.
+    """
+
+    prefix: str
+    separator: str
+    level: int | None
+    shard: tuple[int, int] | None
+
+    def key(self, row: int, column: int) -> str:
+        """Of the value that holds the chunk of these numbers."""
+        down, across = self.shard or (1, 1)
+        return f"{self.prefix}{row // down}{self.separator}{column // across}"
+
+    def find(self, leaf: Leaf, kvstore: Any, row: int, column: int, size: int) -> "StoredValue | None":
+        """The chunk of these numbers, `size` bytes when decoded; None: it is not stored.
+
+        Raises:
+            CheckpointCorruptError: it is larger than it can be, or its shard's index is damaged.
+        """
+        most = size if self.level is None else _largest_stored(size)
+        chunks = 1 if self.shard is None else self.shard[0] * self.shard[1]
+        bound = most if self.shard is None else chunks * most + chunks * _ENTRY.size + _CRC_BYTES
+        value = StoredValue.find(leaf, kvstore, self.key(row, column), bound)
+        if value is None or self.shard is None:
+            return value
+        down, across = self.shard
+        return value.chunk(chunks, row % down * across + column % across)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredValue:
+    """Some bytes of a store: `size` of them from `start` on in the value `key`.
+
+    Attributes:
+        generation: which TensorStore tells apart from that of a value that was written later.
+    """
+
+    leaf: Leaf
+    kvstore: Any
+    key: str
+    start: int
+    size: int
+    generation: bytes
+
+    @classmethod
+    def find(cls, leaf: Leaf, kvstore: Any, key: str, bound: int) -> Self | None:
+        """The whole value, of at most `bound` bytes; None: it is not there.
+
+        TensorStore tells no size: it is found with ranges of no byte, which are refused from behind the end on.
+        """
+        first = kvstore.read(key, byte_range=slice(0, 0)).result()
+        if first.state == "missing":
+            return None
+        low, high = 0, bound + 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if _reaches(kvstore, key, middle) else (low, middle - 1)
+        value = cls(leaf, kvstore, key, 0, low, first.stamp.generation)
+        if low > bound:
+            value.fail(f"has more bytes than the {bound} that it can have")
+        return value
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop), which it has.
+
+        Raises:
+            CheckpointError: it was written anew since it was found.
+        """
+        where = slice(self.start + start, self.start + stop)
+        result = self.kvstore.read(self.key, byte_range=where, staleness_bound=-math.inf).result()
+        if result.stamp.generation != self.generation or len(result.value) != stop - start:
+            raise CheckpointError(
+                f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} changed while it was read; "
+                "read the checkpoint when nothing writes to it"
+            )
+        data: bytes = result.value
+        return data
+
+    def chunk(self, chunks: int, number: int) -> "StoredValue | None":
+        """Of a shard of `chunks` chunks, one; None: it is not stored.
+
+        Source: zarr v3, codec sharding_indexed, with its index at the end and a CRC32C of it.
+        """
+        index_bytes = chunks * _ENTRY.size + _CRC_BYTES
+        if self.size < index_bytes:
+            self.fail(f"has {self.size} bytes, and its index alone {index_bytes}")
+        index = self.read(self.size - index_bytes, self.size)
+        if google_crc32c.value(index[:-_CRC_BYTES]) != int.from_bytes(index[-_CRC_BYTES:], "little"):
+            self.fail("has an index whose checksum is wrong")
+        start, size = _ENTRY.unpack_from(index, number * _ENTRY.size)
+        if start == size == _ABSENT:
+            return None
+        if start + size > self.size:
+            self.fail(f"has {self.size} bytes, and its index leads to [{start}, {start + size})")
+        return dataclasses.replace(self, start=start, size=size)
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise CheckpointCorruptError: it `problem`."""
+        raise CheckpointCorruptError(
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} {problem}; restore it from "
+            "another copy"
+        )
+
+
+def _reaches(kvstore: Any, key: str, size: int) -> bool:
+    """Whether the value has `size` bytes or more."""
+    try:
+        kvstore.read(key, byte_range=slice(size, size)).result()
+    except ValueError as error:
+        if str(error).startswith(_OUT_OF_RANGE):
+            return False
+        raise
+    return True
+
+
+def chunk_form(leaf: Leaf, handle: Any) -> ChunkForm | None:
+    """That of the opened array's chunks; None where it is another one, or not a matrix on a disk."""
+    if len(handle.shape) != 2 or not isinstance(leaf.item.folder, Path):
+        return None
+    metadata = handle.spec().to_json()["metadata"]
+    return _zarr3(metadata) if "codecs" in metadata else _zarr2(metadata)
+
+
+def _zarr2(metadata: Mapping[str, Any]) -> ChunkForm | None:
+    compressor = metadata["compressor"]
+    if metadata["order"] != "C" or metadata["filters"] is not None or not isinstance(metadata["dtype"], str):
+        return None
+    if compressor is not None and compressor["id"] != "zstd":
+        return None
+    level = None if compressor is None else int(compressor.get("level", 0))
+    return ChunkForm("", metadata["dimension_separator"], level, None)
+
+
+def _zarr3(metadata: Mapping[str, Any]) -> ChunkForm | None:
+    encoding = metadata["chunk_key_encoding"]
+    is_default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    codecs, shard = metadata["codecs"], None
+    if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
+        how = codecs[0]["configuration"]
+        sizes = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        shard = (sizes[0] // how["chunk_shape"][0], sizes[1] // how["chunk_shape"][1])
+        if how["index_location"] != "end" or [codec["name"] for codec in how["index_codecs"]] != ["bytes", "crc32c"]:
+            return None
+        if not all(_is_little(codec) for codec in how["index_codecs"][:1]):
+            return None
+        codecs = how["codecs"]
+    if not codecs or not _is_little(codecs[0]) or [codec["name"] for codec in codecs[1:]] not in ([], ["zstd"]):
+        return None
+    level = int(codecs[1]["configuration"].get("level", 0)) if codecs[1:] else None
+    return ChunkForm(f"c{separator}" if is_default else "", separator, level, shard)
+
+
+def _is_little(codec: Mapping[str, Any]) -> bool:
+    return codec["name"] == "bytes" and codec.get("configuration", {}).get("endian") == "little"
