@@ -1,7 +1,6 @@
 """What must hold of the installation before a layer can be built."""
 
 import functools
-import importlib.metadata
 import os
 
 from tpuembed.errors import ConfigError
@@ -41,6 +40,8 @@ def _installed() -> list[str]:
 
 
 def _is_installed(distribution: str) -> bool:
+    import importlib.metadata  # whose import costs more than this module's
+
     try:
         importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, whatever wrote them, behind one protocol. To add a format: one module, one name in FORMATS.
+"""Checkpoints on disk, whatever wrote them, behind one protocol. To add a format: one module, one name in `formats`.
 
 types             the protocol, and what a table is
 location          from a user's path to the prefix of a bundle
@@ -13,12 +13,10 @@ keras_rs          weight files of Keras 3: a package of its own
 orbax             what Orbax wrote for JAX: a package of its own
 """
 
+import functools
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
-from tpuembed.checkpoint.keras_rs import KerasCheckpoint
-from tpuembed.checkpoint.orbax import OrbaxCheckpoint
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.config.checks import check_keys
 from tpuembed.errors import (
@@ -30,7 +28,7 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath, MissingBucketError, as_path
 
-__all__ = ["FORMATS", "Checkpoint", "Format", "TableInfo", "find_format", "open_checkpoint"]
+__all__ = ["Checkpoint", "Format", "TableInfo", "find_format", "formats", "open_checkpoint"]
 
 
 class Format(Protocol):
@@ -61,12 +59,14 @@ class Format(Protocol):
         """
 
 
-FORMATS: Final[tuple[Format, ...]] = (
-    OrbaxCheckpoint,
-    BundleCheckpoint,
-    KerasCheckpoint,
-)
-"""In the order in which they are asked."""
+@functools.cache
+def formats() -> tuple[Format, ...]:
+    """The readers, in the order in which they are asked; imported when a checkpoint is opened, which not every program does."""
+    from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
+    from tpuembed.checkpoint.keras_rs import KerasCheckpoint
+    from tpuembed.checkpoint.orbax import OrbaxCheckpoint
+
+    return OrbaxCheckpoint, BundleCheckpoint, KerasCheckpoint
 
 
 def find_format(path: FilePath) -> Format | None:
@@ -75,10 +75,10 @@ def find_format(path: FilePath) -> Format | None:
     Raises:
         CheckpointFormatError: `path` is a directory that holds checkpoints of several formats, or several of one.
     """
-    found = next((reader for reader in FORMATS if reader.recognises(path)), None)
+    found = next((reader for reader in formats() if reader.recognises(path)), None)
     if found is None or not path.is_dir():
         return found
-    held = [(reader.kind, place) for reader in FORMATS if (place := reader.held_in(path))]
+    held = [(reader.kind, place) for reader in formats() if (place := reader.held_in(path))]
     if len(held) > 1:
         raise CheckpointFormatError(
             f"directory {path}: holds {' and '.join(f'{kind} ({place})' for kind, place in held)}, and which is meant cannot "
@@ -114,7 +114,9 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
 
 
 def _open(path: FilePath, options: Mapping[str, Any]) -> Checkpoint:
-    check_keys("checkpoint options", options, frozenset[str]().union(*(reader.accepted_options for reader in FORMATS)))
+    check_keys(
+        "checkpoint options", options, frozenset[str]().union(*(reader.accepted_options for reader in formats()))
+    )
     reader = find_format(path)
     if reader is None:
         raise CheckpointNotFoundError(f"checkpoint {path}: {_nothing_there(path)}")

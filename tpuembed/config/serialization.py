@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tpuembed.config.checks import check_keys, did_you_mean
 from tpuembed.config.structure import flatten, map_leaves
 from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfig
@@ -35,31 +33,20 @@ def load_mapping(source: str | Path | Mapping[str, Any], what: str) -> Mapping[s
         raise ConfigError(f"{what} {path}: cannot be read: {reason}") from None
     try:
         parsed = (
-            json.loads(text, object_pairs_hook=_unique_pairs)
-            if path.suffix == ".json"
-            else yaml.load(text, _UniqueKeyLoader)
+            json.loads(text, object_pairs_hook=_unique_pairs) if path.suffix == ".json" else _yaml().load_unique(text)
         )
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ConfigError(f"{what} {path}: does not parse: {' '.join(str(error).split())}") from None
     if not isinstance(parsed, Mapping):
         raise ConfigError(f"{what} {path}: expected a mapping at the top, got {type(parsed).__name__}")
     return parsed
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice: the second would silently win."""
+def _yaml() -> Any:
+    """The YAML library costs as much to import as the rest of the configs, which most programs write in Python."""
+    from tpuembed.config import yaml_files
 
-
-def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # "<<" gives only what is missing
-    keys = [loader.construct_object(key, deep=True) for key in given]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep)
-
-
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+    return yaml_files
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,5 +116,5 @@ def _features_from(node: Any, tables: Mapping[str, TableConfig], path: str) -> A
 def dump_config(config: Mapping[str, Any], path: str | Path) -> None:
     """Write a config's dict form to `path`, as JSON where it ends in .json and as YAML elsewhere."""
     path = Path(path)
-    text = json.dumps(config, indent=2) if path.suffix == ".json" else yaml.safe_dump(dict(config), sort_keys=False)
+    text = json.dumps(config, indent=2) if path.suffix == ".json" else _yaml().dump(config)
     path.write_text(text, encoding="utf-8")
