@@ -123,3 +123,9 @@ def one_table(optimizer: Any = None, rows: int = 12, dim: int = 3, name: str = "
     """Two features of one table."""
     table = TableConfig(rows, dim, name, combiner="sum", optimizer=optimizer)
     return {"first": FeatureConfig(table), "second": FeatureConfig(table)}
+
+
+def assert_same_numbers(found: Any, truth: Array, name: str = "") -> None:
+    """To 1e-6 of the largest number in the array: where float32 sums cancel, a small one has the large ones' rounding."""
+    largest = max(1.0, float(np.abs(truth).max(initial=0.0)))
+    np.testing.assert_allclose(found, truth, rtol=1e-6, atol=1e-6 * largest, err_msg=name)

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.layer import replicas
-from tests.unit.layer.models import OPTIMIZERS, Reference, one_table
+from tests.unit.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
 from tpuembed import TPUEmbedding
 from tpuembed.errors import TrainingError
 
@@ -38,7 +38,7 @@ def test_every_optimizer_equals_the_reference_in_every_copy(trained: tuple[int, 
                 assert len(found[name]) == number
                 for copy in found[name]:
                     np.testing.assert_array_equal(copy, found[name][0], err_msg=f"{kind}: {name}")
-                np.testing.assert_allclose(found[name][0], truth, rtol=1e-6, atol=1e-6, err_msg=f"{kind}: {name}")
+                assert_same_numbers(found[name][0], truth, f"{kind}: {name}")
 
 
 FIT: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
