@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -28,8 +28,11 @@ __all__ = [
     "StepGuard",
     "activation_shapes",
     "bind_features",
+    "check_ids",
     "check_tables",
     "configured_shape",
+    "given_weights",
+    "saved_variables",
     "zeros",
 ]
 
@@ -224,4 +227,34 @@ def zeros(shapes: Sequence[Shape], features: Sequence[FeatureInput]) -> list[Ten
     return [tf.zeros((*shape, feature.config.table.dim)) for shape, feature in zip(shapes, features, strict=True)]
 
 
-Apply = Callable[[Sequence[Tensor]], Sequence[Any]]
+def given_weights(features: Sequence[FeatureInput]) -> list[Any] | None:
+    """The weights as TensorFlow's classes take them: None where no feature has any."""
+    weights = [feature.weights for feature in features]
+    return None if all(weight is None for weight in weights) else weights
+
+
+def check_ids(feature: FeatureInput) -> None:
+    """Raise ConfigError for what no accelerator takes: weights or sequences of dense ids, and ids that are no integers."""
+    dense = not isinstance(feature.ids, tf.SparseTensor | tf.RaggedTensor)
+    if dense and feature.weights is not None:
+        raise ConfigError(
+            f"feature {feature.path!r}: weights were given for dense ids, which are not combined; drop the weights"
+        )
+    if dense and feature.config.max_sequence_length:
+        raise ConfigError(
+            f"feature {feature.path!r}: max_sequence_length needs sparse or ragged ids; dense ids keep their shape"
+        )
+    if not feature.ids.dtype.is_integer:
+        raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {feature.ids.dtype.name}")
+
+
+# ---- checkpoints
+
+
+def saved_variables(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Checkpoint name -> variable of {table or stack: {"parameters" and slot names: variable}}: `<name>`, `<name>/<slot>`."""
+    return {
+        name if role == "parameters" else f"{name}/{role}": variable
+        for name, variables in tables.items()
+        for role, variable in variables.items()
+    }

@@ -16,15 +16,18 @@ from tpuembed.backends.accelerator import (
     StepGuard,
     activation_shapes,
     bind_features,
+    check_ids,
     check_tables,
     configured_shape,
+    given_weights,
+    saved_variables,
     zeros,
 )
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.stacked_table import StackedTable, StackLayout
 from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_tpu import SparseCoreEngine, sparse_cores_per_chip
+from tpuembed.backends.tf_tpu import LAYOUTS, SparseCoreEngine, sparse_cores_per_chip
 from tpuembed.config import Optimizer
 from tpuembed.errors import ConfigError
 
@@ -78,11 +81,7 @@ class SparseCoreBackend:
 
     def checkpoint_children(self) -> dict[str, Any]:
         """The stacks by name, and the layouts of the tables in them."""
-        children = {"_sparse_core_table_layouts": self.engine.layouts_node}
-        for stack, variables in self.engine.tables.items():
-            slots = {f"{stack}/{slot}": variable for slot, variable in variables.items() if slot != "parameters"}
-            children.update({stack: variables["parameters"], **slots})
-        return children
+        return {LAYOUTS: self.engine.layouts_node, **saved_variables(self.engine.tables)}
 
     def layouts(self) -> dict[str, StackLayout]:
         """Where each table lies in its stack."""
@@ -122,9 +121,8 @@ class _Step:
         if self._shapes_only is not None:
             return self._shapes_only
         _check_kinds(self._features)
-        weights = [feature.weights for feature in self._features]
-        given = None if all(weight is None for weight in weights) else weights
-        activations, self._preserved = self._engine([feature.ids for feature in self._features], given)
+        ids = [feature.ids for feature in self._features]
+        activations, self._preserved = self._engine(ids, given_weights(self._features))
         return list(activations)
 
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
@@ -169,7 +167,7 @@ def _limits(table: Any) -> tuple[int | None, int | None]:
 
 def _check_kinds(features: Sequence[FeatureInput]) -> None:
     for feature in features:
-        ids, weights = feature.ids, feature.weights
+        ids = feature.ids
         if isinstance(ids, tf.SparseTensor) and ids.shape.rank != 2:
             raise ConfigError(
                 f"feature {feature.path!r}: sparse ids of rank {ids.shape.rank}; {_HARDWARE} take rank 2: reshape them to "
@@ -177,9 +175,4 @@ def _check_kinds(features: Sequence[FeatureInput]) -> None:
             )
         if isinstance(ids, tf.RaggedTensor) and (ids.shape.rank != 2 or ids.ragged_rank != 1):
             raise ConfigError(f"feature {feature.path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}")
-        if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor) and weights is not None:
-            raise ConfigError(
-                f"feature {feature.path!r}: weights were given for dense ids, which are not combined; drop the weights"
-            )
-        if not ids.dtype.is_integer:
-            raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {ids.dtype.name}")
+        check_ids(feature)

@@ -1,6 +1,6 @@
 """What the TPU backends need of TensorFlow's insides: hardware, replication, and its mid-level classes.
 
-With `tf_config`, the only backend module that uses private names.
+With `tf_config` and `tf_stacks`, the only backend modules that use private names.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from tpuembed.backends.stack_ids import ids_inside
 from tpuembed.backends.stacked_table import StackLayout, check_stacks
 
 __all__ = [
+    "LAYOUTS",
     "HardwareEngine",
     "SparseCoreEngine",
     "densify_on_host",
@@ -29,7 +30,8 @@ __all__ = [
 ]
 
 Tensor = Any
-_LAYOUTS = "_sparse_core_table_layouts"
+LAYOUTS = "_sparse_core_table_layouts"
+"""The checkpoint node of SparseCore layouts, as TensorFlow calls it."""
 
 
 def is_tpu_strategy(strategy: Any) -> bool:
@@ -174,7 +176,7 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     @property
     def layouts_node(self) -> Any:
         """The checkpoint node that holds the layouts of all tables."""
-        return self._lookup_dependency(_LAYOUTS)
+        return self._lookup_dependency(LAYOUTS)
 
     def layout(self, table: str) -> StackLayout:
         """Where `table` lies in its stack."""
@@ -212,7 +214,7 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
 def saved_layouts(path: str) -> dict[str, StackLayout]:
     """Table -> where it lies in its stack, as the checkpoint at `path` says; empty where no SparseCores wrote it."""
     reader = tf.train.load_checkpoint(path)
-    keys = [key for key in reader.get_variable_to_shape_map() if f"{_LAYOUTS}/." in key]
+    keys = [key for key in reader.get_variable_to_shape_map() if f"{LAYOUTS}/." in key]
     layouts: dict[str, StackLayout] = {}
     for key in keys:
         proto = sparse_core_layout_pb2.SparseCoreTableLayouts.FromString(reader.get_tensor(key))

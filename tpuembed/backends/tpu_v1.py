@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.backends.accelerator import StepGuard, activation_shapes, bind_features, check_tables, zeros
+from tpuembed.backends.accelerator import (
+    StepGuard,
+    activation_shapes,
+    bind_features,
+    check_ids,
+    check_tables,
+    given_weights,
+    saved_variables,
+    zeros,
+)
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.stacked_table import StackLayout
@@ -88,11 +97,7 @@ class TpuV1Backend:
 
     def checkpoint_children(self) -> dict[str, Any]:
         """The hosts' variables by name, and TensorFlow's object, whose save callback fetches them from the accelerator."""
-        children = {"_engine": self.engine}
-        for table, variables in self.engine.tables.items():
-            slots = {f"{table}/{slot}": variable for slot, variable in variables.items() if slot != "parameters"}
-            children.update({table: variables["parameters"], **slots})
-        return children
+        return {"_engine": self.engine, **saved_variables(self.engine.tables)}
 
     def layouts(self) -> dict[str, StackLayout]:
         """None: rows lie in order."""
@@ -127,9 +132,7 @@ class TpuV1Backend:
         _check_kinds(features)
         self.engine.start(shapes)
         name = str(next(self._names))
-        weights = [feature.weights for feature in features]
-        given = None if all(weight is None for weight in weights) else weights
-        self.engine.enqueue([feature.ids for feature in features], given, training=True, name=name)
+        self.engine.enqueue([feature.ids for feature in features], given_weights(features), training=True, name=name)
         return name
 
     def dequeue(self, name: str) -> list[Tensor]:
@@ -171,14 +174,4 @@ def _check_kinds(features: Sequence[FeatureInput]) -> None:
             f"{_HARDWARE} takes one of these kinds per call; convert one in the input pipeline"
         )
     for feature in features:
-        dense = not isinstance(feature.ids, tf.SparseTensor | tf.RaggedTensor)
-        if dense and feature.weights is not None:
-            raise ConfigError(
-                f"feature {feature.path!r}: weights were given for dense ids, which are not combined; drop the weights"
-            )
-        if dense and feature.config.max_sequence_length:
-            raise ConfigError(
-                f"feature {feature.path!r}: max_sequence_length needs sparse or ragged ids; dense ids keep their shape"
-            )
-        if not feature.ids.dtype.is_integer:
-            raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {feature.ids.dtype.name}")
+        check_ids(feature)
