@@ -10,7 +10,6 @@ import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import uvicorn
 
@@ -38,12 +37,12 @@ def serve(settings: ServerSettings) -> None:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     empty = [model for model in settings.models if not _find_versions(model.base_path)]
-    with _stop_on_signals(), _bind(settings.host, settings.rest_port) as listener:
+    with _stop_on_signals() as stop, _bind(settings.host, settings.rest_port) as listener:
         _log_to_stderr()
         _announce(settings, listener)
         for model in empty:
             logger.warning("no version of %s under %s yet; waiting for one", model.name, model.base_path)
-        _run(settings, listener)
+        stop.run(_server(settings), listener)
 
 
 def _find_versions(base_path: Path) -> dict[int, Path]:
@@ -87,30 +86,43 @@ def _announce(settings: ServerSettings, listener: socket.socket) -> None:
         )
 
 
-class _Stopped(BaseException):
-    """SIGTERM or SIGINT while uvicorn does not handle them; no error, so that nothing that handles errors catches it."""
+class _Stop:
+    """Whether SIGTERM or SIGINT came. A flag: what a handler raises is lost where Python ignores exceptions, as in the
+    weak references' callbacks that every import runs."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._server: uvicorn.Server | None = None
+
+    def handle(self, *_: object) -> None:
+        """A signal handler."""
+        self._asked = True
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def run(self, server: uvicorn.Server, listener: socket.socket) -> None:
+        """Run `server` until a signal comes; not at all where one came before."""
+        self._server = server
+        if not self._asked:
+            server.run(sockets=[listener])
 
 
 @contextlib.contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """End the block on SIGTERM and SIGINT. uvicorn handles both while it runs and raises them once more after it."""
+def _stop_on_signals() -> Iterator[_Stop]:
+    """Notes SIGTERM and SIGINT inside the block. uvicorn handles both while it runs and raises them once more after."""
+    stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield stop
         return
-    before = {number: signal.signal(number, _raise_stopped) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with contextlib.suppress(_Stopped):
-            yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _raise_stopped(*_: object) -> NoReturn:
-    raise _Stopped
-
-
-def _run(settings: ServerSettings, listener: socket.socket) -> None:
+def _server(settings: ServerSettings) -> uvicorn.Server:
     config = uvicorn.Config(
         create_app(settings),
         access_log=False,
@@ -121,4 +133,4 @@ def _run(settings: ServerSettings, listener: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    return uvicorn.Server(config)
