@@ -1,6 +1,8 @@
 """`tpuembed serve` as a command: what it refuses, how it starts, how it ends."""
 
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,29 @@ def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: P
         asking.join()
         assert answers == [(200, {"predictions": [500_000]})]
         assert "Traceback" not in server.log
+
+
+STOPPED_IN_A_CALLBACK = """
+import signal, sys, weakref
+from pathlib import Path
+import tpuembed_serving.server as server
+from tpuembed_serving import ServerSettings
+class Thing: pass
+def create_app(settings):
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+    del thing
+server.create_app = create_app
+server.serve(ServerSettings.for_model_dir(Path(sys.argv[1]), rest_port=0))
+"""
+
+
+def test_a_stop_where_python_ignores_exceptions(tmp_path: Path) -> None:
+    """Every import runs weak references' callbacks, and what a signal's handler raises there is lost."""
+    command = [sys.executable, "-c", STOPPED_IN_A_CALLBACK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
