@@ -1,30 +1,20 @@
 """Export = plan -> stream -> assemble: a CPU-servable SavedModel of a checkpoint's tables, of any size.
 
-This module is the order of the steps; each step is a module. The graph is saved before the first table byte is read: what
-can fail soon fails soon. Importing this module imports no TensorFlow.
+`run` is the order of the steps; this module is how they are asked for. Importing it imports no TensorFlow.
 """
 
-import json
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.checkpoint.types import PieceAdvice
-from tpuembed.export.assemble import assemble
-from tpuembed.export.engines import choose_engine, default_workers
-from tpuembed.export.execute import stream_tables
-from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan, plan_export
+from tpuembed.checkpoint import open_checkpoint
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
 from tpuembed.export.report import ExportReport
-from tpuembed.export.request import Request, make_request
-from tpuembed.export.staging import Staging, ensure_space
-from tpuembed.export.stream import Source, ignore, peak_rss_bytes
+from tpuembed.export.request import make_request
+from tpuembed.export.run import Progress, make_plan, run_export
 
 __all__ = ["ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]
-
-Progress = Callable[[int, int], None]
 
 
 def export_saved_model(
@@ -68,38 +58,17 @@ def export_saved_model(
     Raises:
         TpuEmbedError: nothing was published; the message says what to change.
     """
-    started = time.monotonic()
-    model_dir = Path(model_dir)
+    options = ExportOptions(
+        storage=storage,
+        layout=layout,
+        max_memory_bytes=max_memory_bytes,
+        workers=workers,
+        engine=engine,
+        version=version,
+    )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         request = make_request(opened, serving_config, model, tables)
-        plan = _plan(opened, request, storage, layout, max_memory_bytes, workers)
-        ensure_space(model_dir, plan.table_bytes)
-        options = json.dumps(dict(opened.options))
-        source = Source(path=opened.path, fingerprint=opened.fingerprint(), options=options)
-        _pass_advice_on(opened, plan)
-        with Staging(model_dir, version) as staging:
-            graph = request.save_graph(plan, staging.path)
-            running = choose_engine(engine, plan.workers)
-            streamed = stream_tables(plan, source, staging.path / "tables", running, on_progress=on_progress or ignore)
-            path = assemble(
-                staging,
-                plan,
-                streamed,
-                stack_keys=graph.stack_keys,
-                signatures=graph.signatures,
-                source={"path": source.path, "format": opened.format, "fingerprint": source.fingerprint},
-            )
-    return ExportReport(
-        path=path,
-        version=int(path.name),
-        tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
-        dropped_features=request.dropped_features,
-        bytes_written=streamed.bytes_written,
-        seconds=time.monotonic() - started,
-        stream_seconds=streamed.seconds,
-        peak_rss_bytes=peak_rss_bytes(),
-        worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
-    )
+        return run_export(opened, request, Path(model_dir), options, on_progress=on_progress)
 
 
 def plan_saved_model(
@@ -115,28 +84,6 @@ def plan_saved_model(
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> ExportPlan:
     """What `export_saved_model` would write: the dry run, which writes nothing. The arguments are the same."""
+    options = ExportOptions(storage=storage, layout=layout, max_memory_bytes=max_memory_bytes, workers=workers)
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        request = make_request(opened, serving_config, model, tables)
-        return _plan(opened, request, storage, layout, max_memory_bytes, workers)
-
-
-def _pass_advice_on(checkpoint: Checkpoint, plan: ExportPlan) -> None:
-    """Workers, which would notice that reading is slow, print nothing."""
-    if isinstance(checkpoint, PieceAdvice):
-        rows = {task.table: task.chunk_rows for task in plan.shards}
-        for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):
-            if advice is not None:
-                warnings.warn(advice, stacklevel=3)
-
-
-def _plan(
-    checkpoint: Checkpoint, request: Request, storage: str, layout: str, max_memory_bytes: int, workers: int | None
-) -> ExportPlan:
-    available = checkpoint.tables()
-    return plan_export(
-        [available[name] for name in request.tables],
-        storage=storage,
-        layout=layout,
-        max_memory_bytes=max_memory_bytes,
-        workers=default_workers() if workers is None else workers,
-    )
+        return make_plan(opened, make_request(opened, serving_config, model, tables), options)

@@ -1,0 +1,107 @@
+"""The order of an export's steps, each of which is a module: plan -> graph -> stream -> assemble.
+
+The graph is saved before the first table byte is read: what can fail soon fails soon.
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from tpuembed.checkpoint import Checkpoint
+from tpuembed.checkpoint.types import PieceAdvice
+from tpuembed.export.assemble import assemble
+from tpuembed.export.engines import Engine, choose_engine, default_workers
+from tpuembed.export.execute import StreamReport, stream_tables
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan import ExportPlan, plan_export
+from tpuembed.export.report import ExportReport
+from tpuembed.export.request import Request
+from tpuembed.export.staging import Staging, ensure_space
+from tpuembed.export.stream import Source, ignore, peak_rss_bytes
+
+__all__ = ["Progress", "make_plan", "run_export", "source_of"]
+
+Progress = Callable[[int, int], None]
+
+
+def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) -> ExportPlan:
+    """The plan of `request`."""
+    available = checkpoint.tables()
+    return plan_export(
+        [available[name] for name in request.tables],
+        storage=options.storage,
+        layout=options.layout,
+        max_memory_bytes=options.max_memory_bytes,
+        workers=default_workers() if options.workers is None else options.workers,
+    )
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """What a worker opens `checkpoint` by."""
+    return Source(
+        path=checkpoint.path, fingerprint=checkpoint.fingerprint(), options=json.dumps(dict(checkpoint.options))
+    )
+
+
+def run_export(
+    checkpoint: Checkpoint,
+    request: Request,
+    model_dir: Path,
+    options: ExportOptions,
+    *,
+    source: Source | None = None,
+    engine: Engine | None = None,
+    on_progress: Progress | None = None,
+) -> ExportReport:
+    """Export `request` of `checkpoint` into `model_dir`.
+
+    Args:
+        source: what the engine's tasks open; None for the checkpoint's own path.
+        engine: None for the one that `options` names.
+
+    Raises:
+        TpuEmbedError: nothing was published; the message says what to change.
+    """
+    started = time.monotonic()
+    plan = make_plan(checkpoint, request, options)
+    ensure_space(model_dir, plan.table_bytes)
+    source = source or source_of(checkpoint)
+    _pass_advice_on(checkpoint, plan)
+    with Staging(model_dir, options.version) as staging:
+        graph = request.save_graph(plan, staging.path)
+        running = engine or choose_engine(options.engine, plan.workers)
+        streamed = stream_tables(plan, source, staging.path / "tables", running, on_progress=on_progress or ignore)
+        path = assemble(
+            staging,
+            plan,
+            streamed,
+            stack_keys=graph.stack_keys,
+            signatures=graph.signatures,
+            source={"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint},
+        )
+    return _report(path, plan, request, streamed, time.monotonic() - started)
+
+
+def _report(path: Path, plan: ExportPlan, request: Request, streamed: StreamReport, seconds: float) -> ExportReport:
+    return ExportReport(
+        path=path,
+        version=int(path.name),
+        tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
+        dropped_features=request.dropped_features,
+        bytes_written=streamed.bytes_written,
+        seconds=seconds,
+        stream_seconds=streamed.seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+        worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
+    )
+
+
+def _pass_advice_on(checkpoint: Checkpoint, plan: ExportPlan) -> None:
+    """Workers, which would notice that reading is slow, print nothing."""
+    if isinstance(checkpoint, PieceAdvice):
+        rows = {task.table: task.chunk_rows for task in plan.shards}
+        for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):
+            if advice is not None:
+                warnings.warn(advice, stacklevel=4)
