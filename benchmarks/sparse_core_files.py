@@ -6,8 +6,8 @@ No TensorFlow, and nothing of the readers: field by field from trackable_object_
 from collections.abc import Sequence
 from pathlib import Path
 
+from tpuembed.protobuf import bytes_field, varint, varint_field
 from tpuembed.tensor_bundle import Entry, Slice, encode_strings, index_path, shard_path, write_index
-from tpuembed.tensor_bundle.wire import bytes_field, varint, varint_field
 
 __all__ = ["LAYOUTS_KEY", "TABLE_KEY", "object_graph", "write_sparse_core_checkpoint"]
 

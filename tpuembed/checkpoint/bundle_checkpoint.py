@@ -17,9 +17,9 @@ from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.files import FilePath
+from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, index_path
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.tensor_bundle.wire import MalformedError
 
 __all__ = ["BundleCheckpoint"]
 

@@ -6,8 +6,8 @@ from typing import Final
 from tpuembed.checkpoint.keras_graph import is_keras_3_model
 from tpuembed.checkpoint.object_graph import ObjectGraph
 from tpuembed.checkpoint.table_keys import TableKeys
+from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle
-from tpuembed.tensor_bundle.wire import MalformedError
 
 __all__ = ["about_missing_slot", "about_missing_table"]
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from tpuembed.checkpoint.keras_optimizers import is_keras_3_optimizer, is_optimizer, legacy_slot_name, slot_lists
-from tpuembed.tensor_bundle.wire import MalformedError, Message
+from tpuembed.protobuf import MalformedError, Message
 
 __all__ = ["OBJECT_GRAPH_KEY", "VALUE", "Attribute", "Node", "ObjectGraph", "SlotVariable"]
 

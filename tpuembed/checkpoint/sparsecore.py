@@ -14,8 +14,8 @@ from tpuembed.checkpoint.sparsecore_layouts import TableLayout, parse_layouts
 from tpuembed.checkpoint.table_keys import TableKeys
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, Entry
-from tpuembed.tensor_bundle.wire import MalformedError
 
 __all__ = ["LAYOUTS", "SparseCoreRows", "sparse_core_layouts", "sparse_core_tables"]
 

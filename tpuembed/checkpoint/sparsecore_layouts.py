@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from tpuembed.checkpoint.types import Array
-from tpuembed.tensor_bundle.wire import MalformedError, Message
+from tpuembed.protobuf import MalformedError, Message
 
 __all__ = ["TableLayout", "check_stack", "parse_layouts"]
 

@@ -8,9 +8,9 @@ from tpuembed.checkpoint.object_graph import ObjectGraph
 from tpuembed.checkpoint.rows import DENSE, RowLayout
 from tpuembed.checkpoint.types import TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, Entry
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.tensor_bundle.wire import MalformedError
 
 __all__ = ["Discovery", "TableKeys", "is_table", "merge_tables", "optimizer_slots", "table_info"]
 

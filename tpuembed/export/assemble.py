@@ -15,6 +15,7 @@ from tpuembed.export.plan import ExportPlan, StackPlan
 from tpuembed.export.staging import Staging
 from tpuembed.export.storage import STORAGES
 from tpuembed.manifest import Manifest, StackEntry, TableEntry, TensorSpec
+from tpuembed.protobuf import Message
 from tpuembed.tensor_bundle import (
     Bundle,
     BundleIndex,
@@ -25,7 +26,6 @@ from tpuembed.tensor_bundle import (
     shard_path,
     write_index,
 )
-from tpuembed.tensor_bundle.wire import Message
 
 __all__ = ["assemble"]
 

@@ -2,7 +2,7 @@
 
 `PREFIX.index` maps tensor names to entries; `PREFIX.data-SSSSS-of-NNNNN` hold the bytes. One concern per module:
 
-    wire, ordered_code, crc, dtypes    encodings
+    ordered_code, crc, dtypes          encodings (protocol buffers: `tpuembed.protobuf`)
     sstable, strings                   the two file layouts
     entries, tiling                    what an index says of a tensor, and whether its slices cover it
     index                              index files, read and written whole

@@ -7,6 +7,7 @@ from typing import BinaryIO, overload
 
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
+from tpuembed.protobuf import MalformedError, UnsupportedError, shown
 from tpuembed.tensor_bundle.entries import (
     Entry,
     Slice,
@@ -19,7 +20,6 @@ from tpuembed.tensor_bundle.entries import (
 from tpuembed.tensor_bundle.ordered_code import slice_key
 from tpuembed.tensor_bundle.sstable import read_table, write_table
 from tpuembed.tensor_bundle.tiling import check_tiling
-from tpuembed.tensor_bundle.wire import MalformedError, UnsupportedError, shown
 
 __all__ = ["BundleIndex", "index_path", "merge_entries", "read_index", "shard_path", "write_index"]
 

@@ -19,6 +19,7 @@ from tpuembed.errors import (
     UnknownTableError,
 )
 from tpuembed.files import FilePath, as_path, versions
+from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import crc
 from tpuembed.tensor_bundle.data_files import DataFiles
 from tpuembed.tensor_bundle.dtypes import OPAQUE, STRING, numpy_dtype
@@ -26,7 +27,6 @@ from tpuembed.tensor_bundle.entries import Entry, Slice
 from tpuembed.tensor_bundle.index import index_path, read_index
 from tpuembed.tensor_bundle.row_parts import RowParts
 from tpuembed.tensor_bundle.strings import decode_strings
-from tpuembed.tensor_bundle.wire import MalformedError
 
 __all__ = ["Bundle"]
 

@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Final, NamedTuple
 
+from tpuembed.protobuf import MalformedError, UnsupportedError, read_varint, shown, varint
 from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.wire import MalformedError, UnsupportedError, read_varint, shown, varint
 
 __all__ = ["read_table", "write_table"]
 

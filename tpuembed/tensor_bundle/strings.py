@@ -7,8 +7,8 @@ Source: WriteStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc
 
 from collections.abc import Sequence
 
+from tpuembed.protobuf import MalformedError, read_varint, varint
 from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.wire import MalformedError, read_varint, varint
 
 __all__ = ["decode_strings", "encode_strings"]
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from tpuembed.protobuf import MalformedError, UnsupportedError
 from tpuembed.tensor_bundle.entries import Slice
-from tpuembed.tensor_bundle.wire import MalformedError, UnsupportedError
 
 __all__ = ["check_tiling"]
 

@@ -9,11 +9,11 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from tpuembed.files import open_stream
+from tpuembed.protobuf import MalformedError, read_varint
 from tpuembed.tensor_bundle import crc
 from tpuembed.tensor_bundle.dtypes import STRING
 from tpuembed.tensor_bundle.entries import Entry, Slice
 from tpuembed.tensor_bundle.reader import Bundle
-from tpuembed.tensor_bundle.wire import MalformedError, read_varint
 
 __all__ = ["Damage", "damaged_parts", "stream_crc", "strings_crc", "unchecked_keys"]
 

@@ -4,7 +4,7 @@ import pytest
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from tpuembed.checkpoint.object_graph import ObjectGraph
-from tpuembed.tensor_bundle.wire import MalformedError
+from tpuembed.protobuf import MalformedError
 
 
 def proto(*nodes: dict[str, object]) -> bytes:

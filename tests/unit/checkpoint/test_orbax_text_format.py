@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpuembed.checkpoint.orbax.text_format import Fields, parse_text
-from tpuembed.tensor_bundle.wire import MalformedError
+from tpuembed.protobuf import MalformedError
 
 
 def _message_class() -> Any:

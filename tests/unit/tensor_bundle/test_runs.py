@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.tensor_bundle.bundles import save
 from tpuembed.errors import CheckpointError, CheckpointFormatError, RowRangeError, UnknownTableError
+from tpuembed.protobuf import Message, bytes_field, varint, varint_field
 from tpuembed.tensor_bundle import Bundle
-from tpuembed.tensor_bundle.wire import Message, bytes_field, varint, varint_field
 
 Array = np.ndarray[Any, Any]
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4)

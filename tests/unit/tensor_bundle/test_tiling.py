@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
+from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Slice
 from tpuembed.tensor_bundle.tiling import check_tiling
-from tpuembed.tensor_bundle.wire import MalformedError
 
 
 def boxes(*corners: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Slice]:

@@ -20,7 +20,7 @@ from tpuembed.checkpoint.orbax.text_format import Fields, parse_text
 from tpuembed.config.checks import check_count, check_keys
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
-from tpuembed.tensor_bundle.wire import MalformedError
+from tpuembed.protobuf import MalformedError
 
 __all__ = ["HOW_TO_SAY", "StackSpec", "TableSpec", "given_specs", "saved_specs", "short_stack_name", "to_mapping"]
 

@@ -12,7 +12,7 @@ from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, TableSpec, short_stack_name
 from tpuembed.checkpoint.sparsecore_layouts import TableLayout, check_stack
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError
-from tpuembed.tensor_bundle.wire import MalformedError
+from tpuembed.protobuf import MalformedError
 
 __all__ = ["Stack", "find_stacks", "match_specs", "place_tables"]
 

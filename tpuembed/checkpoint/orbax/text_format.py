@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from tpuembed.tensor_bundle.wire import MalformedError
+from tpuembed.protobuf import MalformedError
 
 __all__ = ["Fields", "Value", "parse_text"]
 

@@ -16,9 +16,9 @@ from tests.unit.tensor_bundle.bundles import write
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError
 from tpuembed.export import export_saved_model
+from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path, verification, write_index
 from tpuembed.tensor_bundle.verification import strings_crc
-from tpuembed.tensor_bundle.wire import MalformedError
 
 GOLDENS = Path(__file__).parents[3] / "golden"
 

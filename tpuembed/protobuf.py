@@ -1,4 +1,4 @@
-"""Protocol buffers on the wire, as far as the tensor bundle and the object graph need them.
+"""Protocol buffers on the wire, as far as tensor bundles, object graphs and SavedModels need them.
 
 Source: https://protobuf.dev/programming-guides/encoding/
 """
