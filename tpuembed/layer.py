@@ -1,8 +1,9 @@
 """`TPUEmbedding`: the Keras 3 layer. It validates, picks one backend, and delegates."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends import Backend, Request, choose, train
+from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
@@ -25,6 +27,7 @@ from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.table_access import TableAccess
+from tpuembed.table_scope import TableSource
 
 __all__ = ["TPUEmbedding"]
 
@@ -158,6 +161,16 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         """{TableConfig as it was passed: its variable, float32 [vocabulary_size, dim]}."""
         states = self._parts.backend.states
         return {table: states[name].variable for table, name in self._parts.table_names.items() if name in states}
+
+    @contextlib.contextmanager
+    def looking_up_in(self, source: TableSource) -> Iterator[None]:
+        """Inside, calls take their rows from `source`; the layer's own tables stay as they are."""
+        own = self._parts
+        self._parts = dataclasses.replace(own, backend=DeferredBackend(own.request.tables, source))
+        try:
+            yield
+        finally:
+            self._parts = own
 
     # ---- saving
 

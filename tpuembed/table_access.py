@@ -33,12 +33,14 @@ class LiveTables:
         states: by table name; at least one.
         updates: the variable that counts the layer's updates.
         writing: gives the context in which rows may be written.
+        fetch: to be called before rows are read.
     """
 
     layer: str
     states: Mapping[str, TableState]
     updates: Any
     writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    fetch: Callable[[], None] = lambda: None
 
     def state(self, table: str) -> TableState:
         """The table of that name.
@@ -91,7 +93,7 @@ class TableAccess:
                 f"layer {self.name!r}: {doing} writes tables at once; call it outside of tf.function and strategy.run"
             )
         backend = self._parts.backend
-        return LiveTables(self.name, backend.states, self._tpu_embedding.updates, backend.writing)
+        return LiveTables(self.name, backend.states, self._tpu_embedding.updates, backend.writing, backend.fetch)
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
         """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.

@@ -43,6 +43,9 @@ class Backend(Protocol):
     def writing(self) -> AbstractContextManager[None]:
         """A context in which rows of the tables in `states` may be written."""
 
+    def fetch(self) -> None:
+        """Called before rows of the tables in `states` are read by `table_rows.read_rows`."""
+
     def weights(self) -> list[tuple[Any, bool]]:
         """The variables that are Keras weights of the layer, and whether the user's optimizer trains them."""
 

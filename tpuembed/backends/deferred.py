@@ -37,6 +37,9 @@ class DeferredBackend:
         """Rows are written in place."""
         return nullcontext()
 
+    def fetch(self) -> None:
+        """Rows are read in place."""
+
     def weights(self) -> list[tuple[Any, bool]]:
         """None."""
         return []

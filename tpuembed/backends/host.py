@@ -51,6 +51,9 @@ class HostBackend:
         """Rows are written in place."""
         return nullcontext()
 
+    def fetch(self) -> None:
+        """Rows are read in place."""
+
     def weights(self) -> list[tuple[Any, bool]]:
         """Every variable, and whether the user's optimizer trains it."""
         return [

@@ -51,6 +51,10 @@ class MixedBackend:
         writing: AbstractContextManager[None] = self._accelerated.writing()
         return writing
 
+    def fetch(self) -> None:
+        """Fetch the accelerator's tables."""
+        self._accelerated.fetch()
+
     def weights(self) -> list[tuple[Any, bool]]:
         """The replicated tables."""
         return self._replicated.weights()

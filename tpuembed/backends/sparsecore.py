@@ -91,6 +91,9 @@ class SparseCoreBackend:
         """Rows are written in place."""
         return nullcontext()
 
+    def fetch(self) -> None:
+        """Rows are read in place."""
+
     def weights(self) -> list[tuple[Any, bool]]:
         """None that Keras could hold."""
         return []

@@ -89,12 +89,15 @@ class StackedTable:
 
     def numpy(self) -> Array:
         """float32 [rows, dim]."""
-        layout = self._layout
-        out = np.empty((layout.rows, layout.dim), np.float32)
-        shards = [shard.numpy() for shard in self._shards]
-        for core, stored, rows in layout.runs(0, layout.rows):
+        return self.read_rows(0, self._layout.rows)
+
+    def read_rows(self, start: int, stop: int) -> Array:
+        """Rows [start, stop), float32 [stop - start, dim]. Gathered: slicing a shard that has been trained copies it."""
+        out = np.empty((stop - start, self._layout.dim), np.float32)
+        for core, stored, rows in self._layout.runs(start, stop):
             device, begin = self._place(core)
-            out[rows] = shards[device][begin + stored.start : begin + stored.stop, : layout.dim]
+            of_core = tf.gather(self._shards[device], tf.range(begin + stored.start, begin + stored.stop))
+            out[rows] = of_core.numpy()[:, : self._layout.dim]
         return out
 
     def assign(self, values: Any) -> None:

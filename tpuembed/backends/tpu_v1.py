@@ -6,7 +6,7 @@ accelerator applies the optimizer that its configuration names. All through `tf.
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,6 +53,11 @@ class AcceleratorTable:
         self._engine.fetch()
         return np.concatenate([shard.numpy() for shard in self._variable.variables])
 
+    def read_rows(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Rows [start, stop) as the hosts have them: after a `fetch`, as the accelerator had them."""
+        parts = [shard[low:high].numpy() for shard, low, high in self._parts(start, stop)]
+        return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), np.float32)
+
     def assign(self, values: Any) -> None:
         """Put float32 [rows, dim] into the accelerator."""
         with self._engine.writing():
@@ -60,12 +65,19 @@ class AcceleratorTable:
 
     def assign_rows(self, start: int, values: np.ndarray[Any, Any]) -> None:
         """Write the rows [start, start + len(values)) on the hosts; the engine's `writing` takes them to the accelerator."""
+        done = 0
+        for shard, low, high in self._parts(start, start + len(values)):
+            shard[low:high].assign(values[done : done + high - low])
+            done += high - low
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
+        """(a host's variable, its first and last row) for each host that has some of the rows [start, stop), in order."""
         begin = 0
         for shard in self._variable.variables:
             end = begin + shard.shape[0]
-            low, high = max(begin, start), min(end, start + len(values))
+            low, high = max(begin, start), min(end, stop)
             if low < high:
-                shard[low - begin : high - begin].assign(values[low - start : high - start])
+                yield shard, low - begin, high - begin
             begin = end
 
 
@@ -106,6 +118,10 @@ class TpuV1Backend:
     def writing(self) -> AbstractContextManager[None]:
         """Rows written inside are in the accelerator afterwards."""
         return self.engine.writing()
+
+    def fetch(self) -> None:
+        """Fetch the tables from the accelerator to the hosts."""
+        self.engine.fetch()
 
     def weights(self) -> list[tuple[Any, bool]]:
         """None that Keras could hold."""
