@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tpuembed.export import ExportReport, export_saved_model
     from tpuembed.input_pipeline import input_options
     from tpuembed.layer import TPUEmbedding
+    from tpuembed.live import export_model
+    from tpuembed.live.callback import ExportCallback
     from tpuembed.restore import RestoreReport, restore_tables
     from tpuembed.tpu_runtime import TpuEnvironment, configure_tpu
 
@@ -37,6 +39,7 @@ _HOME = {
     "Adagrad": "tpuembed.config",
     "AdagradMomentum": "tpuembed.config",
     "Adam": "tpuembed.config",
+    "ExportCallback": "tpuembed.live.callback",
     "ExportReport": "tpuembed.export",
     "FeatureConfig": "tpuembed.config",
     "QuantizationConfig": "tpuembed.config",
@@ -48,13 +51,12 @@ _HOME = {
     "TpuEmbedError": "tpuembed.errors",
     "TpuEnvironment": "tpuembed.tpu_runtime",
     "configure_tpu": "tpuembed.tpu_runtime",
+    "export_model": "tpuembed.live",
     "export_saved_model": "tpuembed.export",
     "input_options": "tpuembed.input_pipeline",
     "open_checkpoint": "tpuembed.checkpoint",
     "restore_tables": "tpuembed.restore",
 }
-
-_NOT_BUILT = ("ExportCallback",)  # agreed on, and to come
 
 __all__ = [
     "FTRL",
@@ -62,6 +64,7 @@ __all__ = [
     "Adagrad",
     "AdagradMomentum",
     "Adam",
+    "ExportCallback",
     "ExportReport",
     "FeatureConfig",
     "QuantizationConfig",
@@ -74,6 +77,7 @@ __all__ = [
     "TpuEnvironment",
     "__version__",
     "configure_tpu",
+    "export_model",
     "export_saved_model",
     "input_options",
     "open_checkpoint",
@@ -83,8 +87,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
-    if name in _NOT_BUILT:
-        raise AttributeError(f"tpuembed.{name} is not built yet")
     if name not in _HOME:
         raise AttributeError(f"module 'tpuembed' has no attribute {name!r}")
     try:

@@ -162,6 +162,10 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         states = self._parts.backend.states
         return {table: states[name].variable for table, name in self._parts.table_names.items() if name in states}
 
+    def checkpoint_config(self) -> dict[str, Any]:
+        """What checkpoints say of the layer: features, tables and their optimizers, as JSON values."""
+        return self._parts.checkpoint_config()
+
     @contextlib.contextmanager
     def looking_up_in(self, source: TableSource) -> Iterator[None]:
         """Inside, calls take their rows from `source`; the layer's own tables stay as they are."""

@@ -15,7 +15,7 @@ from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
 from tpuembed.export.signature import check_input_name
 
-__all__ = ["KerasModel", "build_model", "import_factory"]
+__all__ = ["KerasModel", "build_model", "import_factory", "wrap_model"]
 
 Tensor = Any
 Factory = Callable[[], Any]
@@ -61,10 +61,15 @@ def build_model(factory: str | Factory) -> "KerasModel":
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"model {name!r}: the factory failed: {one_line(error)}") from error
-    return _wrap(made, name)
+    return wrap_model(made, name)
 
 
-def _wrap(made: Any, name: str) -> "KerasModel":
+def wrap_model(made: Any, name: str) -> "KerasModel":
+    """A Keras model, or (model, {input name: tf.TensorSpec}), with the names of its inputs.
+
+    Raises:
+        ConfigError: it is neither, or has no inputs to read; the message names `name`.
+    """
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and isinstance(made[1], Mapping):
         model, specs = made
         for key, spec in specs.items():
@@ -166,8 +171,8 @@ class KerasModel:
         if not getattr(self.model, "inputs", None):
             tf.function(self, input_signature=[self._specs], autograph=False).get_concrete_function()
 
-    def state(self) -> list[Any]:
-        """What a saved function of the model refers to: its variables, and the hash tables of preprocessing layers.
+    def state(self, without: Sequence[Any] = ()) -> list[Any]:
+        """What a saved function of the model refers to: its variables but `without`, and its preprocessing layers' hash tables.
 
         Raises:
             ConfigError: a preprocessing layer has no vocabulary.
@@ -176,7 +181,8 @@ class KerasModel:
         for node in below:
             _check_vocabulary(node)
         tables = [node for node in below if isinstance(node, tf.saved_model.experimental.TrackableResource)]
-        return [*(variable.value for variable in self.model.variables), *tables]
+        left_out = {id(variable) for variable in without}
+        return [*(variable.value for variable in self.model.variables if id(variable) not in left_out), *tables]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's outputs by name, in inference mode.

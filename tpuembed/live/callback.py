@@ -1,0 +1,87 @@
+"""An export every so many epochs of `fit`."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tpuembed.config.checks import check_choice, check_count
+from tpuembed.errors import ConfigError, TpuEmbedError
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.report import ExportReport
+from tpuembed.live import export_model
+
+__all__ = ["ExportCallback"]
+
+_ON_ERROR = ("raise", "warn")
+
+
+class ExportCallback(keras.callbacks.Callback):
+    """Exports the model that is being trained: `model.fit(..., callbacks=[ExportCallback("models/ranker")])`.
+
+    Each export is a version of its own, which a server that watches `model_dir` takes up without a gap.
+
+    Args:
+        model_dir: as `tpuembed.export_saved_model` takes it.
+        every_epochs: after epochs every_epochs, 2 * every_epochs, ...
+        at_end: once more at the end of training, where its last epoch was not exported.
+        input_specs: {input name: tf.TensorSpec}, for a subclassed model, which has no inputs to read.
+        on_error: "raise", to end the training with it; or "warn", to train on and try again after the next epochs.
+        options: as `tpuembed.export_model` takes them.
+
+    Attributes:
+        reports: an ExportReport for each export so far.
+
+    Raises:
+        ConfigError: an argument out of range, or an unknown option.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        every_epochs: int = 1,
+        *,
+        at_end: bool = False,
+        input_specs: Mapping[str, Any] | None = None,
+        on_error: str = "raise",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_count("ExportCallback: every_epochs", every_epochs)
+        check_choice("ExportCallback: on_error", on_error, _ON_ERROR)
+        if options.get("version") is not None:
+            raise ConfigError("ExportCallback: version: every export has a version of its own; leave it out")
+        ExportOptions.of("ExportCallback", _export_options(options), without=("engine",))
+        self.reports: list[ExportReport] = []
+        self._model_dir, self._every, self._at_end = Path(model_dir), int(every_epochs), at_end
+        self._input_specs, self._on_error, self._options = input_specs, on_error, options
+        self._unexported = 0
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002 - as Keras calls it
+        """Export, if it is time."""
+        self._unexported += 1
+        if (epoch + 1) % self._every == 0:
+            self._export()
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002 - as Keras calls it
+        """Export what the epochs since the last export have trained, if asked to."""
+        if self._at_end and self._unexported:
+            self._export()
+
+    def _export(self) -> None:
+        model = self.model if self._input_specs is None else (self.model, self._input_specs)
+        try:
+            self.reports.append(export_model(model, self._model_dir, **self._options))
+        except TpuEmbedError as error:
+            if self._on_error == "raise":
+                raise
+            warnings.warn(f"ExportCallback: not exported: {error}", stacklevel=2)
+        else:
+            self._unexported = 0
+
+
+def _export_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what `export_model` takes beside them."""
+    return {name: value for name, value in options.items() if name not in ("serving_config", "on_progress")}

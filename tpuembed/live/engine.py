@@ -1,0 +1,83 @@
+"""Shards written by threads of this process: it alone has the rows."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Sequence
+
+from tpuembed.checkpoint import Checkpoint
+from tpuembed.export.engines import Job, default_workers
+from tpuembed.export.plan import ShardTask
+from tpuembed.export.stream import ShardResult, ignore, run_shard
+
+__all__ = ["ThreadEngine"]
+
+_REPORT_SECONDS = 0.1
+
+
+class ThreadEngine:
+    """A `tpuembed.export.engines.Engine` that reads from an open checkpoint, which any thread may read."""
+
+    def __init__(self, checkpoint: Checkpoint, workers: int | None) -> None:
+        """At most `workers` shards are written at once; None for one per processor."""
+        self._checkpoint = checkpoint
+        self._workers = default_workers() if workers is None else workers
+
+    def run(
+        self,
+        tasks: Sequence[ShardTask],
+        job: Job,
+        *,
+        on_result: Callable[[ShardResult], None] = ignore,
+        on_progress: Callable[[int], None] = ignore,
+    ) -> list[ShardResult]:
+        """See Engine.run. No thread is left when it returns or raises."""
+        running = _Run(self._checkpoint, job)
+        with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
+            waiting = {pool.submit(running.write, task) for task in tasks}
+            try:
+                results = list[ShardResult]()
+                while waiting:
+                    done, waiting = concurrent.futures.wait(
+                        waiting, _REPORT_SECONDS, concurrent.futures.FIRST_COMPLETED
+                    )
+                    for future in done:
+                        results.append(future.result())
+                        on_result(results[-1])
+                    on_progress(running.written)
+            except BaseException:
+                running.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return sorted(results, key=lambda result: result.index)
+
+
+class _Stopped(Exception):  # noqa: N818 - it is no error
+    """Another shard failed."""
+
+
+class _Run:
+    """What the threads of one run share."""
+
+    def __init__(self, checkpoint: Checkpoint, job: Job) -> None:
+        self._checkpoint, self._job = checkpoint, job
+        self._stopped = threading.Event()
+        self._written: dict[int, int] = {}
+
+    @property
+    def written(self) -> int:
+        """Bytes written so far by all shards."""
+        return sum(self._written.copy().values())
+
+    def stop(self) -> None:
+        """Have every thread end at its next chunk."""
+        self._stopped.set()
+
+    def write(self, task: ShardTask) -> ShardResult:
+        """Write one shard."""
+
+        def on_chunk(written: int) -> None:
+            self._written[task.index] = written
+            if self._stopped.is_set():
+                raise _Stopped
+
+        return run_shard(task, self._job.source, self._job.folder, on_chunk, self._checkpoint)

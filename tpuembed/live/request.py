@@ -1,0 +1,66 @@
+"""What to export of a live model: its own graph, with every lookup sent to the exporter's stacked tables."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpuembed.config import ServingConfig
+from tpuembed.errors import ConfigError
+from tpuembed.export.graph import SavedGraph, save_graph
+from tpuembed.export.keras_model import wrap_model
+from tpuembed.export.plan import ExportPlan
+from tpuembed.export.request import Request, make_request
+from tpuembed.export.signature import check_tables
+from tpuembed.export.stacked_tables import StackedTables
+from tpuembed.layer import TPUEmbedding
+from tpuembed.live.tables import LiveCheckpoint, embedding_layers
+from tpuembed.table_scope import deferred_tables
+
+__all__ = ["request_of"]
+
+
+def request_of(checkpoint: LiveCheckpoint, model: Any, serving_config: Any, tables: Sequence[str] | None) -> Request:
+    """The lookups of a layer, or a whole model.
+
+    Raises:
+        ConfigError, CheckpointMismatchError, UnknownTableError: it cannot be answered; the message says why.
+    """
+    if isinstance(model, TPUEmbedding):
+        return make_request(checkpoint, serving_config, None, tables)
+    if tables is not None:
+        raise ConfigError(
+            "export_model: tables: a model looks up in all of its tables; pass its TPUEmbedding layer to export some of them"
+        )
+    return _LiveModelRequest(checkpoint, model, serving_config)
+
+
+class _LiveModelRequest:
+    """A Keras model as it stands in memory."""
+
+    dropped_features: tuple[str, ...] = ()
+
+    def __init__(self, checkpoint: LiveCheckpoint, model: Any, serving_config: Any) -> None:
+        self._model = wrap_model(model, "export_model")
+        self._layers = embedding_layers(self._model.model)
+        self._sources = StackedTables(checkpoint.tables())
+        if serving_config is not None:
+            config = ServingConfig.parse(serving_config)
+            check_tables(config, checkpoint.tables())
+            self._model.check_serving_config(config)
+        with self._redirected():
+            self.tables: Sequence[str] = list(self._sources.required)
+
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
+        """Trace the model with its layers redirected, and save its dense weights as they are now."""
+        kept = [weight for layer in self._layers for weight in layer.weights]
+        with self._redirected():
+            return save_graph(self._model, self._sources, plan.stacks, lambda: self._model.state(without=kept), folder)
+
+    @contextlib.contextmanager
+    def _redirected(self) -> Iterator[None]:
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(deferred_tables(self._sources))
+            for layer in self._layers:
+                scopes.enter_context(layer.looking_up_in(self._sources))
+            yield

@@ -1,0 +1,185 @@
+"""The tables of live layers as a checkpoint: read by row ranges, out of the memory they are trained in."""
+
+import contextlib
+import json
+import secrets
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import keras
+import numpy as np
+
+from tpuembed.backends.table_rows import read_rows
+from tpuembed.backends.table_state import TableState
+from tpuembed.checkpoint.types import Array, TableInfo
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.export.stream import Source
+from tpuembed.layer import TPUEmbedding
+from tpuembed.table_access import LiveTables
+
+__all__ = ["LiveCheckpoint", "embedding_layers", "lent", "live_checkpoint"]
+
+_DOING: Final = "export_model"
+_lent: "weakref.WeakValueDictionary[str, LiveCheckpoint]" = weakref.WeakValueDictionary()
+
+
+def embedding_layers(model: Any) -> list[TPUEmbedding]:
+    """The `TPUEmbedding` layers of a model, or the layer itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if isinstance(model, TPUEmbedding):
+        return [model]
+    if not isinstance(model, keras.layers.Layer):
+        raise ConfigError(
+            f"export_model: model must be a Keras 3 model or a tpuembed.TPUEmbedding, got {type(model).__name__}"
+        )
+    found = [layer for layer in model._flatten_layers(include_self=False) if isinstance(layer, TPUEmbedding)]
+    if not found:
+        raise ConfigError(
+            f"export_model: model {model.name!r} has no tpuembed.TPUEmbedding layer, so there is no table to export; "
+            "save a model without tables with its own `export`"
+        )
+    return found
+
+
+class LiveCheckpoint:
+    """A `tpuembed.checkpoint.Checkpoint` over layers in memory.
+
+    Attributes:
+        format: "live".
+        path: names the model, for people.
+        options: none.
+        layer_config: the layers' configs in one; None where there are several layers.
+    """
+
+    format: Final = "live"
+
+    def __init__(self, name: str, layers: Sequence[TPUEmbedding]) -> None:
+        """Bring the tables where they can be read.
+
+        Raises:
+            ConfigError: two layers have a table of one name, or tables cannot be read where this is called from.
+        """
+        self.path = f"model {name}"
+        self.options: Mapping[str, Any] = {}
+        self.token = secrets.token_hex(8)
+        self._live = [layer.live_tables(_DOING) for layer in layers]
+        self._states = _states(self._live)
+        self.layer_config = layers[0].checkpoint_config() if len(layers) == 1 else None
+        for live in self._live:
+            live.fetch()
+
+    def tables(self) -> dict[str, TableInfo]:
+        """The tables by name."""
+        return {name: _info(name, state) for name, state in sorted(self._states.items())}
+
+    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
+        """Rows [start, stop) of a table or of one of its slots, float32 [stop - start, dim].
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+            RowRangeError: the range is not inside the table.
+        """
+        variable, rows = self._variable(table, slot), self._state(table).config.vocabulary_size
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise RowRangeError(f"{self.path}: table {table!r} has {rows} rows; [{start}, {stop}) is not inside")
+        return read_rows(variable, start, stop)
+
+    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+        """Fill `out`, float32 [n, dim], with rows [start, start + n)."""
+        rows = self.read(table, start, start + len(out), slot)
+        if out.shape != rows.shape or out.dtype != rows.dtype:
+            raise ConfigError(f"{self.path}: table {table!r}: out is {out.dtype} {out.shape}, its rows {rows.shape}")
+        out[...] = rows
+
+    def checksum(self, table: str) -> int | None:
+        """None: memory states no checksums."""
+        self._state(table)
+        return None
+
+    def verify(self, tables: Iterable[str]) -> None:
+        """Memory states no checksums."""
+        for table in tables:
+            self._state(table)
+
+    def fingerprint(self) -> str:
+        """Changes when a layer has been trained, and is another one for every LiveCheckpoint."""
+        return json.dumps([self.token, *(int(live.updates.numpy()) for live in self._live)])
+
+    def close(self) -> None:
+        """The tables are the layers'."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _state(self, table: str) -> TableState:
+        if table not in self._states:
+            raise UnknownTableError(f"{self.path}: has no table {table!r}; {did_you_mean(table, self._states)}")
+        return self._states[table]
+
+    def _variable(self, table: str, slot: str | None) -> Any:
+        state = self._state(table)
+        if slot is not None and slot not in state.slots:
+            raise UnknownTableError(
+                f"{self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(slot, state.slots)}"
+            )
+        return state.variable if slot is None else state.slots[slot]
+
+
+def live_checkpoint(model: Any) -> LiveCheckpoint:
+    """The tables of a model, or of a layer; a model may come with its inputs' specs, (model, specs).
+
+    Raises:
+        ConfigError: it has no tables, or two of one name, or they cannot be read here.
+    """
+    made = model[0] if isinstance(model, tuple) and model else model
+    layers = embedding_layers(made)
+    return LiveCheckpoint(made.name, layers)
+
+
+@contextlib.contextmanager
+def lent(checkpoint: LiveCheckpoint) -> Iterator[Source]:
+    """The checkpoint as what an exporter opens, for as long as the block lasts and in this process only."""
+    _lent[checkpoint.token] = checkpoint
+    try:
+        yield Source(
+            path=checkpoint.path,
+            fingerprint=checkpoint.fingerprint(),
+            options=json.dumps({"token": checkpoint.token}),
+            opener=f"{__name__}:{_borrow.__name__}",
+        )
+    finally:
+        del _lent[checkpoint.token]
+
+
+def _borrow(path: str, token: str) -> LiveCheckpoint:  # noqa: ARG001 - as every opener is called
+    return _lent[token]
+
+
+def _states(lives: Iterable[LiveTables]) -> dict[str, TableState]:
+    owners: dict[str, str] = {}
+    states: dict[str, TableState] = {}
+    for live in lives:
+        for name, state in live.states.items():
+            if name in states:
+                raise ConfigError(
+                    f"export_model: layers {owners[name]!r} and {live.layer!r} both have a table {name!r}; rename one"
+                )
+            owners[name], states[name] = live.layer, state
+    return states
+
+
+def _info(name: str, state: TableState) -> TableInfo:
+    config = state.config
+    return TableInfo(name, config.vocabulary_size, config.dim, np.dtype(np.float32), tuple(state.slots))
