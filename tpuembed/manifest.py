@@ -5,16 +5,24 @@ The manifest lies at `<version>/assets.extra/tpuembed.json`; TensorFlow Serving 
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import groupby, pairwise
+from operator import attrgetter
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["MANIFEST_PATH", "Manifest", "StackEntry", "TableEntry", "TensorSpec"]
+__all__ = ["LAYOUTS", "MANIFEST_PATH", "FileEntry", "Manifest", "StackEntry", "TableEntry", "TensorSpec"]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
 FORMAT = 1
+LAYOUTS: Final = ("variables", "mmap")
+"""How a server gets the tables: loaded into variables, or mapped from their files."""
+
+_ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}
+"""Storage -> (bytes of an element, bytes that a row has besides: int8 keeps a float32 scale and offset in it)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +31,17 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int | None, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file as it was written: its bytes, and their CRC32C, unmasked."""
+
+    size: int
+    crc32c: int
+
+    def __post_init__(self) -> None:
+        _check_integers(self, size=0, crc32c=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +54,9 @@ class TableEntry:
     dtype: str
     stack: str
     row_offset: int
+
+    def __post_init__(self) -> None:
+        _check_integers(self, rows=1, dim=1, row_offset=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,17 +82,31 @@ class StackEntry:
     size: int
     crc32c: int
 
+    def __post_init__(self) -> None:
+        _check_integers(self, rows=1, dim=1, offset=0, size=1, crc32c=0)
+        _check_inside(self.file)
+        if self.storage not in _ROW_BYTES:
+            raise ConfigError(f"stack {self.name!r}: storage {self.storage!r} is not known")
+        element, more = _ROW_BYTES[self.storage]
+        needed = self.rows * (self.dim * element + more)
+        if self.size != needed:
+            raise ConfigError(
+                f"stack {self.name!r}: {self.storage} [{self.rows}, {self.dim}] takes {needed} bytes, not {self.size}"
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One export.
+    """One export. It never contradicts itself: tables fill their stacks, and stacks share no byte of a file.
 
     Attributes:
         tool_version: of the tpuembed that wrote it.
         source: the checkpoint's path, format and fingerprint.
-        layout: "variables".
-        tables, stacks: the table data.
+        layout: one of LAYOUTS.
+        tables, stacks: the table data. A stack that is mapped is a whole file.
         signatures: name -> {"inputs": {name: TensorSpec}, "outputs": {name: TensorSpec}}.
+        files: all other files by their path inside the version directory, this manifest apart. saved_model.pb as it is
+            with its mapped paths relative to that directory: the others depend on where it is served.
     """
 
     tool_version: str
@@ -79,6 +115,22 @@ class Manifest:
     tables: tuple[TableEntry, ...]
     stacks: tuple[StackEntry, ...]
     signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
+    files: Mapping[str, FileEntry] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"its layout is {self.layout!r}, none of {', '.join(LAYOUTS)}")
+        _check_stacks(self.stacks, mapped=self.layout == "mmap")
+        _check_tables(self.tables, self.stacks)
+        for file in self.files:
+            _check_inside(file)
+
+    def table_files(self) -> dict[str, int]:
+        """The data files of the stacks, by their path inside the version directory, and how many bytes each has."""
+        sizes: dict[str, int] = {}
+        for stack in self.stacks:
+            sizes[stack.file] = max(sizes.get(stack.file, 0), stack.offset + stack.size)
+        return sizes
 
     def write(self, version_dir: Path) -> None:
         """Write it into `version_dir`, making the folder it lies in."""
@@ -112,6 +164,7 @@ class Manifest:
             raise ValueError(f"its format is not {FORMAT}")
         value["tables"] = tuple(TableEntry(**entry) for entry in value["tables"])
         value["stacks"] = tuple(StackEntry(**entry) for entry in value["stacks"])
+        value["files"] = {path: FileEntry(**entry) for path, entry in value["files"].items()}
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
         return cls(**value)
 
@@ -123,3 +176,60 @@ def _signature(sides: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
 def _tensor_spec(spec: Mapping[str, Any]) -> TensorSpec:
     shape = spec["shape"]
     return TensorSpec(dtype=spec["dtype"], shape=None if shape is None else tuple(shape))
+
+
+def _check_integers(entry: Any, **minimums: int) -> None:
+    """Raise ConfigError unless these fields of `entry` are integers of at least so much."""
+    for field, minimum in minimums.items():
+        value = getattr(entry, field)
+        if type(value) is not int or not minimum <= value < 2**63:
+            raise ConfigError(f"{type(entry).__name__} {entry}: {field} is {value!r}, no integer from {minimum} up")
+
+
+def _check_inside(file: object) -> None:
+    """Raise ConfigError unless `file` is a path to a file inside the version directory."""
+    parts = PurePosixPath(file).parts if isinstance(file, str) else ()
+    if not parts or "/".join(parts) != file or ".." in parts or parts[0] == "/" or "\0" in str(file):
+        raise ConfigError(f"file {file!r} is no path inside the export")
+
+
+def _check_stacks(stacks: Iterable[StackEntry], *, mapped: bool) -> None:
+    _check_distinct("stack", [stack.name for stack in stacks])
+    in_place = sorted(stacks, key=attrgetter("file", "offset"))
+    for file, group in groupby(in_place, key=attrgetter("file")):
+        shared = list(group)
+        if mapped and (len(shared) > 1 or shared[0].offset):
+            raise ConfigError(f"stack {shared[-1].name!r} is mapped and does not fill {file} alone")
+        for one, other in pairwise(shared):
+            if one.offset + one.size > other.offset:
+                raise ConfigError(f"stacks {one.name!r} and {other.name!r} overlap in {file}")
+
+
+def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) -> None:
+    _check_distinct("table", [table.name for table in tables])
+    by_stack: dict[str, list[TableEntry]] = {stack.name: [] for stack in stacks}
+    for table in sorted(tables, key=attrgetter("row_offset")):
+        if table.stack not in by_stack:
+            raise ConfigError(f"table {table.name!r} is in stack {table.stack!r}, which is not there")
+        by_stack[table.stack].append(table)
+    for stack in stacks:
+        _check_filled(stack, by_stack[stack.name])
+
+
+def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:
+    """Raise ConfigError unless `tables`, in row order, are the rows of `stack`, each once."""
+    rows = 0
+    for table in tables:
+        if table.dim != stack.dim:
+            raise ConfigError(f"table {table.name!r} has width {table.dim} and its stack {stack.name!r} {stack.dim}")
+        if table.row_offset != rows:
+            raise ConfigError(f"table {table.name!r} starts at row {table.row_offset} of {stack.name!r}, not at {rows}")
+        rows += table.rows
+    if rows != stack.rows:
+        raise ConfigError(f"stack {stack.name!r} has {stack.rows} rows and its tables {rows}")
+
+
+def _check_distinct(what: str, names: list[str]) -> None:
+    twice = sorted(str(name) for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ConfigError(f"{what} {twice[0]!r} is there twice")

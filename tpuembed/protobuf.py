@@ -3,6 +3,7 @@
 Source: https://protobuf.dev/programming-guides/encoding/
 """
 
+from collections.abc import Callable
 from typing import Final
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Message",
     "UnsupportedError",
     "bytes_field",
+    "edit_messages",
     "fixed32_field",
     "read_varint",
     "shown",
@@ -77,6 +79,28 @@ def bytes_field(number: int, value: bytes) -> bytes:
 def fixed32_field(number: int, value: int) -> bytes:
     """A fixed32 field; nothing for 0, proto3's default."""
     return varint(number << 3 | _FIXED32) + value.to_bytes(4, "little") if value else b""
+
+
+def edit_messages(buffer: bytes, path: tuple[int, ...], edit: Callable[[bytes], bytes]) -> bytes:
+    """`buffer` with every message below it at `path`, field numbers from the outside in, replaced by `edit` of it.
+
+    All other fields stay byte for byte as they are; the lengths around the replaced messages are made to fit.
+
+    Raises:
+        MalformedError: the bytes do not parse.
+    """
+    if not path:
+        return edit(buffer)
+    pieces, position = [], 0
+    while position < len(buffer):
+        start = position
+        tag, position = read_varint(buffer, position)
+        value, position = _read_value(buffer, position, tag & 7)
+        if tag >> 3 == path[0] and isinstance(value, bytes):
+            pieces.append(bytes_field(path[0], edit_messages(value, path[1:], edit)))
+        else:
+            pieces.append(buffer[start:position])
+    return b"".join(pieces)
 
 
 class Message:

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry
+from tpuembed.manifest import MANIFEST_PATH, Manifest
+from tpuembed.saved_model import GRAPH_FILE, size_faults
 from tpuembed_serving.status import Code, StatusError
 
 __all__ = ["GRAPH_FILE", "INDEX_FILE", "check_files", "find_versions", "fingerprint", "parse_version"]
 
-GRAPH_FILE = Path("saved_model.pb")
 INDEX_FILE = Path("variables") / "variables.index"
 
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
@@ -50,11 +50,11 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-def check_files(version_dir: Path) -> None:
-    """Refuse a version that cannot be whole, before anything of it is loaded.
+def check_files(version_dir: Path) -> Manifest | None:
+    """Refuse a version that cannot be whole, before anything of it is loaded; its manifest, where it has one.
 
     Raises:
-        StatusError: it has no graph, or its manifest names table data that is not there.
+        StatusError: it has no graph, or its manifest names table data that is not there or has another size.
     """
     if not (version_dir / GRAPH_FILE).is_file():
         raise StatusError(
@@ -64,17 +64,9 @@ def check_files(version_dir: Path) -> None:
         manifest = Manifest.read(version_dir)
     except ConfigError:
         raise _damaged(version_dir, f"{MANIFEST_PATH} is not a tpuembed manifest") from None
-    for stack in manifest.stacks if manifest else ():
-        _check_stack(version_dir, stack)
-
-
-def _check_stack(version_dir: Path, stack: StackEntry) -> None:
-    stamp = _stamp(version_dir / stack.file)
-    if stamp is None:
-        raise _damaged(version_dir, f"{stack.file}, which holds stack {stack.name!r}, is missing")
-    needed = stack.offset + stack.size
-    if stamp[1] < needed:
-        raise _damaged(version_dir, f"{stack.file} has {stamp[1]} bytes and stack {stack.name!r} ends at byte {needed}")
+    for file, fault in size_faults(version_dir, manifest) if manifest else ():
+        raise _damaged(version_dir, f"{file}, {fault}")
+    return manifest
 
 
 def _damaged(version_dir: Path, what: str) -> StatusError:

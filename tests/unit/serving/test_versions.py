@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.serving.doubles import make_version
-from tpuembed.manifest import Manifest, StackEntry
+from tpuembed.manifest import Manifest, StackEntry, TableEntry
 from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.versions import check_files, find_versions, fingerprint, parse_version
 
@@ -49,9 +49,10 @@ def stack(size: int) -> StackEntry:
 
 
 def write_manifest(path: Path, size: int) -> None:
-    Manifest(tool_version="0", source={}, layout="variables", tables=(), stacks=(stack(size),), signatures={}).write(
-        path
-    )
+    table = TableEntry(name="t", rows=2, dim=2, dtype="float32", stack="stack", row_offset=0)
+    Manifest(
+        tool_version="0", source={}, layout="variables", tables=(table,), stacks=(stack(size),), signatures={}
+    ).write(path)
 
 
 def test_a_version_needs_a_graph(tmp_path: Path) -> None:
@@ -74,9 +75,10 @@ def test_what_a_manifest_names_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(StatusError, match=r"^version 5: .*which holds stack 'stack', is missing; export it again$"):
         check_files(path)
     data.parent.mkdir()
-    data.write_bytes(b"\0" * 23)
-    with pytest.raises(StatusError, match=r"has 23 bytes and stack 'stack' ends at byte 24; export it again$"):
-        check_files(path)
+    for size in (23, 25):
+        data.write_bytes(b"\0" * size)
+        with pytest.raises(StatusError, match=rf"has {size} bytes and the manifest says 24; export it again$"):
+            check_files(path)
     data.write_bytes(b"\0" * 24)
     check_files(path)
 

@@ -1,0 +1,107 @@
+"""Rewrite the paths that an export maps its tables from, so that it can be served from another folder."""
+
+import dataclasses
+import os
+import secrets
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tpuembed.errors import ConfigError
+from tpuembed.manifest import Manifest
+from tpuembed.saved_model.mapped_paths import mapped_from
+from tpuembed.saved_model.table_files import GRAPH_FILE, check_sizes
+
+__all__ = ["Relocation", "check_root", "relocate_export", "replace_file"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Relocation:
+    """What `relocate_export` did.
+
+    Attributes:
+        path: of the version.
+        files: stack name -> the path that it is mapped from now.
+        changed: whether saved_model.pb was written anew.
+        found: whether the files were looked at where they will be mapped from; else that folder is another machine's.
+    """
+
+    path: Path
+    files: dict[str, str]
+    changed: bool
+    found: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocation:
+    """Have the export at `version_dir` map its tables from `root`/<name of version_dir>/.
+
+    saved_model.pb is replaced by one rename. Where the new folder exists on this machine, the data files must lie in it;
+    else it is another machine's, and they must lie in `version_dir`.
+
+    Args:
+        version_dir: the version.
+        manifest: its manifest.
+        root: MODEL_DIR as the serving machine or container sees it; absolute.
+
+    Raises:
+        ConfigError: this is no mmap export, its graph or data files are not what the manifest says, or `root` is relative.
+    """
+    check_root(root)
+    if manifest.layout != "mmap":
+        raise ConfigError(
+            f"export {version_dir}: its layout is {manifest.layout}, which maps no files and loads from any folder; "
+            "only exports of layout mmap are relocated"
+        )
+    target = PurePosixPath(root) / version_dir.absolute().name
+    found = Path(target).is_dir()
+    check_sizes(Path(target) if found else version_dir, manifest)
+    graph = _read(version_dir / GRAPH_FILE)
+    moved = mapped_from(graph, manifest, target)
+    if moved != graph:
+        replace_file(version_dir / GRAPH_FILE, moved)
+    files = {stack.name: str(target / stack.file) for stack in manifest.stacks}
+    return Relocation(path=version_dir, files=files, changed=moved != graph, found=found)
+
+
+def check_root(root: str) -> None:
+    """Raise ConfigError unless `root` is an absolute path: a relative one would depend on the server's own folder."""
+    if not PurePosixPath(root).is_absolute():
+        raise ConfigError(f"ROOT {root!r} is relative; give the absolute path of MODEL_DIR as the server sees it")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `content` to the file `path` by one rename: whoever reads meanwhile sees the old bytes or the new ones.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(path, temporary)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"export {path.parent}: {path.name} cannot be read: {error.strerror}; export again") from None
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
