@@ -17,7 +17,7 @@ import tensorflow as tf
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import learning_rate
-from tpuembed.backends.table_state import table_initializer
+from tpuembed.backends.table_state import filled, table_initializer
 from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, resolve_optimizer
 from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
 from tpuembed.config import FeatureConfig, Optimizer, TableConfig
@@ -93,7 +93,7 @@ class ShardInitializer:
 
     def __call__(self, shape: Any, dtype: Any = None) -> Tensor:
         """Rows [*shape] of the next shard."""
-        rows: Tensor = self._seeded(next(self._calls))(shape, dtype=dtype)
+        rows: Tensor = filled(self._seeded(next(self._calls)), shape, dtype)
         return rows
 
     def _seeded(self, call: int) -> Any:

@@ -15,6 +15,8 @@ __all__ = ["PIECE_BYTES", "initial_pieces", "piece_rows", "write_rows"]
 PIECE_BYTES: Final = 16 << 20
 """Rows are moved in pieces of about so many bytes."""
 
+_INITIALIZER_COPIES: Final = 4  # Keras holds three copies of what it makes; the fourth is the last piece, being written
+
 
 def piece_rows(dim: int) -> int:
     """How many float32 rows [dim] make a piece."""
@@ -53,11 +55,12 @@ def _copies(variable: Any) -> tuple[Any, ...]:
 def initial_pieces(state: TableState, slot: str | None, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """(first row, rows float32 [n, dim]) of what rows [start, stop) of a new table, or of one of its slots, begin with.
 
-    The default initializer and slots are made piece by piece. Another initializer may depend on the table's shape or on
-    its seed's order, so it is asked for the whole table, of which [start, stop) is cut.
+    The default initializer and slots are made piece by piece, all copies of it together about PIECE_BYTES. Another
+    initializer may depend on the table's shape or on its seed's order, so it is asked for the whole table, of which
+    [start, stop) is cut.
     """
     config = state.config
-    step = piece_rows(config.dim)
+    step = -(-piece_rows(config.dim) // _INITIALIZER_COPIES)
     in_pieces = slot is not None or config.initializer is None or start == stop
     whole = None if in_pieces else initial_rows(config)
     for first in range(start, stop, step):

@@ -16,7 +16,7 @@ from tpuembed.backends.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
 
-__all__ = ["TableState", "TablesNode", "create_table", "initial_rows", "table_initializer"]
+__all__ = ["TableState", "TablesNode", "create_table", "filled", "initial_rows", "table_initializer"]
 
 _LARGE_BYTES = 32 << 20
 
@@ -89,7 +89,7 @@ def initial_rows(config: TableConfig) -> Any:
         ConfigError: the initializer gives another shape or dtype.
     """
     shape = (config.vocabulary_size, config.dim)
-    rows = tf.convert_to_tensor(_filled(table_initializer(config), shape))
+    rows = tf.convert_to_tensor(filled(table_initializer(config), shape, tf.float32))
     if tuple(rows.shape) != shape or rows.dtype != tf.float32:
         raise ConfigError(
             f"table {config.name!r}: its initializer gave {rows.dtype.name} {tuple(rows.shape)}, "
@@ -98,12 +98,13 @@ def initial_rows(config: TableConfig) -> Any:
     return rows
 
 
-def _filled(initializer: Any, shape: tuple[int, int]) -> Any:
-    """`initializer`'s rows. Keras' own hold the table up to three times; in a graph an op takes over its input's memory."""
-    if 4 * math.prod(shape) < _LARGE_BYTES or type(initializer).__module__.split(".")[0] != "keras":
-        return initializer(shape, dtype=tf.float32)
+def filled(initializer: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """`initializer`'s rows. Keras' own hold them up to three times; in a graph an op takes over its input's memory."""
+    is_small = 4 * math.prod(shape) < _LARGE_BYTES
+    if is_small or not tf.executing_eagerly() or type(initializer).__module__.split(".")[0] != "keras":
+        return initializer(shape, dtype=dtype)
     with _no_constant_folding():
-        return tf.function(lambda: initializer(shape, dtype=tf.float32))()
+        return tf.function(lambda: initializer(shape, dtype=dtype))()
 
 
 @contextlib.contextmanager
