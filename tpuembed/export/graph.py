@@ -1,7 +1,7 @@
 """The SavedModel without its tables: stacked variables that hold no data, and the signatures that gather from them.
 
 `UninitializedVariable` keeps the variable and its checkpoint key in the object graph and writes no data; the table bytes
-are added to the bundle afterwards.
+are added to the bundle afterwards. A stack that is mapped is no variable of the checkpoint: its graph names the file.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpuembed.errors import ExportError, one_line
 from tpuembed.export.examples import parse_examples, unparsable
+from tpuembed.export.mapped_table import MappedTable
 from tpuembed.export.plan import StackPlan
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.export.storage import STORAGES
@@ -54,19 +55,22 @@ def save_graph(
     stacks: Sequence[StackPlan],
     dense: Callable[[], Sequence[Any]],
     folder: Path,
+    layout: str = "variables",
 ) -> SavedGraph:
     """Save `servable` into `folder` with the signatures `serving_default` and `serving_examples`.
 
     Args:
         servable: what the signatures compute; it looks up in `tables`.
-        tables: bound here to one uninitialised variable per stack.
+        tables: bound here to one uninitialised variable per stack, or to one `MappedTable`.
         stacks: of the plan.
         dense: called before anything is traced, for a trace may make constants of values: the tf.Variables that
             `servable` reads, with the values to save, and its hash tables.
         folder: an existing or new directory.
+        layout: "mmap" maps each stack from the file `StackPlan.file`, a name that `assemble` replaces by a path.
     """
     root = tf.Module()
-    variables = {stack.name: _uninitialized(stack) for stack in stacks}
+    make = _mapped if layout == "mmap" else _uninitialized
+    variables = {stack.name: make(stack) for stack in stacks}
     root.stacks = _Children(variables)
     tables.bind(stacks, variables)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
@@ -89,8 +93,16 @@ def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
 def _uninitialized(stack: StackPlan) -> Any:
     storage = STORAGES[stack.storage]
     return resource_variable_ops.UninitializedVariable(
-        shape=[stack.rows, stack.dim], dtype=tf.as_dtype(storage.dtype), name=stack.name, trainable=False
+        shape=_shape(stack), dtype=tf.as_dtype(storage.dtype), name=stack.name, trainable=False
     )
+
+
+def _mapped(stack: StackPlan) -> MappedTable:
+    return MappedTable(stack.name, _shape(stack), tf.as_dtype(STORAGES[stack.storage].dtype), stack.file)
+
+
+def _shape(stack: StackPlan) -> tuple[int, int]:
+    return stack.rows, STORAGES[stack.storage].columns(stack.dim)
 
 
 class _Children(tf.Module):

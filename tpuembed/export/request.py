@@ -69,7 +69,7 @@ class _LookupRequest:
         from tpuembed.export.stacked_tables import StackedTables
 
         tables = StackedTables(self._available)
-        return save_graph(LookupModel(self._features, tables), tables, plan.stacks, list, folder)
+        return save_graph(LookupModel(self._features, tables), tables, plan.stacks, list, folder, plan.layout)
 
 
 class _ModelRequest:
@@ -107,7 +107,7 @@ class _ModelRequest:
             restore_dense_weights(self._model.model, self._checkpoint)
             return self._model.state()
 
-        return save_graph(self._model, self._sources, plan.stacks, dense, folder)
+        return save_graph(self._model, self._sources, plan.stacks, dense, folder, plan.layout)
 
 
 def _check_all_served(asked: Sequence[str] | None, served: Sequence[str]) -> None:

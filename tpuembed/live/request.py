@@ -55,7 +55,9 @@ class _LiveModelRequest:
         """Trace the model with its layers redirected, and save its dense weights as they are now."""
         kept = [weight for layer in self._layers for weight in layer.weights]
         with self._redirected():
-            return save_graph(self._model, self._sources, plan.stacks, lambda: self._model.state(without=kept), folder)
+            return save_graph(
+                self._model, self._sources, plan.stacks, lambda: self._model.state(without=kept), folder, plan.layout
+            )
 
     @contextlib.contextmanager
     def _redirected(self) -> Iterator[None]:

@@ -1,0 +1,60 @@
+"""A stack that a graph maps from its file instead of loading it: looked up like a variable, and never held in memory.
+
+The resource is a variable that no checkpoint restores. What a loader runs to initialise it assigns a constant to it that is
+the mapped file itself (`ImmutableConst`); the assignment shares the memory, so that all processes and both versions of a
+swap have the one copy that the page cache holds.
+"""
+
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+__all__ = ["MappedTable"]
+
+Tensor = Any
+
+_ANONYMOUS: Final = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
+"""ResourceHandle::ANONYMOUS_NAME of tensorflow/core/framework/resource_handle.h: every run of the op makes a new variable."""
+
+
+class MappedTable(tf.saved_model.experimental.TrackableResource):
+    """A [rows, columns] table in a file, from its first byte on.
+
+    The exporter only traces `_initialize`, and never runs it: run eagerly, the constant is a copy of the whole table.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, int], dtype: tf.DType, path: str) -> None:
+        super().__init__()
+        self._name, self.shape, self.dtype, self._path = name, shape, dtype, path
+        _ = self.resource_handle  # made here and now: a function that is traced captures it
+
+    @property
+    def handle(self) -> Tensor:
+        """Of the variable, as `tf.raw_ops` take it."""
+        return self.resource_handle
+
+    def sparse_read(self, indices: Tensor, name: str | None = None) -> Tensor:
+        """Rows [n, columns] at `indices` [n]; what `tf.gather` calls."""
+        return tf.raw_ops.ResourceGather(resource=self.handle, indices=indices, dtype=self.dtype, name=name)
+
+    def _create_resource(self) -> Tensor:
+        """In a session, the variable of that name; in Python, a new one for every load.
+
+        Python's loader calls this as a function. Were there a name in it, every model that the process loads would have its
+        table in one and the same variable.
+        """
+        is_named = not tf.inside_function() and not tf.executing_eagerly()
+        name = self._name if is_named else _ANONYMOUS
+        return tf.raw_ops.VarHandleOp(dtype=self.dtype, shape=self.shape, shared_name=name, container="")
+
+    def _initialize(self) -> None:
+        mapped = tf.raw_ops.ImmutableConst(dtype=self.dtype, shape=self.shape, memory_region_name=self._path)
+        # Constant folding, which would copy the table, leaves nodes with this attribute alone.
+        value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
+        mapped.op._set_attr("_scoped_allocator", value)
+        tf.raw_ops.AssignVariableOp(resource=self.resource_handle, value=mapped)
+
+    def _destroy_resource(self) -> None:
+        """The file is mapped no longer once its model is gone."""
+        tf.raw_ops.DestroyResourceOp(resource=self.resource_handle, ignore_lookup_error=True)
