@@ -29,6 +29,11 @@ class QuantizationConfig:
         check_number("quantization_config: lower", self.lower)
         check_number("quantization_config: upper", self.upper, self.lower, above=True)
 
+    @property
+    def quantum(self) -> float:
+        """The step from one level to the next."""
+        return (self.upper - self.lower) / (self.num_buckets - 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:

@@ -6,14 +6,18 @@ can so be mapped as they are too (`ImmutableConst` maps whole files only).
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError
+from tpuembed.export.chunk import chunk_bytes, rows_within
 from tpuembed.export.storage import SOURCE_DTYPES, STORAGES
+from tpuembed.export.storage_choice import Storage, storage_by_table
 from tpuembed.export.units import format_bytes
+from tpuembed.manifest import LAYOUTS
 
 if TYPE_CHECKING:  # a worker reads tasks, not tables
     from tpuembed.checkpoint import TableInfo
@@ -21,7 +25,6 @@ if TYPE_CHECKING:  # a worker reads tasks, not tables
 __all__ = ["DEFAULT_MAX_MEMORY_BYTES", "ExportPlan", "Placement", "ShardTask", "StackPlan", "plan_export"]
 
 DEFAULT_MAX_MEMORY_BYTES = 512 << 20
-LAYOUTS = ("variables",)
 
 # Chunks that stay in a core's cache between the read, the checksum and the write.
 _CHUNK_BYTES = 4 << 20
@@ -34,12 +37,16 @@ _MAX_SHARDS = 16_384
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A table's rows in its stack: [row_offset, row_offset + rows)."""
+    """A table's rows in its stack: [row_offset, row_offset + rows).
+
+    `quantization`: the fields of the QuantizationConfig that its values are passed through, or None.
+    """
 
     table: str
     rows: int
     row_offset: int
     source_dtype: str
+    quantization: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,8 @@ class StackPlan:
 class ShardTask:
     """Rows [start, stop) of one table, written at `file_offset` of `file` in chunks of `chunk_rows`.
 
-    Shards are numbered in the order of the bytes they write. Everything in it is a JSON value.
+    Shards are numbered in the order of the bytes they write. Everything in it is a JSON value. `written_crc32c`: of its
+    bytes, where an earlier export has recorded that they are in the file.
     """
 
     index: int
@@ -92,6 +100,13 @@ class ShardTask:
     file: str
     file_offset: int
     chunk_rows: int
+    quantization: Mapping[str, Any] | None = None
+    written_crc32c: int | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk as it is stored."""
+        return self.chunk_rows * STORAGES[self.storage].row_bytes(self.dim)
 
     @property
     def size(self) -> int:
@@ -113,7 +128,7 @@ class ExportPlan:
     """Everything that streaming and assembling need to know, and nothing that they find out.
 
     Attributes:
-        layout: "variables".
+        layout: one of LAYOUTS.
         workers: processes that stream; never more than there are shards.
         max_memory_bytes: bound on all their buffers together.
         stacks: sorted by storage and width.
@@ -134,7 +149,7 @@ class ExportPlan:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of buffers that all workers hold at most."""
-        return self.workers * max(task.chunk_rows * _buffered_row_bytes(task) for task in self.shards)
+        return self.workers * max(_buffer_bytes(task) for task in self.shards)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -149,7 +164,8 @@ class ExportPlan:
 def plan_export(
     tables: Sequence["TableInfo"],
     *,
-    storage: str = "float32",
+    storage: Storage = "float32",
+    quantization: Mapping[str, QuantizationConfig] | None = None,
     layout: str = "variables",
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int = 1,
@@ -158,7 +174,8 @@ def plan_export(
 
     Args:
         tables: what the checkpoint says about the tables to export.
-        storage: key of STORAGES, for all of them.
+        storage: key of STORAGES for all of them, or one by table; see `storage_by_table`.
+        quantization: by table, of those whose activations were quantized in training.
         layout: one of LAYOUTS.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that may stream at once.
@@ -166,10 +183,11 @@ def plan_export(
     Raises:
         ConfigError: no table, a table twice or of a shape or dtype that cannot be exported, an unknown storage or
             layout, fewer than one worker, or a budget that does not hold one row for every worker.
+        UnknownTableError: `storage` names another table.
     """
-    _check_options(storage, layout, max_memory_bytes, workers)
+    _check_options(layout, max_memory_bytes, workers)
     _check_tables(tables)
-    stacks = _stack_tables(tables, storage)
+    stacks = _stack_tables(tables, storage_by_table(storage, [table.name for table in tables]), quantization or {})
     shard_bytes = _shard_bytes(sum(stack.size for stack in stacks), workers)
     ranges = [r for stack in stacks for r in _split(stack, shard_bytes)]
     workers = min(workers, len(ranges))
@@ -182,8 +200,7 @@ def plan_export(
     return plan
 
 
-def _check_options(storage: str, layout: str, max_memory_bytes: int, workers: int) -> None:
-    check_choice("storage", storage, STORAGES)
+def _check_options(layout: str, max_memory_bytes: int, workers: int) -> None:
     check_choice("layout", layout, LAYOUTS)
     check_count("workers", workers)
     check_count("max_memory_bytes", max_memory_bytes)
@@ -206,15 +223,29 @@ def _check_tables(tables: Sequence["TableInfo"]) -> None:
             )
 
 
-def _stack_tables(tables: Sequence["TableInfo"], storage: str) -> list[StackPlan]:
-    by_width = sorted(tables, key=lambda table: (table.dim, table.name))
-    return [_stack(dim, storage, list(group)) for dim, group in groupby(by_width, key=lambda table: table.dim)]
+def _stack_tables(
+    tables: Sequence["TableInfo"], storages: Mapping[str, str], quantization: Mapping[str, QuantizationConfig]
+) -> list[StackPlan]:
+    def kind(table: "TableInfo") -> tuple[str, int]:
+        return storages[table.name], table.dim
+
+    in_order = sorted(tables, key=lambda table: (*kind(table), table.name))
+    return [_stack(*of_kind, list(group), quantization) for of_kind, group in groupby(in_order, key=kind)]
 
 
-def _stack(dim: int, storage: str, tables: Sequence["TableInfo"]) -> StackPlan:
+def _stack(
+    storage: str, dim: int, tables: Sequence["TableInfo"], quantization: Mapping[str, QuantizationConfig]
+) -> StackPlan:
     placements, rows = [], 0
     for table in tables:
-        placement = Placement(table=table.name, rows=table.rows, row_offset=rows, source_dtype=table.dtype.name)
+        simulated = quantization.get(table.name)
+        placement = Placement(
+            table=table.name,
+            rows=table.rows,
+            row_offset=rows,
+            source_dtype=table.dtype.name,
+            quantization=None if simulated is None else dataclasses.asdict(simulated),
+        )
         placements.append(placement)
         rows += table.rows
     name, size = f"stack_{storage}_{dim}", rows * STORAGES[storage].row_bytes(dim)
@@ -237,7 +268,9 @@ def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Plac
 
 
 def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int, budget: int) -> ShardTask:
-    task = ShardTask(
+    is_quantized = table.quantization is not None
+    rows = rows_within(budget, table.source_dtype, stack.storage, is_quantized, stack.dim)
+    return ShardTask(
         index=index,
         stack=stack.name,
         table=table.table,
@@ -248,23 +281,21 @@ def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int,
         storage=stack.storage,
         file=stack.file,
         file_offset=stack.offset + (table.row_offset + start) * stack.row_bytes,
-        chunk_rows=1,
+        chunk_rows=min(stop - start, rows),
+        quantization=table.quantization,
     )
-    return dataclasses.replace(task, chunk_rows=min(stop - start, max(1, budget // _buffered_row_bytes(task))))
 
 
-def _buffered_row_bytes(task: ShardTask) -> int:
-    """Bytes that a worker holds per row: the stored row, and the source row where it is another one."""
-    stored = STORAGES[task.storage].row_bytes(task.dim)
-    return (
-        stored if task.source_dtype == task.storage else stored + task.dim * SOURCE_DTYPES[task.source_dtype].itemsize
-    )
+def _buffer_bytes(task: ShardTask) -> int:
+    """Bytes of buffers that a worker holds for `task`."""
+    is_quantized = task.quantization is not None
+    return chunk_bytes(task.source_dtype, task.storage, is_quantized, task.dim, task.chunk_rows)
 
 
 def _check_budget(plan: ExportPlan) -> None:
     if plan.buffer_bytes <= plan.max_memory_bytes:
         return
-    widest = max(plan.shards, key=lambda task: task.chunk_rows * _buffered_row_bytes(task))
+    widest = max(plan.shards, key=_buffer_bytes)
     raise ConfigError(
         f"table {widest.table!r}: one row in each of {_count(plan.workers, 'worker')} needs {plan.buffer_bytes} bytes "
         f"of buffers and max_memory_bytes is {plan.max_memory_bytes}; raise it or use fewer workers"
@@ -282,7 +313,8 @@ def _description(plan: ExportPlan) -> Iterator[str]:
         yield f"  {stack.name}: {stack.storage} [{stack.rows:,}, {stack.dim}], {format_bytes(stack.size)}"
         for table in stack.tables:
             cast = "" if table.source_dtype == stack.storage else f", from {table.source_dtype}"
-            yield f"    {table.table}: {table.rows:,} rows from row {table.row_offset:,}{cast}"
+            levels = "" if table.quantization is None else f", quantized to {table.quantization['num_buckets']} values"
+            yield f"    {table.table}: {table.rows:,} rows from row {table.row_offset:,}{cast}{levels}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tpuembed.config import TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
+from tpuembed.export.decode import decode_rows
 from tpuembed.export.plan import Placement, StackPlan
 from tpuembed.export.signature import find_table
 from tpuembed.lookup import DROPPED, LookupIds, gather_grouped
@@ -31,6 +32,7 @@ class StackedTables:
         self._available = available
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
         self._variables: Mapping[str, Any] = {}
+        self._stacks: Mapping[str, StackPlan] = {}
 
     def register(self, table: TableConfig) -> None:
         """Note that a layer needs `table`.
@@ -48,8 +50,9 @@ class StackedTables:
             self.required.append(table.name)
 
     def bind(self, stacks: Sequence[StackPlan], variables: Mapping[str, Any]) -> None:
-        """Say where the tables lie: `variables` by stack name, float32 [rows, dim] each."""
+        """Say where the tables lie: `variables` by stack name, of stored rows."""
         self._variables = variables
+        self._stacks = {stack.name: stack for stack in stacks}
         self._places = {place.table: (stack, place) for stack in stacks for place in stack.tables}
 
     def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
@@ -60,7 +63,8 @@ class StackedTables:
         return gather_grouped(shifted, [self._places[table][0].name for table in tables], self._gather)
 
     def _gather(self, stack: str, ids: Tensor) -> Tensor:
-        return tf.gather(self._variables[stack], ids, name=f"gather_{stack}")
+        stored = tf.gather(self._variables[stack], ids, name=f"gather_{stack}")
+        return decode_rows(stored, self._stacks[stack].storage, self._stacks[stack].dim)
 
     def _shifted(self, feature: LookupIds, table: str) -> LookupIds:
         """`feature` with ids of the stack. An id outside its table fails; it never reads a neighbour's row."""

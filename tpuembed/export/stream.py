@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import CheckpointMismatchError, ExportError
+from tpuembed.export.chunk import Chunk
 from tpuembed.export.plan import ShardTask
-from tpuembed.export.storage import SOURCE_DTYPES, STORAGES
+from tpuembed.export.storage_error import ErrorSums
 from tpuembed.tensor_bundle import crc
 
 if TYPE_CHECKING:  # the source names what opens it
@@ -32,6 +33,7 @@ _Bytes = npt.NDArray[np.uint8]
 # One write of megabytes has the kernel look for blocks of contiguous pages as large, which on a virtual machine are
 # those it never touched: four times the processor time of writes of this size.
 _WRITE_BYTES = 256 << 10
+_CHECK_BYTES = 1 << 20
 
 
 def ignore(*_: object) -> None:
@@ -66,6 +68,8 @@ class ShardResult:
         bytes: how many.
         seconds: from opening the file to the last write.
         peak_rss_bytes: of the process since it started.
+        is_reused: it was there already, as its task said; `source_crc32c` is then unknown, 0, and `errors` too.
+        errors: fields of ErrorSums: how far what is stored is from float32.
     """
 
     index: int
@@ -74,21 +78,33 @@ class ShardResult:
     bytes: int
     seconds: float
     peak_rss_bytes: int
+    is_reused: bool = False
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def run_shard(task: ShardTask, source: Source, folder: Path, on_chunk: Callable[[int], None] = ignore) -> ShardResult:
-    """Write the rows of `task` into its file in `folder`, which exists.
+def run_shard(
+    task: ShardTask,
+    source: Source,
+    folder: Path,
+    on_chunk: Callable[[int], None] = ignore,
+    checkpoint: "Checkpoint | None" = None,
+) -> ShardResult:
+    """Write the rows of `task` into its file in `folder`, which exists, unless `task.written_crc32c` is that of what is there.
 
-    `on_chunk` is called after every chunk with the bytes written so far.
+    `on_chunk` is called after every chunk with the bytes written so far. `checkpoint` is read where it is given, and not
+    opened from `source`.
 
     Raises:
         CheckpointError: the source cannot be read, or is not what the export was planned from.
         ExportError: the file cannot be written.
     """
     started = time.monotonic()
-    checkpoint = _cached_source(source)
     with _DataFile(folder / task.file) as data_file:
-        written, read = _stream(task, checkpoint, data_file, on_chunk)
+        is_reused = task.written_crc32c is not None and data_file.checksum(task, on_chunk) == task.written_crc32c
+        if is_reused:
+            written, read, errors = task.written_crc32c or 0, 0, ErrorSums()
+        else:
+            written, read, errors = _stream(task, checkpoint or _cached_source(source), data_file, on_chunk)
     return ShardResult(
         index=task.index,
         crc32c=written,
@@ -96,6 +112,8 @@ def run_shard(task: ShardTask, source: Source, folder: Path, on_chunk: Callable[
         bytes=task.size,
         seconds=time.monotonic() - started,
         peak_rss_bytes=peak_rss_bytes(),
+        is_reused=is_reused,
+        errors=dataclasses.asdict(errors),
     )
 
 
@@ -134,9 +152,9 @@ def peak_rss_bytes() -> int:
 
 def _stream(
     task: ShardTask, checkpoint: "Checkpoint", data_file: "_DataFile", on_chunk: Callable[[int], None]
-) -> tuple[int, int]:
-    """The checksums of what was written and of what was read for it."""
-    chunk = _Chunk(task)
+) -> tuple[int, int, ErrorSums]:
+    """The checksums of what was written and of what was read for it, and how far they are apart."""
+    chunk = Chunk(task)
     stored_crc = read_crc = written = 0
     for start in range(task.start, task.stop, task.chunk_rows):
         read, stored = chunk.load(checkpoint, start, min(start + task.chunk_rows, task.stop))
@@ -145,33 +163,7 @@ def _stream(
         data_file.write(stored, task.file_offset + written)
         written += len(stored)
         on_chunk(written)
-    return stored_crc, read_crc
-
-
-class _Chunk:
-    """The one chunk of rows that a shard holds: as read, and as stored where that is another dtype."""
-
-    def __init__(self, task: ShardTask) -> None:
-        self._table, self._codec = task.table, STORAGES[task.storage]
-        self._read: _Array = np.empty((task.chunk_rows, task.dim), SOURCE_DTYPES[task.source_dtype])
-        self._stored: _Array | None = None
-        if task.source_dtype != task.storage:
-            self._stored = np.empty((task.chunk_rows, self._codec.columns(task.dim)), self._codec.dtype)
-
-    def load(self, checkpoint: "Checkpoint", start: int, stop: int) -> tuple[_Bytes, _Bytes]:
-        """Rows [start, stop): the bytes read and the bytes to store, the same object or not; valid until the next call."""
-        rows = self._read[: stop - start]
-        checkpoint.read_into(self._table, start, rows)
-        read = _bytes_of(rows)
-        if self._stored is None:
-            return read, read
-        stored = self._stored[: stop - start]
-        self._codec.encode(rows, stored)
-        return read, _bytes_of(stored)
-
-
-def _bytes_of(rows: _Array) -> _Bytes:
-    return rows.reshape(-1).view(np.uint8)
+    return stored_crc, read_crc, chunk.errors
 
 
 class _DataFile:
@@ -180,7 +172,7 @@ class _DataFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise self._failed(error) from None
 
@@ -200,6 +192,21 @@ class _DataFile:
             _start_writeback(self._descriptor, offset, len(data))
         except OSError as error:
             raise self._failed(error) from None
+
+    def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:
+        """CRC32C of what lies where `task` writes; of less, where the file ends early."""
+        buffer, checksum, done = bytearray(min(task.chunk_bytes, _CHECK_BYTES)), 0, 0
+        try:
+            while done < task.size:
+                piece = memoryview(buffer)[: task.size - done]
+                count = os.preadv(self._descriptor, (piece,), task.file_offset + done)
+                if not count:
+                    break
+                checksum, done = crc.extend(checksum, piece[:count]), done + count
+                on_chunk(done)
+        except OSError as error:
+            raise self._failed(error) from None
+        return checksum
 
     def _failed(self, error: OSError) -> ExportError:
         return ExportError(f"data file {self._path}: cannot be written: {error.strerror}; free space or fix the disk")

@@ -133,6 +133,7 @@ def test_a_plan_is_json_and_text() -> None:
         "rows": 3,
         "row_offset": 0,
         "source_dtype": "float16",
+        "quantization": None,
     }
     assert ShardTask(**decoded["shards"][1]) == made.shards[1]
     assert made.describe().split("\n") == [

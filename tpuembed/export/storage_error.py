@@ -1,0 +1,111 @@
+"""How far what a server looks up is from float32: measured while rows are stored, summed up over shards and tables.
+
+The largest error is over every value. RMS and cosine are over rows picked at even distances, all of those of a small table:
+they tell about a table, and no more rows make them better.
+"""
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SAMPLE_VALUE_BYTES", "ErrorSums", "TableError", "sample_step", "sampled_rows"]
+
+_SAMPLED_ROWS = 64
+_SAMPLED_VALUES = 1 << 13
+SAMPLE_VALUE_BYTES = 24
+"""What a sampled value takes while it is compared: as read, as decoded, and on the way."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErrorSums:
+    """Sums over some rows, of finite values; every field is a JSON number.
+
+    Attributes:
+        max_abs: largest |looked up - float32| of every value.
+        values, squares: of sampled rows: how many values, and the sum of their squared errors.
+        rows, cosines, min_cosine: of sampled rows that are not zero: how many, and the cosines of looked up and float32.
+    """
+
+    max_abs: float = 0.0
+    values: int = 0
+    squares: float = 0.0
+    rows: int = 0
+    cosines: float = 0.0
+    min_cosine: float = 1.0
+
+    @classmethod
+    def of(cls, max_abs: float, rows: npt.NDArray[np.float32], looked_up: npt.NDArray[np.float32]) -> "ErrorSums":
+        """Of sampled `rows` [n, dim] and what a lookup makes of them; `max_abs` is of all rows."""
+        sound = np.isfinite(rows).all(1)
+        true, stored = rows[sound], looked_up[sound]
+        difference = stored - true
+        lengths = np.sqrt(_dot(true, true) * _dot(stored, stored))
+        cosines = np.minimum(_dot(true, stored)[lengths > 0] / lengths[lengths > 0], 1.0)
+        return cls(
+            max_abs=max_abs,
+            values=difference.size,
+            squares=float(_dot(difference, difference).sum()),
+            rows=len(cosines),
+            cosines=float(cosines.sum()),
+            min_cosine=float(cosines.min(initial=1.0)),
+        )
+
+    def __add__(self, other: "ErrorSums") -> "ErrorSums":
+        """Of the rows of both."""
+        return ErrorSums(
+            max_abs=max(self.max_abs, other.max_abs),
+            values=self.values + other.values,
+            squares=self.squares + other.squares,
+            rows=self.rows + other.rows,
+            cosines=self.cosines + other.cosines,
+            min_cosine=min(self.min_cosine, other.min_cosine),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableError:
+    """What storing a table as `storage` changed of its lookups, against float32.
+
+    Attributes:
+        storage: key of STORAGES.
+        max_abs: largest absolute difference of a value.
+        rms: root of the mean squared difference, of sampled rows.
+        cosine, min_cosine: mean and smallest cosine of sampled rows; None where all of them are zero.
+        sampled_rows: how many had a cosine; 0 where nothing is sampled because the storage is exact.
+    """
+
+    storage: str
+    max_abs: float = 0.0
+    rms: float = 0.0
+    cosine: float | None = 1.0
+    min_cosine: float | None = 1.0
+    sampled_rows: int = 0
+
+    @classmethod
+    def of(cls, storage: str, sums: ErrorSums) -> "TableError":
+        """Of a table that is not stored exactly."""
+        return cls(
+            storage=storage,
+            max_abs=sums.max_abs,
+            rms=float(np.sqrt(sums.squares / max(1, sums.values))),
+            cosine=sums.cosines / sums.rows if sums.rows else None,
+            min_cosine=sums.min_cosine if sums.rows else None,
+            sampled_rows=sums.rows,
+        )
+
+
+def sample_step(rows: int, dim: int) -> int:
+    """Every how many rows of a chunk one is sampled."""
+    return -(-rows // sampled_rows(rows, dim))
+
+
+def sampled_rows(rows: int, dim: int) -> int:
+    """How many rows of a chunk are sampled at most."""
+    return max(1, min(rows, _SAMPLED_ROWS, _SAMPLED_VALUES // dim))
+
+
+def _dot(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Products of rows [n], summed in float64 without a copy of them in it."""
+    product: npt.NDArray[np.float64] = np.einsum("ij,ij->i", a, b, dtype=np.float64)
+    return product
