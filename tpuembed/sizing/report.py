@@ -20,6 +20,7 @@ __all__ = ["SizingReport", "StackSize", "TableSize", "Topology", "estimate", "lo
 
 _DEFAULT_LIMIT = 256  # TensorFlow's, of a stack that no config speaks of
 _FLOAT_BYTES = 4
+_MOST_MARGIN = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +189,8 @@ def estimate(
             a feature up.
     """
     check_number("margin", margin, 0.0)
+    if margin > _MOST_MARGIN:
+        raise ConfigError(f"margin must be at most {_MOST_MARGIN}, got {margin!r}; 0.25 adds a quarter")
     steps = _check(features, sample, topology)
     plan = _Plan.of(features, sample, topology, optimizer, stacking)
     stacks = tuple(plan.stack_size(name, steps, margin) for name in sorted(plan.by_stack()))

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tpuembed.errors import ConfigError
 __all__ = ["FeatureIds", "read_sample"]
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+_MAX_ID = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ def read_sample(path: str | Path) -> dict[str, FeatureIds]:
         found = _READERS[path.suffix](path)
     except OSError as error:
         raise ConfigError(f"sample {path}: cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"sample {path}: is no {path.suffix} file: {error}") from None
     if not found or not next(iter(found.values())).count:
         raise ConfigError(f"sample {path}: holds no example")
     return found
@@ -75,7 +79,7 @@ def _read_npz(path: Path) -> dict[str, FeatureIds]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: _checked_array(path, name, arrays[name]) for name in arrays.files}
-    except (ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (ValueError, TypeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"sample {path}: no .npz of plain arrays: {error}") from None
@@ -86,6 +90,8 @@ def _checked_array(path: Path, name: str, array: Any) -> FeatureIds:
         raise ConfigError(
             f"sample {path}: {name!r} must be integers [examples] or [examples, ids], got {array.dtype} {list(array.shape)}"
         )
+    if array.size and int(array.max()) > _MAX_ID:
+        raise ConfigError(f"sample {path}: {name!r} has id {array.max()}, and ids end at {_MAX_ID}")
     return FeatureIds.of_array(array)
 
 
@@ -93,6 +99,8 @@ def _read_csv(path: Path) -> dict[str, FeatureIds]:
     with path.open(newline="", encoding="utf-8") as file:
         rows = csv.reader(file)
         names = next(rows, [])
+        if len(set(names)) != len(names):
+            raise ConfigError(f"sample {path}: its first line names a feature twice: {names}; a feature has one column")
         lines = [_cells(path, number, names, row) for number, row in enumerate(rows, 2) if row]
     return {name: FeatureIds.of_lists(line[column] for line in lines) for column, name in enumerate(names)}
 
@@ -118,7 +126,7 @@ def _read_jsonl(path: Path) -> dict[str, FeatureIds]:
 def _example(path: Path, number: int, line: str) -> dict[str, list[int]]:
     try:
         example = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"sample {path}: line {number} is no JSON: {error}") from None
     if not isinstance(example, Mapping):
         raise ConfigError(f"sample {path}: line {number}: expected an object, feature -> ids, got {example!r}")
@@ -128,10 +136,11 @@ def _example(path: Path, number: int, line: str) -> dict[str, list[int]]:
 
 def _integers(path: Path, number: int, name: str, values: list[Any]) -> list[int]:
     try:
-        if any(isinstance(value, bool | float) for value in values):
+        ids = [int(value) for value in values]
+        if any(isinstance(value, bool | float) for value in values) or max(map(abs, ids), default=0) > _MAX_ID:
             raise ValueError
-        return [int(value) for value in values]
-    except (ValueError, TypeError):
+        return ids
+    except (ValueError, TypeError, OverflowError):
         raise ConfigError(f"sample {path}: line {number}: {name!r} must be integers, got {values!r}") from None
 
 

@@ -225,6 +225,8 @@ def test_other_refusals() -> None:
         estimate({"x": FeatureConfig(table), "y": FeatureConfig(table)}, ok, Topology(1, 8))
     with pytest.raises(ConfigError, match="margin must be at least 0"):
         estimate({"x": FeatureConfig(table)}, ok, Topology(1, 8), margin=-0.1)
+    with pytest.raises(ConfigError, match="margin must be at most 1000, got 1e"):
+        estimate({"x": FeatureConfig(table)}, ok, Topology(1, 8), margin=1e308)
     with pytest.raises(ConfigError, match="optimizer must be one of"):
         estimate({"x": FeatureConfig(table)}, ok, Topology(1, 8), optimizer="rmsprop")
 
@@ -265,6 +267,13 @@ def test_samples_are_read(tmp_path: Path, suffix: str) -> None:
         ("s.jsonl", b"[1]", "line 1: expected an object, feature -> ids, got [1]"),
         ("s.jsonl", b'{"a": [1.5]}', "line 1: 'a' must be integers, got [1.5]"),
         ("s.jsonl", b'{"a": true}', "line 1: 'a' must be integers, got [True]"),
+        ("s.jsonl", b'{"a": Infinity}', "line 1: 'a' must be integers, got [inf]"),
+        ("s.jsonl", b'{"a": 9223372036854775808}', "line 1: 'a' must be integers, got [9223372036854775808]"),
+        ("s.jsonl", b'{"a": "\xff"}', "s.jsonl: is no .jsonl file: 'utf-8' codec can't decode"),
+        ("s.jsonl", b"[" * 100_000, "line 1 is no JSON: maximum recursion depth"),
+        ("s.csv", b"a\n1\n\xff\n", "s.csv: is no .csv file: 'utf-8' codec can't decode"),
+        ("s.csv", b"a\n" + b"1 " * 100_000, "s.csv: is no .csv file: field larger than field limit"),
+        ("s.csv", b"a,b,a\n1,2,3\n", "its first line names a feature twice: ['a', 'b', 'a']"),
     ],
 )
 def test_samples_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -280,6 +289,22 @@ def test_missing_samples_and_arrays_of_floats(tmp_path: Path) -> None:
     np.savez(tmp_path / "s.npz", a=np.ones(3))
     with pytest.raises(ConfigError, match=r"'a' must be integers \[examples\] or \[examples, ids\], got float64 \[3\]"):
         read_sample(tmp_path / "s.npz")
+
+
+def test_arrays_that_are_no_ids(tmp_path: Path) -> None:
+    path = tmp_path / "s.npz"
+    np.savez(path, a=np.array([1, 2**63], np.uint64))
+    with pytest.raises(ConfigError, match="'a' has id 9223372036854775808, and ids end at 9223372036854775807"):
+        read_sample(path)
+    with path.open("wb") as file:
+        np.save(file, np.arange(3))  # a .npy by another name
+    with pytest.raises(ConfigError, match=r"no \.npz of plain arrays"):
+        read_sample(path)
+    np.savez_compressed(path, a=np.arange(1000))
+    data = path.read_bytes()
+    path.write_bytes(data[:100] + bytes(20) + data[120:])
+    with pytest.raises(ConfigError, match=r"no \.npz of plain arrays"):
+        read_sample(path)
 
 
 def test_feature_configs_and_serving_configs_are_read() -> None:
