@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import keras
 import tensorflow as tf
@@ -127,9 +127,18 @@ def table_initializer(config: TableConfig) -> Any:
     return keras.initializers.get(value) if isinstance(value, str | Mapping) else value
 
 
+_TAKEN: Final = {
+    "|updates": "the layer's count of updates",
+    "|config": "the layer's config",
+    "_sparse_core_table_layouts": "how tables lie in SparseCores",
+    "_engine": "the accelerator's own variables",
+    ".": "all of a layer's variables",
+}
+
+
 def _check_saved_names(states: Sequence[TableState]) -> None:
-    """Weight files write "/" as "|", where "|updates" and "|config" are the layer's own."""
-    taken = {"|updates": "the layer's count of updates", "|config": "the layer's config"}
+    """Weight files write "/" as "|"; some names are the layer's own there, in its checkpoints, or in HDF5."""
+    taken = dict(_TAKEN)
     for name in (name for state in states for name in state.named_variables()):
         saved = name.replace("/", "|")
         if saved in taken:

@@ -3,6 +3,7 @@
 Tables that lie in SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and another child says where in them.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -55,20 +56,43 @@ def own_layer_tables(
     for number, config in configs.items():
         node = graph.nodes[number]
         stacked = _stacked_tables(bundle, graph, node, config)
-        claimed = {ENGINE, LAYOUTS}
+        claimed: dict[str, _Role] = {}
         for name, table in config["tables"].items():
             rows = stacked.get(name)
             stem = name if rows is None else rows.layout.stack
             slots = {slot: f"{stem}/{slot}" for slot in slot_names(where, name, table)}
-            claimed |= {stem, *slots.values()}
+            for slot, child in ((None, stem), *slots.items()):
+                _claim(bundle, claimed, child, _Role(name if rows is None else None, stem, slot))
             keys = {slot: _value_key(bundle, graph, node, child) for slot, child in slots.items()}
             found = TableKeys(name, _value_key(bundle, graph, node, stem), keys, rows or DENSE)
             info = table_info(bundle, found)
             check_size(where, name, table, (info.rows, info.dim))
             yield found
-        unknown = sorted(set(node.children) - claimed)
+        unknown = sorted(set(node.children) - claimed.keys() - {ENGINE, LAYOUTS})
         if unknown:
             raise _corrupt(bundle, f"it holds {unknown[0]!r}, which is no table or slot of its layer's config")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Role:
+    """What a child holds: of `table`, or where that is None of all tables in a stack, the slot, or the rows (None)."""
+
+    table: str | None
+    stem: str
+    slot: str | None
+
+
+def _claim(bundle: Bundle, claimed: dict[str, _Role], child: str, role: _Role) -> None:
+    """Note what `child` is; tables of one stack share it, and whatever else would read another's rows."""
+    other = claimed.setdefault(child, role)
+    if other != role:
+        names = " and ".join(_shown(one) for one in (other, role))
+        raise _corrupt(bundle, f"its layer's config asks for {child!r} as {names}, which are not the same rows")
+
+
+def _shown(role: _Role) -> str:
+    home = f"stack {role.stem!r}" if role.table is None else f"table {role.table!r}"
+    return home if role.slot is None else f"slot {role.slot!r} of {home}"
 
 
 def _stacked_tables(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.checkpoint.tpu_checkpoints import layout_fields, serialized_layouts
 from tests.unit.tensor_bundle.bundles import save
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
@@ -71,6 +72,33 @@ def test_a_table_that_is_called_like_a_slot(tmp_path: Path) -> None:
         "a": (4, ()),
         "a/accumulators": (3, ("accumulators",)),
     }
+
+
+@pytest.mark.parametrize(
+    ("table", "roles"),
+    [
+        ("a_b", "as stack 'a_b' and table 'a_b'"),
+        ("a_b__accumulators", "as slot 'accumulators' of stack 'a_b' and table 'a_b/accumulators'"),
+    ],
+)
+def test_a_table_that_is_called_like_a_stack(tmp_path: Path, table: str, roles: str) -> None:
+    """Of the stack's very size: its rows would be those of other tables, in the order of SparseCores."""
+    second = layout_fields("b", sparse_core_shard_row_offset=8, sparse_core_shard_rotation=2)
+    layouts = tf.Variable(serialized_layouts(layout_fields(), second))
+    stacked = {"a": (20, 6, ADAGRAD), "b": (20, 6, ADAGRAD)}
+    children = {"a_b": matrix(96, 8), "a_b__accumulators": matrix(96, 8), "_sparse_core_table_layouts": layouts}
+    with open_checkpoint(write(tmp_path, layer=OwnLayer(own_config(**stacked), **children))) as checkpoint:
+        assert set(checkpoint.tables()) == {"a", "b"}
+    config = own_config(**stacked, **{table: (96, 8, None)})
+    with pytest.raises(CheckpointCorruptError, match=roles):
+        open_checkpoint(write(tmp_path, layer=OwnLayer(config, **children)))
+
+
+def test_a_table_that_is_the_slot_of_another(tmp_path: Path) -> None:
+    config = own_config(a=(4, 2, ADAGRAD), a__accumulators=(4, 2, None))
+    layer = OwnLayer(config, a=matrix(4, 2), a__accumulators=matrix(4, 2))
+    with pytest.raises(CheckpointCorruptError, match="as slot 'accumulators' of table 'a' and table 'a/accumulators'"):
+        open_checkpoint(write(tmp_path, layer=layer))
 
 
 def test_configs_of_several_layers_are_merged(tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ def test_ids_of_unknown_rank_are_refused_with_the_remedy() -> None:
         ({"a": "t", "b": "t/momenta"}, "'t/momenta' would be saved over 't/momenta'"),
         ({"a": "x/y", "b": "x|y"}, "'x|y' would be saved over 'x/y'"),
         ({"a": "/updates"}, "'/updates' would be saved over the layer's count of updates"),
+        ({"a": "_sparse_core_table_layouts"}, "would be saved over how tables lie in SparseCores"),
+        ({"a": "_engine"}, "'_engine' would be saved over the accelerator's own variables"),
+        ({"a": "."}, "'.' would be saved over all of a layer's variables"),
     ],
 )
 def test_two_variables_are_never_saved_under_one_name(tables: dict[str, str], message: str) -> None:
