@@ -5,7 +5,7 @@ the mapped file itself (`ImmutableConst`); the assignment shares the memory, so 
 swap have the one copy that the page cache holds.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
@@ -13,9 +13,6 @@ from tensorflow.core.framework import attr_value_pb2
 __all__ = ["MappedTable"]
 
 Tensor = Any
-
-_ANONYMOUS: Final = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
-"""ResourceHandle::ANONYMOUS_NAME of tensorflow/core/framework/resource_handle.h: every run of the op makes a new variable."""
 
 
 class MappedTable(tf.saved_model.experimental.TrackableResource):
@@ -36,17 +33,13 @@ class MappedTable(tf.saved_model.experimental.TrackableResource):
 
     def sparse_read(self, indices: Tensor, name: str | None = None) -> Tensor:
         """Rows [n, columns] at `indices` [n]; what `tf.gather` calls."""
-        return tf.raw_ops.ResourceGather(resource=self.handle, indices=indices, dtype=self.dtype, name=name)
+        rows = tf.raw_ops.ResourceGather(resource=self.handle, indices=indices, dtype=self.dtype, name=name)
+        rows.set_shape(indices.shape.concatenate(self.shape[1:]))  # the handle of an eager op knows no shape
+        return rows
 
     def _create_resource(self) -> Tensor:
-        """In a session, the variable of that name; in Python, a new one for every load.
-
-        Python's loader calls this as a function. Were there a name in it, every model that the process loads would have its
-        table in one and the same variable.
-        """
-        is_named = not tf.inside_function() and not tf.executing_eagerly()
-        name = self._name if is_named else _ANONYMOUS
-        return tf.raw_ops.VarHandleOp(dtype=self.dtype, shape=self.shape, shared_name=name, container="")
+        """The variable of that name: a session has its own; Python's loader appends a number of the load to it."""
+        return tf.raw_ops.VarHandleOp(dtype=self.dtype, shape=self.shape, shared_name=self._name, container="")
 
     def _initialize(self) -> None:
         mapped = tf.raw_ops.ImmutableConst(dtype=self.dtype, shape=self.shape, memory_region_name=self._path)
