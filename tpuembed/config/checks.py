@@ -3,18 +3,21 @@
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from tpuembed.errors import ConfigError
 
 __all__ = ["check_choice", "check_count", "check_keys", "check_name", "check_number", "did_you_mean"]
 
+_SHOWN: Final = 30
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A closing remedy: the nearest of `known`, or all of them."""
+    """A closing remedy: the nearest of `known`, or all of them, or as many as one reads."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+    shown = ", ".join(names[:_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _SHOWN else "")
+    return f"did you mean {near[0]!r}?" if near else f"known: {shown or 'none'}"
 
 
 def check_keys(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -95,8 +95,10 @@ def _table_from_dict(name: str, fields: Any) -> TableConfig:
         raise ConfigError(f"{where}: its own name says {fields['name']!r}; make them equal")
     quantization = fields.get("quantization_config")
     if isinstance(quantization, Mapping):
-        check_keys(f"{where}: quantization_config", quantization, ("num_buckets", "lower", "upper"))
-        quantization = QuantizationConfig(**quantization)
+        try:
+            quantization = QuantizationConfig.parse(quantization)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     return TableConfig(**{**fields, "name": name, "quantization_config": quantization})
 
 

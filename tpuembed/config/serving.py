@@ -8,7 +8,7 @@ from typing import Any
 from tpuembed.config.checks import check_choice, check_count, check_keys, check_name
 from tpuembed.config.serialization import load_mapping
 from tpuembed.config.structure import flatten
-from tpuembed.config.tables import COMBINERS, FeatureConfig
+from tpuembed.config.tables import COMBINERS, FeatureConfig, QuantizationConfig
 from tpuembed.errors import ConfigError
 
 __all__ = ["INPUTS", "OUT_OF_VOCABULARY", "ServingConfig", "ServingFeature", "ServingTable"]
@@ -25,11 +25,14 @@ class ServingTable:
         vocabulary_size: rows; None to take the checkpoint's.
         dim: columns; None to take the checkpoint's.
         combiner: for its features that name none; None to take the checkpoint's, or mean.
+        quantization_config: what its activations were quantized to in training, or the fields of that in a mapping; None to
+            take the checkpoint's, or no quantization.
     """
 
     vocabulary_size: int | None = None
     dim: int | None = None
     combiner: str | None = None
+    quantization_config: QuantizationConfig | None = None
 
     def __post_init__(self) -> None:
         for field in ("vocabulary_size", "dim"):
@@ -37,6 +40,8 @@ class ServingTable:
                 check_count(f"serving table: {field}", getattr(self, field))
         if self.combiner is not None:
             check_choice("serving table: combiner", self.combiner, COMBINERS)
+        if self.quantization_config is not None:
+            object.__setattr__(self, "quantization_config", QuantizationConfig.parse(self.quantization_config))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +141,10 @@ class ServingConfig:
             name = path or feature.name or table.name
             served[name] = ServingFeature(table=table.name, max_sequence_length=feature.max_sequence_length)
             tables[table.name] = ServingTable(
-                vocabulary_size=table.vocabulary_size, dim=table.dim, combiner=table.combiner
+                vocabulary_size=table.vocabulary_size,
+                dim=table.dim,
+                combiner=table.combiner,
+                quantization_config=table.quantization_config,
             )
         return cls(features=served, tables=tables)
 
@@ -188,7 +196,7 @@ def _entry(where: str, fields: Any, cls: Any) -> Any:
 
 
 def _non_default(entry: Any) -> dict[str, Any]:
-    values = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+    values = dataclasses.asdict(entry)
     return {
         field.name: values[field.name] for field in dataclasses.fields(entry) if values[field.name] != field.default
     }

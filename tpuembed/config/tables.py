@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tpuembed.config.checks import check_choice, check_count, check_name, check_number
+from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, check_number
 from tpuembed.config.optimizers import Optimizer, optimizer_from
 from tpuembed.errors import ConfigError
 
@@ -28,6 +28,19 @@ class QuantizationConfig:
         check_count("quantization_config: num_buckets", self.num_buckets, 2)
         check_number("quantization_config: lower", self.lower)
         check_number("quantization_config: upper", self.upper, self.lower, above=True)
+
+    @classmethod
+    def parse(cls, value: Any) -> "QuantizationConfig":
+        """From its fields in a mapping, as configs are written, or from itself."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"quantization_config must be a mapping or a QuantizationConfig, got {value!r}")
+        fields = [field.name for field in dataclasses.fields(cls)]
+        check_keys("quantization_config", value, fields)
+        if missing := [field for field in fields if field not in value]:
+            raise ConfigError(f"quantization_config: missing {' and '.join(missing)}")
+        return cls(**value)
 
     @property
     def quantum(self) -> float:

@@ -1,20 +1,21 @@
 """What a user asked to export, lookups or a whole model, behind one interface: which tables, and how to save the graph."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tpuembed.config import ServingConfig
+from tpuembed.config import QuantizationConfig, ServingConfig
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed.export.plan import ExportPlan
-from tpuembed.export.signature import check_tables, find_table, served_features, serving_config_of
+from tpuembed.export.signature import check_tables, find_table, quantization_of, served_features, serving_config_of
 from tpuembed.table_scope import deferred_tables
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint
     from tpuembed.export.graph import SavedGraph
+    from tpuembed.export.keras_model import KerasModel
 
-__all__ = ["Request", "make_request"]
+__all__ = ["Request", "check_model_config", "make_request"]
 
 
 class Request(Protocol):
@@ -23,10 +24,12 @@ class Request(Protocol):
     Attributes:
         tables: names of the tables that the signatures look up in.
         dropped_features: features left out with the tables that were not asked for.
+        quantization: by table, of those whose activations were quantized in training.
     """
 
     tables: Sequence[str]
     dropped_features: tuple[str, ...]
+    quantization: Mapping[str, QuantizationConfig]
 
     def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
         """Save the signatures into `folder`, over the stacks of `plan`."""
@@ -60,6 +63,9 @@ class _LookupRequest:
         self._features = served_features(kept, self._available, checkpoint.layer_config)
         self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self._features))
         self.dropped_features = tuple(name for name in config.features if name not in kept.features)
+        self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
+            checkpoint.layer_config, quantization_in(config)
+        )
         _check_all_served(tables, self.tables)
 
     def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
@@ -86,10 +92,10 @@ class _ModelRequest:
         self._sources = StackedTables(checkpoint.tables())
         with deferred_tables(self._sources):
             self._model = build_model(model)
-        if serving_config is not None:
-            config = ServingConfig.parse(serving_config)
-            check_tables(config, checkpoint.tables())
-            self._model.check_serving_config(config)
+        stated = check_model_config(self._model, checkpoint, serving_config)
+        self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
+            checkpoint.layer_config, self._sources.quantization, stated
+        )
         if not self._sources.required:
             raise ConfigError("model: the factory built no tpuembed.TPUEmbedding layer, so there is no table to export")
         self.tables: Sequence[str] = list(self._sources.required)
@@ -108,6 +114,27 @@ class _ModelRequest:
             return self._model.state()
 
         return save_graph(self._model, self._sources, plan.stacks, dense, folder, plan.layout)
+
+
+def check_model_config(
+    model: "KerasModel", checkpoint: "Checkpoint", serving_config: Any
+) -> Mapping[str, QuantizationConfig | None]:
+    """Prove that a model's signature is what `serving_config`, if any, asks for; the quantization that it states by table.
+
+    Raises:
+        ConfigError, CheckpointMismatchError, UnknownTableError: it is not.
+    """
+    if serving_config is None:
+        return {}
+    config = ServingConfig.parse(serving_config)
+    check_tables(config, checkpoint.tables())
+    model.check_serving_config(config)
+    return quantization_in(config)
+
+
+def quantization_in(config: ServingConfig) -> Mapping[str, QuantizationConfig | None]:
+    """What `config` says of it, by table."""
+    return {name: table.quantization_config for name, table in config.tables.items()}
 
 
 def _check_all_served(asked: Sequence[str] | None, served: Sequence[str]) -> None:

@@ -5,14 +5,22 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpuembed.config import ServingConfig, ServingFeature, feature_config_from_dict
+from tpuembed.config import QuantizationConfig, ServingConfig, ServingFeature, feature_config_from_dict
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint, TableInfo
 
-__all__ = ["ServedFeature", "check_input_name", "check_tables", "find_table", "served_features", "serving_config_of"]
+__all__ = [
+    "ServedFeature",
+    "check_input_name",
+    "check_tables",
+    "find_table",
+    "quantization_of",
+    "served_features",
+    "serving_config_of",
+]
 
 # What TensorFlow accepts as a placeholder's name, and so as a signature input's.
 _INPUT_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
@@ -95,6 +103,31 @@ def _resolve(
     combiner = spec.combiner or combiners.get(spec.table) or "mean"
     spec = dataclasses.replace(spec, combiner=combiner)
     return ServedFeature(name=name, table=spec.table, rows=table.rows, dim=table.dim, spec=spec)
+
+
+def quantization_of(
+    own: Mapping[str, Any] | None, *stated: Mapping[str, QuantizationConfig | None]
+) -> dict[str, QuantizationConfig]:
+    """The simulated quantization that tables were trained with, by table.
+
+    Args:
+        own: the checkpoint's `layer_config`; None where it has none.
+        stated: what a serving_config and a model's layers say; a table of which they say nothing has the checkpoint's.
+
+    Raises:
+        CheckpointMismatchError: two of them say different things.
+    """
+    tables = (own or {}).get("tables", {})
+    fields = {name: config.get("quantization_config") for name, config in tables.items()}
+    found = {name: QuantizationConfig.parse(value) for name, value in fields.items() if value is not None}
+    for by_table in stated:
+        for name, config in by_table.items():
+            if config is not None and found.setdefault(name, config) != config:
+                raise CheckpointMismatchError(
+                    f"table {name!r}: its quantization_config is {config} in the serving_config or model and {found[name]} "
+                    "in the checkpoint that it was trained in; leave it out"
+                )
+    return found
 
 
 def check_input_name(name: str) -> None:

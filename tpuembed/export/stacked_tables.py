@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tpuembed.config import TableConfig
+from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.decode import decode_rows
 from tpuembed.export.plan import Placement, StackPlan
@@ -24,11 +24,13 @@ Tensor = Any
 class StackedTables:
     """A `tpuembed.table_scope.TableSource` over the checkpoint's tables.
 
-    Layers register what they need while the model is built; `bind` then says in which variable each table lies.
+    Layers register what they need while the model is built, `required`, and what they were trained with, `quantization`;
+    `bind` then says in which variable each table lies.
     """
 
     def __init__(self, available: Mapping[str, "TableInfo"]) -> None:
         self.required: list[str] = []
+        self.quantization: dict[str, QuantizationConfig] = {}
         self._available = available
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
         self._variables: Mapping[str, Any] = {}
@@ -48,6 +50,8 @@ class StackedTables:
             )
         if table.name not in self.required:
             self.required.append(table.name)
+        if table.quantization_config is not None:
+            self.quantization[table.name] = table.quantization_config
 
     def bind(self, stacks: Sequence[StackPlan], variables: Mapping[str, Any]) -> None:
         """Say where the tables lie: `variables` by stack name, of stored rows."""

@@ -1,17 +1,17 @@
 """What to export of a live model: its own graph, with every lookup sent to the exporter's stacked tables."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpuembed.config import ServingConfig
+from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph import SavedGraph, save_graph
 from tpuembed.export.keras_model import wrap_model
 from tpuembed.export.plan import ExportPlan
-from tpuembed.export.request import Request, make_request
-from tpuembed.export.signature import check_tables
+from tpuembed.export.request import Request, check_model_config, make_request
+from tpuembed.export.signature import quantization_of
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.layer import TPUEmbedding
 from tpuembed.live.tables import LiveCheckpoint, embedding_layers
@@ -44,12 +44,12 @@ class _LiveModelRequest:
         self._model = wrap_model(model, "export_model")
         self._layers = embedding_layers(self._model.model)
         self._sources = StackedTables(checkpoint.tables())
-        if serving_config is not None:
-            config = ServingConfig.parse(serving_config)
-            check_tables(config, checkpoint.tables())
-            self._model.check_serving_config(config)
+        stated = check_model_config(self._model, checkpoint, serving_config)
         with self._redirected():
             self.tables: Sequence[str] = list(self._sources.required)
+        self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
+            checkpoint.layer_config, self._sources.quantization, stated
+        )
 
     def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """Trace the model with its layers redirected, and save its dense weights as they are now."""

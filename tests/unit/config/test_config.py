@@ -225,7 +225,25 @@ def test_a_serving_config_is_made_of_nested_features() -> None:
     config = ServingConfig.parse(_features())
     assert set(config.features) == {"watched", "more/0", "more/1/friends"}
     assert config.features["watched"] == ServingFeature(table="videos", max_sequence_length=5)
-    assert config.tables["videos"] == ServingTable(vocabulary_size=100, dim=8, combiner="sqrtn")
+    quantization = QuantizationConfig(16, -1.0, 1.0)
+    stated = ServingTable(vocabulary_size=100, dim=8, combiner="sqrtn", quantization_config=quantization)
+    assert config.tables["videos"] == stated
+    assert ServingConfig.parse(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_buckets": 16, "lower": -1.0}, "videos: quantization_config: missing upper"),
+        ({"num_buckets": 16, "lower": -1.0, "upper": 1.0, "step": 1}, "quantization_config: unknown key 'step'"),
+        ({"num_buckets": 1, "lower": -1.0, "upper": 1.0}, "num_buckets must be at least 2"),
+        (16, "quantization_config must be a mapping or a QuantizationConfig, got 16"),
+    ],
+)
+def test_a_serving_config_states_quantization_whole(fields: Any, message: str) -> None:
+    tables = {"videos": {"quantization_config": fields}}
+    with pytest.raises(ConfigError, match=message):
+        ServingConfig.parse({"features": {"x": {"table": "videos"}}, "tables": tables})
 
 
 def test_a_subset_keeps_the_features_of_its_tables() -> None:
