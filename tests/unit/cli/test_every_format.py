@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from click.testing import CliRunner
 
 from tests.goldens import BUNDLES, FOLDER, OTHERS, Golden, read_golden
@@ -126,16 +128,19 @@ def copied(golden: Golden, name: str, folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", BUNDLES)
 @pytest.mark.parametrize("every", [pytest.param(61, id="sample"), pytest.param(1, id="all", marks=pytest.mark.long)])
 def test_any_flipped_bit_of_a_data_file_is_found(every: int, name: str, golden: Golden, tmp_path: Path) -> None:
-    """One at a time, in steps of a number of bytes that no row has."""
+    """One at a time, in steps of a number of bytes that no row has; the tensor, its file and its bytes are named."""
     path, data = copied(golden, name, tmp_path)
     whole, rng = data.read_bytes(), random.Random(name)
+    tensors = dict(tf.train.list_variables(str(data).partition(".data-")[0]))
     assert run(0, "verify", path)["damaged"] == []
     for position in {*range(rng.randrange(every), len(whole), every), 0, len(whole) - 1}:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << rng.randrange(8)
         data.write_bytes(damaged)
         [found] = verify_files(path).damaged
-        assert found.file == str(data), position
+        assert (found.file, found.name in tensors) == (str(data), True), position
+        first, end = map(int, re.findall(r"bytes \[(\d+), (\d+)\)", found.reason)[0])
+        assert first <= position < end
     [entry] = run(1, "verify", path)["damaged"]
     assert entry["file"] == str(data)
 
