@@ -182,7 +182,9 @@ def flatten_ids(
     else:
         flat = _flatten_dense(ids, weights, path, max_sequence_length)
     if input_shape is not None:
-        flat = _completed(flat, _leading(flat, input_shape), f"feature {path!r}: build()'s input_shape {input_shape}")
+        combined = isinstance(ids, tf.SparseTensor | tf.RaggedTensor)
+        leading = _leading(flat, input_shape) if combined else input_shape
+        flat = _completed(flat, leading, f"feature {path!r}: build()'s input_shape {input_shape}")
     if output_shape is None:
         return flat
     if isinstance(ids, tf.RaggedTensor):
@@ -192,10 +194,10 @@ def flatten_ids(
 
 def _flatten_padded(ids: Tensor, weights: Tensor | None, combiner: str, length: int) -> PaddedIds:
     """Dense ids [..., hot], with weights of the same shape, combined over the last axis or kept as sequences."""
+    if ids.shape.rank == 2:  # not reshaped: the number of examples would be forgotten
+        return pad_ids(tf.maximum(ids, DROPPED), weights, combiner, length)
     matrices = [None if dense is None else tf.reshape(dense, [-1, _last(dense)]) for dense in (ids, weights)]
     flat = pad_ids(tf.maximum(matrices[0], DROPPED), matrices[1], combiner, length)
-    if length or ids.shape.rank == 2:
-        return flat
     return dataclasses.replace(flat, shape=tf.shape(ids, tf.int64)[:-1], static_shape=tuple(ids.shape)[:-1])
 
 
@@ -349,9 +351,7 @@ def _laid_out(flat: LookupIds, output_shape: tuple[int | None, ...]) -> LookupId
 
 
 def _leading(flat: LookupIds, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """The activation's leading shape of ids of `input_shape`: without the axis that is combined, or with its length."""
-    if flat.segments is None:
-        return input_shape
+    """The activation's leading shape of combined ids of `input_shape`: without the last axis, or with its length."""
     return (*input_shape[:-1], *flat.static_shape[max(len(input_shape) - 1, 0) :])
 
 

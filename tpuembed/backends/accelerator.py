@@ -1,12 +1,7 @@
-"""What the two embedding accelerators share: their configs in TensorFlow's terms, and the checks of a call.
-
-An accelerator's program is compiled for one shape of batch: whatever it looks up must have a known shape, which comes from
-a feature's output_shape, else from the layer's batch_size, else from the ids.
-"""
+"""What the two embedding accelerators share: their configs in TensorFlow's terms, and the checks of a call."""
 
 import dataclasses
 import itertools
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,29 +9,27 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.activation_shapes import Shape
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import learning_rate
 from tpuembed.backends.table_state import filled, table_initializer
 from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, resolve_optimizer
 from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
-from tpuembed.config import FeatureConfig, Optimizer, TableConfig
+from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError, TrainingError
 
 __all__ = [
     "MAX_VOCABULARY_SIZE",
     "StepGuard",
-    "activation_shapes",
     "bind_features",
     "check_ids",
     "check_tables",
-    "configured_shape",
     "given_weights",
     "saved_variables",
     "zeros",
 ]
 
-Shape = tuple[int, ...]
 Tensor = Any
 
 MAX_VOCABULARY_SIZE = 2**31 - 1
@@ -116,57 +109,6 @@ def check_tables(tables: Sequence[TableConfig], hardware: str) -> None:
             )
 
 
-# ---- shapes
-
-
-def configured_shape(config: FeatureConfig, batch_size: int | None) -> Shape | None:
-    """The activation's leading shape as far as the layer's arguments say it; None where they do not."""
-    if config.output_shape is not None and None not in config.output_shape:
-        return tuple(int(size) for size in config.output_shape if size is not None)
-    if batch_size is None:
-        return None
-    return (batch_size, config.max_sequence_length) if config.max_sequence_length else (batch_size,)
-
-
-def activation_shapes(features: Sequence[FeatureInput], batch_size: int | None) -> list[Shape]:
-    """The leading shape of every activation of one replica, from the arguments of the layer, else from the ids.
-
-    Raises:
-        ConfigError: a shape is unknown, or arguments and ids contradict each other.
-    """
-    return [_activation_shape(feature, configured_shape(feature.config, batch_size)) for feature in features]
-
-
-def _activation_shape(feature: FeatureInput, wanted: Shape | None) -> Shape:
-    given = _shape_of_ids(feature)
-    if wanted is None:
-        if None in given:
-            raise ConfigError(
-                f"feature {feature.path!r}: the shape {given} of its activations is not known while tracing, and an "
-                "accelerator needs it; give the FeatureConfig an output_shape (of one replica), the layer a batch_size, or "
-                "batch with drop_remainder=True"
-            )
-        return tuple(int(size) for size in given if size is not None)
-    combined = isinstance(feature.ids, tf.SparseTensor | tf.RaggedTensor)
-    if None not in given and not (combined and len(wanted) > len(given)) and _size(wanted) != _size(given):
-        raise ConfigError(
-            f"feature {feature.path!r}: its output_shape (of one replica) is {wanted}, its ids give {given}; make them agree"
-        )
-    return wanted
-
-
-def _size(shape: Sequence[int | None]) -> int:
-    return math.prod(size for size in shape if size is not None)
-
-
-def _shape_of_ids(feature: FeatureInput) -> tuple[int | None, ...]:
-    ids, length = feature.ids, feature.config.max_sequence_length
-    shape = tuple(ids.shape)
-    if isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
-        return (shape[0], length) if length and len(shape) == 2 else shape[:-1]
-    return shape
-
-
 # ---- calls
 
 
@@ -190,10 +132,10 @@ class StepGuard:
                 f"TPUEmbedding: a serving_config looks tables up on the host, and the layer's are in {self._hardware}; build the "
                 "layer without a TPUStrategy, restore a checkpoint, and look up there"
             )
+        if in_symbolic_scope():
+            return False  # also where Keras builds a model at its first call, inside of the step
         call = tpu_call()
         if call is None:
-            if in_symbolic_scope():
-                return False
             raise TrainingError(
                 f"TPUEmbedding: the layer was created under {type(self._strategy).__name__}, its tables are in {self._hardware}, "
                 f"and it is called under {type(tf.distribute.get_strategy()).__name__} outside of strategy.run; call it in "

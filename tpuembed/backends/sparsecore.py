@@ -14,15 +14,14 @@ import tensorflow as tf
 
 from tpuembed.backends.accelerator import (
     StepGuard,
-    activation_shapes,
     bind_features,
     check_ids,
     check_tables,
-    configured_shape,
     given_weights,
     saved_variables,
     zeros,
 )
+from tpuembed.backends.activation_shapes import activation_shapes, check_same_shapes, configured_shape
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.stacked_table import StackedTable, StackLayout
@@ -63,8 +62,9 @@ class SparseCoreBackend:
         _check_optimizers(specs)
         strategy = tf.distribute.get_strategy()
         cores = sparse_cores_per_chip(strategy)
-        for (path, config), theirs in zip(request.features, features, strict=True):
-            theirs.output_shape = tf.TensorShape(_output_shape(path, config, request.batch_size, cores))
+        self._built_for = [_output_shape(path, config, request.batch_size, cores) for path, config in request.features]
+        for theirs, shape in zip(features, self._built_for, strict=True):
+            theirs.output_shape = tf.TensorShape(shape)
         self.engine = SparseCoreEngine(features, request.pipelining, request.sparse_core_config)
         self.engine.limit_ids({table.name: _limits(table) for table in request.tables})
         self.states: Mapping[str, TableState] = {
@@ -100,15 +100,19 @@ class SparseCoreBackend:
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`."""
-        shapes = activation_shapes(features, self._batch_size)
-        if not self._guard.enter(features):
-            return zeros(shapes, features)
-        return _Step(self.engine, features).lookup()
+        entered = self._guard.enter(features)
+        return _Step(self.engine, features, self._shapes_only(features, entered)).lookup()
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
         """A training step of `features`."""
+        entered = self._guard.enter(features, layer)
+        return _Step(self.engine, features, self._shapes_only(features, entered))
+
+    def _shapes_only(self, features: Sequence[FeatureInput], entered: bool) -> list[Tensor] | None:
+        """None in a step, once the shapes of its activations are known to be those that the layer was built for."""
         shapes = activation_shapes(features, self._batch_size)
-        return _Step(self.engine, features, None if self._guard.enter(features, layer) else zeros(shapes, features))
+        check_same_shapes(features, shapes, self._built_for)
+        return None if entered else zeros(shapes, features)
 
 
 class _Step:

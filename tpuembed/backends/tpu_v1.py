@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tpuembed.backends.accelerator import (
     StepGuard,
-    activation_shapes,
     bind_features,
     check_ids,
     check_tables,
@@ -23,6 +22,7 @@ from tpuembed.backends.accelerator import (
     saved_variables,
     zeros,
 )
+from tpuembed.backends.activation_shapes import Shape, activation_shapes, check_same_shapes
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.stacked_table import StackLayout
@@ -100,6 +100,7 @@ class TpuV1Backend:
             table.name: self._state(table, specs[table.name]) for table in request.tables
         }
         self._batch_size = request.batch_size
+        self._first_shapes: list[Shape] = []
         self._guard = StepGuard([path for path, _ in request.features], _HARDWARE)
         self._names = itertools.count(1)
 
@@ -129,23 +130,28 @@ class TpuV1Backend:
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`."""
-        shapes = activation_shapes(features, self._batch_size)
-        if not self._guard.enter(features):
+        entered, shapes = self._guard.enter(features), self._shapes(features)
+        if not entered:
             return zeros(shapes, features)
         return self.dequeue(self._enqueue(features, shapes))
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
         """A training step of `features`."""
-        shapes = activation_shapes(features, self._batch_size)
-        name = self._enqueue(features, shapes) if self._guard.enter(features, layer) else None
+        entered, shapes = self._guard.enter(features, layer), self._shapes(features)
+        name = self._enqueue(features, shapes) if entered else None
         return _Step(self, name, zeros(shapes, features) if name is None else None)
 
-    def _enqueue(self, features: Sequence[FeatureInput], shapes: Sequence[tuple[int, ...]]) -> str:
+    def _shapes(self, features: Sequence[FeatureInput]) -> list[Shape]:
+        return activation_shapes(features, self._batch_size)
+
+    def _enqueue(self, features: Sequence[FeatureInput], shapes: list[Shape]) -> str:
         """Hand the ids to the accelerator; the name under which it gives their activations.
 
         Always as training: a pass over the graph makes it inference where no gradients are sent under the same name.
         """
         _check_kinds(features)
+        self._first_shapes = self._first_shapes or shapes
+        check_same_shapes(features, shapes, self._first_shapes)
         self.engine.start(shapes)
         name = str(next(self._names))
         self.engine.enqueue([feature.ids for feature in features], given_weights(features), training=True, name=name)

@@ -361,7 +361,7 @@ def test_options_without_effect_warn_once_by_name() -> None:
     ("features", "given", "match"),
     [
         (config(None), inputs, None),
-        (config((8,)), inputs, r"feature 'seen': its output_shape .* is \(8,\), its ids give \(16,\)"),
+        (config((8,)), inputs, r"feature 'seen': output_shape \(8,\): the ids give activations of \(16,\)"),
     ],
 )
 def test_shapes_of_a_call(feature: str, features: Any, given: Any, match: str | None) -> None:

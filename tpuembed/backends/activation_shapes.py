@@ -1,0 +1,67 @@
+"""The shapes of activations on an accelerator, whose program is compiled for one batch: each must be known while it is traced.
+
+What is known comes from a feature's output_shape, else from the layer's batch_size, `build` and the ids; it is the shape of one
+replica's activations, without their last dimension.
+"""
+
+from collections.abc import Sequence
+
+from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.config import FeatureConfig
+from tpuembed.errors import ConfigError
+from tpuembed.lookup import merged_shape
+
+__all__ = ["Shape", "activation_shapes", "check_same_shapes", "configured_shape"]
+
+Shape = tuple[int, ...]
+
+
+def configured_shape(config: FeatureConfig, batch_size: int | None) -> Shape | None:
+    """What the layer's arguments say, where that is a whole shape; of sparse, ragged or rank-1 ids without an output_shape."""
+    length = (config.max_sequence_length,) if config.max_sequence_length else ()
+    shape = (None, *length) if config.output_shape is None else config.output_shape
+    return _whole(_with_batch(shape, config, batch_size))
+
+
+def activation_shapes(features: Sequence[FeatureInput], batch_size: int | None) -> list[Shape]:
+    """The leading shape of every activation.
+
+    Raises:
+        ConfigError: a shape is unknown, or arguments and ids contradict each other.
+    """
+    return [_activation_shape(feature, batch_size) for feature in features]
+
+
+def _activation_shape(feature: FeatureInput, batch_size: int | None) -> Shape:
+    known = feature.output_shape()[:-1]
+    with_batch = _with_batch(known, feature.config, batch_size)
+    merged = merged_shape(known, with_batch, f"feature {feature.path!r}: batch_size={batch_size} (of one replica)")
+    whole = _whole(merged)
+    if whole is None:
+        raise ConfigError(
+            f"feature {feature.path!r}: the shape {merged} of its activations is not known while tracing, and an accelerator "
+            "needs it; give the FeatureConfig an output_shape (of one replica), the layer a batch_size, or batch with "
+            "drop_remainder=True"
+        )
+    return whole
+
+
+def _with_batch(shape: tuple[int | None, ...], config: FeatureConfig, batch_size: int | None) -> tuple[int | None, ...]:
+    """`shape` of `batch_size` examples, unless the feature's output_shape says how many."""
+    says = config.output_shape is not None and config.output_shape[:1] != (None,)
+    return shape if says or batch_size is None else (batch_size, *shape[1:])
+
+
+def _whole(shape: tuple[int | None, ...]) -> Shape | None:
+    known = tuple(int(size) for size in shape if size is not None)
+    return known if len(known) == len(shape) else None
+
+
+def check_same_shapes(features: Sequence[FeatureInput], shapes: Sequence[Shape], first: Sequence[Shape]) -> None:
+    """Raise ConfigError where a call has other `shapes` than the `first` ones, for which the accelerator was set up."""
+    for feature, shape, known in zip(features, shapes, first, strict=True):
+        if shape != known:
+            raise ConfigError(
+                f"feature {feature.path!r}: its activations are of shape {shape} here, and the accelerator was set up for "
+                f"{known}; give the FeatureConfig an output_shape (of one replica), and every batch as many examples"
+            )
