@@ -228,3 +228,33 @@ def test_what_sparse_cores_cannot_do_is_refused(kind: str) -> None:
     ):
         TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), OPTIMIZERS[kind], batch_size=EXAMPLES)
     assert str(caught.value).startswith("optimizer ftrl: " if kind == "ftrl from zero" else "table 't': ")
+
+
+class Unbuilt(keras.Model):
+    """Keras builds its layers when it is called first, by a symbolic call of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = TableConfig(40, 8, "t", initializer="ones")
+        self.embedding = TPUEmbedding({"t": FeatureConfig(table)}, SGD(learning_rate=1.0), batch_size=EXAMPLES)
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, ids: Any) -> Any:
+        return self.dense(self.embedding(ids)["t"])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_may_be_built_by_its_first_step(replicas: int) -> None:
+    with simulated_tpu(replicas=replicas) as strategy:
+        with strategy.scope():
+            model = Unbuilt()
+
+        def step(ids: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model({"t": ids}))
+            tape.gradient(loss, model.trainable_variables)
+
+        strategy.run(step, args=(tf.range(EXAMPLES),))
+        (rows,) = (state.variable.numpy() for state in model.embedding._parts.backend.states.values())
+    np.testing.assert_array_equal(rows[:EXAMPLES], np.full((EXAMPLES, 8), 1.0 - replicas))
+    np.testing.assert_array_equal(rows[EXAMPLES:], np.ones((40 - EXAMPLES, 8)))
