@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
-__all__ = ["SIZE", "Size", "checkpoint_options", "not_built"]
+__all__ = ["SIZE", "STORAGE_TYPES", "Size", "checkpoint_options", "not_built", "storage_option"]
+
+STORAGE_TYPES = ("float32", "bfloat16", "float16", "int8")
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -53,6 +55,28 @@ checkpoint_options = click.option(
     help="What the checkpoint's files do not say, such as partition_strategy=div. Repeatable.",
 )
 """A mapping for `open_checkpoint(path, **checkpoint_options)`."""
+
+
+def _as_storage(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> str | dict[str, str]:
+    by_table: dict[str, str] = {}
+    for value in values:
+        name, equals, storage = value.rpartition("=")
+        if storage not in STORAGE_TYPES or (equals and not name):
+            raise click.BadParameter(f"{value!r}: write one of {', '.join(STORAGE_TYPES)}, or TABLE= and one of them")
+        if (name or "*") in by_table:
+            raise click.BadParameter(f"{value!r}: {f'table {name!r}' if name else 'all other tables'} already have one")
+        by_table[name or "*"] = storage
+    return by_table if by_table.keys() - {"*"} else by_table.get("*", STORAGE_TYPES[0])
+
+
+storage_option = click.option(
+    "--storage",
+    metavar="[TABLE=]TYPE",
+    multiple=True,
+    callback=_as_storage,
+    help=f"How rows are stored: {', '.join(STORAGE_TYPES)}. For all tables, or with TABLE= for one; repeatable. Default: float32.",
+)
+"""The `storage` of `export_saved_model`."""
 
 
 def not_built(option: str, value: str) -> click.UsageError:

@@ -82,6 +82,15 @@ class TableError:
     min_cosine: float | None = 1.0
     sampled_rows: int = 0
 
+    def __str__(self) -> str:
+        """In a line."""
+        if self.sampled_rows == 0:
+            return f"{self.storage}, largest error {self.max_abs:.3g}"
+        return (
+            f"{self.storage}, largest error {self.max_abs:.3g}, RMS {self.rms:.3g}, "
+            f"cosine {self.cosine:.6f} (smallest {self.min_cosine:.6f}) of {self.sampled_rows:,} rows"
+        )
+
     @classmethod
     def of(cls, storage: str, sums: ErrorSums) -> "TableError":
         """Of a table that is not stored exactly."""

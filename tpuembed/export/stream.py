@@ -79,7 +79,7 @@ class ShardResult:
     seconds: float
     peak_rss_bytes: int
     is_reused: bool = False
-    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    errors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def run_shard(
