@@ -13,7 +13,7 @@ from tpuembed.backends.activation_shapes import Shape
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import learning_rate
-from tpuembed.backends.table_state import filled, table_initializer
+from tpuembed.backends.table_state import check_saved_names, filled, table_initializer
 from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, resolve_optimizer
 from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
 from tpuembed.config import Optimizer, TableConfig
@@ -59,6 +59,7 @@ def bind_features(request: Request) -> tuple[list[Any], dict[str, Optimizer]]:
             bound[id(chosen)] = _bind_rate(specs[table.name], request.updates)
         initializer = ShardInitializer(table_initializer(table))
         tables[table.name] = dataclasses.replace(table, optimizer=bound[id(chosen)], initializer=initializer)
+    check_saved_names({name: spec.slots for name, spec in specs.items()})  # TensorFlow's classes say no table's name
     features = [
         dataclasses.replace(
             config, table=tables[config.table.name], name=config.name or path or "feature", output_shape=None

@@ -7,7 +7,7 @@ Source: SparseCoreTableLayout in tensorflow/core/tpu/kernels/sparse_core_layout.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,8 +65,13 @@ class StackLayout:
                 yield core, slice(low, low + count), slice(first - start, None, self.sparse_cores)
 
 
-def check_stacks(layouts: Mapping[str, StackLayout]) -> None:
-    """Raise ConfigError where TensorFlow gave two stacks one name, and so put their tables over each other."""
+def check_stacks(layouts: Mapping[str, StackLayout], slots: Mapping[str, Iterable[str]]) -> None:
+    """Raise ConfigError where TensorFlow gave two stacks, or a stack and a slot of another, one name.
+
+    Args:
+        layouts: of every table.
+        slots: of every table.
+    """
     firsts: dict[str, str] = {}
     for table, layout in layouts.items():
         other = table if layout.offset else firsts.setdefault(layout.stack, table)
@@ -75,6 +80,10 @@ def check_stacks(layouts: Mapping[str, StackLayout]) -> None:
                 f"tables {other!r} and {table!r}: TensorFlow calls a stack by its tables, and so two stacks {layout.stack!r}; "
                 "rename a table"
             )
+    for table, layout in layouts.items():
+        for other in (firsts.get(f"{layout.stack}/{slot}") for slot in slots[table]):
+            if other is not None:
+                raise ConfigError(f"table {other!r} is called like a slot of the stack {layout.stack!r}; rename it")
 
 
 class StackedTable:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -16,7 +16,15 @@ from tpuembed.backends.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
 
-__all__ = ["TableState", "TablesNode", "create_table", "filled", "initial_rows", "table_initializer"]
+__all__ = [
+    "TableState",
+    "TablesNode",
+    "check_saved_names",
+    "create_table",
+    "filled",
+    "initial_rows",
+    "table_initializer",
+]
 
 _LARGE_BYTES = 32 << 20
 
@@ -136,10 +144,13 @@ _TAKEN: Final = {
 }
 
 
-def _check_saved_names(states: Sequence[TableState]) -> None:
-    """Weight files write "/" as "|"; some names are the layer's own there, in its checkpoints, or in HDF5."""
+def check_saved_names(slots: Mapping[str, Iterable[str]]) -> None:
+    """Raise ConfigError where two variables of {table: its slots} would be saved under one name.
+
+    Weight files write "/" as "|"; some names are the layer's own there, in its checkpoints, or in HDF5.
+    """
     taken = dict(_TAKEN)
-    for name in (name for state in states for name in state.named_variables()):
+    for name in (name for table in slots for name in (table, *(f"{table}/{slot}" for slot in slots[table]))):
         saved = name.replace("/", "|")
         if saved in taken:
             raise ConfigError(f"table or slot {name!r} would be saved over {taken[saved]}; rename the table")
@@ -162,7 +173,7 @@ class TablesNode(Trackable):
         updates: Any,
     ) -> None:
         """Raise ConfigError where two variables would be saved under one name."""
-        _check_saved_names(states)
+        check_saved_names({state.config.name: state.slots for state in states})
         self._config, self._layouts = json.dumps(config), dict(layouts)
         self._tables = [state.config.name for state in states]
         self._rows_lie_elsewhere = False

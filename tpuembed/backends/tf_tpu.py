@@ -160,11 +160,12 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
         """Create the tables of TensorFlow's `features`, whose output_shapes are known.
 
         Raises:
-            ConfigError: two stacks have one name.
+            ConfigError: two stacks, or a stack and a slot, have one name.
         """
         super().__init__(list(features), None, pipelining, config)
         self._given = config
-        check_stacks({table: self.layout(table) for table in self.embedding_layouts})
+        slots = {feature.table.name: feature.table.optimizer._slot_names() for feature in features}
+        check_stacks({table: self.layout(table) for table in self.embedding_layouts}, slots)
         self.build()
 
     @property

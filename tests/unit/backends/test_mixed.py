@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from tests.fake_tpu import fake_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,25 @@ def test_a_small_table_that_the_user_trains_is_no_second_call(hardware: str, op:
         assert all(gradient is not None for gradient in gradients)
         ops = {node.op for node in tf.compat.v1.get_default_graph().as_graph_def().node}
     assert op in ops
+
+
+@pytest.mark.parametrize("hardware", ["V1", "V2", "UNSUPPORTED"])
+@pytest.mark.parametrize(("first", "second"), [("t", "t/momenta"), ("t/momenta", "t")])
+def test_a_table_named_like_anothers_slot_is_refused_by_name(hardware: str, first: str, second: str) -> None:
+    """On SparseCores tables of two widths, or else both of them are in one stack."""
+    tables = {"a": TableConfig(100, 8, first), "b": TableConfig(100, 16, second)}
+    features = {name: FeatureConfig(table, output_shape=(16,)) for name, table in tables.items()}
+    with (
+        fake_tpu(hardware) as strategy,
+        strategy.scope(),
+        pytest.raises(ConfigError, match="'t/momenta' would be saved over 't/momenta'; rename the table"),
+    ):
+        TPUEmbedding(features, "adam")
+
+
+def test_a_table_named_like_a_stacks_slot_is_refused_by_name() -> None:
+    tables = [TableConfig(100, 8, "a"), TableConfig(100, 8, "b"), TableConfig(100, 16, "a_b/momenta")]
+    features = {table.name: FeatureConfig(table, output_shape=(16,)) for table in tables}
+    message = "table 'a_b/momenta' is called like a slot of the stack 'a_b'; rename it"
+    with fake_tpu("V2") as strategy, strategy.scope(), pytest.raises(ConfigError, match=message):
+        TPUEmbedding(features, "adam")
