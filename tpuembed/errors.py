@@ -36,6 +36,7 @@ __all__ = [
     "UnknownTableError",
     "WorkerError",
     "one_line",
+    "printable",
 ]
 
 
@@ -62,21 +63,24 @@ class MissingExtraError(TpuEmbedError, ImportError):
         super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'tpuembed[{extra}]'")
 
 
-class UnknownTableError(TpuEmbedError, KeyError):
-    """A table or slot name that the checkpoint, export or layer does not have."""
-
-
-class RowRangeError(TpuEmbedError, IndexError):
-    """A row range that is not inside the table."""
-
-
-class CheckpointError(TpuEmbedError):
-    """A checkpoint that cannot be read."""
+class _OneLineError(TpuEmbedError):
+    """An error that may name what a file holds."""
 
     def __str__(self) -> str:
         """The message in one printable line, whatever a damaged file holds for a name."""
-        text = super().__str__()
-        return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+        return printable(super().__str__())
+
+
+class UnknownTableError(_OneLineError, KeyError):
+    """A table or slot name that the checkpoint, export or layer does not have."""
+
+
+class RowRangeError(_OneLineError, IndexError):
+    """A row range that is not inside the table."""
+
+
+class CheckpointError(_OneLineError):
+    """A checkpoint that cannot be read."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -109,6 +113,11 @@ class WorkerError(ExportError):
 
 class ServingError(TpuEmbedError):
     """The server could not load a model, bind a port or run."""
+
+
+def printable(text: str) -> str:
+    """`text` in one line that does nothing to a terminal: line ends, escapes and the like as Python writes them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpuembed.errors import printable
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import print_json, table_of, to_terminal, with_unit
 
@@ -36,7 +37,7 @@ def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> No
     if as_json:
         print_json(found)
     else:
-        to_terminal(f"{found['path']}: {found['format']}", *tables)
+        to_terminal(printable(f"{found['path']}: {found['format']}"), *tables)
 
 
 def _checkpoint_table(description: "CheckpointDescription") -> "Table":

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpuembed.errors import printable
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import print_json, table_of, to_terminal
 from tpuembed_cli.progress import byte_progress
@@ -40,7 +41,7 @@ def diff(first: str, second: str, slots: bool, checkpoint_options: dict[str, Any
 def _print(found: "CheckpointDiff") -> None:
     lists = {"added": found.added, "removed": found.removed}
     lists |= {"slots added": found.slots_added, "slots removed": found.slots_removed}
-    lines = [f"{what}: {', '.join(names)}" for what, names in lists.items() if names]
+    lines = [printable(f"{what}: {', '.join(names)}") for what, names in lists.items() if names]
     changed = [table for table in found.tables if table.differs]
     same = len(found.tables) - len(changed)
     lines.append(f"{same} of {len(found.tables)} compared are the same")

@@ -1,7 +1,9 @@
 """`tpuembed`: the group of commands. A command's module is imported when the command is asked for."""
 
 import importlib
+import io
 import os
+import sys
 from typing import Any
 
 import click
@@ -42,6 +44,8 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except TpuEmbedError as error:
             raise click.ClickException(_short(str(error))) from error
+        except BrokenPipeError:
+            raise  # whoever read stdout has enough, as `head` has: click ends with 1 and says nothing
         except OSError as error:
             raise click.ClickException(_short(str(error))) from error
 
@@ -61,6 +65,9 @@ def main() -> None:
     """The console script."""
     # Before TensorFlow is imported by whichever command needs it: its start-up notices are not the user's news.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # names that the terminal's encoding does not have
     cli()
 
 

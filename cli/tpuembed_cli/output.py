@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpuembed.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -58,8 +60,8 @@ def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> "Table":
 
 def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join("?" if item is None else str(item) for item in value) or "-"
-    return "-" if value is None or value == "" else str(value)
+        return printable(", ".join("?" if item is None else str(item) for item in value)) or "-"
+    return "-" if value is None or value == "" else printable(str(value))
 
 
 def with_unit(size: float) -> str:

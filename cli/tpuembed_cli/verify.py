@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tpuembed.errors import CheckpointCorruptError
+from tpuembed.errors import CheckpointCorruptError, printable
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import print_json, with_unit
 from tpuembed_cli.progress import byte_progress
@@ -41,8 +41,8 @@ def verify(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None
 
 def _print(report: "VerifyReport") -> None:
     for damage in report.damaged:
-        click.echo(f"{damage.file}: {damage.name}: {damage.reason}")
+        click.echo(printable(f"{damage.file}: {damage.name}: {damage.reason}"))
     for note in report.unchecked:
-        click.echo(f"not checked: {note}", err=True)
+        click.echo(printable(f"not checked: {note}"), err=True)
     if not report.damaged:
         click.echo(f"{report.path}: {report.entries} entries read, {with_unit(report.bytes)}, no damage found")

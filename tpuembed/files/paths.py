@@ -100,10 +100,12 @@ def as_path(text: str | FilePath) -> FilePath:
     """The path or URL that `text` is; `file://` is a path.
 
     Raises:
-        ConfigError: a URL of a scheme that is not read, or without a bucket.
+        ConfigError: a URL of a scheme that is not read, or without a bucket; or nothing at all.
     """
     if not isinstance(text, str):
         return text
+    if not text:
+        raise ConfigError("the path is empty; the current directory is .")
     scheme, separator, rest = text.partition("://")
     if not separator:
         return Path(text)

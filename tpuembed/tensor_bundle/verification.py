@@ -56,7 +56,12 @@ def damaged_parts(bundle: Bundle, on_read: OnRead) -> Iterator[Damage]:
     ]
     for shard, group in itertools.groupby(sorted(parts, key=lambda item: item[:3]), key=lambda item: item[0]):
         path = bundle.data_path(shard)
-        with open_stream(path) as file:
+        try:
+            file = open_stream(path)
+        except OSError as error:
+            yield from (Damage(key, str(path), f"cannot be read: {error.strerror}") for _, _, key, _, _ in group)
+            continue
+        with file:
             for _, _, key, entry, part in group:
                 reason = _damage(file, entry, part, on_read)
                 if reason is not None:

@@ -129,6 +129,9 @@ def test_diff(prefix: Path, tmp_path: Path) -> None:
         (["describe", "{ckpt}", "--checkpoint-option", "a=b"], "'a'"),
         (["verify", "{ckpt}.index.txt"], "no such file, directory or prefix"),
         (["describe", "{tmp}/" + "a" * 5000], "too long"),
+        (["describe", ""], "the path is empty"),
+        (["verify", ""], "the path is empty"),
+        (["diff", "{ckpt}", ""], "the path is empty"),
         (["verify", "{tmp}/" + "a" * 5000], "too long"),
     ],
 )
@@ -161,6 +164,72 @@ def test_bad_usage_exits_with_2(prefix: Path, arguments: list[str]) -> None:
     done = CliRunner().invoke(cli, [argument.format(ckpt=prefix) for argument in arguments])
     assert done.exit_code == 2
     assert "Usage:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["head", "{ckpt}", "t", "--rows", "0:100000"],
+        ["head", "{ckpt}", "t", "--rows", "0:100000", "--json"],
+        ["describe", "{ckpt}"],
+        ["describe", "{ckpt}", "--json"],
+        ["verify", "{ckpt}"],
+        ["diff", "{ckpt}", "{ckpt}"],
+    ],
+    ids=" ".join,
+)
+def test_whoever_reads_the_output_may_stop(tmp_path: Path, arguments: list[str]) -> None:
+    """As `head -1` does: nothing is said about it."""
+    write(tmp_path / "ckpt", {"t": np.zeros((100_000, 2), np.float32)})
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*COMMAND, *(argument.format(ckpt=tmp_path / "ckpt") for argument in arguments)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+NAMES = ["\x1b[31mred", "two\nlines", "é", "\u202eltr"]
+ESCAPED = [r"\x1b[31mred", r"two\nlines", "é", r"\u202eltr"]
+
+
+@pytest.mark.parametrize("command", ["describe", "diff", "verify", "head"])
+def test_names_do_nothing_to_a_terminal(tmp_path: Path, command: str) -> None:
+    write(tmp_path / "a", {name: np.zeros((3, 2), np.float32) for name in NAMES})
+    write(tmp_path / "b", {"other": np.zeros((3, 2), np.float32)})
+    data = shard_path(tmp_path / "a", 0, 1)
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    more: dict[str, list[Any]] = {"diff": [tmp_path / "b"], "head": ["nonsense"]}
+    done = run(command, tmp_path / "a", *more.get(command, ()))
+    assert (done.returncode, done.stderr[:5]) in {(0, ""), (1, "Error")}
+    assert all(name in done.stdout + done.stderr for name in ESCAPED)
+    assert all(char.isprintable() or char == "\n" for char in done.stdout + done.stderr)
+    assert len(done.stderr.splitlines()) <= 1
+
+
+def test_what_stdout_has_no_letters_for(tmp_path: Path) -> None:
+    write(tmp_path / "é", {"ü": np.zeros((3, 2), np.float32)})
+    for arguments in (
+        ["describe", tmp_path / "é"],
+        ["verify", tmp_path / "é"],
+        ["diff", tmp_path / "é", tmp_path / "é"],
+    ):
+        command = [*COMMAND, *map(str, arguments)]
+        for encoding in ("ascii", "utf-8:strict"):
+            environment = {**os.environ, "PYTHONIOENCODING": encoding}
+            done = subprocess.run(command, capture_output=True, env=environment, timeout=120)
+            assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_path_that_is_no_utf_8(tmp_path: Path) -> None:
+    """Python has such bytes as lone surrogates, which no encoding has."""
+    prefix = tmp_path / os.fsdecode(b"\xff")
+    write(prefix, {"t": np.zeros((3, 2), np.float32)})
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    for command in ("describe", "verify"):
+        done = subprocess.run([*COMMAND, command, str(prefix)], capture_output=True, env=environment, timeout=120)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert rb"\udcff: " in done.stdout
 
 
 def test_verify_shows_a_bar_on_a_terminal(prefix: Path, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ def find_export(path: str | FilePath) -> tuple[Path, Manifest] | None:
         ConfigError: its manifest cannot be read.
     """
     place = as_path(path)
-    version = _version_of(place) if isinstance(place, Path) else None
+    try:
+        version = _version_of(place) if isinstance(place, Path) else None
+    except OSError:  # which whoever opens it as a checkpoint meets again, and tells
+        return None
     manifest = Manifest.read(version) if version else None
     return (version, manifest) if version and manifest else None
 

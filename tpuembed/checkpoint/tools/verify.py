@@ -88,7 +88,10 @@ def verify_files(
 
 def _bundle_of(path: FilePath) -> FilePath | None:
     """The prefix of the bundle that `open_checkpoint` would read tables from, whether or not there are any."""
-    return find_bundle(path) if find_format(path) is BundleCheckpoint else None
+    try:
+        return find_bundle(path) if find_format(path) is BundleCheckpoint else None
+    except (OSError, ValueError):  # no permission, a name too long: `open_checkpoint` meets it again, and tells
+        return None
 
 
 class _Counter:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tests.unit.tensor_bundle.bundles import write
 from tpuembed.checkpoint.tools import find_export, verify_files
-from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from tpuembed.export import export_saved_model
+from tpuembed.files import open_stream
 from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path, verification, write_index
 from tpuembed.tensor_bundle.verification import strings_crc
@@ -116,6 +117,35 @@ def test_a_data_file_that_is_cut_or_gone(prefix: Path) -> None:
         verify_files(prefix)
 
 
+def test_a_data_file_that_the_system_refuses(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other files are read all the same."""
+    refused, *others = sorted(prefix.parent.glob("*.data-*"))
+
+    def open_other(path: Path) -> BinaryIO:
+        if path == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_stream(path)
+
+    monkeypatch.setattr(verification, "open_stream", open_other)
+    report = verify_files(prefix)
+    assert report.damaged
+    assert {(damage.file, damage.reason) for damage in report.damaged} == {
+        (str(refused), "cannot be read: Permission denied")
+    }
+    flip(others[0], 0, 1)
+    assert {damage.file for damage in verify_files(prefix).damaged} == {str(refused), str(others[0])}
+
+
+def test_a_folder_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert find_export(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"checkpoint .*: cannot be read: .*Permission denied"):
+        verify_files(tmp_path)
+
+
 def test_bytes_between_tensors_are_named(tmp_path: Path) -> None:
     write(tmp_path / "ckpt", {"t": np.ones((2, 2), np.float32)})
     with open(shard_path(tmp_path / "ckpt", 0, 1), "ab") as file:
@@ -181,7 +211,7 @@ def test_a_manifest_that_disagrees(export: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"offset": 1, "size": 8}, "the manifest says CRC32C 0x"),
+        ({"file": "saved_model.pb"}, "the manifest says CRC32C 0x"),
         ({"offset": 10**9}, "its bytes are not all there"),
         ({"file": "nowhere"}, "cannot be read: No such file"),
     ],
