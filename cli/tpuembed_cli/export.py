@@ -36,7 +36,10 @@ _BUILT = {"--storage": "float32", "--layout": "variables", "--engine": "local"}
 @click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True)
 @click.option("--version", type=click.IntRange(1, 2**63 - 1), help="Version to write. Default: the next free one.")
 @click.option(
-    "--resume/--restart", "resume", default=None, help="Reuse finished shards of a killed export, or ignore them."
+    "--resume/--restart",
+    default=True,
+    show_default=True,
+    help="Go on with what the same export finished before it was killed, or remove that.",
 )
 @checkpoint_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -46,7 +49,7 @@ def export(
     model_dir: Path,
     tables: tuple[str, ...],
     max_memory: int,
-    resume: bool | None,
+    resume: bool,
     version: int | None,
     dry_run: bool,
     as_json: bool,
@@ -57,24 +60,23 @@ def export(
     CHECKPOINT is a prefix such as ckpt-1, a directory (its latest), or any file of a checkpoint. The version appears by one
     rename when it is complete.
     """
-    _refuse_what_is_not_built(options, resume)
+    _refuse_what_is_not_built(options)
     request = {**options, "tables": tables or None, "max_memory_bytes": max_memory}
     with stdout_on_stderr():  # whatever a model's code prints must not mix with the report
         _check_without_tensorflow(checkpoint, request)
         import_tensorflow()
-        text = (
-            _plan(checkpoint, request, as_json) if dry_run else _run(checkpoint, model_dir, version, request, as_json)
-        )
+        if dry_run:
+            text = _plan(checkpoint, request, as_json)
+        else:
+            text = _run(checkpoint, model_dir, {**request, "version": version, "resume": resume}, as_json)
     click.echo(text)
 
 
-def _refuse_what_is_not_built(options: dict[str, Any], resume: bool | None) -> None:
+def _refuse_what_is_not_built(options: dict[str, Any]) -> None:
     for option, built in _BUILT.items():
         value = options[option.removeprefix("--")]
         if value != built:
             raise not_built(option, value)
-    if resume:
-        raise not_built("--resume", "")
 
 
 def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
@@ -99,11 +101,11 @@ def _plan(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
     return json.dumps(plan.to_dict()) if as_json else plan.describe()
 
 
-def _run(checkpoint: str, model_dir: Path, version: int | None, request: dict[str, Any], as_json: bool) -> str:
+def _run(checkpoint: str, model_dir: Path, request: dict[str, Any], as_json: bool) -> str:
     from tpuembed.export import export_saved_model
 
     with byte_progress("export") as on_progress:
-        report = export_saved_model(checkpoint, model_dir, version=version, on_progress=on_progress, **request)
+        report = export_saved_model(checkpoint, model_dir, on_progress=on_progress, **request)
     if report.dropped_features:
         click.echo(f"left out with their tables: {', '.join(report.dropped_features)}", err=True)
     if as_json:

@@ -33,7 +33,7 @@ def export(
     plan: ExportPlan = plan_export(list(infos.values()), **options)
     with Staging(model_dir) as staging:
         engine = choose_engine("local", plan.workers)
-        streamed = stream_tables(plan, source_of(prefix), staging.path / "tables", engine)
+        streamed = stream_tables(plan, source_of(prefix), staging.tables, engine)
         keys = save_gathers(plan, staging.path, dense=dense)
         path = assemble(staging, plan, streamed, stack_keys=keys, signatures={}, source={"path": str(prefix)})
     return path, streamed

@@ -1,5 +1,6 @@
-"""A killed export leaves no version and no process; the next one clears what is left and succeeds."""
+"""A killed export leaves no version and no process; the next one goes on from the shards that were finished."""
 
+import json
 import os
 import random
 import signal
@@ -11,28 +12,45 @@ from pathlib import Path
 import pytest
 
 from tests.unit.export.fakes import random_table, write_checkpoint
+from tpuembed.export.plan import ExportPlan, plan_export
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import signal, sys
 from pathlib import Path
-from tests.unit.export.fakes import SlowCheckpoint, source_of
+from tests.e2e.test_export_stream_killed import plan_of
+from tests.unit.export.fakes import LoggedCheckpoint, source_of
+from tpuembed.export import record
 from tpuembed.export.engines import choose_engine
 from tpuembed.export.execute import stream_tables
-from tpuembed.export.plan import plan_export
+from tpuembed.export.record import Header
 from tpuembed.export.staging import Staging
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+record._SECONDS_BETWEEN_FLUSHES = 0.01
 prefix, model_dir = Path(sys.argv[1]), Path(sys.argv[2])
-plan = plan_export(list(SlowCheckpoint(str(prefix)).tables().values()), workers=3, max_memory_bytes=3 * 40_000)
-with Staging(model_dir) as staging:
-    source = source_of(prefix, SlowCheckpoint)
+plan, source = plan_of(prefix), source_of(prefix, LoggedCheckpoint)
+with Staging(model_dir, None, Header.of(plan, source)) as staging:
     print("started", flush=True)
-    stream_tables(plan, source, staging.path / "tables", choose_engine("local", plan.workers))
-    (staging.path / "saved_model.pb").touch()
+    report = stream_tables(plan, source, staging.tables, choose_engine("local", plan.workers))
+    for stack in plan.stacks:
+        (staging.path / stack.file).hardlink_to(staging.tables / stack.file)
     staging.commit()
 """
 TABLES = {name: random_table(10_000, dim) for name, dim in (("a", 8), ("b", 9), ("c", 10))}
+SHARDS = 180
+
+
+def plan_of(prefix: Path) -> ExportPlan:
+    """Small shards of one chunk each."""
+    from tests.unit.export.fakes import FakeCheckpoint
+    from tpuembed.export import plan as planner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_MIN_SHARD_BYTES", 6_000)
+        patch.setattr(planner, "_MAX_SHARD_BYTES", 6_000)
+        tables = FakeCheckpoint(str(prefix)).tables().values()
+        return plan_export(list(tables), workers=3, max_memory_bytes=3 * 40_000)
 
 
 @pytest.fixture
@@ -42,7 +60,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def start(prefix: Path, model_dir: Path) -> "subprocess.Popen[str]":
-    """An export without a graph that streams for about a third of a second, in a session of its own."""
+    """An export without a graph that streams for about two seconds, in a session of its own."""
     command = [sys.executable, "-c", SCRIPT, str(prefix), str(model_dir)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -80,39 +98,77 @@ def numeric(model_dir: Path) -> list[str]:
 
 def assert_complete(version: Path) -> None:
     for name, table in TABLES.items():
-        assert (version / "tables" / f"stack_float32_{table.shape[1]}.data").read_bytes() == table.tobytes(), name
+        assert (version / f"stack_float32_{table.shape[1]}.data").read_bytes() == table.tobytes(), name
 
 
-def test_an_export_killed_at_any_moment_leaves_no_version_and_no_process(prefix: Path, tmp_path: Path) -> None:
-    """Twenty times SIGKILL to the exporter alone, from its start to a little before its end."""
-    model_dir, moments, died = tmp_path / "model", random.Random(7), 0
-    for _ in range(20):
+def recorded_shards(model_dir: Path) -> dict[int, int]:
+    """Index -> how often it is recorded, of all staging folders; a last line that was cut short is none."""
+    counts: dict[int, int] = {}
+    for record in model_dir.glob(".staging-*/tables/record"):
+        whole, _, _ = record.read_bytes().rpartition(b"\n")
+        for line in whole.split(b"\n")[1:]:
+            index = json.loads(line[9:])["index"]
+            counts[index] = counts.get(index, 0) + 1
+    return counts
+
+
+def read_shards(prefix: Path, plan: ExportPlan) -> list[int]:
+    """The shards of the rows that were read, in order, by the log that the reader keeps."""
+    index = {(task.table, task.start): task.index for task in plan.shards}
+    log = Path(f"{prefix}.log")
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [index[table, int(start)] for table, start in map(str.split, lines)]
+
+
+def wait_for_reads(prefix: Path, before: int, process: "subprocess.Popen[str]") -> None:
+    """Until more reads were logged, or there is nothing left to read."""
+    log = Path(f"{prefix}.log")
+    while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) <= before):
+        time.sleep(0.005)
+
+
+def test_an_export_killed_at_any_moment_goes_on_and_streams_no_recorded_shard_again(
+    prefix: Path, tmp_path: Path
+) -> None:
+    """SIGKILL to the exporter alone, again and again until it gets to its end."""
+    model_dir, plan, moments = tmp_path / "model", plan_of(prefix), random.Random(7)
+    assert len(plan.shards) >= SHARDS
+    kills = 0
+    while not model_dir.exists() or not numeric(model_dir):
+        done = set(recorded_shards(model_dir)) if model_dir.exists() else set()
+        log_before = len(read_shards(prefix, plan))
         process = start(prefix, model_dir)
-        time.sleep(moments.uniform(0, 0.4))
+        if moments.random() < 0.8:  # else it dies while it starts
+            wait_for_reads(prefix, log_before, process)
+        time.sleep(moments.uniform(0, 0.6))
         process.kill()
         process.communicate()
-        died += process.returncode == -signal.SIGKILL
+        kills += 1
         wait_for_end(process.pid, 30)
-        for version in numeric(model_dir):
-            assert_complete(model_dir / version)
+        assert not done & set(read_shards(prefix, plan)[log_before:])
+        assert done <= set(recorded_shards(model_dir)) or numeric(model_dir)
         assert len([path for path in model_dir.iterdir() if path.name.startswith(".")]) <= 1
-    assert died >= 10, "most exports were killed before their end"
+    assert kills >= 3, "one export was killed many times"
+    assert_complete(model_dir / "1")
+    assert len(read_shards(prefix, plan)) < len(plan.shards) + kills * 2 * plan.workers
     last = start(prefix, model_dir)
     assert last.communicate(timeout=60) == ("", "")
-    assert all(path.name.isdigit() for path in model_dir.iterdir())
-    assert_complete(model_dir / max(numeric(model_dir), key=int))
+    assert sorted(path.name for path in model_dir.iterdir()) == ["1", "2"]
+    assert_complete(model_dir / "2")
+    assert all((model_dir / "1" / file.name).stat().st_nlink == 1 for file in (model_dir / "2").iterdir())
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_ends_everything(prefix: Path, tmp_path: Path, signum: int) -> None:
     """What a terminal does with Ctrl-C, and a scheduler with its other ways."""
     process = start(prefix, tmp_path / "model")
-    time.sleep(0.2)
+    wait_for_reads(prefix, 20, process)
+    time.sleep(0.1)
     os.killpg(process.pid, signum)
     _, errors = process.communicate(timeout=30)
     wait_for_end(process.pid, 30)
     assert process.returncode == -signum
     assert numeric(tmp_path / "model") == []
+    assert recorded_shards(tmp_path / "model"), "what was finished is there for the next export"
     if signum == signal.SIGINT:
-        assert list((tmp_path / "model").iterdir()) == [], "an interrupted export tidies up"
         assert errors.strip().endswith("KeyboardInterrupt")

@@ -30,6 +30,7 @@ def export_saved_model(
     workers: int | None = None,
     engine: str = "local",
     version: int | None = None,
+    resume: bool = True,
     on_progress: Progress | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
@@ -52,6 +53,7 @@ def export_saved_model(
         workers: processes that stream; None for one per processor.
         engine: "local".
         version: None for the next free integer.
+        resume: go on with what the same export has finished in `model_dir` before it was killed or failed; False: remove it.
         on_progress: called with (bytes done, bytes in all).
         checkpoint_options: what `open_checkpoint` takes beside the path.
 
@@ -65,6 +67,7 @@ def export_saved_model(
         workers=workers,
         engine=engine,
         version=version,
+        resume=resume,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         request = make_request(opened, serving_config, model, tables)

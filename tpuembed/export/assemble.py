@@ -64,12 +64,19 @@ def assemble(
     merged = merge_entries([dense, _table_index(plan, streamed, stack_keys)])
     _move_dense_files(prefix, dense.num_shards, merged.num_shards)
     for number, stack in enumerate(plan.stacks, start=dense.num_shards):
-        (streamed.folder / stack.file).rename(shard_path(prefix, number, merged.num_shards))
-    streamed.folder.rmdir()
+        _link(streamed.folder / stack.file, shard_path(prefix, number, merged.num_shards))
     write_index(index_path(prefix), merged.entries, merged.num_shards)
     _check_bundle(prefix, merged)
     _manifest(plan, streamed, merged, stack_keys, signatures, source).write(staging.path)
     return staging.commit()
+
+
+def _link(source: Path, target: Path) -> None:
+    """Have the version share a data file, which a killed export's next one finds where it was; move it where it cannot."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        source.rename(target)
 
 
 def _check_keys(plan: ExportPlan, stack_keys: Mapping[str, str], prefix: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -13,7 +14,8 @@ from pathlib import Path
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.engines import Engine, Job
-from tpuembed.export.plan import ExportPlan
+from tpuembed.export.plan import ExportPlan, ShardTask
+from tpuembed.export.record import Header, Record, Recorder, read_record, start_record
 from tpuembed.export.stream import ShardResult, Source, ignore, open_source
 from tpuembed.tensor_bundle import crc
 
@@ -28,6 +30,7 @@ class StreamReport:
         folder: that holds one file per stack, named StackPlan.file.
         crc32c: of each stack's bytes, by its name; unmasked.
         bytes_written: of table data.
+        bytes_reused: of them, what an earlier export had written.
         seconds: from the first file's creation to the proof that its source was sound.
         worker_peak_rss_bytes: the largest of the processes that streamed.
     """
@@ -35,6 +38,7 @@ class StreamReport:
     folder: Path
     crc32c: Mapping[str, int]
     bytes_written: int
+    bytes_reused: int
     seconds: float
     worker_peak_rss_bytes: int
 
@@ -48,37 +52,80 @@ def stream_tables(
     on_progress: Callable[[int, int], None] = ignore,
     on_result: Callable[[ShardResult], None] = ignore,
 ) -> StreamReport:
-    """Write the tables of `plan` from `source` into `folder`, which is made, and fsync them.
+    """Write the tables of `plan` from `source` into `folder`, made where missing, and fsync them.
 
+    Shards that an earlier call for the same export has recorded there are not written again if their bytes still have the
+    checksum; anything else in the folder is removed.
     `on_progress` is called with the bytes done and the bytes in all, `on_result` with every shard that is finished.
 
     Raises:
         CheckpointError: the source cannot be read, changed on the way, or is not what its checksums say.
         ExportError: a file cannot be written, or a worker died.
     """
-    started = time.monotonic()
-    folder.mkdir()
-    for stack in plan.stacks:
-        _allocate(folder / stack.file, stack.size)
-    job, total = Job(source=source, folder=folder), plan.table_bytes
-    results = engine.run(plan.shards, job, on_result=on_result, on_progress=lambda done: on_progress(done, total))
-    by_index = _complete(plan, results)
-    for stack in plan.stacks:
-        _flush(folder / stack.file)
+    started, total = time.monotonic(), plan.table_bytes
+    record = _prepare(folder, plan, Header.of(plan, source))
+    with Recorder(folder, record) as recorder:
+
+        def finish(result: ShardResult) -> None:
+            if not result.is_reused:
+                recorder.add(plan.shards[result.index].file, result)
+            on_result(result)
+
+        results = engine.run(
+            [_known(task, record) for task in plan.shards],
+            Job(source=source, folder=folder),
+            on_result=finish,
+            on_progress=lambda done: on_progress(done, total),
+        )
+        by_index = _complete(plan, [_recorded(result, record) for result in results])
     with open_source(source) as checkpoint:  # raises if it changed meanwhile
         _check_source(checkpoint, plan, by_index)
     return StreamReport(
         folder=folder,
         crc32c=_stack_checksums(plan, by_index),
-        bytes_written=sum(result.bytes for result in results),
+        bytes_written=total,
+        bytes_reused=sum(result.bytes for result in results if result.is_reused),
         seconds=time.monotonic() - started,
         worker_peak_rss_bytes=max(result.peak_rss_bytes for result in results),
     )
 
 
+def _prepare(folder: Path, plan: ExportPlan, header: Header) -> Record:
+    """The record of `folder`, whose data files have their sizes: what it held of the export of `header`, or nothing."""
+    found = read_record(folder)
+    files = {stack.file: stack.size for stack in plan.stacks}
+    if found is None or found.header != header or not _has(folder, files):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        found = None
+    for file, size in files.items():
+        _allocate(folder / file, size)
+    if found is None:
+        return start_record(folder, header)
+    return found
+
+
+def _has(folder: Path, files: Mapping[str, int]) -> bool:
+    """Whether the folder has the files in their sizes."""
+    return all((folder / file).is_file() and (folder / file).stat().st_size == size for file, size in files.items())
+
+
+def _known(task: ShardTask, record: Record) -> ShardTask:
+    """`task`, with the checksum of what is there where the record has one."""
+    result = record.finished.get(task.index)
+    return task if result is None else dataclasses.replace(task, written_crc32c=result.crc32c)
+
+
+def _recorded(result: ShardResult, record: Record) -> ShardResult:
+    """`result`, with what only the process that wrote the shard could know."""
+    if not result.is_reused:
+        return result
+    return dataclasses.replace(record.finished[result.index], peak_rss_bytes=result.peak_rss_bytes, is_reused=True)
+
+
 def _allocate(path: Path, size: int) -> None:
-    """A new file of `size` bytes whose blocks are reserved where the file system can do that: a full disk shows now."""
-    with open(path, "xb") as file:
+    """A file of `size` bytes whose blocks are reserved where the file system can do that: a full disk shows now."""
+    with open(path, "ab") as file:
         try:
             _reserve(file.fileno(), size)
         except OSError as error:
@@ -95,11 +142,6 @@ def _reserve(descriptor: int, size: int) -> None:
         if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.truncate(descriptor, size)
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, ShardResult]:

@@ -1,7 +1,10 @@
 """How to export, whatever is exported: what every entry to the exporter takes."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from tpuembed.config.checks import check_keys
 from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES
 
 __all__ = ["ExportOptions"]
@@ -17,3 +20,15 @@ class ExportOptions:
     workers: int | None = None
     engine: str = "local"
     version: int | None = None
+    resume: bool = True
+
+    @classmethod
+    def of(cls, where: str, given: Mapping[str, Any], without: Iterable[str] = ()) -> "ExportOptions":
+        """From keyword arguments of a function called `where`, which has no use for the options `without`.
+
+        Raises:
+            ConfigError: an argument that is no option.
+        """
+        known = {field.name for field in dataclasses.fields(cls)} - set(without)
+        check_keys(where, given, known)
+        return cls(**given)

@@ -17,6 +17,7 @@ class ExportReport:
         tables: names, in the order of the plan.
         dropped_features: features that were left out because `tables` left out theirs.
         bytes_written: of table data.
+        bytes_reused: of them, what an export that did not end had written.
         seconds: in all.
         stream_seconds: of them, from the first table byte to the last one's fsync.
         peak_rss_bytes: of this process so far; TensorFlow's own import is about 520 MB of it.
@@ -28,6 +29,7 @@ class ExportReport:
     tables: tuple[str, ...]
     dropped_features: tuple[str, ...]
     bytes_written: int
+    bytes_reused: int
     seconds: float
     stream_seconds: float
     peak_rss_bytes: int

@@ -3,19 +3,22 @@
 The graph is saved before the first table byte is read: what can fail soon fails soon.
 """
 
+import contextlib
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PieceAdvice
+from tpuembed.errors import TpuEmbedError
 from tpuembed.export.assemble import assemble
 from tpuembed.export.engines import Engine, choose_engine, default_workers
 from tpuembed.export.execute import StreamReport, stream_tables
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan import ExportPlan, plan_export
+from tpuembed.export.record import Header
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import Request
 from tpuembed.export.staging import Staging, ensure_space
@@ -66,13 +69,15 @@ def run_export(
     """
     started = time.monotonic()
     plan = make_plan(checkpoint, request, options)
-    ensure_space(model_dir, plan.table_bytes)
     source = source or source_of(checkpoint)
+    header = Header.of(plan, source) if source.lasts else None
+    ensure_space(model_dir, plan.table_bytes, header, restart=not options.resume)
     _pass_advice_on(checkpoint, plan)
-    with Staging(model_dir, options.version) as staging:
+    with Staging(model_dir, options.version, header, restart=not options.resume) as staging, _resumable(staging):
+        _name_kept(staging)
         graph = request.save_graph(plan, staging.path)
         running = engine or choose_engine(options.engine, plan.workers)
-        streamed = stream_tables(plan, source, staging.path / "tables", running, on_progress=on_progress or ignore)
+        streamed = stream_tables(plan, source, staging.tables, running, on_progress=on_progress or ignore)
         path = assemble(
             staging,
             plan,
@@ -84,6 +89,28 @@ def run_export(
     return _report(path, plan, request, streamed, time.monotonic() - started)
 
 
+@contextlib.contextmanager
+def _resumable(staging: Staging) -> Iterator[None]:
+    """Have an error say what is not lost."""
+    try:
+        yield
+    except TpuEmbedError as error:
+        if staging.is_kept_after(error):
+            error.args = (
+                f"{error}; {staging.finished} finished shards are kept, and the same export goes on from them",
+            )
+        raise
+
+
+def _name_kept(staging: Staging) -> None:
+    for unfinished in staging.kept:
+        warnings.warn(
+            f"MODEL_DIR {staging.model_dir}: an unfinished export of something else is kept for a week: {unfinished}; "
+            "the same export goes on with it; remove the folder if nobody will",
+            stacklevel=4,
+        )
+
+
 def _report(path: Path, plan: ExportPlan, request: Request, streamed: StreamReport, seconds: float) -> ExportReport:
     return ExportReport(
         path=path,
@@ -91,6 +118,7 @@ def _report(path: Path, plan: ExportPlan, request: Request, streamed: StreamRepo
         tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
         dropped_features=request.dropped_features,
         bytes_written=streamed.bytes_written,
+        bytes_reused=streamed.bytes_reused,
         seconds=seconds,
         stream_seconds=streamed.seconds,
         peak_rss_bytes=peak_rss_bytes(),

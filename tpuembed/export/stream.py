@@ -49,12 +49,14 @@ class Source:
         fingerprint: what the checkpoint said when the export was planned.
         options: what the opener takes beside the path, as JSON.
         opener: `module:function` that opens a path to a Checkpoint.
+        lasts: another process can open it later: an export that was killed can be resumed.
     """
 
     path: str
     fingerprint: str
     options: str = "{}"
     opener: str = "tpuembed.checkpoint:open_checkpoint"
+    lasts: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

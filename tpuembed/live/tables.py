@@ -158,6 +158,7 @@ def lent(checkpoint: LiveCheckpoint) -> Iterator[Source]:
             fingerprint=checkpoint.fingerprint(),
             options=json.dumps({"token": checkpoint.token}),
             opener=f"{__name__}:{_borrow.__name__}",
+            lasts=False,
         )
     finally:
         del _lent[checkpoint.token]

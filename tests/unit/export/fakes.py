@@ -71,6 +71,15 @@ class SlowCheckpoint(FakeCheckpoint):
         super().read_into(table, start, out)
 
 
+class LoggedCheckpoint(SlowCheckpoint):
+    """Logs the start of every read beside the checkpoint, before it reads."""
+
+    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+        with open(f"{self.path}.log", "a") as log:
+            log.write(f"{table} {start}\n")
+        super().read_into(table, start, out)
+
+
 class DyingCheckpoint(FakeCheckpoint):
     """Kills its process in the second half of a table, when the other workers are busy."""
 

@@ -25,7 +25,7 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
     infos = write_checkpoint(tmp_path / "ckpt", tables)
     plan: ExportPlan = plan_export(list(infos.values()))
     with Staging(tmp_path / "model") as staging:
-        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.path / "tables", choose_engine("local", 1))
+        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
         keys = save_gathers(plan, staging.path)
         change(streamed, keys)
         return assemble(staging, plan, streamed, stack_keys=keys, signatures={}, source={})
@@ -35,7 +35,7 @@ def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
     infos = write_checkpoint(tmp_path / "ckpt", {"a": random_table(10, 4)})
     plan, other = plan_export(list(infos.values())), plan_export([info("a", 11, 4)])
     with Staging(tmp_path / "model") as staging:
-        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.path / "tables", choose_engine("local", 1))
+        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
         keys = save_gathers(other, staging.path)
         with pytest.raises(ExportError, match=r"stack 'stack_float32_4': its data is \[10, 4\] .* variable \[11, 4\]"):
             assemble(staging, plan, streamed, stack_keys=keys, signatures={}, source={})

@@ -245,13 +245,27 @@ def test_damage_that_only_the_first_reading_met(tmp_path: Path, plan: ExportPlan
         stream(plan, tmp_path, fakes.OtherChecksumCheckpoint)
 
 
-def test_streaming_ends_with_the_data_on_the_disk(
+def test_a_shard_is_recorded_when_its_data_is_on_the_disk(
     tmp_path: Path, plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name))
-    stream(plan, tmp_path)
-    assert synced == ["stack_float32_16.data"]
+    """What the record has of shards never exceeds what had been written when the data file was last flushed."""
+    finished: list[int] = []
+    flushed = recorded = 0
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:
+        nonlocal flushed, recorded
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name == "stack_float32_16.data":
+            flushed = len(finished)
+        if name == "record":
+            recorded = len((tmp_path / "out" / "record").read_bytes().splitlines()) - 1
+            assert recorded <= flushed
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    stream(plan, tmp_path, on_result=lambda result: finished.append(result.index))
+    assert recorded == flushed == 6
 
 
 def test_a_file_system_that_reserves_nothing_will_do(

@@ -41,8 +41,8 @@ def test_the_next_version_follows_the_highest(tmp_path: Path, present: list[str]
 def test_a_commit_shows_a_whole_version_and_leaves_nothing_else(tmp_path: Path) -> None:
     model_dir = tmp_path / "new" / "model"
     with Staging(model_dir) as staging:
-        assert names(model_dir) == [staging.path.name]
-        assert staging.path.name.startswith(".staging-1-")
+        assert names(model_dir) == [staging.folder.name]
+        assert staging.folder.name.startswith(".staging-1-")
         (staging.path / "variables").mkdir()
         (staging.path / "variables" / "data").write_text("rows")
         assert staging.commit() == model_dir / "1"
@@ -73,7 +73,7 @@ def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypa
         (staging.path / "graph").touch()
         staging.commit()
     at = events.index("-> 1")
-    assert set(events[:at]) == {"graph", "data", "variables", staging.path.name}
+    assert set(events[:at]) == {"graph", "data", "variables", "version"}
     assert events[at + 1 :] == ["m"]
 
 
@@ -162,14 +162,14 @@ from pathlib import Path
 from tpuembed.export.staging import Staging
 staging = Staging(Path({str(tmp_path)!r}))
 (staging.path / "big").write_text("x")
-print(staging.path.name, flush=True)
+print(staging.folder.name, flush=True)
 os.kill(os.getpid(), 9)
 """
     dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout.strip()
     assert names(tmp_path) == [dead]
     (tmp_path / ".staging-mine").write_text("a user's file")
     with Staging(tmp_path) as living:
-        assert names(tmp_path) == sorted([living.path.name, ".staging-mine"])
+        assert names(tmp_path) == sorted([living.folder.name, ".staging-mine"])
         commit(tmp_path)
         assert living.path.is_dir()
 
