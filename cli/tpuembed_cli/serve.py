@@ -43,6 +43,12 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--drain-seconds", type=_POSITIVE_FLOAT, default=30.0, show_default=True, help="To finish requests after SIGTERM."
 )
+@click.option(
+    "--prewarm", is_flag=True, help="Read mapped tables, and check their checksums, before a version is available."
+)
+@click.option(
+    "--random-access", is_flag=True, help="Read one page, without readahead, where a mapped table is not in memory."
+)
 def serve(
     model_dir: Path,
     grpc_port: int | None,

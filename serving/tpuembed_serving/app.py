@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tpuembed_serving.rest import Receive, RestApi, Scope, Send, is_api_request
 from tpuembed_serving.servable import Servable
 from tpuembed_serving.service import PredictionService
 from tpuembed_serving.settings import ServerSettings
+from tpuembed_serving.status import Code, StatusError
 
 __all__ = ["ServingApp", "create_app"]
 
@@ -23,7 +26,9 @@ __all__ = ["ServingApp", "create_app"]
 class ServingApp(FastAPI):
     """FastAPI, past which the requests of TensorFlow Serving's API go straight to their own handler."""
 
-    def __init__(self, settings: ServerSettings, load: Loader) -> None:
+    def __init__(self, settings: ServerSettings, load: Loader | None) -> None:
+        self.stopping = threading.Event()
+        load = load or functools.partial(_load_saved_model, settings=settings, stopping=self.stopping)
         self.repository = ModelRepository(settings.models, load, settings.poll_seconds)
         self.executor = ModelExecutor(
             settings.run_threads, settings.max_queued_requests, settings.rest_timeout_ms / 1000
@@ -65,6 +70,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        app.stopping.set()
         app.executor.close()
         await asyncio.to_thread(app.repository.stop)
 
@@ -74,11 +80,15 @@ def create_app(settings: ServerSettings, load: Loader | None = None) -> ServingA
 
     `load` turns a version's folder into a servable; the default loads SavedModels with TensorFlow.
     """
-    return ServingApp(settings, load or _load_saved_model)
+    return ServingApp(settings, load)
 
 
-def _load_saved_model(version_dir: Path) -> Servable:
+def _load_saved_model(version_dir: Path, *, settings: ServerSettings, stopping: threading.Event) -> Servable:
     """TensorFlow is imported here, by the thread that loads: the port answers long before."""
     from tpuembed_serving import runtime
 
-    return runtime.load(version_dir)
+    def give_up(_: int) -> None:
+        if stopping.is_set():
+            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server stops")
+
+    return runtime.load(version_dir, prewarm=settings.prewarm, random_access=settings.random_access, on_read=give_up)

@@ -18,6 +18,10 @@ from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.saved_model import loader_impl
 
+from tpuembed.errors import ConfigError
+from tpuembed.manifest import Manifest
+from tpuembed.saved_model import GRAPH_FILE, mapped_from
+from tpuembed_serving.mapped_files import advise_random_access, read_ahead
 from tpuembed_serving.servable import Array, Signature, TensorInfo
 from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.versions import INDEX_FILE, check_files
@@ -27,6 +31,10 @@ __all__ = ["SavedModelServable", "load"]
 logger = logging.getLogger(__name__)
 
 _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+
+
+def _ignore(_: int) -> None:
+    """Nobody listens."""
 
 
 class SavedModelServable:
@@ -76,26 +84,45 @@ class SavedModelServable:
         return found
 
 
-def load(version_dir: Path) -> SavedModelServable:
+def load(
+    version_dir: Path, *, prewarm: bool = False, random_access: bool = False, on_read: Callable[[int], None] = _ignore
+) -> SavedModelServable:
     """Load the SavedModel at `version_dir`.
+
+    Tables that it maps are mapped from `version_dir`, wherever its graph says they are; nothing is written there.
+
+    Args:
+        version_dir: its folder.
+        prewarm: read the files of mapped tables first, and compare them with their checksums.
+        random_access: have a fault in a mapped table read one page.
+        on_read: told how many bytes `prewarm` has just read; it may raise to give up.
 
     Raises:
         StatusError: it is incomplete, is not a SavedModel, or TensorFlow cannot load it.
     """
-    check_files(version_dir)
+    gc.freeze()  # what was there before, TensorFlow's half a million objects, is no garbage of this load
+    manifest = check_files(version_dir)
+    mapped = manifest if manifest is not None and manifest.layout == "mmap" else None
     try:
-        servable = SavedModelServable(*_restore(version_dir))
+        if mapped and prewarm:
+            read_ahead(version_dir, mapped, on_read)
+        servable = SavedModelServable(*_restore(version_dir, mapped))
+        if mapped and random_access:
+            advise_random_access(version_dir / stack.file for stack in mapped.stacks)
     except tf.errors.OpError as error:
         raise _without_path(_status(error), version_dir) from None
     except (OSError, RuntimeError, ValueError) as error:
         raise _without_path(StatusError(Code.INTERNAL, str(error)), version_dir) from None
     finally:
-        _collect()
+        gc.collect()
+        gc.freeze()
     return servable
 
 
-def _restore(version_dir: Path) -> tuple[Any, Any]:
+def _restore(version_dir: Path, mapped: Manifest | None) -> tuple[Any, Any]:
     loader = loader_impl.SavedModelLoader(str(version_dir))
+    if mapped:
+        loader.saved_model.ParseFromString(_mapped_graph(version_dir, mapped))
     meta_graph = loader.get_meta_graph_def_from_tags([tf.saved_model.SERVING])
     _check_variables(version_dir, meta_graph)
     # Each run stays on the thread that calls it: for small batches the hand-over to a pool costs more than it gains.
@@ -108,6 +135,14 @@ def _restore(version_dir: Path) -> tuple[Any, Any]:
         session.close()
         raise
     return session, meta_graph
+
+
+def _mapped_graph(version_dir: Path, manifest: Manifest) -> bytes:
+    """The graph, with its tables mapped from `version_dir`."""
+    try:
+        return mapped_from((version_dir / GRAPH_FILE).read_bytes(), manifest, version_dir.absolute())
+    except ConfigError as error:
+        raise StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {error}") from None
 
 
 def _check_variables(version_dir: Path, meta_graph: Any) -> None:
@@ -174,7 +209,7 @@ def _without_path(status: StatusError, version_dir: Path) -> StatusError:
 
 
 def _collect() -> None:
-    """Collect once and then keep what is left out of later collections: a full one takes half a second with a model."""
+    """Collect everything, and then keep what is left out of later collections: a full one takes half a second with a model."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -40,6 +40,8 @@ class ServerSettings:
         max_queued_requests: how many more may wait for a thread before they are answered 503.
         max_body_bytes: the largest request body; None is no limit, as in TensorFlow Serving.
         drain_seconds: how long requests in progress may take to finish after SIGTERM.
+        prewarm: read mapped tables, and compare them with their checksums, before a version is available.
+        random_access: have a lookup in a mapped table that is not in memory read one page, without the disk's readahead.
     """
 
     models: tuple[ModelSettings, ...]
@@ -51,6 +53,8 @@ class ServerSettings:
     max_queued_requests: int = 1000
     max_body_bytes: int | None = None
     drain_seconds: float = 30.0
+    prewarm: bool = False
+    random_access: bool = False
 
     def __post_init__(self) -> None:
         self._check_models()

@@ -9,7 +9,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ class _Output(ctypes.Structure):
     _fields_ = [("operation", ctypes.c_void_p), ("index", ctypes.c_int)]
 
 
-class _Library:
-    """The few functions that loading and running need."""
+class Session:
+    """A graph in a session of its own, and the few functions that loading and running it need."""
 
     def __init__(self, package: Path) -> None:
         ctypes.CDLL(str(package / "libtensorflow_framework.so.2"))
@@ -72,14 +72,26 @@ class _Library:
         if self.tf.TF_GetCode(self.status):
             raise TensorFlowError(self.tf.TF_Message(self.status).decode())
 
-    def load(self, version: str) -> ctypes.c_void_p:
+    def load(self, version: str) -> None:
         options = ctypes.c_void_p(self.tf.TF_NewSessionOptions())
         tags = (ctypes.c_char_p * 1)(b"serve")
         session = self.tf.TF_LoadSessionFromSavedModel(
             options, None, version.encode(), tags, 1, self.graph, None, self.status
         )
         self.check()
-        return ctypes.c_void_p(session)
+        self.session = ctypes.c_void_p(session)
+
+    def run(self, feeds: Mapping[str, Any], fetches: Sequence[str]) -> list[Array]:
+        """The values of the tensors `fetches`, given those of the tensors `feeds`."""
+        given = (_Output * len(feeds))(*map(self.output, feeds))
+        values = (ctypes.c_void_p * len(feeds))(*(self.tensor(value).value for value in feeds.values()))
+        wanted = (_Output * len(fetches))(*map(self.output, fetches))
+        results = (ctypes.c_void_p * len(fetches))()
+        self.tf.TF_SessionRun(
+            self.session, None, given, values, len(feeds), wanted, results, len(fetches), None, 0, None, self.status
+        )
+        self.check()
+        return [self.array(ctypes.c_void_p(result)) for result in results]
 
     def output(self, name: str) -> _Output:
         operation, _, index = name.partition(":")
@@ -116,18 +128,11 @@ class _Library:
 
 
 def _run(request: dict[str, Any]) -> dict[str, Array]:
-    library = _Library(Path(request["package"]))
-    session = library.load(request["version"])
-    names, outputs = list(request["inputs"]), list(request["output_names"])
-    feeds = (_Output * len(names))(*(library.output(request["input_names"][name]) for name in names))
-    values = (ctypes.c_void_p * len(names))(*(library.tensor(request["inputs"][name]).value for name in names))
-    fetches = (_Output * len(outputs))(*(library.output(request["output_names"][name]) for name in outputs))
-    results = (ctypes.c_void_p * len(outputs))()
-    library.tf.TF_SessionRun(
-        session, None, feeds, values, len(names), fetches, results, len(outputs), None, 0, None, library.status
-    )
-    library.check()
-    return {name: library.array(ctypes.c_void_p(result)) for name, result in zip(outputs, results, strict=True)}
+    session = Session(Path(request["package"]))
+    session.load(request["version"])
+    feeds = {request["input_names"][name]: value for name, value in request["inputs"].items()}
+    names, fetches = list(request["output_names"]), list(request["output_names"].values())
+    return dict(zip(names, session.run(feeds, fetches), strict=True))
 
 
 if __name__ == "__main__":
