@@ -14,7 +14,7 @@ from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import learning_rate
 from tpuembed.backends.table_state import check_saved_names, filled, table_initializer
-from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, resolve_optimizer
+from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, loss_scale, resolve_optimizer
 from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError, TrainingError
@@ -126,7 +126,7 @@ class StepGuard:
 
         Raises:
             TrainingError: the call is not part of a step of the layer's strategy, is the step's second one, has not the
-                layer's own features, or its loss may be scaled or its gradients accumulated.
+                layer's own features, or its loss may be scaled.
         """
         if [feature.path for feature in features] != self._paths:
             raise TrainingError(
@@ -154,14 +154,10 @@ class StepGuard:
 
 
 def _check_loop(layer: Any) -> None:
-    if layer.compute_dtype == "float16":
+    if layer.compute_dtype == "float16" or loss_scale(entry_optimizer(layer)) is not None:
         raise TrainingError(
-            "TPUEmbedding: mixed_float16 scales the loss, which the accelerator's optimizer cannot undo; use mixed_bfloat16"
-        )
-    if getattr(entry_optimizer(layer), "gradient_accumulation_steps", None):
-        raise TrainingError(
-            "TPUEmbedding: gradient_accumulation_steps is not supported: the tables would be updated at every micro-batch; "
-            "use a larger batch"
+            "TPUEmbedding: mixed_float16, a LossScaleOptimizer and loss_scale_factor scale the loss, which the accelerator's "
+            "optimizer cannot undo; use mixed_bfloat16 and an optimizer without loss_scale_factor"
         )
 
 

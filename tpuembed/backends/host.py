@@ -112,11 +112,6 @@ class _Step:
         self._backend, self._tables = backend, [feature.table for feature in features]
         self._features = [feature.flatten() for feature in features]
         self._optimizer, self._compute_dtype = entry_optimizer(layer), layer.compute_dtype
-        if getattr(self._optimizer, "gradient_accumulation_steps", None):
-            raise TrainingError(
-                "TPUEmbedding: gradient_accumulation_steps is not supported: the tables would be updated at every "
-                "micro-batch; use a larger batch, or optimizer=None to let the model's optimizer train the tables"
-            )
 
     def lookup(self) -> list[Tensor]:
         return self._backend.gather_rows(self._features, self._tables)

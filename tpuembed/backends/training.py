@@ -8,7 +8,8 @@ import tensorflow as tf
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.gradient_trap import gradient_trap
 from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_config import local
+from tpuembed.backends.tf_config import entry_optimizer, local
+from tpuembed.errors import TrainingError
 
 __all__ = ["Step", "train"]
 
@@ -37,15 +38,29 @@ def train(backend: _Backend, features: Sequence[FeatureInput], dummy: Tensor, up
     """Activations of `features`, such that the gradient of `dummy` updates the tables once and adds one to `updates`.
 
     A table without an optimizer stays the user's to train.
+
+    Raises:
+        TrainingError: the loop that the call is part of cannot train tables.
     """
     free = [feature for feature in features if _is_free(backend, feature)]
     trapped = [feature for feature in features if not _is_free(backend, feature)]
     caught: Sequence[Tensor] = []
     if trapped:
+        _check_accumulation(entry_optimizer(layer))
         step = backend.begin(trapped, layer)
         caught = gradient_trap(dummy, step.lookup, lambda gradients: _apply(step, gradients, updates))
     answers = {True: iter(backend.lookup(free) if free else []), False: iter(caught)}
     return [next(answers[_is_free(backend, feature)]) for feature in features]
+
+
+def _check_accumulation(optimizer: Any) -> None:
+    """Raise TrainingError where the model's `optimizer` adds up the gradients of several batches, which are steps here."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer, which has none of its own
+    if getattr(inner, "gradient_accumulation_steps", None):
+        raise TrainingError(
+            "TPUEmbedding: gradient_accumulation_steps is not supported: the tables would be updated at every micro-batch; "
+            "use a larger batch, or, where no accelerator has the tables, optimizer=None to let the model's optimizer train them"
+        )
 
 
 def _is_free(backend: _Backend, feature: FeatureInput) -> bool:

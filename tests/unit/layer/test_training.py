@@ -267,9 +267,11 @@ def test_one_traced_call_may_be_differentiated_in_several_places() -> None:
     np.testing.assert_allclose(table.numpy(), reference.table, atol=2e-6)
 
 
-def test_gradient_accumulation_is_refused_by_name() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradient_accumulation_is_refused_by_name(scaled: bool) -> None:
     model, _, _ = _keras_model(OPTIMIZERS["sgd"])
-    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), _sum_loss, run_eagerly=True)
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer, _sum_loss, run_eagerly=True)
     with pytest.raises(TrainingError, match="gradient_accumulation_steps"):
         model.fit(INPUTS, np.zeros(3), batch_size=3, shuffle=False, verbose=0)
 
