@@ -76,7 +76,7 @@ def _discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str
         [
             *own_layer_tables(bundle, graph, configs),
             *mid_level_tables(bundle, graph),
-            *keras_layer_tables(graph),
+            *keras_layer_tables(bundle, graph),
             *keras_rs_tables(bundle, graph),
         ],
     )

@@ -8,11 +8,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
+from tpuembed.checkpoint.keras_2_slots import keras_2_slots
 from tpuembed.checkpoint.mid_level_variables import mid_level_nodes, mid_level_variables
 from tpuembed.checkpoint.object_graph import ObjectGraph
 from tpuembed.checkpoint.own_layer import CONFIG_ATTRIBUTE, ENGINE
 from tpuembed.checkpoint.sparsecore import sparse_core_layouts, sparse_core_tables
-from tpuembed.checkpoint.table_keys import TableKeys
+from tpuembed.checkpoint.table_keys import TableKeys, optimizer_slots
 from tpuembed.checkpoint.tpu_v1 import host_rows, saved_by_hosts
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle
@@ -47,15 +48,19 @@ def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
             yield dataclasses.replace(table, rows=host_rows(bundle, node, table.name, table.key))
 
 
-def keras_layer_tables(graph: ObjectGraph) -> Iterator[TableKeys]:
-    """The small tables that `PartialTPUEmbedding` keeps in Keras layers: they are known by their feature's name."""
+def keras_layer_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
+    """The small tables that `PartialTPUEmbedding` keeps in Keras layers: they are known by their feature's name.
+
+    Whichever optimizer of Keras 2 trains the model has their slots.
+    """
     for node in graph.nodes:
         if _KERAS_LAYERS not in node.children:
             continue
         layers = graph.nodes[node.children[_KERAS_LAYERS]].children
+        by_name = keras_2_slots(bundle, graph)
         first_names = {child: name for name, child in sorted(layers.items(), reverse=True)}
         for child, name in first_names.items():
             embeddings = graph.nodes[child].children.get("embeddings")
-            key = None if embeddings is None else graph.nodes[embeddings].value_key
-            if key is not None:
-                yield TableKeys(name, key)
+            if embeddings is None or (key := graph.nodes[embeddings].value_key) is None:
+                continue
+            yield TableKeys(name, key, {**by_name.get(embeddings, {}), **optimizer_slots(bundle, graph, embeddings)})
