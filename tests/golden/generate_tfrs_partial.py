@@ -1,4 +1,4 @@
-"""Writes tests/golden/tfrs/partial_model: a trained Keras 2 model with a PartialTPUEmbedding; run as generate_tfrs.py."""
+"""Writes tests/golden/tfrs/partial_model: a trained Keras 2 model with a PartialTPUEmbedding; see README.md beside it."""
 
 import os
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import tensorflow_recommenders as tfrs
-from generate_tfrs import Golden, add_mid_level_tables, randomise
+
+from tests.golden.generate_tfrs import Golden, add_mid_level_tables, randomise
 
 E = tf.tpu.experimental.embedding
 VIDEO = E.TableConfig(vocabulary_size=11, dim=4, name="video", combiner="mean")
