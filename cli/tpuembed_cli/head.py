@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuembed_cli.options import checkpoint_options as options
-from tpuembed_cli.output import print_json
+from tpuembed_cli.output import json_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from tpuembed.checkpoint.tools import Rows
 
 __all__ = ["head"]
@@ -43,20 +45,28 @@ def head(
     as_json: bool,
 ) -> None:
     """Print rows of TABLE in the checkpoint at PATH, a line each; of long rows the first values alone."""
-    from tpuembed.checkpoint.tools import read_rows
+    from tpuembed.checkpoint.tools import stream_rows
 
     start, stop = row_range or (0, None)
-    rows = read_rows(path, table, start, stop, slot=slot, checkpoint_options=checkpoint_options)
-    if as_json:
-        print_json(_to_dict(rows))
-        return
-    for number, row in enumerate(rows.values, rows.start):
-        more = f" ... ({len(row)} values)" if len(row) > _SHOWN else ""
-        click.echo(f"{number}: {' '.join(str(value) for value in row[:_SHOWN])}{more}")
+    pieces = stream_rows(path, table, start, stop, slot=slot, checkpoint_options=checkpoint_options)
+    for text in _json_pieces(pieces) if as_json else map(_lines, pieces):
+        click.echo(text, nl=False)
 
 
-def _to_dict(rows: "Rows") -> dict[str, Any]:
-    """Numbers as short as their dtype tells them apart."""
-    values = [[float(str(value)) for value in row] for row in rows.values]
-    dtype = str(rows.values.dtype)
-    return {"table": rows.table, "slot": rows.slot, "start": rows.start, "dtype": dtype, "values": values}
+def _lines(rows: "Rows") -> str:
+    return "".join(_line(number, row) for number, row in enumerate(rows.values, rows.start))
+
+
+def _line(number: int, row: Any) -> str:
+    more = f" ... ({len(row)} values)" if len(row) > _SHOWN else ""
+    return f"{number}: {' '.join(str(value) for value in row[:_SHOWN])}{more}\n"
+
+
+def _json_pieces(pieces: "Iterable[Rows]") -> "Iterator[str]":
+    """One object, a piece at a time; numbers as short as their dtype tells them apart."""
+    for number, rows in enumerate(pieces):
+        about = {"table": rows.table, "slot": rows.slot, "start": rows.start, "dtype": str(rows.values.dtype)}
+        values = json_text([[float(str(value)) for value in row] for row in rows.values])
+        yield ", " if number else f'{json_text(about)[:-1]}, "values": ['
+        yield values[1:-1]
+    yield "]}\n"

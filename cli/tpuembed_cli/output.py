@@ -12,15 +12,20 @@ from tpuembed.errors import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["print_json", "table_of", "to_terminal", "with_unit"]
+__all__ = ["json_text", "print_json", "table_of", "to_terminal", "with_unit"]
 
 _WIDE = 1000
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def print_json(value: Any) -> None:
-    """One object in one line. JSON has no numbers for them, so NaN and infinities are the strings of these names."""
-    click.echo(json.dumps(_as_json(value), allow_nan=False))
+    """One object in one line."""
+    click.echo(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """In one line. JSON has no numbers for them, so NaN and infinities are the strings of these names."""
+    return json.dumps(_as_json(value), allow_nan=False)
 
 
 def _as_json(value: Any) -> Any:

@@ -287,6 +287,25 @@ def test_a_table_of_two_terabytes(tmp_path: Path) -> None:
             seconds.append(_children_seconds() - started)
         assert min(seconds) < 1
     np.testing.assert_array_equal(found["values"], [marker, np.zeros(dim)])
+    _check_all_rows_begin_to_come(prefix, rows)
+
+
+def _check_all_rows_begin_to_come(prefix: Path, rows: int) -> None:
+    """In a GB of address space, of which the program itself takes a part."""
+    limit = 1 << 30
+    for more in ([], ["--json"]):
+        with subprocess.Popen(
+            [*COMMAND, "head", str(prefix), "t", "--rows", f"0:{rows}", *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert len(process.stdout.read(1 << 20)) == 1 << 20
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 1
 
 
 def test_a_copy_of_a_golden_differs_in_one_row(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ All of them hold a few megabytes, whatever the size of the tables.
 from tpuembed.checkpoint.tools.describe import CheckpointDescription, TableDescription, describe_checkpoint
 from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, TableDiff, diff_checkpoints
 from tpuembed.checkpoint.tools.exports import find_export
-from tpuembed.checkpoint.tools.head import Rows, read_rows
+from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_rows
 from tpuembed.checkpoint.tools.verify import VerifyReport, verify_files
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "diff_checkpoints",
     "find_export",
     "read_rows",
+    "stream_rows",
     "verify_files",
 ]

@@ -1,16 +1,21 @@
 """A few rows of a table."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import FilePath
 
-__all__ = ["Rows", "read_rows"]
+__all__ = ["Rows", "read_rows", "stream_rows"]
 
-_DEFAULT_ROWS = 5
+_DEFAULT_ROWS: Final = 5
+_PIECE_BYTES: Final = 4 << 20
+_MAX_ROWS: Final = 1 << 16
+"""Of no columns, at a time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,8 +57,30 @@ def read_rows(
         RowRangeError: the range is not inside the table.
         TpuEmbedError: as `open_checkpoint`.
     """
+    pieces = list(stream_rows(path, table, start, stop, slot=slot, checkpoint_options=checkpoint_options))
+    return dataclasses.replace(pieces[0], values=np.concatenate([piece.values for piece in pieces]))
+
+
+def stream_rows(
+    path: str | FilePath,
+    table: str,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    slot: str | None = None,
+    checkpoint_options: Mapping[str, Any] | None = None,
+) -> Iterator[Rows]:
+    """As `read_rows`, a few megabytes at a time; at least one piece, which no row may be in.
+
+    Raises:
+        UnknownTableError, RowRangeError, TpuEmbedError: as `read_rows`, and before the first piece.
+    """
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
-        if stop is None:
-            info = checkpoint.tables().get(table)
-            stop = start + _DEFAULT_ROWS if info is None else max(start, min(start + _DEFAULT_ROWS, info.rows))
-        return Rows(table, slot, start, checkpoint.read(table, start, stop, slot))
+        info = checkpoint.tables().get(table)
+        rows = 0 if info is None else info.rows
+        stop = max(start, min(start + _DEFAULT_ROWS, rows)) if stop is None else stop
+        if info is None or not 0 <= start <= stop <= rows:
+            checkpoint.read(table, start, stop, slot)  # which raises what is wrong
+        step = max(1, _PIECE_BYTES // (info.dim * info.dtype.itemsize)) if info and info.dim else _MAX_ROWS
+        for first in range(start, max(stop, start + 1), step):
+            yield Rows(table, slot, first, checkpoint.read(table, first, min(first + step, stop), slot))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.tensor_bundle.bundles import write
-from tpuembed.checkpoint.tools import TableDescription, describe_checkpoint, read_rows
+from tpuembed.checkpoint.tools import TableDescription, describe_checkpoint, head, read_rows, stream_rows
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "tfrs" / "adam_lookups"
@@ -25,6 +25,18 @@ def test_the_first_five_or_as_many_as_there_are(tmp_path: Path, rows: int, start
     table = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
     write(tmp_path / "ckpt", {"t": table})
     np.testing.assert_array_equal(read_rows(tmp_path / "ckpt", "t", start).values, table[start : start + expected])
+
+
+def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = np.arange(22, dtype=np.float32).reshape(11, 2)
+    write(tmp_path / "ckpt", {"t": table, "empty": np.ones((9, 0), np.float32)})
+    monkeypatch.setattr(head, "_PIECE_BYTES", 33)
+    for start, stop in [(0, 11), (1, 9), (3, 3), (11, 11), (7, 8)]:
+        pieces = list(stream_rows(tmp_path / "ckpt", "t", start, stop))
+        assert [piece.start for piece in pieces] == list(range(start, max(stop, start + 1), 4))
+        np.testing.assert_array_equal(np.concatenate([piece.values for piece in pieces]), table[start:stop])
+        np.testing.assert_array_equal(read_rows(tmp_path / "ckpt", "t", start, stop).values, table[start:stop])
+    assert read_rows(tmp_path / "ckpt", "empty", 2, 9).values.shape == (7, 0)
 
 
 def test_what_is_not_there() -> None:
