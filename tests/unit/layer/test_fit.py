@@ -1,0 +1,77 @@
+"""`fit` trains the tables by their own rule, whatever optimizer the rest of the model is compiled with."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding
+
+ROWS, DIM, BATCH, STEPS, RATE = 12, 3, 8, 3, 0.5
+IDS = np.random.default_rng(1).integers(0, ROWS, BATCH * STEPS)
+SLOPES = np.random.default_rng(2).normal(size=(BATCH * STEPS, DIM)).astype(np.float32)
+
+
+def _slope_loss(slopes: Any, rows: Any) -> Any:
+    return keras.ops.sum(slopes * rows)
+
+
+def _model() -> tuple[Any, Any]:
+    """A model that answers the rows, and a weight of the user's beside them."""
+    layer = TPUEmbedding(FeatureConfig(TableConfig(ROWS, DIM, "items")), optimizer=SGD(learning_rate=RATE))
+    ids = keras.Input((), dtype="int64", name="item")
+    shift = keras.layers.Dense(DIM, kernel_initializer="zeros", name="shift")(keras.ops.ones((1, 1)))
+    (table,) = layer.embedding_tables.values()
+    return keras.Model(ids, layer(ids) + shift), table
+
+
+def _trained(rows: Any) -> Any:
+    """The table after every example: a row moves by RATE times the slopes of its examples."""
+    expected = rows.astype(np.float64)
+    np.subtract.at(expected, IDS, RATE * SLOPES.astype(np.float64))
+    return expected
+
+
+OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lion", "nadam", "rmsprop", "sgd",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_of_keras_beside_the_tables(optimizer: str) -> None:
+    model, table = _model()
+    expected = _trained(table.numpy())
+    model.compile(optimizer, _slope_loss)
+    model.fit(IDS, SLOPES, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    np.testing.assert_allclose(table.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_execution": STEPS},
+        {"run_eagerly": True},
+        {"jit_compile": False},
+        {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)},
+        {"optimizer": keras.optimizers.Adam(weight_decay=0.1, use_ema=True)},
+        {"optimizer": keras.optimizers.Adam(clipnorm=1.0)},
+        {"optimizer": keras.optimizers.Adam(global_clipnorm=1.0)},
+    ],
+    ids=str,
+)
+def test_ways_to_compile(options: dict[str, Any]) -> None:
+    model, table = _model()
+    expected = _trained(table.numpy())
+    model.compile(**{"optimizer": "adam", "loss": _slope_loss, **options})
+    model.fit(IDS, SLOPES, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    np.testing.assert_allclose(table.numpy(), expected, atol=2e-6)
+
+
+def test_batch_by_batch() -> None:
+    model, table = _model()
+    expected = _trained(table.numpy())
+    model.compile("adam", _slope_loss)
+    for start in range(0, len(IDS), BATCH):
+        model.train_on_batch(IDS[start : start + BATCH], SLOPES[start : start + BATCH])
+    np.testing.assert_allclose(table.numpy(), expected, atol=2e-6)
