@@ -12,7 +12,7 @@ from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
 __all__ = ["export"]
 
-_BUILT = {"--storage": "float32", "--layout": "variables", "--engine": "local"}
+_BUILT = {"--storage": "float32", "--engine": "local"}
 
 
 @click.command()
@@ -28,7 +28,16 @@ _BUILT = {"--storage": "float32", "--layout": "variables", "--engine": "local"}
 @click.option(
     "--storage", type=click.Choice(["float32", "bfloat16", "float16", "int8"]), default="float32", show_default=True
 )
-@click.option("--layout", type=click.Choice(["variables", "mmap"]), default="variables", show_default=True)
+@click.option(
+    "--layout",
+    type=click.Choice(["variables", "mmap"]),
+    default="variables",
+    show_default=True,
+    help="Load the tables, from wherever the export lies; or map their files.",
+)
+@click.option(
+    "--serving-root", metavar="ROOT", help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine."
+)
 @click.option(
     "--max-memory", type=SIZE, default="512MiB", show_default=True, help="Bound on all workers' buffers together."
 )

@@ -19,6 +19,7 @@ from tpuembed.checkpoint import TableInfo, open_checkpoint
 from tpuembed.export.assemble import assemble
 from tpuembed.export.engines import choose_engine
 from tpuembed.export.execute import StreamReport, stream_tables
+from tpuembed.export.layouts import choose_layout
 from tpuembed.export.plan import ExportPlan, plan_export
 from tpuembed.export.staging import Staging
 from tpuembed.export.stream import Source
@@ -35,7 +36,15 @@ def export(
         engine = choose_engine("local", plan.workers)
         streamed = stream_tables(plan, source_of(prefix), staging.tables, engine)
         keys = save_gathers(plan, staging.path, dense=dense)
-        path = assemble(staging, plan, streamed, stack_keys=keys, signatures={}, source={"path": str(prefix)})
+        path = assemble(
+            staging,
+            plan,
+            streamed,
+            layout=choose_layout("variables", model_dir, None),
+            stack_keys=keys,
+            signatures={},
+            source={"path": str(prefix)},
+        )
     return path, streamed
 
 

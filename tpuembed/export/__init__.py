@@ -26,6 +26,7 @@ def export_saved_model(
     tables: Sequence[str] | None = None,
     storage: str = "float32",
     layout: str = "variables",
+    serving_root: str | None = None,
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int | None = None,
     engine: str = "local",
@@ -48,7 +49,8 @@ def export_saved_model(
             allocate no tables), or its name as "MODULE:FACTORY". Dense weights are restored from the checkpoint.
         tables: export these only, with the features that look up in them.
         storage: "float32".
-        layout: "variables".
+        layout: "variables" is loaded, from wherever it lies; "mmap" is mapped from its files, whose paths its graph knows.
+        serving_root: for "mmap": MODEL_DIR as the machine or container that serves it sees it; None for `model_dir` itself.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that stream; None for one per processor.
         engine: "local".
@@ -63,6 +65,7 @@ def export_saved_model(
     options = ExportOptions(
         storage=storage,
         layout=layout,
+        serving_root=serving_root,
         max_memory_bytes=max_memory_bytes,
         workers=workers,
         engine=engine,
@@ -82,11 +85,18 @@ def plan_saved_model(
     tables: Sequence[str] | None = None,
     storage: str = "float32",
     layout: str = "variables",
+    serving_root: str | None = None,
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> ExportPlan:
     """What `export_saved_model` would write: the dry run, which writes nothing. The arguments are the same."""
-    options = ExportOptions(storage=storage, layout=layout, max_memory_bytes=max_memory_bytes, workers=workers)
+    options = ExportOptions(
+        storage=storage,
+        layout=layout,
+        serving_root=serving_root,
+        max_memory_bytes=max_memory_bytes,
+        workers=workers,
+    )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         return make_plan(opened, make_request(opened, serving_config, model, tables), options)

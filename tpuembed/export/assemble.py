@@ -4,18 +4,20 @@ TensorFlow's bundle in `variables/` holds the dense variables and the object gra
 variable and no data. The tables' files become further data files of that bundle, and the index is written anew.
 """
 
+import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import tpuembed
-from tpuembed.checkpoint.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.errors import ExportError
 from tpuembed.export.execute import StreamReport
+from tpuembed.export.layouts import Layout, graph_keys, stored_shape
 from tpuembed.export.plan import ExportPlan, StackPlan
 from tpuembed.export.staging import Staging
 from tpuembed.export.storage import STORAGES
-from tpuembed.manifest import Manifest, StackEntry, TableEntry, TensorSpec
-from tpuembed.protobuf import Message
+from tpuembed.manifest import FileEntry, Manifest, StackEntry, TableEntry, TensorSpec
+from tpuembed.saved_model import file_crc32c
 from tpuembed.tensor_bundle import (
     Bundle,
     BundleIndex,
@@ -39,6 +41,7 @@ def assemble(
     plan: ExportPlan,
     streamed: StreamReport,
     *,
+    layout: Layout,
     stack_keys: Mapping[str, str],
     signatures: Signatures,
     source: Mapping[str, str],
@@ -48,7 +51,8 @@ def assemble(
     Args:
         staging: holds what `tf.saved_model.save` wrote, its stacked variables uninitialised.
         plan, streamed: the tables; `streamed.folder` lies on the file system of the staging folder.
-        stack_keys: stack name -> the variable's checkpoint key in the saved object graph.
+        layout: of the plan, which settles where the version will be served.
+        stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
         signatures, source: for the manifest.
 
     Returns:
@@ -58,8 +62,8 @@ def assemble(
         ExportError: graph and tables do not fit together, or the version cannot be committed; nothing is published.
     """
     prefix = staging.path / _PREFIX
-    _check_keys(plan, stack_keys, prefix)
-    _check_shapes(plan, staging.path / "saved_model.pb")
+    _check_names(plan, stack_keys)
+    layout.check(staging.path, plan.stacks, stack_keys)
     dense = read_index(index_path(prefix))
     merged = merge_entries([dense, _table_index(plan, streamed, stack_keys)])
     _move_dense_files(prefix, dense.num_shards, merged.num_shards)
@@ -67,8 +71,11 @@ def assemble(
         _link(streamed.folder / stack.file, shard_path(prefix, number, merged.num_shards))
     write_index(index_path(prefix), merged.entries, merged.num_shards)
     _check_bundle(prefix, merged)
-    _manifest(plan, streamed, merged, stack_keys, signatures, source).write(staging.path)
-    return staging.commit()
+    layout.place(staging.path, {stack.file: _file(stack, merged, stack_keys) for stack in plan.stacks})
+    manifest = _manifest(plan, streamed, merged, stack_keys, signatures, source)
+    manifest = dataclasses.replace(manifest, files=_other_files(staging.path, manifest))
+    manifest.write(staging.path)
+    return staging.commit(lambda name: layout.settle(staging.path, manifest, name))
 
 
 def _link(source: Path, target: Path) -> None:
@@ -79,42 +86,11 @@ def _link(source: Path, target: Path) -> None:
         source.rename(target)
 
 
-def _check_keys(plan: ExportPlan, stack_keys: Mapping[str, str], prefix: Path) -> None:
-    """Raise ExportError unless the saved graph restores exactly the stacks of the plan."""
+def _check_names(plan: ExportPlan, stack_keys: Mapping[str, str]) -> None:
+    """Raise ExportError unless the graph was saved over the stacks of the plan."""
     planned = {stack.name for stack in plan.stacks}
     if planned != set(stack_keys):
         raise ExportError(f"the plan has the stacks {sorted(planned)} and the graph has {sorted(stack_keys)}")
-    with Bundle.open(prefix) as bundle:
-        if unknown := set(stack_keys.values()) - _graph_keys(bundle):
-            raise ExportError(f"bundle {prefix}: the saved graph restores no variable under {sorted(unknown)}")
-
-
-def _check_shapes(plan: ExportPlan, saved_model: Path) -> None:
-    """Raise ExportError unless every stack's variable was saved with the shape that its data has."""
-    saved = _variable_shapes(saved_model)
-    for stack in plan.stacks:
-        if saved.get(stack.name) != _stored_shape(stack):
-            raise ExportError(
-                f"stack {stack.name!r}: its data is {list(_stored_shape(stack))} "
-                f"and the graph's variable {list(saved.get(stack.name, ()))}"
-            )
-
-
-def _variable_shapes(saved_model: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the saved variables by name.
-
-    Source: SavedModel.meta_graphs = 2, MetaGraphDef.object_graph_def = 7, SavedObjectGraph.nodes = 1,
-    SavedObject.variable = 7, SavedVariable.shape = 2 and .name = 6, TensorShapeProto.dim = 2 and its size = 1, in
-    tensorflow/core/protobuf and tensorflow/core/framework.
-    """
-    graphs = Message(saved_model.read_bytes()).messages(2)
-    nodes = [node for graph in graphs for node in graph.message(7).messages(1) if node.has(7)]
-    variables = [node.message(7) for node in nodes]
-    return {variable.text(6): tuple(dim.signed(1) for dim in variable.message(2).messages(2)) for variable in variables}
-
-
-def _stored_shape(stack: StackPlan) -> tuple[int, int]:
-    return stack.rows, STORAGES[stack.storage].columns(stack.dim)
 
 
 def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[str, str]) -> BundleIndex:
@@ -122,7 +98,7 @@ def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[s
     entries = {
         stack_keys[stack.name]: Entry(
             dtype=STORAGES[stack.storage].dtype.name,
-            shape=_stored_shape(stack),
+            shape=stored_shape(stack),
             shard=number,
             offset=stack.offset,
             size=stack.size,
@@ -144,17 +120,24 @@ def _check_bundle(prefix: Path, expected: BundleIndex) -> None:
     Opening it proves the index against itself and against the sizes of the data files.
     """
     with Bundle.open(prefix) as bundle:
-        missing = _graph_keys(bundle) - set(bundle.entries)
+        missing = graph_keys(bundle) - set(bundle.entries)
         if dict(bundle.entries) != dict(expected.entries):
             raise ExportError(f"bundle {prefix}: its index does not read back as it was written; export again")
     if missing:
         raise ExportError(f"bundle {prefix}: the graph restores {sorted(missing)} and the bundle has no value for them")
 
 
-def _graph_keys(bundle: Bundle) -> set[str]:
-    """The checkpoint keys of the variables in the saved object graph."""
-    graph = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY))
-    return {node.value_key for node in graph.nodes if node.value_key is not None}
+def _file(stack: StackPlan, merged: BundleIndex, stack_keys: Mapping[str, str]) -> str:
+    """The data file of `stack`, inside the version."""
+    return str(shard_path(_PREFIX, merged.entries[stack_keys[stack.name]].shard, merged.num_shards))
+
+
+def _other_files(version: Path, manifest: Manifest) -> dict[str, FileEntry]:
+    """Everything in `version` but table data, for the manifest."""
+    files = (Path(folder, name) for folder, _, names in os.walk(version) for name in names)
+    by_name = {path.relative_to(version).as_posix(): path for path in files}
+    others = sorted(by_name.keys() - manifest.table_files().keys())
+    return {name: FileEntry(size=by_name[name].stat().st_size, crc32c=file_crc32c(by_name[name])) for name in others}
 
 
 def _manifest(
@@ -196,7 +179,7 @@ def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, 
         rows=stack.rows,
         dim=stack.dim,
         storage=stack.storage,
-        file=str(shard_path(_PREFIX, merged.entries[key].shard, merged.num_shards)),
+        file=_file(stack, merged, {stack.name: key}),
         offset=stack.offset,
         size=stack.size,
         crc32c=streamed.crc32c[stack.name],

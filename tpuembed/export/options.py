@@ -16,6 +16,7 @@ class ExportOptions:
 
     storage: str = "float32"
     layout: str = "variables"
+    serving_root: str | None = None
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES
     workers: int | None = None
     engine: str = "local"

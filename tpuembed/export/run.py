@@ -16,6 +16,7 @@ from tpuembed.errors import TpuEmbedError
 from tpuembed.export.assemble import assemble
 from tpuembed.export.engines import Engine, choose_engine, default_workers
 from tpuembed.export.execute import StreamReport, stream_tables
+from tpuembed.export.layouts import check_layout, choose_layout
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan import ExportPlan, plan_export
 from tpuembed.export.record import Header
@@ -31,6 +32,7 @@ Progress = Callable[[int, int], None]
 
 def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) -> ExportPlan:
     """The plan of `request`."""
+    check_layout(options.layout, options.serving_root)
     available = checkpoint.tables()
     return plan_export(
         [available[name] for name in request.tables],
@@ -82,6 +84,7 @@ def run_export(
             staging,
             plan,
             streamed,
+            layout=choose_layout(options.layout, model_dir, options.serving_root),
             stack_keys=graph.stack_keys,
             signatures=graph.signatures,
             source={"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint},

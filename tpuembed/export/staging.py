@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -148,8 +148,12 @@ class Staging:
         record = read_record(self.tables)
         return len(record.finished) if record else 0
 
-    def commit(self) -> Path:
+    def commit(self, settle: Callable[[str], None] = lambda _: None) -> Path:
         """Flush the folder to the disk and rename it to its version; the path of the version.
+
+        Args:
+            settle: called with the version's name before every try to take it, while no other exporter may; what it
+                writes, it flushes.
 
         Raises:
             ExportError: another export committed that version first, or MODEL_DIR cannot be written.
@@ -157,14 +161,15 @@ class Staging:
         with _failing(self.model_dir):
             sync_tree(self.path)
             with _locked(self.model_dir):
-                target = self._publish()
+                target = self._publish(settle)
                 flush(self.model_dir)
         return target
 
-    def _publish(self) -> Path:
+    def _publish(self, settle: Callable[[str], None]) -> Path:
         while True:
             self._check_free()
             target = self.model_dir / str(self.version or next_version(self.model_dir))
+            settle(target.name)
             try:
                 return self.path.rename(target)
             except OSError as error:

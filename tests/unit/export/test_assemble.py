@@ -12,6 +12,7 @@ from tpuembed.errors import CheckpointError, ExportError
 from tpuembed.export.assemble import assemble
 from tpuembed.export.engines import choose_engine
 from tpuembed.export.execute import StreamReport, stream_tables
+from tpuembed.export.layouts import choose_layout
 from tpuembed.export.plan import ExportPlan, plan_export
 from tpuembed.export.staging import Staging
 
@@ -28,7 +29,15 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
         streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
         keys = save_gathers(plan, staging.path)
         change(streamed, keys)
-        return assemble(staging, plan, streamed, stack_keys=keys, signatures={}, source={})
+        return assemble(
+            staging,
+            plan,
+            streamed,
+            layout=choose_layout("variables", tmp_path, None),
+            stack_keys=keys,
+            signatures={},
+            source={},
+        )
 
 
 def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
@@ -38,7 +47,15 @@ def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
         streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
         keys = save_gathers(other, staging.path)
         with pytest.raises(ExportError, match=r"stack 'stack_float32_4': its data is \[10, 4\] .* variable \[11, 4\]"):
-            assemble(staging, plan, streamed, stack_keys=keys, signatures={}, source={})
+            assemble(
+                staging,
+                plan,
+                streamed,
+                layout=choose_layout("variables", tmp_path, None),
+                stack_keys=keys,
+                signatures={},
+                source={},
+            )
 
 
 def published(tmp_path: Path) -> list[str]:
