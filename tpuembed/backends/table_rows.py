@@ -8,9 +8,12 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.table_state import TableState, initial_rows
+from tpuembed.backends.tf_config import local
 from tpuembed.errors import ConfigError
 
-__all__ = ["PIECE_BYTES", "initial_pieces", "piece_rows", "write_rows"]
+__all__ = ["PIECE_BYTES", "initial_pieces", "piece_rows", "read_rows", "write_rows"]
+
+Array = np.ndarray[Any, Any]
 
 PIECE_BYTES: Final = 16 << 20
 """Rows are moved in pieces of about so many bytes."""
@@ -39,6 +42,17 @@ def write_rows(variable: Any, start: int, values: Any) -> None:
     ids = tf.range(start, start + rows.shape[0], dtype=tf.int64)
     for copy in _copies(variable):
         tf.raw_ops.ResourceScatterUpdate(resource=copy.handle, indices=ids, updates=rows)
+
+
+def read_rows(variable: Any, start: int, stop: int) -> Array:
+    """Rows [start, stop) of `variable`, float32 [stop - start, dim], out of its first copy.
+
+    A gather, because slicing a table copies it once it has been trained.
+    """
+    if hasattr(variable, "read_rows"):  # in an accelerator
+        rows: Array = variable.read_rows(start, stop)
+        return rows
+    return np.asarray(tf.gather(local(variable), tf.range(start, stop, dtype=tf.int64)).numpy())
 
 
 def _copies(variable: Any) -> tuple[Any, ...]:

@@ -64,7 +64,9 @@ def _prepared(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tens
 
 def _as_ragged(values: Tensor) -> Tensor:
     """[batch, n] as rows of n each: what is known of the shape stays known, as a TPU's program needs it."""
-    rows, length = (known if known is not None else tf.shape(values)[axis] for axis, known in enumerate(values.shape))
+    rows, length = (
+        known if known is not None else tf.shape(values, tf.int64)[axis] for axis, known in enumerate(values.shape)
+    )
     return tf.RaggedTensor.from_uniform_row_length(tf.reshape(values, [-1]), length, nrows=rows)
 
 
