@@ -1,12 +1,13 @@
 """The process that streams shards: `python -m tpuembed.export.worker`, told what to do over pipes.
 
-It reads JSON lines on stdin: first the job (`{"source": ..., "folder": ..., "parent": pid}`), then tasks; it ends when
-stdin does. It writes JSON lines on stdout: `{"progress": bytes of the current shard}` now and then, and for each task
-`{"result": ...}` or `{"error": {"type": ..., "message": ...}}`, of which the last ends it. It never imports TensorFlow,
-and it never outlives its parent.
+It reads JSON lines on stdin: first the job (`{"source": ..., "folder": ..., "parent": pid, "delay_seconds": ...}`), then
+tasks; it ends when stdin does. It writes JSON lines on stdout: `{"progress": bytes of the current shard}` now and then, and
+for each task `{"result": ...}` or `{"error": {"type": ..., "message": ..., "may_pass": ...}}`, of which the last ends it. It
+never imports TensorFlow, and it never outlives its parent.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -23,6 +24,24 @@ from tpuembed.export.stream import Source, run_shard
 __all__ = ["main"]
 
 _REPORT_SECONDS = 0.1
+_MAY_PASS = frozenset(
+    {
+        errno.EAGAIN,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTUNREACH,
+        errno.EINTR,
+        errno.EIO,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.EPIPE,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+    }
+)
+"""Errors of disks far away, and of the ways there."""
 
 
 def main() -> int:
@@ -32,6 +51,7 @@ def main() -> int:
     job = json.loads(sys.stdin.readline() or "null")
     if job is None:
         return 0
+    time.sleep(job["delay_seconds"])
     worker = _Worker(Source(**job["source"]), Path(job["folder"]), job["parent"], replies)
     return 0 if all(worker.run(ShardTask(**json.loads(line))) for line in sys.stdin) else 1
 
@@ -53,15 +73,15 @@ class _Worker:
         try:
             result = run_shard(task, self._source, self._folder, self._on_chunk)
         except TpuEmbedError as error:
-            return self._fail(type(error).__name__, str(error))
+            return self._fail(type(error).__name__, str(error), may_pass=_may_pass(error))
         except Exception as error:
             traceback.print_exc()
-            return self._fail("", f"{type(error).__name__}: {error}")
+            return self._fail("", f"{type(error).__name__}: {error}", may_pass=False)
         self._reply({"result": dataclasses.asdict(result)})
         return True
 
-    def _fail(self, kind: str, message: str) -> bool:
-        self._reply({"error": {"type": kind, "message": message}})
+    def _fail(self, kind: str, message: str, *, may_pass: bool) -> bool:
+        self._reply({"error": {"type": kind, "message": message, "may_pass": may_pass}})
         return False
 
     def _on_chunk(self, written: int) -> None:
@@ -77,6 +97,15 @@ class _Worker:
             print(json.dumps(message), file=self._replies, flush=True)
         except BrokenPipeError:
             os._exit(1)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether something of the system is behind `error` that may go right the next time."""
+    while error is not None:
+        if isinstance(error, TimeoutError | ConnectionError) or getattr(error, "errno", None) in _MAY_PASS:
+            return True
+        error = error.__context__
+    return False
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 Worker processes import this module to open them, so it imports no TensorFlow.
 """
 
+import contextlib
+import errno
 import os
 import signal
 import time
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.checkpoint import TableInfo
-from tpuembed.errors import CheckpointCorruptError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export.stream import Source
 from tpuembed.tensor_bundle import Bundle, Entry, crc, index_path, shard_path, write_index
 
@@ -88,6 +90,26 @@ class DyingCheckpoint(FakeCheckpoint):
         if start * 2 > self.tables()[table].rows:
             os.kill(os.getpid(), signal.SIGKILL)
         super().read_into(table, start, out)
+
+
+class FlakyCheckpoint(FakeCheckpoint):
+    """Fails at a read once per file `{path}.trouble-*`, in the way that the file's name says."""
+
+    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+        for trouble in sorted(Path(self.path).parent.glob("*.trouble-*")):
+            with contextlib.suppress(FileNotFoundError):  # two workers saw it
+                trouble.unlink()
+                _make_trouble(trouble.suffix.split("-")[1])
+        super().read_into(table, start, out)
+
+
+def _make_trouble(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        raise OSError(getattr(errno, kind), os.strerror(getattr(errno, kind)))
+    except OSError as error:
+        raise CheckpointError(f"data file: cannot be read: {error.strerror}") from None
 
 
 class CorruptCheckpoint(FakeCheckpoint):

@@ -17,9 +17,16 @@ import pytest
 
 from tests.unit.export import fakes
 from tests.unit.export.fakes import random_table, source_of, write_checkpoint
-from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, ExportError, WorkerError
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigError,
+    ExportError,
+    WorkerError,
+)
 from tpuembed.export import plan as planner
-from tpuembed.export.engines import Job, choose_engine, default_workers
+from tpuembed.export.engines import Job, choose_engine, default_workers, local
 from tpuembed.export.execute import stream_tables
 from tpuembed.export.plan import ExportPlan, plan_export
 from tpuembed.export.stream import ShardResult
@@ -42,6 +49,11 @@ def plan(tmp_path: Path, values: np.ndarray[Any, Any], monkeypatch: pytest.Monke
     made = plan_export(list(infos.values()), workers=WORKERS, max_memory_bytes=WORKERS * 6400)
     assert len(made.shards) == 6
     return made
+
+
+@pytest.fixture(autouse=True)
+def retries_without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_RETRY_SECONDS", (0.0, 0.0))
 
 
 @pytest.fixture(autouse=True)
@@ -123,15 +135,36 @@ def test_a_workers_error_passes_through(tmp_path: Path, plan: ExportPlan) -> Non
 
 
 def test_a_killed_worker_names_its_shard_and_the_signal(tmp_path: Path, plan: ExportPlan) -> None:
-    with pytest.raises(
-        WorkerError, match=r"^shard \d \(table 't', rows \d+ to \d+\): .*killed by SIGKILL.*export again$"
-    ):
+    message = r"^shard \d \(table 't', rows \d+ to \d+\): .*killed by SIGKILL.*; it was tried 3 times$"
+    with pytest.warns(UserWarning, match="it is tried again"), pytest.raises(WorkerError, match=message):
         stream(plan, tmp_path, fakes.DyingCheckpoint)
 
 
 def test_a_worker_that_exits_is_quoted(tmp_path: Path, plan: ExportPlan) -> None:
-    with pytest.raises(WorkerError, match=r"shard \d .* exited with code 7: last words; "):
+    message = r"shard \d .* exited with code 7: last words; it was tried 3 times$"
+    with pytest.warns(UserWarning, match="it is tried again"), pytest.raises(WorkerError, match=message):
         stream(plan, tmp_path, fakes.ExitingCheckpoint)
+
+
+@pytest.mark.parametrize("troubles", [["kill"], ["EIO", "ETIMEDOUT"], ["kill", "ECONNRESET"]], ids=str)
+def test_what_may_pass_is_tried_again(
+    tmp_path: Path, plan: ExportPlan, values: np.ndarray[Any, Any], troubles: list[str]
+) -> None:
+    """On as many shards as it happens, so long as none of them fails three times."""
+    for number, trouble in enumerate(troubles):
+        (tmp_path / f"{number}.trouble-{trouble}").touch()
+    with pytest.warns(UserWarning, match=r"(killed by SIGKILL|cannot be read).*; it is tried again$"):
+        report = stream(plan, tmp_path, fakes.FlakyCheckpoint)
+    assert not list(tmp_path.glob("*.trouble-*"))
+    assert (tmp_path / "out" / "stack_float32_16.data").read_bytes() == values.tobytes()
+    assert report.bytes_written == values.nbytes
+
+
+@pytest.mark.parametrize("trouble", ["EACCES", "ENOENT", "ESTALE"])
+def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, plan: ExportPlan, trouble: str) -> None:
+    (tmp_path / f"1.trouble-{trouble}").touch()
+    with pytest.raises(CheckpointError, match=r"^data file: cannot be read: [^;]*$"):
+        stream(plan, tmp_path, fakes.FlakyCheckpoint)
 
 
 def test_a_defect_in_a_worker_is_a_worker_error(tmp_path: Path, plan: ExportPlan) -> None:
@@ -183,7 +216,7 @@ def test_an_orphaned_worker_ends_at_its_next_chunk(tmp_path: Path, plan: ExportP
     (tmp_path / "stack_float32_16.data").touch()
     source = dataclasses.asdict(source_of(tmp_path / "ckpt"))
     for parent, outcome in ((os.getpid(), (0, "result")), (1, (1, ""))):
-        job = {"source": source, "folder": str(tmp_path), "parent": parent}
+        job = {"source": source, "folder": str(tmp_path), "parent": parent, "delay_seconds": 0}
         lines = json.dumps(job) + "\n" + json.dumps(dataclasses.asdict(plan.shards[0])) + "\n"
         command = [sys.executable, "-m", "tpuembed.export.worker"]
         ended = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=20, check=False)

@@ -12,10 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from types import TracebackType
+from typing import IO, Any, NoReturn, Self
 
 from tpuembed import errors
 from tpuembed.errors import TpuEmbedError, WorkerError
@@ -26,12 +28,17 @@ from tpuembed.export.stream import ShardResult, ignore
 __all__ = ["LocalEngine"]
 
 _EXIT_SECONDS = 10
+_RETRY_SECONDS = (1.0, 4.0)
+"""How long a new worker waits before it tries again what another one failed at; as many tries as there are numbers."""
 # Numerical libraries start a pool of threads per processor, each with its own memory; a worker computes nothing.
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 
 
 class LocalEngine:
-    """Runs tasks in `workers` processes, each given its next task when it has finished one."""
+    """Runs tasks in `workers` processes, each given its next task when it has finished one.
+
+    A task whose worker died, or whose source failed in a way that may pass, is given to a new worker, twice at most.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -45,41 +52,98 @@ class LocalEngine:
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
         """See Engine.run. No worker is left when it returns or raises, KeyboardInterrupt included."""
-        waiting, results = deque(tasks), list[ShardResult]()
-        with _start(min(self._workers, len(tasks)), job) as workers, selectors.DefaultSelector() as selector:
-            for worker in workers:
-                selector.register(worker.replies, selectors.EVENT_READ, worker)
-                worker.assign(waiting.popleft())
+        results: list[ShardResult] = []
+        with _Crew(tasks, job, self._workers) as crew:
             while len(results) < len(tasks):
-                for key, _ in selector.select():
-                    for result in key.data.receive():
-                        results.append(result)
-                        on_result(result)
-                        if waiting:
-                            key.data.assign(waiting.popleft())
-                on_progress(sum(result.bytes for result in results) + sum(worker.written for worker in workers))
+                for result in crew.receive():
+                    results.append(result)
+                    on_result(result)
+                on_progress(sum(result.bytes for result in results) + crew.written)
         return sorted(results, key=lambda result: result.index)
 
 
-@contextlib.contextmanager
-def _start(count: int, job: Job) -> Iterator[list["_Worker"]]:
-    """`count` workers on `job`: at the end they finish, after an exception they are killed."""
-    workers: list[_Worker] = []
-    try:
-        for _ in range(count):
-            workers.append(_Worker(job))
-        yield workers
-        for worker in workers:
-            worker.finish()
-    finally:
-        for worker in workers:
+class _Crew:
+    """The workers of one run: at its end they finish, after an exception they are killed."""
+
+    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int) -> None:
+        self._waiting, self._job, self._count = deque(tasks), job, min(workers, len(tasks))
+        self._workers: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._failures = Counter[int]()
+
+    def __enter__(self) -> Self:
+        try:
+            for _ in range(self._count):
+                self._hire(self._waiting.popleft())
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for worker in self._workers if kind is None else ():
+                worker.finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._selector.close()
+        for worker in self._workers:
             worker.kill()
+
+    @property
+    def written(self) -> int:
+        """Bytes of the tasks that are under way."""
+        return sum(worker.written for worker in self._workers)
+
+    def receive(self) -> Iterator[ShardResult]:
+        """Results, as soon as there is news; the workers that had them get their next tasks."""
+        for key, _ in self._selector.select():
+            worker: _Worker = key.data
+            try:
+                for result in worker.receive():
+                    yield result
+                    if self._waiting:
+                        worker.assign(self._waiting.popleft())
+            except _MayPass as failure:
+                self._replace(worker, failure)
+
+    def _hire(self, task: ShardTask, delay_seconds: float = 0) -> None:
+        worker = _Worker(self._job, delay_seconds)
+        self._workers.append(worker)
+        self._selector.register(worker.replies, selectors.EVENT_READ, worker)
+        worker.assign(task)
+
+    def _replace(self, worker: "_Worker", failure: "_MayPass") -> None:
+        """Have another worker try again what `worker` failed at; raise what happened when it has failed too often."""
+        task = failure.task
+        self._failures[task.index] += 1
+        failures = self._failures[task.index]
+        if failures > len(_RETRY_SECONDS):
+            failure.error.args = (f"{failure.error}; it was tried {failures} times",)
+            raise failure.error
+        warnings.warn(f"{failure.error}; it is tried again", stacklevel=6)
+        self._selector.unregister(worker.replies)
+        self._workers.remove(worker)
+        worker.kill()
+        self._hire(task, _RETRY_SECONDS[failures - 1])
+
+
+class _MayPass(Exception):  # noqa: N818 - the error is inside
+    """What happened to `task` need not happen again."""
+
+    def __init__(self, task: ShardTask, error: TpuEmbedError) -> None:
+        super().__init__()
+        self.task, self.error = task, error
 
 
 class _Worker:
     """A worker process and the task it is at."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, delay_seconds: float) -> None:
         self.written = 0
         self._task: ShardTask | None = None
         self._unread = b""
@@ -88,7 +152,8 @@ class _Worker:
         assert self._process.stdin
         assert self._process.stdout
         self._tasks, self.replies = self._process.stdin, self._process.stdout
-        self._send({"source": dataclasses.asdict(job.source), "folder": str(job.folder), "parent": os.getpid()})
+        source = dataclasses.asdict(job.source)
+        self._send({"source": source, "folder": str(job.folder), "parent": os.getpid(), "delay_seconds": delay_seconds})
 
     def assign(self, task: ShardTask) -> None:
         """Give it its next task."""
@@ -99,7 +164,8 @@ class _Worker:
         """The results among what it has said; waits until it says something.
 
         Raises:
-            TpuEmbedError: its task failed, or it died.
+            TpuEmbedError: its task failed.
+            _MayPass: so it did, and another try may succeed; or it died.
         """
         received = os.read(self.replies.fileno(), 1 << 16)
         if not received:
@@ -137,21 +203,23 @@ class _Worker:
             self.written = 0
             yield ShardResult(**message["result"])
 
-    def _raise_failure(self, type: str, message: str) -> NoReturn:  # noqa: A002 - the key of the reply
+    def _raise_failure(self, type: str, message: str, may_pass: bool) -> NoReturn:  # noqa: A002 - keys of the reply
         kind = getattr(errors, type, None) if type in errors.__all__ else None
         if kind is None:
             raise WorkerError(
                 f"{self._task}: {message}; this is a defect of the reader or of tpuembed, please report it"
             )
         error: TpuEmbedError = kind.__new__(kind, message)  # without __init__: some build their message from parts
+        if may_pass:
+            assert self._task
+            raise _MayPass(self._task, error)
         raise error
 
     def _raise_death(self) -> NoReturn:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_SECONDS)
-        raise WorkerError(
-            f"{self._task}: its worker process {self._cause_of_death()}; nothing was published, export again"
-        )
+        assert self._task
+        raise _MayPass(self._task, WorkerError(f"{self._task}: its worker process {self._cause_of_death()}"))
 
     def _cause_of_death(self) -> str:
         code = self._process.returncode

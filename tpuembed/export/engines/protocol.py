@@ -25,7 +25,10 @@ class Job:
 
 
 class Engine(Protocol):
-    """Runs `tpuembed.export.stream.run_shard` for every task, in any order and on any machine that sees the job."""
+    """Runs `tpuembed.export.stream.run_shard` for every task, in any order and on any machine that sees the job.
+
+    It may run a task again that failed or got lost: the same bytes are written to the same place.
+    """
 
     def run(
         self,
@@ -42,6 +45,6 @@ class Engine(Protocol):
 
         Raises:
             TpuEmbedError: what the first task that failed raised; the others are stopped.
-            WorkerError: a process that ran a task died.
+            WorkerError: a process that ran a task died, again and again.
         """
         ...
