@@ -13,7 +13,7 @@ from tpuembed.backends.activation_shapes import Shape
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import learning_rate
-from tpuembed.backends.table_state import check_saved_names, filled, table_initializer
+from tpuembed.backends.table_state import CheckedSlots, check_saved_names, filled, table_initializer
 from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, loss_scale, resolve_optimizer
 from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
 from tpuembed.config import Optimizer, TableConfig
@@ -56,7 +56,7 @@ def bind_features(request: Request) -> tuple[list[Any], dict[str, Optimizer]]:
             )
         specs[table.name] = resolve_optimizer(chosen)
         if id(chosen) not in bound:
-            bound[id(chosen)] = _bind_rate(specs[table.name], request.updates)
+            bound[id(chosen)] = _with_checked_slots(_bind_rate(specs[table.name], request.updates))
         initializer = ShardInitializer(table_initializer(table))
         tables[table.name] = dataclasses.replace(table, optimizer=bound[id(chosen)], initializer=initializer)
     check_saved_names({name: spec.slots for name, spec in specs.items()})  # TensorFlow's classes say no table's name
@@ -73,6 +73,11 @@ def _bind_rate(spec: Optimizer, updates: Any) -> Optimizer:
     if not callable(spec.learning_rate):
         return spec
     return dataclasses.replace(spec, learning_rate=lambda: learning_rate(spec, updates.read_value()))
+
+
+def _with_checked_slots(spec: Optimizer) -> Optimizer:
+    create = spec.slot_variable_creation_fn
+    return spec if create is None else dataclasses.replace(spec, slot_variable_creation_fn=CheckedSlots(create))
 
 
 class ShardInitializer:

@@ -81,9 +81,11 @@ def check_stacks(layouts: Mapping[str, StackLayout], slots: Mapping[str, Iterabl
                 "rename a table"
             )
     for table, layout in layouts.items():
-        for other in (firsts.get(f"{layout.stack}/{slot}") for slot in slots[table]):
-            if other is not None:
-                raise ConfigError(f"table {other!r} is called like a slot of the stack {layout.stack!r}; rename it")
+        for slot in (f"{layout.stack}/{slot}" for slot in slots[table]):
+            if slot in firsts:
+                raise ConfigError(
+                    f"table {firsts[slot]!r} is called like a slot of the stack {layout.stack!r}; rename it"
+                )
 
 
 class StackedTable:

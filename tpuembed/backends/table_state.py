@@ -10,6 +10,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.saved_places import kept_by_keras, saved_keys
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_config import Trackable, resolve_optimizer
 from tpuembed.backends.tf_tpu import saved_layouts
@@ -73,15 +74,35 @@ def _create_slots(config: TableConfig, optimizer: Optimizer, table: Any) -> dict
             slot: _variable(f"{config.name}/{slot}", lambda value=value: tf.fill(shape, value), trainable=False)
             for slot, value in values.items()
         }
-    initializers = [tf.constant_initializer(value) for value in values.values()]
-    made: Mapping[str, Any] = optimizer.slot_variable_creation_fn(table, list(values), initializers)
-    for slot in values:
-        if slot not in made or tuple(made[slot].shape) != tuple(table.shape) or made[slot].dtype != tf.float32:
-            raise ConfigError(
-                f"table {config.name!r}: slot_variable_creation_fn must return a float32 variable of shape "
-                f"{tuple(table.shape)} for {slot!r}, got {made.get(slot)!r}"
-            )
-    return {slot: made[slot] for slot in values}
+    create = CheckedSlots(optimizer.slot_variable_creation_fn)
+    return create(table, list(values), [tf.constant_initializer(value) for value in values.values()])
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedSlots:
+    """A user's slot_variable_creation_fn, whose answer is looked at: TensorFlow's classes take any.
+
+    Attributes:
+        create: the user's function.
+    """
+
+    create: Callable[..., Any]
+
+    def __call__(self, table: Any, slots: Sequence[str], initializers: Sequence[Any]) -> dict[str, Any]:
+        """{slot: variable} for the variable `table`.
+
+        Raises:
+            ConfigError: no variable for every slot, as large as the table and of its kind.
+        """
+        made = self.create(table, list(slots), list(initializers))
+        for slot in slots:
+            found = made.get(slot) if isinstance(made, Mapping) else None
+            if not isinstance(found, type(table)) or found.shape != table.shape or found.dtype != tf.float32:
+                raise ConfigError(
+                    f"table {table.name.split(':')[0]!r}: slot_variable_creation_fn must return a float32 variable of shape "
+                    f"{tuple(table.shape)} for {slot!r}, a {type(table).__name__} as the table is; got {found!r}"
+                )
+        return {slot: made[slot] for slot in slots}
 
 
 def _variable(name: str, initial_value: Any, trainable: bool) -> Any:
@@ -176,6 +197,7 @@ class TablesNode(Trackable):
         check_saved_names({state.config.name: state.slots for state in states})
         self._config, self._layouts = json.dumps(config), dict(layouts)
         self._tables = [state.config.name for state in states]
+        self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.updates = updates
@@ -186,11 +208,13 @@ class TablesNode(Trackable):
         """Called before a checkpoint's variables are put into ours.
 
         One that was written on other hardware has rows at other places, in tensors that may well have the same names and
-        shapes: TensorFlow would restore them permuted. Such rows are restored by their numbers instead.
+        shapes: TensorFlow would restore them permuted. Such rows are restored by their numbers instead. Slots that a Keras
+        optimizer kept TensorFlow would leave out; they are restored here too.
         """
         self._rows_lie_elsewhere = saved_layouts(path) != self._layouts
-        if self._rows_lie_elsewhere and self.restore_rows is not None:
-            self.restore_rows(path, self._tables)
+        tables = self._tables if self._rows_lie_elsewhere else kept_by_keras(saved_keys(path), self._slots)
+        if tables and self.restore_rows is not None:
+            self.restore_rows(path, tables)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         return None if self._rows_lie_elsewhere else super()._lookup_dependency(name, cached_dependencies)
