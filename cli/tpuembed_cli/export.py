@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from tpuembed_cli.options import SIZE, checkpoint_options, not_built
+from tpuembed_cli.options import SIZE, checkpoint_options, not_built, storage_option
 from tpuembed_cli.progress import byte_progress
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
 __all__ = ["export"]
 
-_BUILT = {"--storage": "float32", "--engine": "local"}
+_BUILT = {"--engine": "local"}
 
 
 @click.command()
@@ -25,8 +25,12 @@ _BUILT = {"--storage": "float32", "--engine": "local"}
 @click.option(
     "--table", "tables", metavar="NAME", multiple=True, help="Export only this table and its features. Repeatable."
 )
+@storage_option
 @click.option(
-    "--storage", type=click.Choice(["float32", "bfloat16", "float16", "int8"]), default="float32", show_default=True
+    "--max-error",
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Refuse to publish if a value would differ by more from what float32 storage gives. Default: no bound.",
 )
 @click.option(
     "--layout",
@@ -36,7 +40,9 @@ _BUILT = {"--storage": "float32", "--engine": "local"}
     help="Load the tables, from wherever the export lies; or map their files.",
 )
 @click.option(
-    "--serving-root", metavar="ROOT", help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine."
+    "--serving-root",
+    metavar="ROOT",
+    help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine.",
 )
 @click.option(
     "--max-memory", type=SIZE, default="512MiB", show_default=True, help="Bound on all workers' buffers together."
@@ -100,7 +106,7 @@ def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
 
 
 def _of_plan(request: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in request.items() if name != "engine"}
+    return {name: value for name, value in request.items() if name not in ("engine", "max_error")}
 
 
 def _plan(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
@@ -124,4 +130,4 @@ def _run(checkpoint: str, model_dir: Path, request: dict[str, Any], as_json: boo
         f"{report.path}: {len(report.tables)} tables, {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s "
         f"(streamed in {report.stream_seconds:.2f} s, {rate:.0f} MB/s); peak memory {report.peak_rss_bytes / 1e6:.0f} MB, "
         f"workers {report.worker_peak_rss_bytes / 1e6:.0f} MB"
-    )
+    ) + "".join(f"\n  {table}: {error}" for table, error in report.errors.items() if error.storage != "float32")

@@ -64,7 +64,7 @@ def _as_storage(_: click.Context, __: click.Parameter, values: tuple[str, ...]) 
         if storage not in STORAGE_TYPES or (equals and not name):
             raise click.BadParameter(f"{value!r}: write one of {', '.join(STORAGE_TYPES)}, or TABLE= and one of them")
         if (name or "*") in by_table:
-            raise click.BadParameter(f"{value!r}: {f'table {name!r}' if name else 'all other tables'} already have one")
+            raise click.BadParameter(f"{value!r}: {f'table {name!r}' if name else 'every other table'} has one already")
         by_table[name or "*"] = storage
     return by_table if by_table.keys() - {"*"} else by_table.get("*", STORAGE_TYPES[0])
 

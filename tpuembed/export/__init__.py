@@ -13,6 +13,7 @@ from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import make_request
 from tpuembed.export.run import Progress, make_plan, run_export
+from tpuembed.export.storage_choice import Storage
 
 __all__ = ["ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]
 
@@ -24,7 +25,8 @@ def export_saved_model(
     serving_config: Any = None,
     model: Any = None,
     tables: Sequence[str] | None = None,
-    storage: str = "float32",
+    storage: Storage = "float32",
+    max_error: float | None = None,
     layout: str = "variables",
     serving_root: str | None = None,
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
@@ -48,7 +50,9 @@ def export_saved_model(
         model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
             allocate no tables), or its name as "MODULE:FACTORY". Dense weights are restored from the checkpoint.
         tables: export these only, with the features that look up in them.
-        storage: "float32".
+        storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables; or by
+            table, as {"videos": "int8", "*": "bfloat16"}, where "*" is all others, float32 without it.
+        max_error: refuse to publish where a value of a table would differ by more from what float32 gives; None for no bound.
         layout: "variables" is loaded, from wherever it lies; "mmap" is mapped from its files, whose paths its graph knows.
         serving_root: for "mmap": MODEL_DIR as the machine or container that serves it sees it; None for `model_dir` itself.
         max_memory_bytes: bound on the buffers of all workers together.
@@ -64,6 +68,7 @@ def export_saved_model(
     """
     options = ExportOptions(
         storage=storage,
+        max_error=max_error,
         layout=layout,
         serving_root=serving_root,
         max_memory_bytes=max_memory_bytes,
@@ -83,7 +88,7 @@ def plan_saved_model(
     serving_config: Any = None,
     model: Any = None,
     tables: Sequence[str] | None = None,
-    storage: str = "float32",
+    storage: Storage = "float32",
     layout: str = "variables",
     serving_root: str | None = None,
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,

@@ -14,8 +14,10 @@ from pathlib import Path
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.engines import Engine, Job
+from tpuembed.export.error_bound import table_errors
 from tpuembed.export.plan import ExportPlan, ShardTask
 from tpuembed.export.record import Header, Record, Recorder, read_record, start_record
+from tpuembed.export.storage_error import TableError
 from tpuembed.export.stream import ShardResult, Source, ignore, open_source
 from tpuembed.tensor_bundle import crc
 
@@ -31,6 +33,7 @@ class StreamReport:
         crc32c: of each stack's bytes, by its name; unmasked.
         bytes_written: of table data.
         bytes_reused: of them, what an earlier export had written.
+        errors: against float32, by table.
         seconds: from the first file's creation to the proof that its source was sound.
         worker_peak_rss_bytes: the largest of the processes that streamed.
     """
@@ -39,6 +42,7 @@ class StreamReport:
     crc32c: Mapping[str, int]
     bytes_written: int
     bytes_reused: int
+    errors: Mapping[str, TableError]
     seconds: float
     worker_peak_rss_bytes: int
 
@@ -85,6 +89,7 @@ def stream_tables(
         crc32c=_stack_checksums(plan, by_index),
         bytes_written=total,
         bytes_reused=sum(result.bytes for result in results if result.is_reused),
+        errors=table_errors(plan.shards, by_index),
         seconds=time.monotonic() - started,
         worker_peak_rss_bytes=max(result.peak_rss_bytes for result in results),
     )

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tpuembed.config.checks import check_keys
+from tpuembed.config.checks import check_keys, check_number
 from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES
+from tpuembed.export.storage_choice import Storage
 
 __all__ = ["ExportOptions"]
 
@@ -14,7 +15,8 @@ __all__ = ["ExportOptions"]
 class ExportOptions:
     """The options of an export; `tpuembed.export_saved_model` explains them."""
 
-    storage: str = "float32"
+    storage: Storage = "float32"
+    max_error: float | None = None
     layout: str = "variables"
     serving_root: str | None = None
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES
@@ -22,6 +24,10 @@ class ExportOptions:
     engine: str = "local"
     version: int | None = None
     resume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_error is not None:
+            check_number("max_error", self.max_error, 0)
 
     @classmethod
     def of(cls, where: str, given: Mapping[str, Any], without: Iterable[str] = ()) -> "ExportOptions":

@@ -1,8 +1,11 @@
 """What an export did."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tpuembed.export.storage_error import TableError
 
 __all__ = ["ExportReport"]
 
@@ -18,6 +21,7 @@ class ExportReport:
         dropped_features: features that were left out because `tables` left out theirs.
         bytes_written: of table data.
         bytes_reused: of them, what an export that did not end had written.
+        errors: of what is looked up against float32, by table.
         seconds: in all.
         stream_seconds: of them, from the first table byte to the last one's fsync.
         peak_rss_bytes: of this process so far; TensorFlow's own import is about 520 MB of it.
@@ -30,6 +34,7 @@ class ExportReport:
     dropped_features: tuple[str, ...]
     bytes_written: int
     bytes_reused: int
+    errors: Mapping[str, TableError]
     seconds: float
     stream_seconds: float
     peak_rss_bytes: int

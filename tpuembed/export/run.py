@@ -15,6 +15,7 @@ from tpuembed.checkpoint.types import PieceAdvice
 from tpuembed.errors import TpuEmbedError
 from tpuembed.export.assemble import assemble
 from tpuembed.export.engines import Engine, choose_engine, default_workers
+from tpuembed.export.error_bound import ErrorBound
 from tpuembed.export.execute import StreamReport, stream_tables
 from tpuembed.export.layouts import check_layout, choose_layout
 from tpuembed.export.options import ExportOptions
@@ -37,6 +38,7 @@ def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) 
     return plan_export(
         [available[name] for name in request.tables],
         storage=options.storage,
+        quantization=request.quantization,
         layout=options.layout,
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers() if options.workers is None else options.workers,
@@ -79,7 +81,16 @@ def run_export(
         _name_kept(staging)
         graph = request.save_graph(plan, staging.path)
         running = engine or choose_engine(options.engine, plan.workers)
-        streamed = stream_tables(plan, source, staging.tables, running, on_progress=on_progress or ignore)
+        bound = ErrorBound(plan.shards, options.max_error)
+        streamed = stream_tables(
+            plan,
+            source,
+            staging.tables,
+            running,
+            on_progress=on_progress or ignore,
+            on_result=bound.check_shard,
+        )
+        bound.check(streamed.errors)
         path = assemble(
             staging,
             plan,
@@ -122,6 +133,7 @@ def _report(path: Path, plan: ExportPlan, request: Request, streamed: StreamRepo
         dropped_features=request.dropped_features,
         bytes_written=streamed.bytes_written,
         bytes_reused=streamed.bytes_reused,
+        errors=streamed.errors,
         seconds=seconds,
         stream_seconds=streamed.seconds,
         peak_rss_bytes=peak_rss_bytes(),

@@ -1,0 +1,237 @@
+"""Exports of every storage type from every source dtype, answered in Python and through the C API."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+
+from tests.e2e import capi
+from tpuembed import FeatureConfig, QuantizationConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed.backends import host
+from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
+from tpuembed.manifest import Manifest
+from tpuembed_cli.export import export as export_command
+
+Array = npt.NDArray[Any]
+SOURCES, STORAGES = ("float32", "bfloat16", "float16"), ("float32", "bfloat16", "float16", "int8")
+TABLES = {f"{source}_{storage}": (source, storage) for source, storage in product(SOURCES, STORAGES)}
+ROWS, DIM = 50, 12
+IDS = np.array([[3, 1, 3, -1], [-1, -1, -1, -1], [7, -1, -1, -1], [0, 49, 5, 6]])
+WEIGHTS = np.array(
+    [[0.5, 2.0, 1.0, 9.0], [9.0, 9.0, 9.0, 9.0], [3.0, 9.0, 9.0, 9.0], [0.25, 0.5, 1.5, 2.0]], np.float32
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Array]]:
+    """A checkpoint of a table for every pair of dtypes, and their rows."""
+    module, rng = tf.Module(), np.random.default_rng(1)
+    for name, (dtype, _) in TABLES.items():
+        setattr(module, name, tf.Variable(tf.cast(rng.standard_normal((ROWS, DIM)), dtype), name=name))
+    path = tf.train.Checkpoint(**{name: getattr(module, name) for name in TABLES})
+    rows = {name: tf.cast(getattr(module, name), tf.float32).numpy() for name in TABLES}
+    return path.write(str(tmp_path_factory.mktemp("ckpt") / "ckpt")), rows
+
+
+def _features() -> dict[str, Any]:
+    features: dict[str, Any] = {}
+    for name in TABLES:
+        features[f"{name}/id"] = {"table": name, "input": "id"}
+        features[f"{name}/mean"] = {"table": name, "weighted": True, "combiner": "mean"}
+        features[f"{name}/sequence"] = {"table": name, "max_sequence_length": 3}
+    return features
+
+
+def _stored(rows: Array, storage: str) -> Array:
+    """What a lookup of `rows` should find: TensorFlow's cast, or for int8 its formula in float64."""
+    if storage != "int8":
+        cast: Array = tf.cast(tf.cast(rows, storage), tf.float32).numpy()
+        return cast
+    low, high = rows.astype(np.float64).min(1, keepdims=True), rows.astype(np.float64).max(1, keepdims=True)
+    scale, centre = (high - low) / 254, (high + low) / 2
+    return np.rint((rows - centre) / scale) * scale + centre
+
+
+def _truths(rows: dict[str, Array]) -> dict[str, Array]:
+    truths: dict[str, Array] = {}
+    for name, (_, storage) in TABLES.items():
+        stored = _stored(rows[name], storage).astype(np.float64)
+        weights = np.where(IDS >= 0, WEIGHTS, 0).astype(np.float64)
+        total = np.maximum(weights.sum(1, keepdims=True), 1e-9)
+        truths[f"{name}/id"] = stored[IDS[:, 0] + 1]
+        truths[f"{name}/mean"] = (stored[IDS] * weights[..., None]).sum(1) / total
+        truths[f"{name}/sequence"] = np.where(IDS[:, :3, None] >= 0, stored[IDS[:, :3]], 0.0)
+    return truths
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_every_storage_of_every_source_is_looked_up_as_float32(source: Any, tmp_path: Path, layout: str) -> None:
+    storage = {name: stored for name, (_, stored) in TABLES.items() if stored != "float32"}
+    report = export_saved_model(
+        source[0], tmp_path / "m", serving_config={"features": _features()}, storage=storage, layout=layout
+    )
+    inputs = {name: IDS[:, 0] + 1 if name.endswith("/id") else IDS for name in _features()}
+    inputs |= {f"{name}/mean_weights": WEIGHTS for name in TABLES}
+    found = capi.predict(report.path, inputs)
+    loaded = tf.saved_model.load(str(report.path))  # a mapped table lives as long as it
+    in_python = loaded.signatures["serving_default"](**{name: tf.constant(value) for name, value in inputs.items()})
+    for name, truth in _truths(source[1]).items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_allclose(found[name], truth, atol=2e-6, err_msg=name)
+        np.testing.assert_array_equal(in_python[name], found[name], err_msg=name)
+    _check_examples(report.path, found)
+    _check_report(report, source[1])
+
+
+def _check_examples(version: Path, expected: dict[str, Array]) -> None:
+    """The last example alone: no ids are padded."""
+    feature: dict[str, Any] = {}
+    for name in _features():
+        ids = [int(IDS[3, 0]) + 1] if name.endswith("/id") else IDS[3].tolist()
+        feature[name] = tf.train.Feature(int64_list=tf.train.Int64List(value=ids))
+        if name.endswith("/mean"):
+            feature[f"{name}_weights"] = tf.train.Feature(float_list=tf.train.FloatList(value=WEIGHTS[3].tolist()))
+    example = tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+    found = capi.predict(version, {"examples": [example]}, "serving_examples")
+    for name, activation in found.items():
+        np.testing.assert_allclose(activation[0], expected[name][3], atol=1e-6, err_msg=name)
+
+
+def _check_report(report: Any, rows: dict[str, Array]) -> None:
+    manifest = Manifest.read(report.path)
+    assert manifest is not None
+    sizes = {"float32": 4 * DIM, "bfloat16": 2 * DIM, "float16": 2 * DIM, "int8": DIM + 8}
+    assert [(stack.storage, stack.size) for stack in manifest.stacks] == [
+        (storage, 3 * ROWS * sizes[storage]) for storage in sorted(STORAGES)
+    ]
+    errors = json.loads(json.dumps(report.to_dict()))["errors"]
+    for name, (dtype, storage) in TABLES.items():
+        difference = np.abs(_stored(rows[name], storage) - rows[name])
+        assert errors[name]["storage"] == storage
+        assert errors[name]["max_abs"] == pytest.approx(difference.max(), rel=1e-4)
+        assert errors[name]["rms"] == pytest.approx(np.sqrt((difference**2).mean()), rel=1e-4)
+        assert 0.9999 < errors[name]["min_cosine"] <= errors[name]["cosine"] <= 1
+        if storage in ("float32", dtype):
+            assert errors[name]["max_abs"] == 0
+
+
+def test_a_bound_on_the_error_publishes_nothing(source: Any, tmp_path: Path) -> None:
+    config = {"features": {name: {"table": name} for name in ("float32_int8", "float32_float32")}}
+
+    def export(max_error: float) -> Any:
+        return export_saved_model(
+            source[0], tmp_path / "m", serving_config=config, storage={"float32_int8": "int8"}, max_error=max_error
+        )
+
+    with pytest.raises(
+        ExportError, match=r"table 'float32_int8': stored as int8, a value differs by 0\.0\d+ from float32, and max_e"
+    ):
+        export(1e-4)
+    assert not list((tmp_path / "m").glob("[0-9]*"))
+    report = export(0.1)
+    assert report.errors["float32_int8"].max_abs <= 0.1
+    with pytest.raises(ConfigError, match="max_error must be at least 0, got -1"):
+        export(-1)
+
+
+def test_a_row_that_cannot_be_stored_publishes_nothing(tmp_path: Path) -> None:
+    rows = np.ones((20, 4), np.float32)
+    rows[13, 2] = 70000.0
+    path = tf.train.Checkpoint(t=tf.Variable(rows)).write(str(tmp_path / "ckpt"))
+    config = {"features": {"x": {"table": "t"}}}
+    with pytest.raises(ExportError, match="table 't': row 13 holds 70000, which overflows float16; store this table"):
+        export_saved_model(path, tmp_path / "m", serving_config=config, storage="float16")
+    assert not list((tmp_path / "m").glob("[0-9]*"))
+
+
+# ---- what training looked up
+
+QUANTIZATION = QuantizationConfig(num_buckets=16, lower=-0.5, upper=0.75)
+
+
+def _trained(rows: Array) -> Array:
+    """The formula of `tf.tpu.experimental.embedding.QuantizationConfig`, for float64."""
+    quantum = (0.75 - -0.5) / 15
+    return np.floor((np.clip(rows.astype(np.float64), -0.5, 0.75) + 0.5) / quantum + 0.5) * quantum - 0.5
+
+
+@pytest.fixture
+def quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Array]:
+    """A checkpoint whose config has a QuantizationConfig, as a layer on TPUs writes it; the table's rows."""
+    monkeypatch.setattr(host, "_check_supported", lambda _: None)
+    table = TableConfig(30, 6, "users", combiner="sum", quantization_config=QUANTIZATION)
+    layer = TPUEmbedding({"u": FeatureConfig(table)}, optimizer="sgd")
+    rows = np.random.default_rng(2).standard_normal((30, 6)).astype(np.float32)
+    (variable,) = layer.embedding_tables.values()
+    variable.assign(rows)
+    return tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt")), rows
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_served_rows_are_those_that_training_looked_up(quantized: Any, tmp_path: Path, storage: str) -> None:
+    """Each row is quantized before rows are combined; padding and ids without a row stay zeros, which is no bucket."""
+    features = {
+        "sum": {"table": "users"},
+        "mean": {"table": "users", "combiner": "mean"},
+        "zeros": {"table": "users", "input": "id", "out_of_vocabulary": "zeros"},
+    }
+    report = export_saved_model(quantized[0], tmp_path / "m", serving_config={"features": features}, storage=storage)
+    ids = np.array([[1, 2, -1], [-1, -1, -1], [29, 29, 0]])
+    found = capi.predict(report.path, {"sum": ids, "mean": ids, "zeros": np.array([4, 30, -5])})
+    rows = _trained(quantized[1])
+    total = np.stack([rows[1] + rows[2], np.zeros(6), 2 * rows[29] + rows[0]])
+    np.testing.assert_allclose(found["sum"], total, atol=1e-6)
+    np.testing.assert_allclose(found["mean"], total / [[2], [1], [3]], atol=1e-6)
+    np.testing.assert_allclose(found["zeros"], [rows[4], np.zeros(6), np.zeros(6)], atol=1e-6)
+    assert report.errors["users"].max_abs < 1e-6
+
+
+def test_a_serving_config_says_what_a_foreign_checkpoint_does_not(source: Any, tmp_path: Path) -> None:
+    tables = {"float32_float32": {"quantization_config": {"num_buckets": 16, "lower": -0.5, "upper": 0.75}}}
+    config = {"features": {"x": {"table": "float32_float32", "input": "id"}}, "tables": tables}
+    report = export_saved_model(source[0], tmp_path / "m", serving_config=config)
+    found = tf.saved_model.load(str(report.path)).signatures["serving_default"](x=tf.range(50, dtype=tf.int64))["x"]
+    np.testing.assert_allclose(found, _trained(source[1]["float32_float32"]), atol=1e-6)
+
+
+def test_two_quantizations_of_a_table_are_refused(quantized: Any, tmp_path: Path) -> None:
+    tables = {"users": {"quantization_config": {"num_buckets": 15, "lower": -0.5, "upper": 0.75}}}
+    config = {"features": {"u": {"table": "users"}}, "tables": tables}
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'users': its quantization_config is .*=15.* and .*=16.*leave it"
+    ):
+        export_saved_model(quantized[0], tmp_path / "m", serving_config=config)
+
+
+def test_a_whole_model_looks_up_what_it_was_trained_with(quantized: Any, tmp_path: Path) -> None:
+    import keras
+
+    def build() -> Any:
+        table = TableConfig(30, 6, "users", combiner="sum")
+        ids = keras.Input((3,), dtype="int64", sparse=True, name="u")
+        return keras.Model({"u": ids}, TPUEmbedding({"u": FeatureConfig(table)}, optimizer="sgd")({"u": ids}))
+
+    report = export_saved_model(quantized[0], tmp_path / "m", model=build, storage="int8")
+    signature = tf.saved_model.load(str(report.path)).signatures["serving_default"]
+    (found,) = signature(u=tf.constant([[3, -1, -1], [4, 5, -1]], tf.int64)).values()
+    rows = _trained(quantized[1])
+    np.testing.assert_allclose(found, [rows[3], rows[4] + rows[5]], atol=1e-6)
+
+
+def test_the_command_reports_errors_and_refuses_past_a_bound(source: Any, tmp_path: Path) -> None:
+    (tmp_path / "serving.json").write_text(json.dumps({"features": {"x": {"table": "float32_int8"}}}))
+    command = [source[0], str(tmp_path / "m"), "--serving-config", str(tmp_path / "serving.json")]
+    command += ["--storage", "float32_int8=int8"]
+    refused = CliRunner().invoke(export_command, [*command, "--max-error", "1e-5"])
+    assert isinstance(refused.exception, ExportError)
+    assert "table 'float32_int8': stored as int8" in str(refused.exception)
+    done = CliRunner().invoke(export_command, [*command, "--max-error", "0.1"])
+    assert done.exit_code == 0, done.output
+    assert "\n  float32_int8: int8, largest error 0.0" in done.stdout
+    assert "of 50 rows" in done.stdout
