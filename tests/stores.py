@@ -39,6 +39,12 @@ class S3:
     def put(self, bucket: str, key: str, data: bytes) -> None:
         self._client.put_object(Bucket=bucket, Key=key, Body=data)
 
+    def publish(self, bucket: str) -> None:
+        """Let anyone list it, and read what is in it."""
+        self._client.put_bucket_acl(Bucket=bucket, ACL="public-read")
+        for found in self._client.list_objects_v2(Bucket=bucket).get("Contents", ()):
+            self._client.put_object_acl(Bucket=bucket, Key=found["Key"], ACL="public-read")
+
     def delete(self, bucket: str, key: str) -> None:
         self._client.delete_object(Bucket=bucket, Key=key)
 

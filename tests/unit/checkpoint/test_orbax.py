@@ -258,6 +258,28 @@ class TestStacks:
         with open_checkpoint(tmp_path / "1") as checkpoint:
             np.testing.assert_array_equal(checkpoint.read("a", 0, 3), values["a"][1:4])  # as it says: one core further
 
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            (
+                ("trainable_variables", "other", "var:a_b_c:table:slot:accumulator"),
+                "are both slot 'accumulator' of stack",
+            ),
+            (("trainable_variables", "de", "var:a_b_c:table:slot:accumulators"), "has two slots 'accumulators'"),
+        ],
+    )
+    def test_two_slots_of_one_name(self, more: tuple[str, ...], message: str, tmp_path: Path) -> None:
+        """Which of them is the table's, nothing says."""
+        values, rows = stacks()
+        stack = ("trainable_variables", "de", "var:a_b_c:table")
+        slot = (*stack[:-1], f"{stack[-1]}:slot:accumulator")
+        path = write_tree(tmp_path / "one", {stack: rows, slot: rows + 1})
+        with open_checkpoint(path, embedding_spec=spec()) as checkpoint:
+            np.testing.assert_array_equal(checkpoint.read("a", slot="accumulators"), values["a"] + 1)
+        path = write_tree(tmp_path / "two", {stack: rows, slot: rows + 1, more: rows + 2})
+        with pytest.raises(CheckpointFormatError, match=message):
+            open_checkpoint(path, embedding_spec=spec())
+
     def test_the_item_alone_has_the_layout_beside_it(self, tmp_path: Path) -> None:
         values, rows = stacks()
         write_tree(tmp_path / "1" / "emb", {("a_b_c", "table"): rows, ("a_b_c", "slot", "x"): rows})
@@ -636,3 +658,20 @@ class TestStores:
                     np.testing.assert_array_equal(checkpoint.read(name), expected)
                     np.testing.assert_array_equal(checkpoint.read(name, 0, 1), expected[:1])
         remote._store.cache_clear()
+
+    @pytest.mark.parametrize("signed", [True, False])
+    def test_s3_with_credentials_in_the_environment_alone(self, signed: bool, s3: S3, tmp_path: Path) -> None:
+        """A process of its own: what TensorStore says about files that it looks for in vain comes once."""
+        write_tree(tmp_path / "7", {("t",): np.ones((3, 2), np.float32)})
+        bucket = f"signed-{signed}".lower()
+        s3.make_bucket(bucket)
+        url = s3.upload(tmp_path, bucket, "alone")
+        code = f"from tpuembed import open_checkpoint\nassert open_checkpoint('{url}/7').read('t').all()"
+        environment = {**os.environ, **s3.environment, "HOME": str(tmp_path)}
+        if not signed:
+            s3.publish(bucket)
+            environment["AWS_SKIP_SIGNATURE"] = "true"
+            del environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")

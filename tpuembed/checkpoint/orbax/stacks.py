@@ -35,7 +35,7 @@ def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[Stack
         CheckpointFormatError: two stacks are called alike.
     """
     tables: defaultdict[str, list[Leaf]] = defaultdict(list)
-    slots: defaultdict[str, dict[str, Leaf]] = defaultdict(dict)
+    slots: defaultdict[str, defaultdict[str, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
     known = frozenset(names)
     nodes = _variables(leaves)
     for leaf in leaves:
@@ -46,15 +46,22 @@ def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[Stack
         if slot is None:
             tables[stack].append(leaf)
         else:
-            slots[stack].setdefault(slot, leaf)
-    return [Stack(name, _only(name, found), slots[name]) for name, found in sorted(tables.items())]
+            slots[stack][slot].append(leaf)
+    return [
+        Stack(
+            name,
+            _only(f"stack {name!r}", found),
+            {slot: _only(f"slot {slot!r} of stack {name!r}", kept) for slot, kept in slots[name].items()},
+        )
+        for name, found in sorted(tables.items())
+    ]
 
 
-def _only(name: str, found: Sequence[Leaf]) -> Leaf:
+def _only(what: str, found: Sequence[Leaf]) -> Leaf:
     if len(found) > 1:
         shown = " and ".join(leaf.shown for leaf in found[:3])
         raise CheckpointFormatError(
-            f"checkpoint {found[0].item.folder}: {shown} are both stack {name!r}; give the path of the item that holds "
+            f"checkpoint {found[0].item.folder}: {shown} are both {what}; give the path of the item that holds "
             "the tables, or save them without the other"
         )
     return found[0]

@@ -23,6 +23,7 @@ ERRORS: Final = (ValueError, OSError, NotImplementedError)
 """What TensorStore raises; TimeoutError is an OSError."""
 _STORES: Final = {"s3": "s3", "gs": "gcs"}
 """Schemes of URLs -> TensorStore's drivers."""
+_TRUE: Final = frozenset({"1", "on", "true", "y", "yes"})
 _SYSTEM: Final = (
     "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
     "UNAVAILABLE", "UNKNOWN"
@@ -57,11 +58,21 @@ def _folder(folder: FilePath, key: str = "") -> dict[str, Any]:
             f"checkpoint {folder}: GOOGLE_BASE_URL names a server, and TensorStore, which reads the arrays, asks Google's; set "
             "TENSORSTORE_GCS_HTTP_URL to one that speaks the JSON API, or unset GOOGLE_BASE_URL"
         )
+    options = _s3_options() if folder.scheme == "s3" else {}
+    return {"driver": _STORES[folder.scheme], "bucket": folder.bucket, "path": f"{folder.key}/{key}", **options}
+
+
+def _s3_options() -> dict[str, Any]:
+    """The server, and where the credentials are: TensorStore, left to look for them, complains of every file that is not there."""
     endpoint = (
         os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
     )
-    options = {"endpoint": endpoint} if endpoint and folder.scheme == "s3" else {}
-    return {"driver": _STORES[folder.scheme], "bucket": folder.bucket, "path": f"{folder.key}/{key}", **options}
+    options: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE:
+        options["aws_credentials"] = {"type": "anonymous"}
+    elif os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+        options["aws_credentials"] = {"type": "environment"}
+    return options
 
 
 def wait(leaf: Leaf, future: Any, seconds: int) -> Any:

@@ -78,7 +78,13 @@ def _by_name(where: str, found: Iterable[StoredTable]) -> dict[str, StoredTable]
 def _stacked_tables(where: str, stack: Stack, spec: StackSpec, store: ArrayStore) -> Iterator[StoredTable]:
     arrays: dict[str | None, StoredArray] = {None: _open_matrix(stack.table, store)}
     shape = arrays[None].shape
-    arrays |= {slot_name(name): _open_slot(stack.table, shape, leaf, store) for name, leaf in stack.slots.items()}
+    for name, leaf in stack.slots.items():
+        if slot_name(name) in arrays:
+            raise CheckpointFormatError(
+                f"checkpoint {where}: stack {stack.name!r} has two slots {slot_name(name)!r}, one of them called {name!r}; save "
+                "it without the other"
+            )
+        arrays[slot_name(name)] = _open_slot(stack.table, shape, leaf, store)
     for layout in place_tables(where, spec, (shape[0], shape[1])):
         info = TableInfo(layout.table, *layout.shape, arrays[None].dtype, _names(arrays), layout.words)
         yield StoredTable(info, arrays, layout)
