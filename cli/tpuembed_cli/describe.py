@@ -23,12 +23,11 @@ __all__ = ["describe"]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None:
     """Tables of the checkpoint at PATH, or tables and signatures of the export at PATH (a version, or a MODEL_DIR)."""
-    from tpuembed.checkpoint.tools import describe_checkpoint, find_export
+    from tpuembed.checkpoint.tools import describe_checkpoint, describe_export, find_export
 
     export = find_export(path)
     if export:
-        version, manifest = export
-        found = {"path": str(version), "format": "export", **dataclasses.asdict(manifest)}
+        found = describe_export(*export)
         tables = _export_tables(found)
     else:
         description = describe_checkpoint(path, checkpoint_options=checkpoint_options)
@@ -37,7 +36,14 @@ def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> No
     if as_json:
         print_json(found)
     else:
-        to_terminal(printable(f"{found['path']}: {found['format']}"), *tables)
+        to_terminal(printable(f"{found['path']}: {found['format']}{_origin(found) if export else ''}"), *tables)
+
+
+def _origin(found: dict[str, Any]) -> str:
+    """Of an export: its layout, who wrote it, and from what."""
+    source = found["source"]
+    origin = f" from {source['path']} ({source['format']})" if {"path", "format"} <= source.keys() else ""
+    return f", layout {found['layout']}, by tpuembed {found['tool_version']}{origin}"
 
 
 def _checkpoint_table(description: "CheckpointDescription") -> "Table":
@@ -46,7 +52,11 @@ def _checkpoint_table(description: "CheckpointDescription") -> "Table":
 
 
 def _export_tables(found: dict[str, Any]) -> list["Table"]:
-    tables = [table_of("tables", list(found["tables"]))]
+    rows = [{**table, "bytes": with_unit(table["bytes"])} for table in found["tables"]]
+    stacks = [
+        {**stack, "size": with_unit(stack["size"]), "crc32c": f"{stack['crc32c']:#010x}"} for stack in found["stacks"]
+    ]
+    tables = [table_of(f"tables ({with_unit(found['bytes'])})", rows), table_of("stacks", stacks)]
     for name, signature in found["signatures"].items():
         rows = [
             {"": side[:-1], "name": key, **spec}

@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": "tpuembed_cli.doctor:doctor",
     "export": "tpuembed_cli.export:export",
     "head": "tpuembed_cli.head:head",
+    "relocate": "tpuembed_cli.relocate:relocate",
     "serve": "tpuembed_cli.serve:serve",
     "verify": "tpuembed_cli.verify:verify",
 }

@@ -9,6 +9,7 @@ All of them hold a few megabytes, whatever the size of the tables.
 """
 
 from tpuembed.checkpoint.tools.describe import CheckpointDescription, TableDescription, describe_checkpoint
+from tpuembed.checkpoint.tools.describe_export import describe_export
 from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, TableDiff, diff_checkpoints
 from tpuembed.checkpoint.tools.exports import find_export
 from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_rows
@@ -23,6 +24,7 @@ __all__ = [
     "TableDiff",
     "VerifyReport",
     "describe_checkpoint",
+    "describe_export",
     "diff_checkpoints",
     "find_export",
     "read_rows",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tpuembed.files import FilePath, as_path
-from tpuembed.manifest import Manifest
+from tpuembed.manifest import MANIFEST_PATH, Manifest
 
 __all__ = ["find_export"]
 
@@ -24,8 +24,12 @@ def find_export(path: str | FilePath) -> tuple[Path, Manifest] | None:
 
 
 def _version_of(path: Path) -> Path | None:
-    if (path / "saved_model.pb").is_file():
+    if _is_version(path):
         return path
     versions = [child for child in path.iterdir() if child.name.isdecimal()] if path.is_dir() else []
-    versions = [child for child in versions if (child / "saved_model.pb").is_file()]
-    return max(versions, key=lambda child: int(child.name), default=None)
+    return max(filter(_is_version, versions), key=lambda child: int(child.name), default=None)
+
+
+def _is_version(path: Path) -> bool:
+    """Also one that has lost its graph, so that whoever looks into it can say so."""
+    return (path / "saved_model.pb").is_file() or (path / MANIFEST_PATH).is_file()

@@ -13,19 +13,19 @@ from tpuembed.checkpoint.keras_rs.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras_rs.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
+from tpuembed.checkpoint.tools.verify_export import total_bytes, verify_export
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.errors import CheckpointError
-from tpuembed.files import FilePath, as_path, open_stream, versions
-from tpuembed.manifest import Manifest, StackEntry
+from tpuembed.files import FilePath, as_path, versions
+from tpuembed.manifest import Manifest
 from tpuembed.tensor_bundle import Bundle
-from tpuembed.tensor_bundle.verification import Damage, damaged_parts, stream_crc, unchecked_keys
+from tpuembed.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
 
 __all__ = ["VerifyReport", "verify_files"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
-_VARIABLES = Path("variables") / "variables"
 _PIECE_BYTES = 16 << 20
 
 
@@ -60,7 +60,8 @@ def verify_files(
 ) -> VerifyReport:
     """Read everything at `path` through and compare it with its checksums.
 
-    A tensor bundle is checked entry by entry, whatever the entries are, and an export's stacks against its manifest too.
+    A tensor bundle is checked entry by entry, whatever the entries are; an export file by file, as its manifest lists them,
+    and its tensors against the bundle's index too.
     A `.keras` file is checked file by file, as the zip archive that it is.
     Formats that keep no checksums are read through, and the report says that this is all.
 
@@ -138,47 +139,15 @@ def _bytes_of_no_tensor(bundle: Bundle) -> list[str]:
 
 
 def _verify_export(version: Path, manifest: Manifest, counter: _Counter) -> VerifyReport:
-    """The bundle of its variables; its stacks, which the manifest has checksums of too, wherever they lie."""
-    with Bundle.open(version / _VARIABLES) as bundle:
-        apart = [stack for stack in manifest.stacks if _crc_in(bundle, version, stack) is None]
-        counter.total = sum(stack.size for stack in apart)
-        report = _verify_bundle(bundle, counter)
-        damaged = [found for stack in manifest.stacks if (found := _stack_damage(bundle, version, stack, counter))]
-    return dataclasses.replace(
-        report,
+    counter.total = total_bytes(manifest)
+    found = verify_export(version, manifest, counter)
+    return VerifyReport(
         path=str(version),
-        entries=report.entries + len(manifest.stacks),
-        bytes=report.bytes + sum(stack.size for stack in apart),
-        damaged=(*report.damaged, *damaged),
-        unchecked=(*report.unchecked, "saved_model.pb: has no checksum"),
+        entries=found.entries,
+        bytes=found.bytes,
+        damaged=found.damaged,
+        unchecked=found.unchecked,
     )
-
-
-def _crc_in(bundle: Bundle, version: Path, stack: StackEntry) -> int | None:
-    """The checksum that the bundle's index has of the very bytes of a stack; None where it has none of them."""
-    entry = bundle.entries.get(stack.key)
-    for part in entry.parts() if entry else ():
-        place = (bundle.data_path(part.shard), part.offset, part.size)
-        if place == (version / stack.file, stack.offset, stack.size):
-            return part.crc32c
-    return None
-
-
-def _stack_damage(bundle: Bundle, version: Path, stack: StackEntry, counter: _Counter) -> Damage | None:
-    """Where the index has its checksum, the bytes were compared with that one already."""
-    path, stated = version / stack.file, _crc_in(bundle, version, stack)
-    source = "the index says" if stated is not None else "its bytes have"
-    try:
-        if stated is None:
-            with open_stream(path) as file:
-                stated = stream_crc(file, stack.offset, stack.size, counter)
-    except EOFError as error:
-        return Damage(stack.name, str(path), f"its bytes are not all there: {error}")
-    except OSError as error:
-        return Damage(stack.name, str(path), f"cannot be read: {error.strerror}")
-    if stated == stack.crc32c:
-        return None
-    return Damage(stack.name, str(path), f"the manifest says CRC32C {stack.crc32c:#010x}, {source} {stated:#010x}")
 
 
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:

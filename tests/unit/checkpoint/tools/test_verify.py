@@ -1,5 +1,6 @@
 """What is damaged is found; what is not, is not."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,6 +20,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointN
 from tpuembed.export import export_saved_model
 from tpuembed.files import open_stream
 from tpuembed.protobuf import MalformedError
+from tpuembed.saved_model import relocate_export
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path, verification, write_index
 from tpuembed.tensor_bundle.verification import strings_crc
 
@@ -178,17 +181,95 @@ def export(tmp_path: Path) -> Path:
     return export_saved_model(prefix, tmp_path / "model", serving_config={"features": features}, workers=1).path
 
 
-def test_exports(export: Path) -> None:
-    for path in (export, export.parent):
+@pytest.fixture(params=["variables", "mmap"])
+def layout_export(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    prefix = tmp_path / "ckpt"
+    write(prefix, {"users": np.ones((9, 4), np.float32), "videos": np.ones((5, 3), np.float32)})
+    features = {"u": {"table": "users"}, "v": {"table": "videos"}}
+    config = {"features": features}
+    return export_saved_model(
+        prefix, tmp_path / "model", serving_config=config, workers=1, layout=str(request.param)
+    ).path
+
+
+def damaged_files(export: Path) -> list[str]:
+    return [damage.file.removeprefix(f"{export}/") for damage in verify_files(export).damaged]
+
+
+def files_of(export: Path) -> list[str]:
+    return sorted(path.relative_to(export).as_posix() for path in export.rglob("*") if path.is_file())
+
+
+def test_exports(layout_export: Path) -> None:
+    for path in (layout_export, layout_export.parent):
         report = verify_files(path)
-        assert report.path == str(export)
+        assert report.path == str(layout_export)
         assert report.damaged == ()
-        assert report.unchecked == ("saved_model.pb: has no checksum",)
-    for path in export.glob("variables/*.data-*"):
-        for position in range(path.stat().st_size):
+        assert report.unchecked == ("assets.extra/tpuembed.json: has no checksum itself",)
+    done: list[tuple[int, int]] = []
+    verify_files(layout_export, on_progress=lambda *counts: done.append(counts))
+    assert done[-1][0] == done[-1][1] >= sum(path.stat().st_size for path in layout_export.rglob("*.data-*"))
+
+
+def test_one_bit_anywhere(layout_export: Path) -> None:
+    """In any file but the manifest."""
+    rng = np.random.default_rng(0)
+    for name in files_of(layout_export):
+        if name == "assets.extra/tpuembed.json":
+            continue
+        path = layout_export / name
+        size = path.stat().st_size
+        positions = range(size) if ".data-" in name else rng.integers(0, size, 30).tolist()
+        for position in positions:
             flip(path, position, 5)
-            assert [damage.file for damage in verify_files(export).damaged] == [str(path)]
+            assert damaged_files(layout_export) == [name], position
             flip(path, position, 5)
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "missing"])
+def test_files_of_another_size(layout_export: Path, change: str) -> None:
+    for name in files_of(layout_export):
+        path = layout_export / name
+        whole = path.read_bytes()
+        if name == "assets.extra/tpuembed.json":
+            continue
+        if change == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(whole + b"\0" if change == "longer" else whole[:-1])
+        assert damaged_files(layout_export) == [name]
+        path.write_bytes(whole)
+
+
+def test_all_that_is_wrong_is_named(layout_export: Path) -> None:
+    data = sorted(layout_export.glob("variables/*.data-*"))
+    for path in data:
+        flip(path, 0, 0)
+    (layout_export / "saved_model.pb").unlink()
+    (layout_export / "variables" / "more").touch()
+    (layout_export / "assets.extra" / "tf_serving_warmup_requests").touch()
+    report = verify_files(layout_export)
+    assert sorted(damage.file for damage in report.damaged) == sorted(
+        [str(layout_export / "saved_model.pb"), str(layout_export / "variables" / "more"), *map(str, data)]
+    )
+    assert "assets.extra/tf_serving_warmup_requests: was not there when the export was written" in report.unchecked
+
+
+def test_a_relocated_export_is_whole(export: Path) -> None:
+    path = export_saved_model(
+        export.parent.parent / "ckpt",
+        export.parent,
+        serving_config={"features": {"u": {"table": "users"}}},
+        layout="mmap",
+        serving_root="/srv/models",
+    ).path
+    before = (path / "saved_model.pb").read_bytes()
+    assert b"/srv/models/2/variables/variables.data-00001-of-00002" in before
+    found = find_export(path)
+    assert found is not None
+    relocate_export(*found, "/another/place")
+    assert (path / "saved_model.pb").read_bytes() != before
+    assert verify_files(path).damaged == ()
 
 
 def rewrite_manifest(export: Path, **fields: Any) -> str:
@@ -205,39 +286,39 @@ def test_a_manifest_that_disagrees(export: Path) -> None:
     name = rewrite_manifest(export, crc32c=5)
     [damage] = verify_files(export).damaged
     assert damage.name == name
-    assert damage.reason.startswith("the manifest says CRC32C 0x00000005, the index says 0x")
+    assert damage.reason.endswith("the manifest says 0x00000005")
+
+
+def test_an_index_that_disagrees(export: Path) -> None:
+    """Each of them is whole, and they are of two exports."""
+    found = find_export(export)
+    assert found is not None
+    stack = found[1].stacks[0]
+    index = export / "variables" / "variables.index"
+    bundle = read_index(index)
+    entries = dict(bundle.entries)
+    entries[stack.key] = dataclasses.replace(entries[stack.key], crc32c=5)
+    write_index(index, entries, bundle.num_shards)
+    path = export / "assets.extra" / "tpuembed.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["variables/variables.index"] = {
+        "size": index.stat().st_size, "crc32c": int(google_crc32c.value(index.read_bytes())),
+    }  # fmt: skip
+    path.write_text(json.dumps(manifest))
+    [damage] = verify_files(export).damaged
+    assert (damage.name, damage.file) == (stack.name, str(index))
+    assert "with CRC32C 0x00000005 and the manifest bytes [0, " in damage.reason
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [
-        ({"file": "saved_model.pb"}, "the manifest says CRC32C 0x"),
-        ({"offset": 10**9}, "its bytes are not all there"),
-        ({"file": "nowhere"}, "cannot be read: No such file"),
-    ],
+    [({"offset": 10**9}, "the manifest says 1000000060"), ({"file": "nowhere"}, "is missing")],
 )
 def test_a_stack_that_lies_elsewhere(export: Path, fields: dict[str, Any], reason: str) -> None:
-    """Its bytes are read where the manifest says."""
+    """Its bytes are looked for where the manifest says."""
     name = rewrite_manifest(export, **fields)
-    [damage] = verify_files(export).damaged
-    assert damage.name == name
-    assert reason in damage.reason
-
-
-def test_a_stack_in_a_file_of_its_own(export: Path) -> None:
-    """As exports keep them whose tables are mapped."""
-    found = find_export(export)
-    assert found is not None
-    stack = found[1].stacks[0]
-    data = (export / stack.file).read_bytes()[stack.offset : stack.offset + stack.size]
-    (export / "stack.bin").write_bytes(b"xyz" + data)
-    rewrite_manifest(export, file="stack.bin", offset=3)
-    before = verify_files(export)
-    assert before.damaged == ()
-    assert before.bytes == sum(path.stat().st_size for path in export.glob("variables/*.data-*")) + stack.size
-    flip(export / "stack.bin", 10, 3)
-    [damage] = verify_files(export).damaged
-    assert damage.file == str(export / "stack.bin")
+    damages = [damage for damage in verify_files(export).damaged if damage.name == name]
+    assert [reason in damage.reason for damage in damages] == [True]
 
 
 def test_formats_without_checksums_say_so(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""What an export holds, from its manifest alone."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tpuembed.manifest import Manifest, StackEntry, TableEntry
+
+__all__ = ["describe_export"]
+
+
+def describe_export(version: Path, manifest: Manifest) -> dict[str, Any]:
+    """The manifest of `version` as JSON values, with the bytes and the storage of every table, and of all together."""
+    stacks = {stack.name: stack for stack in manifest.stacks}
+    return {
+        "path": str(version),
+        "format": "export",
+        **dataclasses.asdict(manifest),
+        "tables": [_describe(table, stacks[table.stack]) for table in manifest.tables],
+        "bytes": sum(stack.size for stack in manifest.stacks),
+    }
+
+
+def _describe(table: TableEntry, stack: StackEntry) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(table),
+        "storage": stack.storage,
+        "bytes": table.rows * (stack.size // stack.rows),
+    }

@@ -1,0 +1,138 @@
+"""Whether an export is what was written: every file against the manifest, every tensor against the bundle's index."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tpuembed.errors import CheckpointError, ConfigError
+from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest, StackEntry
+from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, size_faults
+from tpuembed.tensor_bundle import Bundle
+from tpuembed.tensor_bundle.verification import Damage, damaged_parts, stream_crc
+
+__all__ = ["ExportFindings", "verify_export"]
+
+_VARIABLES = Path("variables") / "variables"
+_FREE = MANIFEST_PATH.parent.name
+"""Whose other files are anyone's: warm-up records, notes of a deployment."""
+
+OnRead = Callable[[int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportFindings:
+    """What was found: see `VerifyReport`."""
+
+    entries: int
+    bytes: int
+    damaged: tuple[Damage, ...]
+    unchecked: tuple[str, ...]
+
+
+def verify_export(version: Path, manifest: Manifest, on_read: OnRead) -> ExportFindings:
+    """Read all of `version` and compare it with `manifest`, which says all that belongs to it."""
+    stacks = list(_damaged_stacks(version, manifest, on_read))
+    files = list(_damaged_files(version, manifest, on_read))
+    tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
+    strangers = sorted(_strangers(version, manifest))
+    free = [name for name in strangers if name.startswith(f"{_FREE}/")]
+    extra = [Damage(name, str(version / name), "is no part of the export") for name in strangers if name not in free]
+    return ExportFindings(
+        entries=len(manifest.stacks) + len(manifest.files),
+        bytes=total_bytes(manifest),
+        damaged=(*stacks, *files, *tensors, *extra),
+        unchecked=(
+            *(f"{name}: was not there when the export was written" for name in free),
+            f"{MANIFEST_PATH}: has no checksum itself",
+        ),
+    )
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """What there is to read."""
+    return sum(stack.size for stack in manifest.stacks) + sum(entry.size for entry in manifest.files.values())
+
+
+def _damaged_stacks(version: Path, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
+    faults = dict(size_faults(version, manifest))
+    for stack in manifest.stacks:
+        reason = faults.get(stack.file) or _stack_fault(version / stack.file, stack, on_read)
+        if reason:
+            yield Damage(stack.name, str(version / stack.file), reason)
+
+
+def _stack_fault(path: Path, stack: StackEntry, on_read: OnRead) -> str | None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            actual = stream_crc(file, stack.offset, stack.size, on_read)
+    except (OSError, EOFError) as error:
+        return f"cannot be read: {error}"
+    if actual == stack.crc32c:
+        return None
+    place = f"bytes [{stack.offset}, {stack.offset + stack.size})"
+    return f"{place} have CRC32C {actual:#010x}, the manifest says {stack.crc32c:#010x}"
+
+
+def _damaged_files(version: Path, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
+    for name, entry in manifest.files.items():
+        try:
+            reason = _file_fault(version, name, entry, manifest, on_read)
+        except FileNotFoundError:
+            reason = "is missing"
+        except (OSError, ConfigError) as error:
+            reason = f"cannot be read: {error}"
+        if reason:
+            yield Damage(name, str(version / name), reason)
+
+
+def _file_fault(version: Path, name: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> str | None:
+    path = version / name
+    if name == GRAPH_FILE.as_posix():
+        graph = path.read_bytes()
+        on_read(entry.size)
+        actual = graph_crc32c(graph, manifest)
+    elif (size := path.stat().st_size) != entry.size:
+        return f"has {size} bytes and the manifest says {entry.size}"
+    else:
+        actual = file_crc32c(path, on_read)
+    return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, the manifest says {entry.crc32c:#010x}"
+
+
+def _damaged_tensors(version: Path, manifest: Manifest) -> Iterator[Damage]:
+    """Where index and manifest, each whole, do not say the same of a stack; and dense tensors."""
+    stacks = {stack.key: stack for stack in manifest.stacks}
+    try:
+        with Bundle.open(version / _VARIABLES) as bundle:
+            for stack in manifest.stacks:
+                if reason := _disagreement(bundle, version, stack):
+                    yield Damage(stack.name, f"{bundle.prefix}.index", reason)
+            yield from damaged_parts(bundle, lambda _: None, without=stacks)
+    except CheckpointError as error:
+        yield Damage("variables", f"{version / _VARIABLES}.index", str(error))
+
+
+def _disagreement(bundle: Bundle, version: Path, stack: StackEntry) -> str | None:
+    entry = bundle.entries.get(stack.key)
+    found = (
+        [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in entry.parts()] if entry else []
+    )
+    wanted = [(version / stack.file, stack.offset, stack.size, stack.crc32c)]
+    return None if found == wanted else f"the index has {_shown(found)} and the manifest {_shown(wanted)}"
+
+
+def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
+    return (
+        ", ".join(f"bytes [{o}, {o + size}) of {path} with CRC32C {crc:#010x}" for path, o, size, crc in parts)
+        or "none"
+    )
+
+
+def _strangers(version: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that the manifest does not name."""
+    known: set[str] = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
+    for folder, _, names in os.walk(version):
+        for name in names:
+            path = Path(folder, name).relative_to(version).as_posix()
+            if path not in known:
+                yield path
