@@ -54,6 +54,7 @@ class _LiveModelRequest:
     def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """Trace the model with its layers redirected, and save its dense weights as they are now."""
         kept = [weight for layer in self._layers for weight in layer.weights]
+        _check_names(self._model.model)
         with self._redirected():
             return save_graph(
                 self._model, self._sources, plan.stacks, lambda: self._model.state(without=kept), folder, plan.layout
@@ -66,3 +67,13 @@ class _LiveModelRequest:
             for layer in self._layers:
                 scopes.enter_context(layer.looking_up_in(self._sources))
             yield
+
+
+def _check_names(model: Any) -> None:
+    """Raise ConfigError for a weight that TensorFlow cannot save: Keras calls a class with "_" before its name so."""
+    for weight in model.weights:
+        if weight.path.startswith("_"):
+            raise ConfigError(
+                f"export_model: weight {weight.path!r}: TensorFlow saves no variable whose name begins with _; "
+                "give the model a name that begins with a letter"
+            )
