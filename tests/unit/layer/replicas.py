@@ -69,6 +69,32 @@ def fit(strategy: Any) -> dict[str, Any]:
     return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
 
 
+class Padded(keras.Model):
+    """Ids come padded with -1, because Keras' `fit` fails on sparse and ragged batches of several replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = TableConfig(ROWS, DIM, "t", combiner="sum", initializer=keras.initializers.RandomNormal(seed=1))
+        self.embedding = TPUEmbedding(FeatureConfig(table), optimizer="adagrad")
+        self.head = keras.layers.Dense(1)
+
+    def call(self, padded: Any) -> Any:
+        return self.head(self.embedding(tf.RaggedTensor.from_tensor(padded, padding=-1)))
+
+
+def fit_padded(strategy: Any) -> dict[str, Any]:
+    """`fit` of ids that the model makes ragged."""
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model = Padded()
+        model.compile("sgd", "mse")
+    padded = tf.ragged.constant(IDS, dtype=tf.int64).to_tensor(-1)
+    data = tf.data.Dataset.from_tensor_slices((padded, np.ones((EXAMPLES, 1)))).batch(EXAMPLES)
+    history = model.fit(data, epochs=4, verbose=0, shuffle=False).history["loss"]
+    (variable,) = model.embedding.embedding_tables.values()
+    return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
+
+
 def main(replicas: int, folder: Path) -> None:
     cpus = [tf.config.LogicalDeviceConfiguration()] * replicas
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], cpus)
@@ -76,6 +102,7 @@ def main(replicas: int, folder: Path) -> None:
     for index, kind in enumerate(OPTIMIZERS):
         np.savez(folder / f"{index}.npz", **train(strategy, kind))
     np.savez(folder / "fit.npz", **fit(strategy))
+    np.savez(folder / "fit_padded.npz", **fit_padded(strategy))
 
 
 if __name__ == "__main__":

@@ -44,12 +44,13 @@ def test_every_optimizer_equals_the_reference_in_every_copy(trained: tuple[int, 
 FIT: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
 
 
-def test_fit_gives_the_same_numbers_on_any_number_of_replicas(trained: tuple[int, Path]) -> None:
+@pytest.mark.parametrize("model", ["fit", "fit_padded"])
+def test_fit_gives_the_same_numbers_on_any_number_of_replicas(trained: tuple[int, Path], model: str) -> None:
     number, folder = trained
-    with np.load(folder / "fit.npz") as found:
+    with np.load(folder / f"{model}.npz") as found:
         for name in ("loss", "table"):
             values = found[name] if name == "loss" else found[name][0]
-            np.testing.assert_allclose(values, FIT.setdefault(name, values), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(values, FIT.setdefault(f"{model} {name}", values), rtol=1e-5, atol=1e-6)
         assert number == len(found["table"])
 
 
