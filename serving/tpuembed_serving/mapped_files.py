@@ -10,7 +10,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import file_crc32c
@@ -20,7 +20,9 @@ __all__ = ["advise_random_access", "read_ahead"]
 
 logger = logging.getLogger(__name__)
 
-_MAPS = Path("/proc/self/maps")
+_MAPS: Final = Path("/proc/self/maps")
+_COPIED_BYTES: Final = 10 << 20
+"""TensorFlow's optimizer may make an ordinary constant, which is a copy, of a smaller table."""
 
 
 class _Mapping(NamedTuple):
@@ -56,20 +58,21 @@ def advise_random_access(files: Iterable[Path]) -> None:
 
     The advice is to be on the mapping: `posix_fadvise` acts on an open file, and TensorFlow has closed its own.
     """
-    found = list(_mappings_of(files))
-    if not found:
-        logger.warning("random access: no mapping of the tables was found; the disk's own readahead stays")
+    mappings = list(_mappings())
+    for path in files:
+        status = path.stat()
+        found = [one for one in mappings if (one.device, one.inode) == (status.st_dev, status.st_ino)]
+        if not found and status.st_size > _COPIED_BYTES:
+            logger.warning("random access: no mapping of %s was found; the disk's own readahead stays", path.name)
+        for mapping in found:
+            _advise(mapping)
+
+
+def _advise(mapping: _Mapping) -> None:
+    size = mapping.stop - mapping.start
     libc = ctypes.CDLL(None, use_errno=True)
-    for mapping in found:
-        size = mapping.stop - mapping.start
-        if libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(size), mmap.MADV_RANDOM):
-            logger.warning("random access: madvise: %s", os.strerror(ctypes.get_errno()))
-
-
-def _mappings_of(files: Iterable[Path]) -> Iterator[_Mapping]:
-    stats = [path.stat() for path in files]
-    wanted = {(stat.st_dev, stat.st_ino) for stat in stats}
-    return (mapping for mapping in _mappings() if (mapping.device, mapping.inode) in wanted)
+    if libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(size), mmap.MADV_RANDOM):
+        logger.warning("random access: madvise: %s", os.strerror(ctypes.get_errno()))
 
 
 def _mappings() -> Iterator[_Mapping]:

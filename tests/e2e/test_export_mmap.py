@@ -1,0 +1,295 @@
+"""Exports whose tables are mapped: every loader, every storage type, other folders, several versions, and the memory."""
+
+import gc
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from tests.e2e import capi
+from tests.e2e.serve_process import ServerProcess, run_command
+from tests.unit.export.fakes import random_table, write_checkpoint
+from tpuembed import export_saved_model
+from tpuembed.manifest import Manifest
+
+Array = npt.NDArray[Any]
+SHAPES = {"a": (100, 4), "b": (50, 4), "c": (30, 8)}
+IDS = np.array([[1, 2], [3, -1], [29, 7]])
+CONFIG = {"features": {name: {"table": name, "combiner": "sum"} for name in SHAPES}}
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Array]:
+    return {name: random_table(*shape, seed=seed) for seed, (name, shape) in enumerate(SHAPES.items())}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tables: dict[str, Array]) -> Path:
+    prefix = tmp_path_factory.mktemp("checkpoint") / "ckpt"
+    write_checkpoint(prefix, tables)
+    return prefix
+
+
+def export(checkpoint: Path, model_dir: Path, **options: Any) -> Path:
+    return export_saved_model(checkpoint, model_dir, serving_config=CONFIG, layout="mmap", workers=1, **options).path
+
+
+def truth(table: Array) -> Array:
+    rows = np.where(IDS[:, :, None] >= 0, table[IDS], 0.0)
+    found: Array = rows.sum(1)
+    return found
+
+
+def check(answers: dict[str, Array], tables: dict[str, Array], error: float = 1e-6) -> None:
+    assert set(answers) == set(tables)
+    for name, table in tables.items():
+        np.testing.assert_allclose(answers[name], truth(table), atol=error, err_msg=name)
+
+
+def in_python(version: Path) -> Any:
+    return tf.saved_model.load(str(version))
+
+
+def ask_python(model: Any) -> dict[str, Array]:
+    found = model.signatures["serving_default"](**dict.fromkeys(SHAPES, tf.constant(IDS)))
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def ask_server(version: Path, **options: Any) -> dict[str, Array]:
+    from tpuembed_serving import runtime
+
+    servable = runtime.load(version, **options)
+    try:
+        signature = servable.signatures["serving_default"]
+        values = servable.run(signature, [IDS] * len(signature.inputs))
+        return {info.alias: value for info, value in zip(signature.outputs, values, strict=True)}
+    finally:
+        servable.close()
+
+
+def mapped_files() -> set[str]:
+    """Table files that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if "/variables/variables.data-" in line}
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
+def test_every_loader_and_storage(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
+    version = export(checkpoint, tmp_path / "m", storage=storage)
+    largest = max(float(np.abs(table).max()) for table in tables.values())
+    error = {"float32": 1e-6, "bfloat16": largest * 2**-8 * 2, "float16": largest * 2**-11 * 2, "int8": largest / 100}
+    check(capi.predict(version, dict.fromkeys(SHAPES, IDS)), tables, error[storage])
+    check(ask_python(in_python(version)), tables, error[storage])
+    check(ask_server(version), tables, error[storage])
+
+
+def test_nothing_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    """The bundle has the tables, for whoever reads it, and the graph restores none of them."""
+    version = export(checkpoint, tmp_path / "m")
+    manifest = Manifest.read(version)
+    assert manifest is not None
+    assert manifest.layout == "mmap"
+    bundle = tf.train.load_checkpoint(str(version / "variables" / "variables"))
+    graph = tf.train.load_checkpoint(str(version / "variables" / "variables")).get_tensor(
+        "_CHECKPOINTABLE_OBJECT_GRAPH"
+    )
+    for stack in manifest.stacks:
+        np.testing.assert_array_equal(
+            bundle.get_tensor(stack.key), np.fromfile(version / stack.file, np.float32).reshape(stack.rows, stack.dim)
+        )
+        assert stack.key.encode() not in graph
+    model = in_python(version)
+    assert {str(version / stack.file) for stack in manifest.stacks} == mapped_files()
+    assert model.variables == [] if hasattr(model, "variables") else True
+
+
+def test_a_model_that_is_gone_maps_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    model = in_python(export(checkpoint, tmp_path / "m"))
+    assert mapped_files()
+    del model
+    gc.collect()
+    assert not mapped_files()
+
+
+def test_two_versions_in_one_process(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
+    """Their tables have the same names, and neither takes the other's."""
+    doubled = {name: 2 * table for name, table in tables.items()}
+    write_checkpoint(tmp_path / "doubled", doubled)
+    first, second = export(checkpoint, tmp_path / "m"), export(tmp_path / "doubled", tmp_path / "m")
+    assert (first.name, second.name) == ("1", "2")
+    models = [in_python(first), in_python(second), in_python(first)]
+    for model, rows in zip(models, (tables, doubled, tables), strict=True):
+        check(ask_python(model), rows)
+    del models[0]
+    gc.collect()
+    check(ask_python(models[1]), tables)
+    check(ask_server(first), tables)
+    check(ask_server(second), doubled)
+
+
+def test_the_server_maps_from_where_the_version_lies(
+    checkpoint: Path, tables: dict[str, Array], tmp_path: Path
+) -> None:
+    """On a read-only file system too, and though the paths of the graph lead elsewhere, or to another version."""
+    version = export(checkpoint, tmp_path / "m")
+    moved = tmp_path / "elsewhere" / "9"
+    shutil.copytree(version, moved)
+    stale = {name: np.zeros_like(table) for name, table in tables.items()}
+    write_checkpoint(tmp_path / "stale", stale)
+    shutil.rmtree(version)
+    export(tmp_path / "stale", tmp_path / "m")
+    for path in (*moved.rglob("*"), moved):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()}
+    check(ask_server(moved), tables)
+    check(ask_python(in_python(moved)), stale)
+    assert {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()} == before
+    for path in (*moved.rglob("*"), moved):
+        path.chmod(0o755)
+
+
+def test_relocated_for_other_loaders(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
+    version = export(checkpoint, tmp_path / "m")
+    moved = tmp_path / "elsewhere" / "1"
+    moved.parent.mkdir()
+    version.rename(moved)
+    with pytest.raises(capi.TensorFlowError, match="No such file"):
+        capi.predict(moved, dict.fromkeys(SHAPES, IDS))
+    done = run_command("relocate", moved, moved.parent)
+    assert done.returncode == 0, done.stderr
+    check(capi.predict(moved, dict.fromkeys(SHAPES, IDS)), tables)
+    check(ask_python(in_python(moved)), tables)
+    assert run_command("verify", moved).returncode == 0
+
+
+def test_a_serving_root_is_for_another_machine(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
+    root = tmp_path / "srv" / "models"
+    version = export(checkpoint, tmp_path / "m", serving_root=str(root), version=7)
+    with pytest.raises(capi.TensorFlowError, match="No such file"):
+        capi.predict(version, dict.fromkeys(SHAPES, IDS))
+    shutil.copytree(tmp_path / "m", root)
+    shutil.rmtree(tmp_path / "m")
+    check(capi.predict(root / "7", dict.fromkeys(SHAPES, IDS)), tables)
+
+
+def test_the_version_is_in_the_paths_of_exports_at_once(
+    checkpoint: Path, tables: dict[str, Array], tmp_path: Path
+) -> None:
+    """Which version it is, is known at the commit alone."""
+    code = (
+        "import sys; from tpuembed import export_saved_model as e\n"
+        f"print(e({str(checkpoint)!r}, {str(tmp_path / 'm')!r}, serving_config={CONFIG!r}, layout='mmap', workers=1).path)"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    versions = [Path(process.communicate(timeout=240)[0].splitlines()[-1]) for process in both]
+    assert sorted(version.name for version in versions) == ["1", "2"]
+    for version in versions:
+        assert f"{version}/variables/".encode() in (version / "saved_model.pb").read_bytes()
+        check(capi.predict(version, dict.fromkeys(SHAPES, IDS)), tables)
+
+
+def spoil(version: Path, change: str) -> str:
+    """Damage the last table file; its path in the version."""
+    path = sorted(version.glob("variables/*.data-*"))[-1]
+    if change == "missing":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] if change == "short" else content + b"\0")
+    return path.relative_to(version).as_posix()
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "long"])
+def test_damaged_files_are_refused_by_name(checkpoint: Path, tmp_path: Path, change: str) -> None:
+    from tpuembed_serving.status import StatusError
+
+    version = export(checkpoint, tmp_path / "m")
+    file = spoil(version, change)
+    with pytest.raises(StatusError, match=rf"^version 1: {file}, which holds stack 'stack_float32_8', .*again$"):
+        ask_server(version)
+
+
+def test_prewarming_finds_one_bit(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
+    from tpuembed_serving.status import Code, StatusError
+
+    version = export(checkpoint, tmp_path / "m")
+    seen: list[int] = []
+    check(ask_server(version, prewarm=True, random_access=True, on_read=seen.append), tables)
+    assert sum(seen) == sum(table.nbytes for table in tables.values())
+    path = sorted(version.glob("variables/*.data-*"))[-1]
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StatusError, match=r"has CRC32C 0x.* and the manifest says") as caught:
+        ask_server(version, prewarm=True)
+    assert caught.value.code is Code.DATA_LOSS
+
+
+def test_a_graph_of_another_export_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    from tpuembed_serving.status import Code, StatusError
+
+    version = export(checkpoint, tmp_path / "m")
+    other = export(checkpoint, tmp_path / "n", tables=["c"])
+    shutil.copy(other / "saved_model.pb", version / "saved_model.pb")
+    with pytest.raises(StatusError, match=r"^version 1: saved_model\.pb: the graph maps") as caught:
+        ask_server(version)
+    assert caught.value.code is Code.DATA_LOSS
+
+
+def test_served_over_http_with_a_swap(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
+    staged = export(checkpoint, tmp_path / "m")
+    served = tmp_path / "served"
+    served.mkdir()
+    shutil.copytree(staged, served / "1")
+    with ServerProcess(served, tmp_path / "log", "--prewarm", "--random-access") as server:
+        server.wait_for(1)
+        body = {"inputs": dict.fromkeys(SHAPES, IDS.tolist())}
+        for version in (1, 2):
+            if version == 2:
+                shutil.copytree(staged, served / ".new")
+                (served / ".new").rename(served / "2")
+                server.wait_for(2)
+            status, reply = server.predict(body)
+            assert status == 200, reply
+            check({name: np.array(value) for name, value in reply["outputs"].items()}, tables)
+        assert server.stop() == 0
+        assert "random access:" not in server.log
+
+
+MEASURE = """
+import json, resource, sys
+import numpy as np
+from tpuembed_serving import runtime
+peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
+runtime.load(__import__("pathlib").Path(sys.argv[2])).close()
+before = peak()
+servable = runtime.load(__import__("pathlib").Path(sys.argv[1]), random_access=True)
+loaded = peak()
+areas = open("/proc/self/smaps").read().split("VmFlags:")
+flags = [after.split("\\n")[0].split() for area, after in zip(areas, areas[1:]) if "variables.data-" in area.splitlines()[1]]
+[rows] = servable.run(servable.signatures["serving_default"], [np.arange(0, 1 << 20, 5)])
+print(json.dumps({"loaded": loaded - before, "looked_up": peak() - before, "rows": rows.nbytes, "flags": flags}))
+"""
+
+
+def test_memory_does_not_hold_the_table(tmp_path: Path) -> None:
+    """256 MiB are mapped in a few; a copy by constant folding, or by a read of the variable, would show."""
+    config = {"features": {"x": {"table": "big", "input": "id"}}}
+    versions = []
+    for name, rows in (("big", 1 << 20), ("small", 1 << 4)):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name / "ckpt", {"big": np.ones((rows, 64), np.float32)})
+        done = export_saved_model(tmp_path / name / "ckpt", tmp_path / name / "m", serving_config=config, layout="mmap")
+        versions.append(str(done.path))
+    process = subprocess.run([sys.executable, "-c", MEASURE, *versions], capture_output=True, text=True, check=True)
+    found = json.loads(process.stdout.splitlines()[-1])
+    assert found["loaded"] < 16 << 20
+    assert ["rr" in flags for flags in found["flags"]] == [True], "random_access is on the mapping"
+    assert found["looked_up"] < found["rows"] * 2 + (48 << 20)
