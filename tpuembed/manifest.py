@@ -46,7 +46,7 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
-    """A table's place in its stack: rows [row_offset, row_offset + rows)."""
+    """A table's place in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on."""
 
     name: str
     rows: int
@@ -54,9 +54,10 @@ class TableEntry:
     dtype: str
     stack: str
     row_offset: int
+    first_row: int = 0
 
     def __post_init__(self) -> None:
-        _check_integers(self, rows=1, dim=1, row_offset=0)
+        _check_integers(self, rows=1, dim=1, row_offset=0, first_row=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -167,6 +167,7 @@ def _table_entries(stack: StackPlan) -> list[TableEntry]:
             dtype=table.source_dtype,
             stack=stack.name,
             row_offset=table.row_offset,
+            first_row=table.first_row,
         )
         for table in stack.tables
     ]

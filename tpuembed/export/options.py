@@ -6,6 +6,7 @@ from typing import Any
 
 from tpuembed.config.checks import check_keys, check_number
 from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES
+from tpuembed.export.row_ranges import RowRanges
 from tpuembed.export.storage_choice import Storage
 
 __all__ = ["ExportOptions"]
@@ -17,6 +18,7 @@ class ExportOptions:
 
     storage: Storage = "float32"
     max_error: float | None = None
+    row_ranges: RowRanges = dataclasses.field(default_factory=dict)
     layout: str = "variables"
     serving_root: str | None = None
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES

@@ -14,6 +14,7 @@ from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError
 from tpuembed.export.chunk import chunk_bytes, rows_within
+from tpuembed.export.row_ranges import RowRanges, check_row_ranges
 from tpuembed.export.storage import SOURCE_DTYPES, STORAGES
 from tpuembed.export.storage_choice import Storage, storage_by_table
 from tpuembed.export.units import format_bytes
@@ -37,7 +38,7 @@ _MAX_SHARDS = 16_384
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A table's rows in its stack: [row_offset, row_offset + rows).
+    """A table's rows in its stack: [row_offset, row_offset + rows) are its rows from `first_row` on.
 
     `quantization`: the fields of the QuantizationConfig that its values are passed through, or None.
     """
@@ -47,6 +48,8 @@ class Placement:
     row_offset: int
     source_dtype: str
     quantization: Mapping[str, Any] | None = None
+    first_row: int = 0
+    is_whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +135,7 @@ class ExportPlan:
         workers: processes that stream; never more than there are shards.
         max_memory_bytes: bound on all their buffers together.
         stacks: sorted by storage and width.
-        shards: every row of every table exactly once.
+        shards: every row to export of every table exactly once.
     """
 
     layout: str
@@ -166,6 +169,7 @@ def plan_export(
     *,
     storage: Storage = "float32",
     quantization: Mapping[str, QuantizationConfig] | None = None,
+    row_ranges: RowRanges | None = None,
     layout: str = "variables",
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int = 1,
@@ -176,6 +180,7 @@ def plan_export(
         tables: what the checkpoint says about the tables to export.
         storage: key of STORAGES for all of them, or one by table; see `storage_by_table`.
         quantization: by table, of those whose activations were quantized in training.
+        row_ranges: table -> (start, stop), of tables of which only these rows are exported.
         layout: one of LAYOUTS.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that may stream at once.
@@ -183,16 +188,19 @@ def plan_export(
     Raises:
         ConfigError: no table, a table twice or of a shape or dtype that cannot be exported, an unknown storage or
             layout, fewer than one worker, or a budget that does not hold one row for every worker.
-        UnknownTableError: `storage` names another table.
+        UnknownTableError: `storage` or `row_ranges` name another table.
+        RowRangeError: rows outside of a table.
     """
     _check_options(layout, max_memory_bytes, workers)
     _check_tables(tables)
-    stacks = _stack_tables(tables, storage_by_table(storage, [table.name for table in tables]), quantization or {})
+    ranges = check_row_ranges(row_ranges or {}, tables)
+    storages = storage_by_table(storage, [table.name for table in tables])
+    stacks = _stack_tables(tables, storages, quantization or {}, ranges)
     shard_bytes = _shard_bytes(sum(stack.size for stack in stacks), workers)
-    ranges = [r for stack in stacks for r in _split(stack, shard_bytes)]
-    workers = min(workers, len(ranges))
+    pieces = [piece for stack in stacks for piece in _split(stack, shard_bytes)]
+    workers = min(workers, len(pieces))
     budget = min(_CHUNK_BYTES, max_memory_bytes // workers)
-    shards = tuple(_task(index, *piece, budget) for index, piece in enumerate(ranges))
+    shards = tuple(_task(index, *piece, budget) for index, piece in enumerate(pieces))
     plan = ExportPlan(
         layout=layout, workers=workers, max_memory_bytes=max_memory_bytes, stacks=tuple(stacks), shards=shards
     )
@@ -224,30 +232,40 @@ def _check_tables(tables: Sequence["TableInfo"]) -> None:
 
 
 def _stack_tables(
-    tables: Sequence["TableInfo"], storages: Mapping[str, str], quantization: Mapping[str, QuantizationConfig]
+    tables: Sequence["TableInfo"],
+    storages: Mapping[str, str],
+    quantization: Mapping[str, QuantizationConfig],
+    ranges: RowRanges,
 ) -> list[StackPlan]:
     def kind(table: "TableInfo") -> tuple[str, int]:
         return storages[table.name], table.dim
 
     in_order = sorted(tables, key=lambda table: (*kind(table), table.name))
-    return [_stack(*of_kind, list(group), quantization) for of_kind, group in groupby(in_order, key=kind)]
+    return [_stack(*of_kind, list(group), quantization, ranges) for of_kind, group in groupby(in_order, key=kind)]
 
 
 def _stack(
-    storage: str, dim: int, tables: Sequence["TableInfo"], quantization: Mapping[str, QuantizationConfig]
+    storage: str,
+    dim: int,
+    tables: Sequence["TableInfo"],
+    quantization: Mapping[str, QuantizationConfig],
+    ranges: RowRanges,
 ) -> StackPlan:
     placements, rows = [], 0
     for table in tables:
         simulated = quantization.get(table.name)
+        start, stop = ranges.get(table.name, (0, table.rows))
         placement = Placement(
             table=table.name,
-            rows=table.rows,
+            rows=stop - start,
             row_offset=rows,
+            first_row=start,
+            is_whole=stop - start == table.rows,
             source_dtype=table.dtype.name,
             quantization=None if simulated is None else dataclasses.asdict(simulated),
         )
         placements.append(placement)
-        rows += table.rows
+        rows += stop - start
     name, size = f"stack_{storage}_{dim}", rows * STORAGES[storage].row_bytes(dim)
     return StackPlan(name=name, dim=dim, storage=storage, rows=rows, offset=0, size=size, tables=tuple(placements))
 
@@ -264,7 +282,7 @@ def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Plac
         pieces = min(table.rows, max(1, round(table.rows * stack.row_bytes / shard_bytes)))
         bounds = [table.rows * i // pieces for i in range(pieces + 1)]
         for start, stop in pairwise(bounds):
-            yield stack, table, start, stop
+            yield stack, table, table.first_row + start, table.first_row + stop
 
 
 def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int, budget: int) -> ShardTask:
@@ -280,7 +298,7 @@ def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int,
         source_dtype=table.source_dtype,
         storage=stack.storage,
         file=stack.file,
-        file_offset=stack.offset + (table.row_offset + start) * stack.row_bytes,
+        file_offset=stack.offset + (table.row_offset + start - table.first_row) * stack.row_bytes,
         chunk_rows=min(stop - start, rows),
         quantization=table.quantization,
     )
@@ -314,7 +332,8 @@ def _description(plan: ExportPlan) -> Iterator[str]:
         for table in stack.tables:
             cast = "" if table.source_dtype == stack.storage else f", from {table.source_dtype}"
             levels = "" if table.quantization is None else f", quantized to {table.quantization['num_buckets']} values"
-            yield f"    {table.table}: {table.rows:,} rows from row {table.row_offset:,}{cast}{levels}"
+            part = "" if table.is_whole else f" (its rows {table.first_row:,} to {table.first_row + table.rows - 1:,})"
+            yield f"    {table.table}: {table.rows:,} rows{part} from row {table.row_offset:,}{cast}{levels}"
 
 
 def _count(number: int, noun: str) -> str:
