@@ -23,6 +23,7 @@ class DataFiles:
         self._prefix = prefix
         self._num_shards = num_shards
         self._files: dict[int, ByteFile] = {}
+        self._checked: dict[int, FileVersion] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -33,7 +34,7 @@ class DataFiles:
     def check_ranges(self, parts: Iterable[tuple[str, Slice]]) -> None:
         """Raise CheckpointCorruptError unless every named part lies inside its data file, apart from all others."""
         ordered = sorted(parts, key=lambda item: (item[1].shard, item[1].offset, item[1].size))
-        found = self.versions(part.shard for _, part in ordered)
+        found = self._checked = self.versions(part.shard for _, part in ordered)
         ends: dict[int, int] = {}
         for name, part in ordered:
             path, size, end = self.path(part.shard), found[part.shard].size, part.offset + part.size
@@ -87,8 +88,18 @@ class DataFiles:
             if self._closed:
                 raise CheckpointError(f"bundle {self._prefix}: is closed; open it again")
             if shard not in self._files:
-                self._files[shard] = open_bytes(self.path(shard))
+                self._files[shard] = self._as_checked(shard, open_bytes(self.path(shard)))
             return self._files[shard]
+
+    def _as_checked(self, shard: int, file: ByteFile) -> ByteFile:
+        """`file`; CheckpointError where it took the place of the one that the index was held against."""
+        if file.version == self._checked.get(shard, file.version):
+            return file
+        file.close()
+        raise CheckpointError(
+            f"data file {self.path(shard)}: has changed since the checkpoint was opened, and the index that was read may be of "
+            "other tensors; open it again"
+        )
 
     def close(self) -> None:
         """Close what was opened; reading is over."""

@@ -15,7 +15,7 @@ from tests.unit.checkpoint.tpu_checkpoints import layout_fields, serialized_layo
 from tests.unit.tensor_bundle.bundles import save
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
@@ -307,6 +307,20 @@ def test_the_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
             file.write(b"x")
         seen.add(checkpoint.fingerprint())
     assert len(seen) == 4
+
+
+def test_a_checkpoint_that_another_takes_the_place_of(tmp_path: Path) -> None:
+    """By TensorFlow, under the same name: the index that was read is not its own."""
+    first, second = np.arange(30, dtype=np.float32).reshape(2, 5, 3)
+    save(tmp_path / "ckpt", {"a": first, "b": first})
+    with open_checkpoint(tmp_path / "ckpt") as untouched, open_checkpoint(tmp_path / "ckpt") as late:
+        np.testing.assert_array_equal(untouched.read("a"), first)
+        save(tmp_path / "ckpt", {"a": second, "b": second})
+        np.testing.assert_array_equal(untouched.read("b"), first)  # whose file it has open
+        with pytest.raises(CheckpointError, match=r"data-00000-of-00001: has changed since the checkpoint was opened"):
+            late.read("a")
+    with open_checkpoint(tmp_path / "ckpt") as again:
+        np.testing.assert_array_equal(again.read("a"), second)
 
 
 SCRIPT = """
