@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends import Backend, Request, choose, train
@@ -25,9 +23,10 @@ from tpuembed.backends.tf_config import (
 from tpuembed.config import TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
-from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.table_access import TableAccess
 from tpuembed.table_scope import TableSource
+from tpuembed.weight_files import load_tables, save_tables
 
 __all__ = ["TPUEmbedding"]
 
@@ -58,6 +57,9 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
 
     Source: `tfrs.layers.embedding.TPUEmbedding`, whose code runs with this layer in its place.
     """
+
+    saved_by_another = False
+    """Whether a layer that has this one writes its tables into weight files."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         self._tpu_embedding = TablesNode(
             self._parts.checkpoint_config(), states, backend.checkpoint_children(), backend.layouts(), updates
         )
-        self._tpu_embedding.restore_rows = self.restore_tables
+        self._tpu_embedding.restore_rows = self.restore_saved
         trained_here = any(state.optimizer is not None for state in states)
         # Keras counts, lists and freezes them as weights of the layer; they are adopted, not copied.
         self._table_weights = [
@@ -211,13 +213,9 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         return cls(**{**config, **objects})
 
     def save_own_variables(self, store: Any) -> None:
-        """Into `.weights.h5` and `.keras`: tables and slots by name ("/" written as "|"), count of updates, and config.
-
-        The config, JSON as bytes, tells whoever reads the file without the layer which array is a table and which a slot.
-        """
-        for name, variable in self._stored().items():
-            store[name] = variable.numpy()
-        store[_CONFIG] = np.frombuffer(json.dumps(self._parts.checkpoint_config()).encode(), np.uint8)
+        """Into `.weights.h5` and `.keras`: tables, slots, count of updates and config, by name."""
+        if not self.saved_by_another:
+            save_tables(store, self.named_variables(), int(self.updates.numpy()), self.checkpoint_config())
 
     def load_own_variables(self, store: Any) -> None:
         """Assign what `save_own_variables` stored.
@@ -225,28 +223,21 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         Raises:
             CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
         """
-        if not self._parts.backend.states:
-            return  # inside an export, whose checkpoint has the rows
-        stored = self._stored()
-        names = [name for name in store.keys() if name != _CONFIG]  # noqa: SIM118 - an h5 store, not a dict
-        in_file = {name: tuple(store[name].shape) for name in names}
-        in_layer = {name: tuple(variable.shape) for name, variable in stored.items()}
-        if in_file != in_layer:
-            raise CheckpointMismatchError(
-                f"layer {self.name!r}: the file holds {in_file}, the layer {in_layer}; build the layer as it was saved"
-            )
-        for name, variable in stored.items():
-            variable.assign(store[name])
+        if self.saved_by_another or not self._parts.backend.states:
+            return  # inside an export, whose checkpoint has the rows, there are no states
+        self.updates.assign(load_tables(store, self.name, self.named_variables()))
 
-    def _stored(self) -> dict[str, Any]:
+    def named_variables(self) -> dict[str, Any]:
+        """Name of a table, or `<table>/<slot>` -> its variable, float32 [rows, dim]."""
         states = self._parts.backend.states.values()
-        named = {name: variable for state in states for name, variable in state.named_variables().items()}
-        return {name.replace("/", "|"): variable for name, variable in named.items()} | {
-            "|updates": self._tpu_embedding.updates
-        }
+        return {name: variable for state in states for name, variable in state.named_variables().items()}
+
+    @property
+    def updates(self) -> Any:
+        """The variable that counts the updates of the layer's tables, int64 []."""
+        return self._tpu_embedding.updates
 
 
-_CONFIG = "|config"
 _KERAS_LISTS = ("_trainable_variables", "_non_trainable_variables")
 
 

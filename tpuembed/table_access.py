@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tpuembed.files import FilePath
     from tpuembed.restore import RestoreReport
 
-__all__ = ["LiveTables", "TableAccess"]
+__all__ = ["HasTables", "LiveTables", "TableAccess"]
 
 _EXACT_IN_FLOAT32 = ("float32", "float16", "bfloat16")
 
@@ -68,6 +68,19 @@ class LiveTables:
                 f"layer {self.layer!r}: table {table!r} has no slot {slot!r}; {did_you_mean(str(slot), state.slots)}"
             )
         return state.slots[slot]
+
+
+class HasTables(Protocol):
+    """A layer whose tables can be written.
+
+    Attributes:
+        name: the layer's.
+    """
+
+    name: str
+
+    def live_tables(self, doing: str) -> LiveTables:
+        """The tables in memory, for `doing`; raises ConfigError where they cannot be written."""
 
 
 class TableAccess:
@@ -156,6 +169,12 @@ class TableAccess:
         from tpuembed.restore import restore_tables
 
         return restore_tables(self, path, tables, slots, resize=resize, lossy=lossy, **options)
+
+    def restore_saved(self, path: str, tables: Iterable[str]) -> None:
+        """Restore `tables` from a checkpoint that has them where TensorFlow does not look; see `restore.restore_saved`."""
+        from tpuembed.restore import restore_saved
+
+        restore_saved(self, path, {table: table for table in tables})
 
 
 def _checked_rows(where: str, values: Any, dim: int) -> Any:

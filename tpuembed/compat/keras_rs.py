@@ -15,9 +15,8 @@ from tpuembed.compat.divided import DividedEmbedding, divide
 from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
 from tpuembed.compat.keras_rs_inputs import prepare
 from tpuembed.config import FeatureConfig as LayerFeature
-from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import check_plain, flatten, map_leaves
-from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
 from tpuembed.table_scope import current_source
 
@@ -49,6 +48,8 @@ class DistributedEmbedding(DividedEmbedding):
 
     Source: `keras_rs.layers.DistributedEmbedding` on its TensorFlow backend.
     """
+
+    PLACES = (_SPARSECORE, _DEFAULT)
 
     def __init__(
         self,
@@ -172,10 +173,7 @@ class DistributedEmbedding(DividedEmbedding):
             UnknownTableError: the layer has no such table.
             ConfigError: another shape or dtype than the table's.
         """
-        homes = {config.name: layer for _, layer in self._parts for config in layer.embedding_tables}
-        for name in tables:
-            if name not in homes:
-                raise UnknownTableError(f"layer {self.name!r}: has no table {name!r}; {did_you_mean(str(name), homes)}")
+        homes = {name: self._home(name) for name in tables}
         for name, values in tables.items():
             homes[name].update_embedding_table(name, values)
 

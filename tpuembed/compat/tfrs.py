@@ -6,12 +6,13 @@
 become `from tpuembed.compat.tfrs import ...`. Optimizers are Keras 3's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.saved_places import children_of
 from tpuembed.backends.tf_config import (
     features_from,
     features_to_dict,
@@ -47,6 +48,11 @@ def translate_keras_optimizer(optimizer: Any) -> Any:
     return optimizer_to_tf(resolve_optimizer(optimizer))
 
 
+_LARGE, _SMALL = "tpu_embedding", "small_embedding"
+_KERAS_LAYERS = "_keras_embedding_layers"
+"""Where TensorFlow Recommenders saves small tables."""
+
+
 @keras.saving.register_keras_serializable(package="tpuembed.compat.tfrs")
 class PartialTPUEmbedding(DividedEmbedding):
     """Large tables for the embedding accelerator, small ones replicated beside the dense part of the model.
@@ -68,6 +74,8 @@ class PartialTPUEmbedding(DividedEmbedding):
 
     Source: `PartialTPUEmbedding` of TensorFlow Recommenders.
     """
+
+    PLACES = (_LARGE, _SMALL)
 
     def __init__(
         self,
@@ -99,6 +107,14 @@ class PartialTPUEmbedding(DividedEmbedding):
         return TPUEmbedding(
             features, self._optimizer, self._pipelining, _per_replica(self._batch_size), name=f"{self.name}_large"
         )
+
+    def _source(self, table: str, names: Iterable[str]) -> str:
+        """TensorFlow Recommenders saves a small table by one of its features."""
+        features = [path for path, config in flatten(self._division.value.structure) if config.table.name == table]
+        return next((name for name in (table, *sorted(features)) if name in set(names)), table)
+
+    def _other_names(self, keys: Iterable[str]) -> set[str]:
+        return children_of(keys, _KERAS_LAYERS)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,9 +159,6 @@ class PartialTPUEmbedding(DividedEmbedding):
     def from_config(cls, config: dict[str, Any]) -> "PartialTPUEmbedding":
         """The layer that `get_config` described."""
         return cls(**{**config, "feature_config": feature_config_from_dict(config["feature_config"])})
-
-
-_LARGE, _SMALL = "tpu_embedding", "small_embedding"
 
 
 def _place(rows: int, threshold: int | None) -> str:

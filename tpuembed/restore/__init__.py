@@ -14,9 +14,9 @@ from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.restore.plan import Request, TablePlan, plan_tables
 from tpuembed.restore.stream import is_checked_while_read, restore_table
-from tpuembed.table_access import LiveTables, TableAccess
+from tpuembed.table_access import HasTables, LiveTables
 
-__all__ = ["RestoreReport", "TablePlan", "restore_tables"]
+__all__ = ["RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RestoreReport:
 
 
 def restore_tables(
-    layer: TableAccess,
+    layer: HasTables,
     path: str | FilePath,
     tables: Iterable[str] | Mapping[str, str] | None = None,
     slots: bool = True,
@@ -70,17 +70,32 @@ def restore_tables(
         ConfigError: an argument of the wrong kind, or a place where no table can be written.
         CheckpointError: as `open_checkpoint` and its reads.
     """
-    if not isinstance(layer, TableAccess):
+    if not callable(getattr(layer, "live_tables", None)):
         raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {layer!r}")
-    request = Request.of(tables, slots, resize, lossy)
+    return _restore(layer, path, Request.of(tables, slots, resize, lossy), options)
+
+
+def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> RestoreReport:
+    """What `tf.train.Checkpoint` would restore of `tables`, {layer's: checkpoint's}, if they lay where the layer has them.
+
+    As TensorFlow does, it leaves out slots that the layer does not have; slots that the checkpoint lacks stay as they are,
+    with a warning.
+
+    Raises:
+        CheckpointMismatchError, CheckpointCorruptError, ConfigError: as `restore_tables`.
+    """
+    return _restore(layer, path, Request(tables, slots=True, resize={}, lossy=False, rows_alone=True), {})
+
+
+def _restore(layer: HasTables, path: str | FilePath, request: Request, options: Mapping[str, Any]) -> RestoreReport:
     live = layer.live_tables("restore_tables")
     with open_checkpoint(path, **options) as checkpoint:
         plans = plan_tables(checkpoint, live, request)
-        updates = _updates(checkpoint.path, update_counts(checkpoint), live, plans) if slots else None
+        updates = _updates(checkpoint.path, update_counts(checkpoint), live, plans) if request.slots else None
         checkpoint.verify([plan.source for plan in plans if not is_checked_while_read(checkpoint, plan)])
         with live.writing():
             for plan in plans:
-                restore_table(checkpoint, live, plan, slots)
+                restore_table(checkpoint, live, plan, request.slots)
         if updates is not None:
             live.updates.assign(updates)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)

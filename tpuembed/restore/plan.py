@@ -1,6 +1,7 @@
 """What a restore moves where: data, made from metadata alone, with every disagreement found before a row is written."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -28,12 +29,14 @@ class Request:
         slots: whether the optimizers' slots are restored too.
         resize: {the layer's name: "grow" or "shrink"}.
         lossy: whether float64 is rounded to float32.
+        rows_alone: whether rows are restored without slots where layer or checkpoint has none of a table.
     """
 
     tables: Mapping[str, str] | None
     slots: bool
     resize: Mapping[str, str]
     lossy: bool
+    rows_alone: bool = False
 
     @classmethod
     def of(
@@ -152,7 +155,7 @@ def _plan_table(checkpoint: Checkpoint, info: TableInfo, live: LiveTables, table
     state = live.state(table)
     where = f"checkpoint {checkpoint.path}: table {info.name!r}"
     _check_shape(where, info, live.layer, state, request.resize.get(table))
-    slots = _checked_slots(checkpoint, where, info, live.layer, state) if request.slots else ()
+    slots = _checked_slots(checkpoint, where, info, live.layer, state, request.rows_alone) if request.slots else ()
     dtypes = {slot: checkpoint.read(info.name, 0, 0, slot).dtype for slot in (None, *slots)}
     for slot, dtype in dtypes.items():
         _check_dtype(where if slot is None else f"{where}: slot {slot!r}", live.layer, dtype, request.lossy)
@@ -180,8 +183,16 @@ def _check_shape(where: str, info: TableInfo, layer: str, state: TableState, res
 
 
 def _checked_slots(
-    checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState
+    checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState, rows_alone: bool
 ) -> tuple[str, ...]:
+    if rows_alone and not (info.slots and state.slots):
+        if state.slots:
+            warnings.warn(
+                f"{where} has no slots; those of table {state.config.name!r} of layer {layer!r} "
+                f"({_shown(sorted(state.slots))}) stay as they are",
+                stacklevel=2,
+            )
+        return ()
     if set(info.slots) != set(state.slots):
         raise CheckpointMismatchError(
             f"{where} has {_slots_of(info.slots)}, table {state.config.name!r} of layer {layer!r} ({_kind(state)}) "

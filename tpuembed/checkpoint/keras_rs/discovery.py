@@ -1,7 +1,7 @@
 """The tables of a weight file, proven against what the model's config says where the file carries it."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]
     own_configs = own_layer_configs(weights)
     keras_rs = with_optimizer_slots(weights, list(keras_rs_tables(weights)))
     layers = list(layer_configs(weights.config))
-    _check_keras_rs(weights, keras_rs, layers)
+    _check_keras_rs(weights, keras_rs, layers, own_configs)
     tables = _by_name(weights, [*own_layer_tables(weights, own_configs), *keras_rs])
     if not tables:
         raise CheckpointFormatError(f"weights {weights.path}: {_why_none(weights)}")
@@ -68,11 +68,13 @@ def _check_slots(weights: Weights, table: Table) -> None:
             )
 
 
-def _check_keras_rs(weights: Weights, tables: Sequence[Table], configs: Sequence[LayerConfig]) -> None:
-    """Raise where a layer has tables that are not in the file, or other ones than its config says."""
+def _check_keras_rs(
+    weights: Weights, tables: Sequence[Table], configs: Sequence[LayerConfig], own: Collection[str]
+) -> None:
+    """Raise where a layer has tables that are not in the file, or other ones than its config says; tpuembed's are `own`."""
     layers = {table.layer for table in tables}
     named = {path for path in weights.groups if _LAYER_GROUP.fullmatch(PurePosixPath(path).name)}
-    for path in sorted(layers | named):
+    for path in sorted((layers | named) - set(own)):
         group = weights.groups.get(path)
         if group is not None and group.datasets:
             raise CheckpointFormatError(

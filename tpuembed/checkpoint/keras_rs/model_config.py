@@ -7,6 +7,8 @@ from typing import Any, Final
 __all__ = ["LayerConfig", "OptimizerConfig", "layer_configs", "optimizer_config"]
 
 _LAYER: Final = "DistributedEmbedding"
+_OURS: Final = "tpuembed"
+"""How the registered name of a layer of that name begins which carries a config of its own beside its arrays."""
 _SLOTS: Final = {
     "Adagrad": ("accumulators",),
     "Adam": ("momenta", "velocities"),
@@ -58,7 +60,8 @@ def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
         elif isinstance(node, Mapping):
             fields = node.get("config")
             if node.get("class_name") == _LAYER and isinstance(fields, Mapping):
-                yield from _layer_config(fields)
+                if not str(node.get("registered_name")).startswith(_OURS):
+                    yield from _layer_config(fields)
             else:
                 pending.extend(reversed(list(node.values())))
 
