@@ -124,6 +124,39 @@ def test_small_tables_lie_beside_the_stacks(tmp_path: Path) -> None:
         assert checkpoint.format == "dense+sparsecore"
 
 
+def of_one_width() -> Tables:
+    """Which of them are in the stack, a size_threshold decides."""
+    return {table.name: table for table in (TableConfig(40, 8, "a"), TableConfig(12, 8, "b"), TableConfig(64, 8, "c"))}
+
+
+def keys(path: str) -> list[str]:
+    """Without the layouts, which only some have."""
+    return sorted(set(tf.train.load_checkpoint(path).get_variable_to_shape_map()) - {LAYOUTS})
+
+
+@pytest.mark.filterwarnings("ignore:TPUEmbedding. sparse_core_embedding_config has no effect")  # where all are replicated
+@pytest.mark.parametrize("stacking", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(None, 12), (12, 40), (64, None)])
+def test_restores_under_another_threshold(
+    tmp_path: Path, before: int | None, after: int | None, stacking: bool
+) -> None:
+    """Both ways. TensorFlow calls a stack by its tables; without stacks the keys do not depend on the threshold."""
+    config = None if stacking else SparseCoreConfig(disable_table_stacking=True)
+    paths = []
+    for index, (first, second) in enumerate([(before, after), (after, before)]):
+        with simulated_tpu(replicas=2) as strategy:
+            model = trained(strategy, of_one_width(), size_threshold=first, sparse_core_embedding_config=config)
+            truth = state(model)
+            (tmp_path / str(index)).mkdir()
+            paths.append(write(tmp_path / str(index), model))
+            with strategy.scope():
+                other = model_of(of_one_width(), size_threshold=second, sparse_core_embedding_config=config)
+            tf.train.Checkpoint(model=other).read(paths[-1])
+            same(state(other), truth)
+            assert int(other.embedding._tpu_embedding.updates.numpy()) == 2
+    assert (keys(paths[0]) == keys(paths[1])) != stacking
+
+
 @pytest.mark.parametrize("tables", [stacked, aligned])
 def test_export(tmp_path: Path, tables: Any) -> None:
     with simulated_tpu(replicas=2) as strategy:
