@@ -104,20 +104,26 @@ def _schedule_class() -> Any:
     return keras.optimizers.schedules.LearningRateSchedule
 
 
+_NOT_FOR_XLA = "traced_before_jit_compile__decorate_the_inner_function_with_jit_compile_too"
+
+
 def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) -> tuple[Tensor, Tensor]:
     """(unique ids [u], their summed gradients [u, dim]) of ids [n] and gradients [n, dim].
 
     Negative ids are dropped; where there can be none (`droppable` is False) nothing is copied to do so.
 
     Under XLA the shapes stay static, and a spare slot carries the id `rows`, which XLA's scatter drops.
-    (There, `tf.unique` gives a dynamic shape on which later ops are silently wrong.)
+    (There, `tf.unique` of a dynamic shape is silently wrong. A function that was traced before, and is then called by one that
+    XLA compiles, is not traced again: the op without a kernel in XLA makes that an error.)
     """
     if in_xla_context():
         return _dedupe_static(ids, gradients, rows)
     if droppable:
         keep = tf.where(ids >= 0)[:, 0]
         ids, gradients = tf.gather(ids, keep), tf.gather(gradients, keep)
-    unique, index = tf.unique(ids)
+        unique, index, _ = tf.unique_with_counts(ids, name=_NOT_FOR_XLA)
+    else:
+        unique, index = tf.unique(ids)
     return unique, tf.math.unsorted_segment_sum(gradients, index, tf.size(unique))
 
 

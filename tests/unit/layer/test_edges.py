@@ -66,3 +66,21 @@ def test_two_variables_are_never_saved_under_one_name(tables: dict[str, str], me
     with pytest.raises(ConfigError) as error:
         _layer("adam", **tables)
     assert message in str(error.value)
+
+
+def test_a_step_traced_before_xla_compiles_it_is_refused_where_it_would_be_wrong() -> None:
+    """XLA gives wrong unique ids of those that are left when negative ones are dropped."""
+    layer = _layer()
+    indices, shape = [[0, 0], [0, 1], [1, 0]], [2, 2]
+
+    def step(values: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer({"x": tf.SparseTensor(indices, values, shape)})["x"])
+        tape.gradient(loss, layer.trainable_variables)
+
+    values = tf.constant([1, -1, 1], tf.int64)
+    traced = tf.function(step)
+    traced(values)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="traced_before_jit_compile__decorate_the_inner_function"):
+        tf.function(lambda: traced(values), jit_compile=True)()
+    tf.function(step, jit_compile=True)(values)
