@@ -2,8 +2,9 @@
 
     python benchmarks/export.py [--rounds N] [--gib N] [--folder DIR]
 
-Both read a table from the page cache and end when the copy is on the disk. Rounds are interleaved, so that a slow moment
-of the machine meets all contenders; medians are reported. Everything it makes is deleted.
+All read a table from the page cache and end when the copy is on the disk; rates are of the source's bytes, whatever is
+stored. Rounds are interleaved, so that a slow moment of the machine meets all contenders; medians are reported. Everything it
+makes is deleted.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_ind
 
 DIM = 64
 PIECE_ROWS = 1 << 16
-WORKERS = (1, 2)
+CONTENDERS = ((1, "float32"), (2, "float32"), (2, "bfloat16"), (2, "float16"), (2, "int8"))
 
 
 def run(rounds: int = 5, gib: int = 2, folder: str | None = None) -> dict[str, Any]:
@@ -40,10 +41,10 @@ def run(rounds: int = 5, gib: int = 2, folder: str | None = None) -> dict[str, A
         size = write_table(place / "table", gib << 30)
         contenders: dict[str, Callable[[], float]] = {"cp": partial(copy, place)}
         reports: dict[str, list[StreamReport]] = {}
-        for workers in WORKERS:
-            name = f"export, {workers} worker{'s' if workers > 1 else ''}"
+        for workers, storage in CONTENDERS:
+            name = f"export, {workers} worker{'s' if workers > 1 else ''}, {storage}"
             reports[name] = []
-            contenders[name] = partial(export, place, workers, reports[name])
+            contenders[name] = partial(export, place, workers, storage, reports[name])
         seconds = interleave(contenders, rounds)
     return {"bytes": size, "rounds": rounds, "contenders": summary(size, seconds, reports)}
 
@@ -69,6 +70,7 @@ def summary(size: int, seconds: dict[str, list[float]], reports: dict[str, list[
             "seconds": round(statistics.median(taken), 3),
             "seconds_min_max": [round(min(taken), 3), round(max(taken), 3)],
             "mb_per_second": round(size / statistics.median(taken) / 1e6),
+            "bytes_written": reports[name][0].bytes_written if name in reports else size,
             "times_cp": round(base / statistics.median(taken), 2),
             "worker_peak_rss_mb": max((r.worker_peak_rss_bytes / 1e6 for r in reports.get(name, [])), default=None),
         }
@@ -102,10 +104,10 @@ def copy(place: Path) -> float:
     return took
 
 
-def export(place: Path, workers: int, reports: list[StreamReport]) -> float:
+def export(place: Path, workers: int, storage: str, reports: list[StreamReport]) -> float:
     prefix = place / "table"
     with open_checkpoint(prefix) as checkpoint:
-        plan = plan_export(list(checkpoint.tables().values()), workers=workers)
+        plan = plan_export(list(checkpoint.tables().values()), workers=workers, storage=storage)
         source = Source(path=str(prefix), fingerprint=checkpoint.fingerprint())
     reports.append(stream_tables(plan, source, place / "tables", choose_engine("local", workers)))
     shutil.rmtree(place / "tables")
