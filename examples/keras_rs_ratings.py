@@ -32,13 +32,13 @@ def feature_configs(batch_size: int) -> dict[str, Any]:
     """A table for each feature; shapes have the batch of all replicas."""
     rows = {"movie": MOVIES, "user": USERS}
     tables = {
-        name: keras_rs.TableConfig(
+        name: keras_rs.layers.TableConfig(
             name=f"{name}_table", vocabulary_size=count, embedding_dim=DIM, optimizer="adam", placement="auto"
         )
         for name, count in rows.items()
     }
     return {
-        f"{name}_id": keras_rs.FeatureConfig(
+        f"{name}_id": keras_rs.layers.FeatureConfig(
             name=name, table=table, input_shape=(batch_size,), output_shape=(batch_size, DIM)
         )
         for name, table in tables.items()
@@ -50,7 +50,7 @@ class EmbeddingModel(keras.Model):
 
     def __init__(self, configs: Any) -> None:
         super().__init__()
-        self.embedding_layer = keras_rs.DistributedEmbedding(feature_configs=configs)
+        self.embedding_layer = keras_rs.layers.DistributedEmbedding(feature_configs=configs)
         self.ratings = keras.Sequential(
             [
                 keras.layers.Dense(32, activation="relu"),

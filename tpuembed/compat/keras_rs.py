@@ -1,8 +1,10 @@
-"""keras-rs' embedding layer: `import keras_rs` ... `keras_rs.layers.DistributedEmbedding` becomes
-`from tpuembed.compat import keras_rs` ... `keras_rs.DistributedEmbedding`.
+"""keras-rs' embedding layer: `import keras_rs` becomes `from tpuembed.compat import keras_rs`.
+
+`keras_rs.layers.DistributedEmbedding` and its configs are there by that name, and without `layers`.
 """
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +22,7 @@ from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
 from tpuembed.table_scope import current_source
 
-__all__ = ["DistributedEmbedding", "FeatureConfig", "TableConfig"]
+__all__ = ["DistributedEmbedding", "FeatureConfig", "TableConfig", "layers"]
 
 _PREPROCESSED = "preprocessed_inputs_per_placement"
 _SPARSECORE, _DEFAULT = "sparsecore", "default_device"
@@ -343,3 +345,9 @@ def _features_from(node: Any, tables: list[TableConfig]) -> Any:
     if isinstance(node, Mapping):
         return {key: _features_from(child, tables) for key, child in node.items()}
     return [_features_from(child, tables) for child in node]
+
+
+layers = types.SimpleNamespace(
+    DistributedEmbedding=DistributedEmbedding, FeatureConfig=FeatureConfig, TableConfig=TableConfig
+)
+"""`keras_rs.layers`, as far as it is here."""

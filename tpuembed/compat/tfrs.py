@@ -3,9 +3,12 @@
     from tensorflow_recommenders.layers.embedding import TPUEmbedding, translate_keras_optimizer
     from tensorflow_recommenders.experimental.layers.embedding import PartialTPUEmbedding
 
-become `from tpuembed.compat.tfrs import ...`. Optimizers are Keras 3's.
+become `from tpuembed.compat.tfrs import ...`, and `import tensorflow_recommenders as tfrs` becomes
+`from tpuembed.compat import tfrs`, which has `tfrs.layers.embedding` and `tfrs.experimental.layers.embedding`. Optimizers are
+Keras 3's.
 """
 
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,7 +30,7 @@ from tpuembed.config.structure import flatten
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
 
-__all__ = ["PartialTPUEmbedding", "TPUEmbedding", "translate_keras_optimizer"]
+__all__ = ["PartialTPUEmbedding", "TPUEmbedding", "experimental", "layers", "translate_keras_optimizer"]
 
 
 def translate_keras_optimizer(optimizer: Any) -> Any:
@@ -189,3 +192,11 @@ def _per_replica(batch_size: int | None) -> int | None:
             "divided among them; make it a multiple"
         )
     return None if batch_size is None else batch_size // replicas
+
+
+layers = types.SimpleNamespace(embedding=types.SimpleNamespace(TPUEmbedding=TPUEmbedding))
+"""`tensorflow_recommenders.layers`, as far as it is here."""
+experimental = types.SimpleNamespace(
+    layers=types.SimpleNamespace(embedding=types.SimpleNamespace(PartialTPUEmbedding=PartialTPUEmbedding))
+)
+"""`tensorflow_recommenders.experimental`, as far as it is here."""

@@ -23,3 +23,13 @@ def test_another_keras_backend_is_refused() -> None:
         capture_output=True, text=True, timeout=120, env={**os.environ, "KERAS_BACKEND": "jax"},
     )  # fmt: skip
     assert "KERAS_BACKEND is 'jax'" in done.stderr.splitlines()[-1]
+
+
+def test_code_that_names_the_librarys_modules_runs_with_the_import_changed() -> None:
+    from tpuembed.compat import keras_rs, tfrs
+
+    assert keras_rs.layers.DistributedEmbedding is keras_rs.DistributedEmbedding
+    assert keras_rs.layers.TableConfig is keras_rs.TableConfig
+    assert keras_rs.layers.FeatureConfig is keras_rs.FeatureConfig
+    assert tfrs.layers.embedding.TPUEmbedding is tfrs.TPUEmbedding
+    assert tfrs.experimental.layers.embedding.PartialTPUEmbedding is tfrs.PartialTPUEmbedding
