@@ -16,7 +16,8 @@ __all__ = ["quantize"]
 def quantize(values: npt.NDArray[np.float32], quantization: QuantizationConfig) -> None:
     """Replace `values` by the nearest of `num_buckets` levels from `lower` to `upper`; NaN stays what it is.
 
-    Source: the docstring of `tf.tpu.experimental.embedding.QuantizationConfig`, in float32 as accelerators compute.
+    Source: SimulatedQuantization in tensorflow/core/protobuf/tpu/optimization_parameters.proto, and the docstring of
+    `tf.tpu.experimental.embedding.QuantizationConfig`; in float32, as accelerators compute.
     """
     np.clip(values, quantization.lower, quantization.upper, out=values)
     values -= np.float32(quantization.lower)
