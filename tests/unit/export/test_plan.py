@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.export.fakes import info
 from tpuembed.checkpoint import TableInfo
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.export import plan as planner
 from tpuembed.export.plan import ExportPlan, ShardTask, plan_export
 
@@ -134,6 +134,8 @@ def test_a_plan_is_json_and_text() -> None:
         "row_offset": 0,
         "source_dtype": "float16",
         "quantization": None,
+        "first_row": 0,
+        "is_whole": True,
     }
     assert ShardTask(**decoded["shards"][1]) == made.shards[1]
     assert made.describe().split("\n") == [
@@ -142,6 +144,40 @@ def test_a_plan_is_json_and_text() -> None:
         "    ads: 3 rows from row 0, from float16",
         "    users: 5 rows from row 3",
     ]
+
+
+def test_parts_of_tables() -> None:
+    tables = (info("ads", 100, 8), info("users", 50, 8), info("words", 9, 4))
+    made = plan(*tables, row_ranges={"ads": (30, 70), "words": (8, 9)})
+    wide = made.stacks[1]
+    assert (wide.rows, wide.size) == (90, 90 * 32)
+    assert [(p.table, p.rows, p.row_offset, p.first_row, p.is_whole) for p in wide.tables] == [
+        ("ads", 40, 0, 30, False),
+        ("users", 50, 40, 0, True),
+    ]
+    assert [(t.table, t.start, t.stop, t.file_offset) for t in made.shards] == [
+        ("words", 8, 9, 0),
+        ("ads", 30, 70, 0),
+        ("users", 0, 50, 40 * 32),
+    ]
+    assert "    ads: 40 rows (its rows 30 to 69) from row 0" in made.describe().split("\n")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "error", "words"),
+    [
+        ({"adz": (0, 1)}, UnknownTableError, ["'adz'", "did you mean 'ads'?"]),
+        ({"ads": (0, 101)}, RowRangeError, ["'ads'", "100 rows", "[0, 101)"]),
+        ({"ads": (-1, 5)}, RowRangeError, ["[-1, 5)"]),
+        ({"ads": (5, 5)}, RowRangeError, ["at least one row"]),
+        ({"ads": (7, 5)}, RowRangeError, ["[7, 5)"]),
+        ({"ads": (0, 2.0)}, ConfigError, ["must be an integer"]),
+    ],
+)
+def test_parts_that_are_none(ranges: Any, error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        plan(info("ads", 100, 8), row_ranges=ranges)
+    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(
