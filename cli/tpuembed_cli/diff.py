@@ -6,6 +6,7 @@ import click
 
 from tpuembed.errors import printable
 from tpuembed_cli.options import checkpoint_options as options
+from tpuembed_cli.options import options_of
 from tpuembed_cli.output import print_json, table_of, to_terminal
 from tpuembed_cli.progress import byte_progress
 
@@ -20,22 +21,39 @@ __all__ = ["diff"]
 @click.argument("second", metavar="B")
 @click.option("--slots", is_flag=True, help="Compare the rows of optimizer slots too.")
 @options
+@options_of("--first-option", "first_options", "The same, for A alone.")
+@options_of("--second-option", "second_options", "The same, for B alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def diff(first: str, second: str, slots: bool, checkpoint_options: dict[str, Any], as_json: bool) -> None:
+def diff(
+    first: str,
+    second: str,
+    slots: bool,
+    checkpoint_options: dict[str, str],
+    first_options: dict[str, str],
+    second_options: dict[str, str],
+    as_json: bool,
+) -> None:
     """Compare the tables of the checkpoints A and B: names, shapes, dtypes, and every row by value.
 
     NaN is equal to NaN. Checkpoints of different formats can be compared. Exits with 0 whether or not they differ.
     """
     from tpuembed.checkpoint.tools import diff_checkpoints
 
+    ours, theirs = (_joined(checkpoint_options, own) for own in (first_options, second_options))
     with byte_progress("diff") as on_progress:
         found = diff_checkpoints(
-            first, second, slots=slots, checkpoint_options=checkpoint_options, on_progress=on_progress
+            first, second, slots=slots, checkpoint_options=ours, second_options=theirs, on_progress=on_progress
         )
     if as_json:
         print_json(found.to_dict())
     else:
         _print(found)
+
+
+def _joined(both: dict[str, str], own: dict[str, str]) -> dict[str, str]:
+    for name in both.keys() & own.keys():
+        raise click.UsageError(f"option {name!r} is given for both checkpoints and for one of them; give it once")
+    return both | own
 
 
 def _print(found: "CheckpointDiff") -> None:

@@ -1,12 +1,15 @@
 """Option types that several commands share."""
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-__all__ = ["SIZE", "STORAGE_TYPES", "Size", "checkpoint_options", "not_built", "storage_option"]
+__all__ = ["SIZE", "STORAGE_TYPES", "Size", "checkpoint_options", "not_built", "options_of", "storage_option"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
 
 STORAGE_TYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -46,15 +49,16 @@ def _as_mapping(_: click.Context, __: click.Parameter, values: tuple[str, ...]) 
     return options
 
 
-checkpoint_options = click.option(
+def options_of(flag: str, argument: str, text: str) -> Callable[[_Command], _Command]:
+    """A mapping for `open_checkpoint(path, **argument)`."""
+    return click.option(flag, argument, metavar="NAME=VALUE", multiple=True, callback=_as_mapping, help=text)
+
+
+checkpoint_options = options_of(
     "--checkpoint-option",
     "checkpoint_options",
-    metavar="NAME=VALUE",
-    multiple=True,
-    callback=_as_mapping,
-    help="What the checkpoint's files do not say, such as partition_strategy=div. Repeatable.",
+    "What the checkpoint's files do not say, such as partition_strategy=div. Repeatable.",
 )
-"""A mapping for `open_checkpoint(path, **checkpoint_options)`."""
 
 
 def _as_storage(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> str | dict[str, str]:

@@ -45,6 +45,26 @@ def run(code: int, *arguments: object, options: Mapping[str, Any] | None = None)
     return json.loads(done.stdout)
 
 
+def test_diff_of_two_formats_that_take_different_options(tmp_path: Path) -> None:
+    """A TensorFlow 1 checkpoint, which needs one, against the same tables in a TensorFlow 2 checkpoint, which takes none."""
+    golden = read_golden(BUNDLES["partitioned"])
+    tables = {name: rows[None] for name, rows in golden.tables.items()}
+    path = tmp_path / "plain"
+    scope = tf.train.Checkpoint(emb=tf.Variable(tables["scope/emb"]))
+    tf.train.Checkpoint(scope=scope, other=tf.Variable(tables["other"])).write(str(path))
+    [(option, value)] = golden.options.items()
+    for sides in ([golden.path, path, "--first-option"], [path, golden.path, "--second-option"]):
+        found = run(0, "diff", *sides, f"{option}={value}")
+        assert {table["name"]: table["rows_compared"] for table in found["tables"]} == {
+            name: len(rows) for name, rows in tables.items()
+        }
+        assert found["differs"] is False
+    refused = CliRunner().invoke(cli, ["diff", str(golden.path), str(path), "--checkpoint-option", f"{option}={value}"])
+    assert (refused.exit_code, "leave it out" in refused.stderr) == (1, True)
+    twice = ["--checkpoint-option", f"{option}={value}", "--first-option", f"{option}={value}"]
+    assert CliRunner().invoke(cli, ["diff", str(golden.path), str(path), *twice]).exit_code == 2
+
+
 @pytest.fixture(params=FORMATS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
