@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 __all__ = ["SAMPLE_VALUE_BYTES", "ErrorSums", "TableError", "sample_step", "sampled_rows"]
 
-_SAMPLED_ROWS = 64
-_SAMPLED_VALUES = 1 << 13
+_SAMPLED_ROWS = 1 << 10
+_SAMPLED_VALUES = 1 << 14
 SAMPLE_VALUE_BYTES = 24
 """What a sampled value takes while it is compared: as read, as decoded, and on the way."""
 

@@ -85,6 +85,19 @@ def test_a_row_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
         stream(tmp_path, {"a": rows}, storage="int8", max_memory_bytes=8000)
 
 
+def test_errors_are_numbers_whatever_a_table_holds(tmp_path: Path) -> None:
+    rows = random_table(40, 4)
+    rows[7, 1], rows[9], rows[11] = np.inf, np.nan, 0
+    plan, results = stream(tmp_path, {"a": rows}, storage="bfloat16")
+    json.dumps(dict(results[0].errors), allow_nan=False)
+    error = table_errors(plan.shards, results)["a"]
+    sound = rows[np.isfinite(rows).all(axis=1)].astype(np.float64)
+    difference = sound.astype(ml_dtypes.bfloat16).astype(np.float64) - sound
+    assert error.sampled_rows == 37
+    assert error.max_abs == pytest.approx(np.abs(difference).max(), rel=0.3)
+    assert error.rms == pytest.approx(np.sqrt((difference**2).mean()), rel=1e-6)
+
+
 def test_storage_by_table_makes_stacks_by_storage_and_width() -> None:
     tables = [info("d", 5, 8), info("c", 3, 4), info("b", 7, 8), info("a", 2, 8), info("e", 2, 8)]
     made = plan_export(tables, storage={"a": "int8", "*": "bfloat16", "e": "float32", "d": "int8"})
