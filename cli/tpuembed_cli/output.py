@@ -11,6 +11,7 @@ from tpuembed.errors import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 __all__ = ["json_text", "print_json", "table_of", "to_terminal", "with_unit"]
 
@@ -47,7 +48,17 @@ def to_terminal(line: str, *tables: "Table") -> None:
         console = Console(width=_WIDE)  # into a file or a pipe nothing is folded
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     for table in tables:
-        console.print(table)
+        fits = console.measure(table, options=console.options.update(width=_WIDE)).minimum <= console.width
+        console.print(table if fits else _as_lines(table), soft_wrap=not fits)
+
+
+def _as_lines(table: "Table") -> "Text":
+    """The same for a terminal on which columns would be too narrow to read: a line for every cell."""
+    from rich.text import Text
+
+    cells = [[(str(column.header), str(cell)) for cell in column.cells] for column in table.columns]
+    rows = ("\n".join(": ".join(filter(None, cell)) for cell in row) for row in zip(*cells, strict=True))
+    return Text("\n\n".join([str(table.title), *rows]))
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> "Table":

@@ -1,5 +1,6 @@
 """describe, verify, diff and head as a user sees them: output, exit codes, one line for what is wrong."""
 
+import contextlib
 import json
 import os
 import pty
@@ -230,6 +231,32 @@ def test_a_path_that_is_no_utf_8(tmp_path: Path) -> None:
         done = subprocess.run([*COMMAND, command, str(prefix)], capture_output=True, env=environment, timeout=120)
         assert (done.returncode, done.stderr) == (0, b"")
         assert rb"\udcff: " in done.stdout
+
+
+@pytest.mark.parametrize("columns", [3, 20, 40, 200])
+def test_a_narrow_terminal_loses_nothing(prefix: Path, columns: int) -> None:
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
+    with subprocess.Popen([*COMMAND, "describe", str(prefix)], stdout=follower, env=environment) as process:
+        os.close(follower)
+        shown = b""
+        with contextlib.suppress(OSError):  # at the end
+            while piece := os.read(leader, 65536):
+                shown += piece
+    os.close(leader)
+    assert process.returncode == 0
+    lines = shown.decode().splitlines()
+    assert ("│" in shown.decode()) == (columns == 200)
+    if columns < 200:
+        assert lines[-7:] == [
+            "name: wide",
+            "rows: 2",
+            "dim: 20",
+            "dtype: bfloat16",
+            "slots: -",
+            "layout: -",
+            "bytes: 80 B",
+        ]
 
 
 def test_verify_shows_a_bar_on_a_terminal(prefix: Path, tmp_path: Path) -> None:
