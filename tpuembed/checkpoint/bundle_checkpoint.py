@@ -131,26 +131,26 @@ class BundleCheckpoint:
             )
         self._keys[table].rows.read_into(self.bundle, key, start, out)
 
-    def checksum(self, table: str) -> int | None:
-        """CRC32C of the table's rows as the index states it; None where its checksums are over rows in another order.
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
+        """CRC32C of the rows of a table or slot as the index states it; None where its checksums are over rows in another order.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
         """
-        entry = self.bundle.entries[self._key(table, None)]
+        entry = self.bundle.entries[self._key(table, slot)]
         return self._keys[table].rows.checksum(entry)
 
-    def verify(self, tables: Iterable[str]) -> None:
-        """Read every tensor that holds some of `tables` through once, and compare it with its checksums.
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
+        """Read every tensor that holds some of `tables`, or that slot of theirs, through once, and compare it with its checksums.
 
         A checksum covers all that lies in a slice, so that of a stack every table is read.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
             CheckpointCorruptError: a checksum is wrong; the message names data file, tensor and both checksums.
         """
         piece_bytes = _DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
-        for key in sorted({self._key(table, None) for table in tables}):
+        for key in sorted({self._key(table, slot) for table in tables}):
             self.bundle.verify(key, piece_bytes)
 
     def fingerprint(self) -> str:

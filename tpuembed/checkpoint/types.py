@@ -72,20 +72,20 @@ class Checkpoint(Protocol):
             ConfigError: `out` is of another width or dtype.
         """
 
-    def checksum(self, table: str) -> int | None:
-        """CRC32C, unmasked, of the table's rows one after another, as the checkpoint states it; None where it does not.
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
+        """CRC32C, unmasked, of the rows of a table or slot one after another, as the checkpoint states it; None where it does not.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
         """
 
-    def verify(self, tables: Iterable[str]) -> None:
-        """Read what holds `tables`, without their slots, through once, and compare it with the checksums that the files keep.
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
+        """Read what holds `tables`, or that slot of theirs, through once, and compare it with the checksums that the files keep.
 
         It takes bounded memory. Where a format keeps no checksums of rows nothing is read.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
             CheckpointCorruptError: a checksum is wrong.
         """
 

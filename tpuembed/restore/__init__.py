@@ -5,10 +5,10 @@ stream   the rows themselves, piece by piece
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tpuembed.checkpoint import open_checkpoint
+from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.update_counts import update_counts
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
@@ -65,7 +65,7 @@ def restore_tables(
     Raises:
         UnknownTableError: `tables` or `resize` name one that the layer or the checkpoint does not have.
         CheckpointMismatchError: layer and checkpoint disagree: tables, shapes, dtypes, slots or counts of updates.
-        CheckpointCorruptError: a table does not have the checksum that the checkpoint states. Where its rows lie in order
+        CheckpointCorruptError: a table or slot does not have the checksum that the checkpoint states. Where its rows lie in order
             it has been written by then, and is to be restored from another copy.
         ConfigError: an argument of the wrong kind, or a place where no table can be written.
         CheckpointError: as `open_checkpoint` and its reads.
@@ -92,13 +92,24 @@ def _restore(layer: HasTables, path: str | FilePath, request: Request, options: 
     with open_checkpoint(path, **options) as checkpoint:
         plans = plan_tables(checkpoint, live, request)
         updates = _updates(checkpoint.path, update_counts(checkpoint), live, plans) if request.slots else None
-        checkpoint.verify([plan.source for plan in plans if not is_checked_while_read(checkpoint, plan)])
+        _verify(checkpoint, plans)
         with live.writing():
             for plan in plans:
                 restore_table(checkpoint, live, plan, request.slots)
         if updates is not None:
             live.updates.assign(updates)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
+
+
+def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
+    """Compare with their checksums what is not compared while it is read."""
+    unproven: dict[str | None, list[str]] = {}
+    for plan in plans:
+        for slot in (None, *plan.slots):
+            if not is_checked_while_read(checkpoint, plan, slot):
+                unproven.setdefault(slot, []).append(plan.source)
+    for slot, sources in unproven.items():
+        checkpoint.verify(sources, slot)
 
 
 def _updates(path: str, counts: Mapping[str, int], live: LiveTables, plans: Iterable[TablePlan]) -> int | None:

@@ -16,9 +16,9 @@ __all__ = ["is_checked_while_read", "restore_table"]
 Array = np.ndarray[Any, Any]
 
 
-def is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan) -> bool:
+def is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> bool:
     """Whether `restore_table` reads all that the checkpoint states a checksum of; else `Checkpoint.verify` has to."""
-    return not plan.skipped_rows and checkpoint.checksum(plan.source) is not None
+    return not plan.skipped_rows and checkpoint.checksum(plan.source, slot) is not None
 
 
 def restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slots: bool) -> None:
@@ -49,12 +49,11 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
         checkpoint.read_into(plan.source, start, piece, slot)
         checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
         write_rows(variable, start, _as_float32(checkpoint, plan, slot, piece))
-    if slot is not None or not is_checked_while_read(checkpoint, plan):
-        return
-    stated = checkpoint.checksum(plan.source)
+    stated = checkpoint.checksum(plan.source, slot) if is_checked_while_read(checkpoint, plan, slot) else None
     if stated is not None and stated != checksum:
+        what = f"table {plan.source!r}" if slot is None else f"table {plan.source!r}: slot {slot!r}"
         raise CheckpointCorruptError(
-            f"checkpoint {checkpoint.path}: table {plan.source!r}: its index says CRC32C {stated:#010x}, its bytes have "
+            f"checkpoint {checkpoint.path}: {what}: its index says CRC32C {stated:#010x}, its bytes have "
             f"{checksum:#010x}; restore it from another copy"
         )
 

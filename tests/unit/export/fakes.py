@@ -47,10 +47,10 @@ class FakeCheckpoint:
     def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
         self._bundle.read_rows(table, start, start + len(out), out)
 
-    def checksum(self, table: str) -> int | None:
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
         return self._bundle.entries[table].crc32c
 
-    def verify(self, tables: Iterable[str]) -> None:
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         for table in tables:
             self._bundle.verify(table)
 
@@ -120,7 +120,7 @@ class CorruptCheckpoint(FakeCheckpoint):
 class OtherChecksumCheckpoint(FakeCheckpoint):
     """States the checksum of other rows than it has."""
 
-    def checksum(self, table: str) -> int | None:
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
         return self._bundle.entries[table].crc32c ^ 1
 
 

@@ -364,6 +364,22 @@ def test_damaged_stacks_are_noticed_before_anything_is_written(tmp_path: Path) -
     _refused(layer_for(golden.tables), CheckpointCorruptError, "CRC|checksum", tmp_path / "golden" / "ckpt")
 
 
+def test_damaged_slots_are_noticed(tmp_path: Path) -> None:
+    """As rows are: where they end, and before anything is written where a part of them is read, or of a stack."""
+    rows = _random(50, 4, "accumulators")
+    prefix = _write(tmp_path, {"t": rows})
+    _damage(Path(f"{prefix}.data-00000-of-00001"), rows["accumulators"][20])
+    with pytest.raises(CheckpointCorruptError, match=r"table 't': slot 'accumulators': its index says CRC32C 0x"):
+        layer_for({"t": rows}).restore_tables(prefix)
+    layer_for({"t": {None: rows[None]}}).restore_tables(prefix, slots=False)
+    smaller = layer_for({"t": {slot: part[:30] for slot, part in rows.items()}})
+    _refused(smaller, CheckpointCorruptError, "CRC|checksum", prefix, resize={"t": "shrink"})
+    golden = read_golden("tpu/sparse_cores_8_adam")
+    shutil.copytree(golden.path.parent, tmp_path / "golden")
+    _damage(tmp_path / "golden" / "ckpt.data-00000-of-00001", golden.tables["lone"]["velocities"][1])
+    _refused(layer_for(golden.tables), CheckpointCorruptError, "CRC|checksum", tmp_path / "golden" / "ckpt")
+
+
 def test_a_layer_inside_an_export_has_no_tables(prefix: str) -> None:
     class Source:
         def register(self, table: Any) -> None: ...

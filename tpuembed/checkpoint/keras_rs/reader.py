@@ -116,23 +116,23 @@ class KerasCheckpoint:
         self._check_range(info, start, start + len(out))
         matrix.read_into(start, out)
 
-    def checksum(self, table: str) -> int | None:
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
         """None: HDF5 files of Keras carry none.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
         """
-        self._matrix(table, None)
+        self._matrix(table, slot)
         return None
 
-    def verify(self, tables: Iterable[str]) -> None:
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         """Nothing: HDF5 files of Keras keep no checksum of rows.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
         """
         for table in tables:
-            self._matrix(table, None)
+            self._matrix(table, slot)
 
     def update_counts(self) -> dict[str, int]:
         """Table name -> how many updates the one of tpuembed's layers that has it had made.

@@ -142,23 +142,23 @@ class OrbaxCheckpoint:
             return None
         return stored.arrays[None].advise(stored.runs(0, rows), stored.info.dim)
 
-    def checksum(self, table: str) -> int | None:
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
         """None: Orbax keeps no checksum of rows.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
         """
-        self._find(table, None)
+        self._find(table, slot)
         return None
 
-    def verify(self, tables: Iterable[str]) -> None:
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         """Nothing: Orbax keeps no checksum of rows.
 
         Raises:
-            UnknownTableError: there is no such table.
+            UnknownTableError: there is no such table or slot.
         """
         for table in tables:
-            self._find(table, None)
+            self._find(table, slot)
 
     def fingerprint(self) -> str:
         """Of the bytes of the metadata, and of the sizes and times of change of all files; in a store, of those of the metadata."""
