@@ -47,8 +47,7 @@ def plan_of(prefix: Path) -> ExportPlan:
     from tpuembed.export import plan as planner
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_MIN_SHARD_BYTES", 6_000)
-        patch.setattr(planner, "_MAX_SHARD_BYTES", 6_000)
+        patch.setattr(planner, "_SHARD_BYTES", 6_000)
         tables = FakeCheckpoint(str(prefix)).tables().values()
         return plan_export(list(tables), workers=3, max_memory_bytes=3 * 40_000)
 

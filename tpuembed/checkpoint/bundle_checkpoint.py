@@ -140,6 +140,15 @@ class BundleCheckpoint:
         entry = self.bundle.entries[self._key(table, slot)]
         return self._keys[table].rows.checksum(entry)
 
+    def read_buffer_bytes(self, table: str, rows: int) -> int:
+        """See ReadBuffers.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        entry = self.bundle.entries[self._key(table, None)]
+        return self._keys[table].rows.buffer_bytes(self.bundle, entry, rows)
+
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         """Read every tensor that holds some of `tables`, or that slot of theirs, through once, and compare it with its checksums.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tpuembed.checkpoint.types import Array
 
-__all__ = ["DISK", "STORE", "BufferSizes", "Interleaved", "ReadRuns", "read_interleaved"]
+__all__ = ["DISK", "STORE", "BufferSizes", "Interleaved", "ReadRuns", "buffer_bytes", "read_interleaved"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,20 @@ def read_interleaved(source: Interleaved, start: int, out: Array, read: ReadRuns
         _read_blocks(source, start, out, read, sizes)
     else:
         _read_by_two(functools.partial(_read_blocks, source, read=read, sizes=sizes), start, out)
+
+
+def buffer_bytes(source: Interleaved, rows: int, dim: int, itemsize: int, sizes: BufferSizes = DISK) -> int:
+    """The most that reading [rows, dim] of a table holds beside them; not less for more rows."""
+    if source.count == 1 and source.stored_dim == dim:
+        return 0
+    row_bytes = source.stored_dim * itemsize
+    single_rows = min(source.count, rows) * row_bytes
+    if rows <= source.count:
+        return single_rows
+    threads = 1 if rows * dim * itemsize < _SHARED_BYTES or sizes is not DISK else 2
+    # A buffer that is full of groups of two rows has room for a third.
+    full, all_groups = max(sizes.buffer_bytes * 3 // 2, 2 * row_bytes), (rows + 3 * source.count) * row_bytes
+    return max(single_rows, threads * min(full, all_groups))
 
 
 def _read_by_two(read_blocks: Callable[[int, Array], None], start: int, out: Array) -> None:
@@ -161,6 +175,7 @@ def _scratch(size: int) -> Array:
     """Bytes to overwrite, the same ones again for every read of a thread: new pages cost as much as reading into them."""
     kept: Array | None = getattr(_kept, "bytes", None)
     if kept is None or len(kept) < size:
+        _kept.bytes = kept = None  # never two of them
         kept = np.empty(size, np.uint8)
         if size <= _KEPT_BYTES:
             _kept.bytes = kept

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.rows import DENSE, DenseRows, RowLayout, read_dealt_rows
+from tpuembed.checkpoint.rows import DENSE, DenseRows, RowLayout, dealt_bytes, read_dealt_rows
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle, Entry
@@ -61,6 +61,10 @@ class ModRows(DenseRows):
 
     def checksum(self, entry: Entry) -> None:
         """The parts' checksums are over rows in another order."""
+
+    def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
+        """A block of the runs of some parts."""
+        return dealt_bytes(self, bundle, entry, rows, self.stored_dim)
 
 
 def partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayout:

@@ -4,11 +4,14 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from tpuembed.checkpoint.interleaved import DISK, STORE, Interleaved, read_interleaved
+from tpuembed.checkpoint.interleaved import DISK, STORE, Interleaved, buffer_bytes, read_interleaved
 from tpuembed.checkpoint.types import Array
+from tpuembed.files import IN_FLIGHT_BYTES
 from tpuembed.tensor_bundle import Bundle, Entry, crc
+from tpuembed.tensor_bundle.dtypes import numpy_dtype
+from tpuembed.tensor_bundle.reader import strided_bytes
 
-__all__ = ["DENSE", "DenseRows", "RowLayout", "read_dealt_rows"]
+__all__ = ["DENSE", "DenseRows", "RowLayout", "dealt_bytes", "read_dealt_rows"]
 
 
 class RowLayout(Protocol):
@@ -33,6 +36,9 @@ class RowLayout(Protocol):
 
     def checksum(self, entry: Entry) -> int | None:
         """CRC32C, unmasked, of the table's rows one after another; None where the tensor's entry does not say."""
+
+    def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
+        """The most that reading `rows` rows holds beside them; not less for more rows."""
 
 
 class DenseRows:
@@ -60,8 +66,24 @@ class DenseRows:
             return None
         return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
 
+    def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
+        """Where slices cut columns, rows go through a small buffer."""
+        return _transfer_bytes(bundle) + strided_bytes(entry, rows)
+
 
 DENSE: Final = DenseRows()
+
+
+def dealt_bytes(source: Interleaved, bundle: Bundle, entry: Entry, rows: int, dim: int) -> int:
+    """The most that `read_dealt_rows` of [rows, dim] holds beside them."""
+    sizes = DISK if isinstance(bundle.prefix, Path) else STORE
+    dealt = buffer_bytes(source, rows, dim, numpy_dtype(entry.dtype).itemsize, sizes)
+    return _transfer_bytes(bundle) + strided_bytes(entry, rows) + dealt
+
+
+def _transfer_bytes(bundle: Bundle) -> int:
+    """Of what is on its way from a store."""
+    return 0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES
 
 
 def read_dealt_rows(source: Interleaved, bundle: Bundle, key: str, start: int, out: Array) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from tpuembed.checkpoint.mid_level_variables import mid_level_variables
 from tpuembed.checkpoint.object_graph import Node, ObjectGraph
-from tpuembed.checkpoint.rows import read_dealt_rows
+from tpuembed.checkpoint.rows import dealt_bytes, read_dealt_rows
 from tpuembed.checkpoint.sparsecore_layouts import TableLayout, parse_layouts
 from tpuembed.checkpoint.table_keys import TableKeys
 from tpuembed.checkpoint.types import Array
@@ -49,6 +49,10 @@ class SparseCoreRows:
 
     def checksum(self, entry: Entry) -> None:
         """The stack's checksums are over rows in another order."""
+
+    def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
+        """A block of the runs of some SparseCores."""
+        return dealt_bytes(self.layout, bundle, entry, rows, self.layout.shape[1])
 
 
 def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mapping[str, Sequence[TableLayout]]:

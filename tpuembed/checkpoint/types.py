@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-__all__ = ["Array", "Checkpoint", "PieceAdvice", "TableInfo"]
+__all__ = ["Array", "Checkpoint", "PieceAdvice", "ReadBuffers", "TableInfo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -100,6 +100,20 @@ class Checkpoint(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class ReadBuffers(Protocol):
+    """What a checkpoint offers beside whose reads hold more than the rows that are asked for."""
+
+    def read_buffer_bytes(self, table: str, rows: int) -> int:
+        """The most that one thread holds, beside the rows and between reads, that reads `table` `rows` rows at a time.
+
+        Not less for more rows.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """The one chunk of rows that a worker holds: as read, as stored, and what is needed to get from one to the other."""
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # plans say how many rows a chunk has
     from tpuembed.checkpoint import Checkpoint
     from tpuembed.export.plan import ShardTask
 
-__all__ = ["Chunk", "chunk_bytes", "rows_within"]
+__all__ = ["Chunk", "chunk_bytes", "most_rows", "rows_within"]
 
 _Array = npt.NDArray[Any]
 _Bytes = npt.NDArray[np.uint8]
@@ -35,10 +36,15 @@ def chunk_bytes(source_dtype: str, storage: str, is_quantized: bool, dim: int, r
 @functools.lru_cache(maxsize=1 << 12)
 def rows_within(budget: int, source_dtype: str, storage: str, is_quantized: bool, dim: int) -> int:
     """The most rows whose chunk fits in `budget` bytes; 1 where none does."""
-    fitting, too_many = 1, max(2, budget)  # a row has a byte at least
+    return most_rows(budget, functools.partial(chunk_bytes, source_dtype, storage, is_quantized, dim), budget)
+
+
+def most_rows(budget: int, cost: Callable[[int], int], limit: int) -> int:
+    """The most rows, no more than `limit`, that `cost` at most `budget` bytes; 1 where none do."""
+    fitting, too_many = 1, max(2, limit + 1)
     while too_many - fitting > 1:
         middle = (fitting + too_many) // 2
-        if chunk_bytes(source_dtype, storage, is_quantized, dim, middle) <= budget:
+        if cost(middle) <= budget:
             fitting = middle
         else:
             too_many = middle

@@ -6,18 +6,17 @@ can so be mapped as they are too (`ImmutableConst` maps whole files only).
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError
-from tpuembed.export.chunk import chunk_bytes, rows_within
+from tpuembed.export.chunk import chunk_bytes, most_rows, rows_within
 from tpuembed.export.row_ranges import RowRanges, check_row_ranges
 from tpuembed.export.storage import SOURCE_DTYPES, STORAGES
 from tpuembed.export.storage_choice import Storage, storage_by_table
-from tpuembed.export.units import format_bytes
 from tpuembed.manifest import LAYOUTS
 
 if TYPE_CHECKING:  # a worker reads tasks, not tables
@@ -29,11 +28,13 @@ DEFAULT_MAX_MEMORY_BYTES = 512 << 20
 
 # Chunks that stay in a core's cache between the read, the checksum and the write.
 _CHUNK_BYTES = 4 << 20
-# A shard is the unit of balancing and of retrying: seconds of work, and never so many that a plan grows with the data.
-_MIN_SHARD_BYTES = 64 << 20
-_MAX_SHARD_BYTES = 256 << 20
-_SHARDS_PER_WORKER = 8
+# A shard is the unit of balancing, of retrying and of resuming: less than a second of work, and never so many that a plan
+# grows with the data. It is the same for any number of workers, so that an export is resumed with fewer of them.
+_SHARD_BYTES = 64 << 20
 _MAX_SHARDS = 16_384
+
+ReadBuffers = Callable[[str, int], int]
+"""The most bytes that a reader of a table, by its name, holds beside so many rows at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,11 @@ class StackPlan:
 class ShardTask:
     """Rows [start, stop) of one table, written at `file_offset` of `file` in chunks of `chunk_rows`.
 
-    Shards are numbered in the order of the bytes they write. Everything in it is a JSON value. `written_crc32c`: of its
-    bytes, where an earlier export has recorded that they are in the file.
+    Shards are numbered in the order of the bytes they write. Everything in it is a JSON value.
+
+    Attributes:
+        reader_bytes: the most that the checkpoint's reader holds beside a chunk.
+        written_crc32c: of its bytes, where an earlier export has recorded that they are in the file.
     """
 
     index: int
@@ -104,12 +108,20 @@ class ShardTask:
     file_offset: int
     chunk_rows: int
     quantization: Mapping[str, Any] | None = None
+    reader_bytes: int = 0
     written_crc32c: int | None = None
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk as it is stored."""
         return self.chunk_rows * STORAGES[self.storage].row_bytes(self.dim)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that a worker holds for it: the chunk, what makes it what is stored, and the reader's."""
+        is_quantized = self.quantization is not None
+        own = chunk_bytes(self.source_dtype, self.storage, is_quantized, self.dim, self.chunk_rows)
+        return own + self.reader_bytes
 
     @property
     def size(self) -> int:
@@ -152,7 +164,7 @@ class ExportPlan:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of buffers that all workers hold at most."""
-        return self.workers * max(_buffer_bytes(task) for task in self.shards)
+        return self.workers * max(task.buffer_bytes for task in self.shards)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -160,8 +172,10 @@ class ExportPlan:
         return {**dataclasses.asdict(self), **counts}
 
     def describe(self) -> str:
-        """The plan in a few lines for people: one per stack and table, a summary for the shards."""
-        return "\n".join(_description(self))
+        """The plan in lines for people: a summary, then one per stack and table."""
+        from tpuembed.export.plan_text import describe
+
+        return describe(self)
 
 
 def plan_export(
@@ -173,6 +187,8 @@ def plan_export(
     layout: str = "variables",
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int = 1,
+    may_use_fewer: bool = False,
+    read_buffers: ReadBuffers = lambda table, rows: 0,  # noqa: ARG005
 ) -> ExportPlan:
     """Plan the export of `tables`, in the order of their names whatever order they come in.
 
@@ -184,10 +200,12 @@ def plan_export(
         layout: one of LAYOUTS.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that may stream at once.
+        may_use_fewer: take as many of them as the memory is enough for.
+        read_buffers: what the checkpoint's reader holds.
 
     Raises:
         ConfigError: no table, a table twice or of a shape or dtype that cannot be exported, an unknown storage or
-            layout, fewer than one worker, or a budget that does not hold one row for every worker.
+            layout, fewer than one worker, or a budget that does not hold one row, and the reader's buffers, for every worker.
         UnknownTableError: `storage` or `row_ranges` name another table.
         RowRangeError: rows outside of a table.
     """
@@ -196,11 +214,13 @@ def plan_export(
     ranges = check_row_ranges(row_ranges or {}, tables)
     storages = storage_by_table(storage, [table.name for table in tables])
     stacks = _stack_tables(tables, storages, quantization or {}, ranges)
-    shard_bytes = _shard_bytes(sum(stack.size for stack in stacks), workers)
+    shard_bytes = max(_SHARD_BYTES, -(-sum(stack.size for stack in stacks) // _MAX_SHARDS))
     pieces = [piece for stack in stacks for piece in _split(stack, shard_bytes)]
     workers = min(workers, len(pieces))
-    budget = min(_CHUNK_BYTES, max_memory_bytes // workers)
-    shards = tuple(_task(index, *piece, budget) for index, piece in enumerate(pieces))
+    if may_use_fewer:
+        workers = max(1, min(workers, max_memory_bytes // max(_least_bytes(stacks, read_buffers))))
+    chunks = _chunks(stacks, max_memory_bytes // workers, read_buffers)
+    shards = tuple(_task(index, *piece, chunks[piece[1].table]) for index, piece in enumerate(pieces))
     plan = ExportPlan(
         layout=layout, workers=workers, max_memory_bytes=max_memory_bytes, stacks=tuple(stacks), shards=shards
     )
@@ -270,12 +290,6 @@ def _stack(
     return StackPlan(name=name, dim=dim, storage=storage, rows=rows, offset=0, size=size, tables=tuple(placements))
 
 
-def _shard_bytes(total: int, workers: int) -> int:
-    balanced = total // (workers * _SHARDS_PER_WORKER)
-    clamped = min(max(balanced, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
-    return max(clamped, -(-total // _MAX_SHARDS))
-
-
 def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Placement, int, int]]:
     """Row ranges (stack, table, start, stop) of about `shard_bytes` each, and of nearly equal size within a table."""
     for table in stack.tables:
@@ -285,9 +299,38 @@ def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Plac
             yield stack, table, table.first_row + start, table.first_row + stop
 
 
-def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int, budget: int) -> ShardTask:
-    is_quantized = table.quantization is not None
-    rows = rows_within(budget, table.source_dtype, stack.storage, is_quantized, stack.dim)
+@dataclasses.dataclass(frozen=True)
+class _ChunkSize:
+    """Of a table: rows that are read at a time, and what its reader holds beside them."""
+
+    rows: int
+    reader_bytes: int
+
+
+def _chunks(stacks: Sequence[StackPlan], budget: int, read_buffers: ReadBuffers) -> dict[str, _ChunkSize]:
+    """By table: as large as fits in `budget` bytes, and no larger than pays."""
+    return {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
+
+
+def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBuffers) -> _ChunkSize:
+    kind = table.source_dtype, stack.storage, table.quantization is not None, stack.dim
+    rows = min(table.rows, rows_within(min(_CHUNK_BYTES, budget), *kind))
+    reader_bytes = read_buffers(table.table, rows)
+    if reader_bytes and chunk_bytes(*kind, rows) + reader_bytes > budget:
+        rows = most_rows(budget, lambda rows: chunk_bytes(*kind, rows) + read_buffers(table.table, rows), rows)
+        reader_bytes = read_buffers(table.table, rows)
+    return _ChunkSize(rows, reader_bytes)
+
+
+def _least_bytes(stacks: Sequence[StackPlan], read_buffers: ReadBuffers) -> Iterator[int]:
+    """By table: what a worker holds that reads one row at a time."""
+    for stack in stacks:
+        for table in stack.tables:
+            kind = table.source_dtype, stack.storage, table.quantization is not None, stack.dim
+            yield chunk_bytes(*kind, 1) + read_buffers(table.table, 1)
+
+
+def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: _ChunkSize) -> ShardTask:
     return ShardTask(
         index=index,
         stack=stack.name,
@@ -299,42 +342,21 @@ def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int,
         storage=stack.storage,
         file=stack.file,
         file_offset=stack.offset + (table.row_offset + start - table.first_row) * stack.row_bytes,
-        chunk_rows=min(stop - start, rows),
+        chunk_rows=min(stop - start, chunk.rows),
         quantization=table.quantization,
+        reader_bytes=chunk.reader_bytes,
     )
-
-
-def _buffer_bytes(task: ShardTask) -> int:
-    """Bytes of buffers that a worker holds for `task`."""
-    is_quantized = task.quantization is not None
-    return chunk_bytes(task.source_dtype, task.storage, is_quantized, task.dim, task.chunk_rows)
 
 
 def _check_budget(plan: ExportPlan) -> None:
     if plan.buffer_bytes <= plan.max_memory_bytes:
         return
-    widest = max(plan.shards, key=_buffer_bytes)
+    widest = max(plan.shards, key=lambda task: task.buffer_bytes)
+    own = plan.workers * (widest.buffer_bytes - widest.reader_bytes)
+    reader = f" and the checkpoint's reader {plan.buffer_bytes - own} bytes" if widest.reader_bytes else ""
+    workers = "1 worker" if plan.workers == 1 else f"{plan.workers:,} workers"
+    fewer = "" if plan.workers == 1 else " or use fewer workers"
     raise ConfigError(
-        f"table {widest.table!r}: one row in each of {_count(plan.workers, 'worker')} needs {plan.buffer_bytes} bytes "
-        f"of buffers and max_memory_bytes is {plan.max_memory_bytes}; raise it or use fewer workers"
+        f"table {widest.table!r}: one row in each of {workers} needs {own} bytes of buffers{reader}, and max_memory_bytes is "
+        f"{plan.max_memory_bytes}; raise it{fewer}"
     )
-
-
-def _description(plan: ExportPlan) -> Iterator[str]:
-    tables = sum(len(stack.tables) for stack in plan.stacks)
-    yield (
-        f"{_count(tables, 'table')} in {_count(len(plan.stacks), 'stack')}, {format_bytes(plan.table_bytes)}, layout "
-        f"{plan.layout}: {_count(len(plan.shards), 'shard')} by {_count(plan.workers, 'worker')}, "
-        f"{format_bytes(plan.buffer_bytes)} of buffers (at most {format_bytes(plan.max_memory_bytes)})"
-    )
-    for stack in plan.stacks:
-        yield f"  {stack.name}: {stack.storage} [{stack.rows:,}, {stack.dim}], {format_bytes(stack.size)}"
-        for table in stack.tables:
-            cast = "" if table.source_dtype == stack.storage else f", from {table.source_dtype}"
-            levels = "" if table.quantization is None else f", quantized to {table.quantization['num_buckets']} values"
-            part = "" if table.is_whole else f" (its rows {table.first_row:,} to {table.first_row + table.rows - 1:,})"
-            yield f"    {table.table}: {table.rows:,} rows{part} from row {table.row_offset:,}{cast}{levels}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -81,7 +81,7 @@ def export_key(plan: ExportPlan, source: Source) -> str:
 
     Workers and memory are not in it: an export that was killed for want of memory is resumed with less of both.
     """
-    shards = [{**vars(task), "chunk_rows": 0} for task in plan.shards]
+    shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0} for task in plan.shards]
     stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
     facts = [FORMAT, tpuembed.__version__, dataclasses.asdict(source), plan.layout, stacks, shards]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.checkpoint.types import PieceAdvice
+from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
 from tpuembed.errors import TpuEmbedError
 from tpuembed.export.assemble import assemble
 from tpuembed.export.engines import Engine, choose_engine, default_workers
@@ -43,7 +43,13 @@ def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) 
         layout=options.layout,
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers() if options.workers is None else options.workers,
+        may_use_fewer=options.workers is None,
+        read_buffers=checkpoint.read_buffer_bytes if isinstance(checkpoint, ReadBuffers) else _no_buffers,
     )
+
+
+def _no_buffers(table: str, rows: int) -> int:  # noqa: ARG001 - as ReadBuffers
+    return 0
 
 
 def source_of(checkpoint: Checkpoint) -> Source:

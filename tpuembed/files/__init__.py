@@ -15,10 +15,11 @@ from typing import BinaryIO, cast
 
 from tpuembed.files.local import LocalFile
 from tpuembed.files.paths import FilePath, UrlPath, as_path
-from tpuembed.files.remote import RemoteFile, in_parallel
+from tpuembed.files.remote import IN_FLIGHT_BYTES, RemoteFile, in_parallel
 from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, finish
 
 __all__ = [
+    "IN_FLIGHT_BYTES",
     "ByteFile",
     "FilePath",
     "FileVersion",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tpuembed.files.paths import UrlPath
 
-__all__ = ["RemoteFile", "children", "head", "in_parallel"]
+__all__ = ["IN_FLIGHT_BYTES", "RemoteFile", "children", "head", "in_parallel"]
 
 _REQUEST_BYTES: Final = 4 << 20
 """A longer range is split: several connections are faster than one."""
@@ -26,6 +26,8 @@ _REQUESTS: Final = 16
 """At once, in this process: 64 MiB on their way at most, whoever asked for them."""
 _CHUNK_BYTES: Final = 1 << 18
 """How a response is taken in."""
+IN_FLIGHT_BYTES: Final = _REQUESTS * 4 * _CHUNK_BYTES
+"""Of responses that have come and are not in their buffers yet: of each request some chunks, in Python and in the client."""
 _MAX_MESSAGE: Final = 300
 
 _NO_BUCKET: Final = "status code: 404 Not Found"

@@ -36,6 +36,12 @@ _PIECE_BYTES: Final = 1 << 22
 """How much of a slice that is narrower than its tensor is held at a time."""
 
 
+def strided_bytes(entry: Entry, rows: int) -> int:
+    """The most that reading `rows` rows holds beside them: where slices cut other axes too, a piece of one."""
+    cut = [part.size // max(1, part.shape[0]) for part in entry.parts() if part.shape[1:] != entry.shape[1:]]
+    return max((min(rows * row_bytes, max(_PIECE_BYTES, row_bytes)) for row_bytes in cut), default=0)
+
+
 class Bundle:
     """TensorFlow's tensor bundle `prefix`.index + `prefix`.data-*, read by byte range. Safe to share among threads.
 

@@ -43,8 +43,7 @@ def values() -> np.ndarray[Any, Any]:
 @pytest.fixture
 def plan(tmp_path: Path, values: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch) -> ExportPlan:
     """One table in six shards of ten chunks."""
-    monkeypatch.setattr(planner, "_MIN_SHARD_BYTES", 64_000)
-    monkeypatch.setattr(planner, "_MAX_SHARD_BYTES", 64_000)
+    monkeypatch.setattr(planner, "_SHARD_BYTES", 64_000)
     infos = write_checkpoint(tmp_path / "ckpt", {"t": values})
     made = plan_export(list(infos.values()), workers=WORKERS, max_memory_bytes=WORKERS * 6400)
     assert len(made.shards) == 6

@@ -67,8 +67,7 @@ def test_every_row_is_written_once_and_buffers_stay_in_the_budget(
     tables: list[TableInfo], workers: int, budget: int, shard_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_MIN_SHARD_BYTES", shard_bytes)
-        patch.setattr(planner, "_MAX_SHARD_BYTES", shard_bytes)
+        patch.setattr(planner, "_SHARD_BYTES", shard_bytes)
         made = plan(*tables, workers=workers, max_memory_bytes=budget)
     rows = {table.name: np.zeros(table.rows, int) for table in tables}
     written = {stack.file: np.zeros(stack.size, int) for stack in made.stacks}

@@ -32,6 +32,9 @@ class Matrix(Protocol):
     def layout(self) -> str:
         """How they lie there, in a few words; empty where they lie side by side."""
 
+    def buffer_bytes(self, rows: int) -> int:
+        """The most that a read of `rows` rows holds beside them; not less for more rows."""
+
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, columns] of the matrix' dtype, with rows [start, start + n), which exist."""
 
@@ -89,6 +92,9 @@ class _Contiguous:
 
     layout: Final = ""
 
+    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - as of every Matrix
+        return 0
+
     def __init__(self, dataset: Dataset) -> None:
         self._file = dataset.file
         self._offset = dataset.offset or 0
@@ -120,6 +126,10 @@ class _Chunks:
     def layout(self) -> str:
         packed = ", deflated" if _DEFLATE in self._filters else ""
         return f"chunks of {self._dataset.chunk[0]} x {self._dataset.chunk[1]}{packed}"
+
+    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - as of every Matrix
+        """A decoded chunk, and pieces on the way there: as stored and its copy, two rests of it, inflated in parts and whole."""
+        return self._dataset.chunk[0] * self._dataset.chunk[1] * self._dtype.itemsize + 8 * _PIECE_BYTES
 
     def read_into(self, start: int, out: Array) -> None:
         rows, columns = self._dataset.chunk

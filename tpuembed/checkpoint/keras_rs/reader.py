@@ -116,6 +116,14 @@ class KerasCheckpoint:
         self._check_range(info, start, start + len(out))
         matrix.read_into(start, out)
 
+    def read_buffer_bytes(self, table: str, rows: int) -> int:
+        """See ReadBuffers.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        return self._matrix(table, None).buffer_bytes(rows)
+
     def checksum(self, table: str, slot: str | None = None) -> int | None:
         """None: HDF5 files of Keras carry none.
 

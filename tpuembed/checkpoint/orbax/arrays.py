@@ -156,6 +156,17 @@ class StoredArray(ChunkedArray):
             )
         self.store.memory.check(self)
 
+    def buffer_bytes(self) -> int:
+        """The most that reading piece by piece holds beside the pieces: chunks, decoders, and metadata of OCDBT."""
+        at_once = max(2 * _IN_FLIGHT_BYTES, self.decoding_bytes)
+        if self.store.streams.can_read(self, self.form):
+            held = max(
+                self.store.streams.limit_bytes, self.store.memory.limit_bytes(min(at_once, 2 * _ALONE_FROM_BYTES))
+            )
+        else:
+            held = self.store.memory.limit_bytes(at_once)
+        return held + _NODE_CACHE_BYTES
+
     def read_runs(self, runs: Iterable[Run], out: Array) -> None:
         """Fill `out` [n, dim] with the first dim columns of `runs`, which cover its rows.
 

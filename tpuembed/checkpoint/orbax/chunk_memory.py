@@ -99,6 +99,10 @@ class ChunkMemory:
         self._pool: _Pool | None = None
         self._wasted: Counter[Hashable] = Counter()
 
+    def limit_bytes(self, at_once: int) -> int:
+        """The most that is held where `at_once` bytes are what one read decodes together: with what is kept beside."""
+        return max(self._bytes, at_once) if self._is_given else _SPARE_BYTES + at_once
+
     def fits(self, array: ChunkedArray) -> bool:
         """Whether a chunk can be decoded whole."""
         return array.decoding_bytes <= self._bytes

@@ -78,6 +78,11 @@ class ChunkStreams:
         self._proven: dict[_Name, StoredValue] = {}
         self._ends: dict[_Name, frozenset[int]] = {}  # where the last read of a chunk stopped
 
+    @property
+    def limit_bytes(self) -> int:
+        """Of decoders that wait, and of rows on their way."""
+        return self._bytes + _SCRATCH_BYTES
+
     @staticmethod
     def can_read(array: ChunkedArray, form: ChunkForm | None) -> bool:
         """Whether chunks of this form are streamed."""

@@ -142,6 +142,15 @@ class OrbaxCheckpoint:
             return None
         return stored.arrays[None].advise(stored.runs(0, rows), stored.info.dim)
 
+    def read_buffer_bytes(self, table: str, rows: int) -> int:
+        """See ReadBuffers.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        stored = self._find(table, None)
+        return stored.arrays[None].buffer_bytes() if rows else 0
+
     def checksum(self, table: str, slot: str | None = None) -> int | None:
         """None: Orbax keeps no checksum of rows.
 
