@@ -1,5 +1,6 @@
 """Differences, counted by hand or by numpy."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,25 @@ def test_slots(tmp_path: Path) -> None:
         ("table_2", "velocities"),
     ]
     assert not with_slots.differs
+
+
+def test_rows_of_one_slot_alone_changed(tmp_path: Path) -> None:
+    """A golden, in which one number of one slot is another: its table and its other slot are as they were."""
+    golden = Path(__file__).parents[3] / "golden" / "tfrs" / "keras_adam"
+    shutil.copytree(golden, tmp_path / "copy")
+    rows = np.load(golden / "table2-velocities.npy")
+    data = tmp_path / "copy" / "ckpt.data-00000-of-00001"
+    at = data.read_bytes().index(rows.tobytes()) + rows[:3].nbytes
+    changed = bytearray(data.read_bytes())
+    changed[at : at + 4] = (rows[3, 0] + np.float32(8)).tobytes()
+    data.write_bytes(changed)
+    found = diff_checkpoints(golden / "ckpt", tmp_path / "copy" / "ckpt", slots=True)
+    [differs] = [table for table in found.tables if table.differs]
+    assert (differs.name, differs.slot, differs.rows_changed) == ("table_2", "velocities", 1)
+    assert differs.largest_abs is not None
+    assert differs.largest_abs.row == 3
+    assert differs.largest_abs.by == pytest.approx(8, rel=1e-6)
+    assert not diff_checkpoints(golden / "ckpt", tmp_path / "copy" / "ckpt").differs
 
 
 def test_progress(tmp_path: Path) -> None:
