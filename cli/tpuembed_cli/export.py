@@ -6,13 +6,11 @@ from typing import Any
 
 import click
 
-from tpuembed_cli.options import SIZE, checkpoint_options, not_built, storage_option
+from tpuembed_cli.options import SIZE, checkpoint_options, rows_option, storage_option
 from tpuembed_cli.progress import byte_progress
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
 __all__ = ["export"]
-
-_BUILT = {"--engine": "local"}
 
 
 @click.command()
@@ -25,6 +23,10 @@ _BUILT = {"--engine": "local"}
 @click.option(
     "--table", "tables", metavar="NAME", multiple=True, help="Export only this table and its features. Repeatable."
 )
+@click.option(
+    "--feature", "features", metavar="NAME", multiple=True, help="Export only this feature and its table. Repeatable."
+)
+@rows_option
 @storage_option
 @click.option(
     "--max-error",
@@ -48,7 +50,16 @@ _BUILT = {"--engine": "local"}
     "--max-memory", type=SIZE, default="512MiB", show_default=True, help="Bound on all workers' buffers together."
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Processes that stream. Default: one per processor.")
-@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True)
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Processes of this machine, or a Ray cluster whose nodes all see CHECKPOINT and MODEL_DIR.",
+)
+@click.option(
+    "--ray-address", metavar="ADDRESS", help="The cluster. Default: that of RAY_ADDRESS, or a new one on this machine."
+)
 @click.option("--version", type=click.IntRange(1, 2**63 - 1), help="Version to write. Default: the next free one.")
 @click.option(
     "--resume/--restart",
@@ -63,6 +74,7 @@ def export(
     checkpoint: str,
     model_dir: Path,
     tables: tuple[str, ...],
+    features: tuple[str, ...],
     max_memory: int,
     resume: bool,
     version: int | None,
@@ -75,8 +87,7 @@ def export(
     CHECKPOINT is a prefix such as ckpt-1, a directory (its latest), or any file of a checkpoint. The version appears by one
     rename when it is complete.
     """
-    _refuse_what_is_not_built(options)
-    request = {**options, "tables": tables or None, "max_memory_bytes": max_memory}
+    request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
     with stdout_on_stderr():  # whatever a model's code prints must not mix with the report
         _check_without_tensorflow(checkpoint, request)
         import_tensorflow()
@@ -85,13 +96,6 @@ def export(
         else:
             text = _run(checkpoint, model_dir, {**request, "version": version, "resume": resume}, as_json)
     click.echo(text)
-
-
-def _refuse_what_is_not_built(options: dict[str, Any]) -> None:
-    for option, built in _BUILT.items():
-        value = options[option.removeprefix("--")]
-        if value != built:
-            raise not_built(option, value)
 
 
 def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
@@ -106,7 +110,7 @@ def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
 
 
 def _of_plan(request: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in request.items() if name not in ("engine", "max_error")}
+    return {name: value for name, value in request.items() if name != "max_error"}
 
 
 def _plan(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:

@@ -7,7 +7,16 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["SIZE", "STORAGE_TYPES", "Size", "checkpoint_options", "not_built", "options_of", "storage_option"]
+__all__ = [
+    "SIZE",
+    "STORAGE_TYPES",
+    "Size",
+    "checkpoint_options",
+    "not_built",
+    "options_of",
+    "rows_option",
+    "storage_option",
+]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
 
@@ -81,6 +90,29 @@ storage_option = click.option(
     help=f"How rows are stored: {', '.join(STORAGE_TYPES)}. For all tables, or with TABLE= for one; repeatable. Default: float32.",
 )
 """The `storage` of `export_saved_model`."""
+
+
+def _as_row_ranges(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    ranges: dict[str, tuple[int, int]] = {}
+    for value in values:
+        name, _equals, bounds = value.rpartition("=")
+        match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", bounds)
+        if not name or not match:
+            raise click.BadParameter(f"{value!r}: write TABLE=START:STOP, such as videos=0:1000000")
+        if name in ranges:
+            raise click.BadParameter(f"{value!r}: table {name!r} has a range already")
+        ranges[name] = int(match[1]), int(match[2])
+    return ranges
+
+
+rows_option = click.option(
+    "--rows",
+    metavar="TABLE=START:STOP",
+    multiple=True,
+    callback=_as_row_ranges,
+    help="Export only these rows of a table, under their own ids. Repeatable.",
+)
+"""The `rows` of `export_saved_model`."""
 
 
 def not_built(option: str, value: str) -> click.UsageError:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuembed.config.checks import check_choice, check_count, check_keys, check_name
+from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, did_you_mean
 from tpuembed.config.serialization import load_mapping
 from tpuembed.config.structure import flatten
 from tpuembed.config.tables import COMBINERS, FeatureConfig, QuantizationConfig
@@ -157,6 +157,20 @@ class ServingConfig:
                 f"serving_config: no feature looks up in {', '.join(sorted(keep))}; add one or ask for other tables"
             )
         return ServingConfig(features=features, tables={k: v for k, v in self.tables.items() if k in keep})
+
+    def only_features(self, names: Iterable[str]) -> "ServingConfig":
+        """The part of this config that is the features `names`.
+
+        Raises:
+            ConfigError: there is no feature of such a name.
+        """
+        names = list(names)
+        for name in names:
+            if name not in self.features:
+                raise ConfigError(f"serving_config: has no feature {name!r}; {did_you_mean(name, self.features)}")
+        features = {name: feature for name, feature in self.features.items() if name in names}
+        used = {feature.table for feature in features.values()}
+        return ServingConfig(features=features, tables={k: v for k, v in self.tables.items() if k in used})
 
     def to_dict(self) -> dict[str, Any]:
         """The form that `parse` reads, without default values."""

@@ -12,6 +12,7 @@ from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import make_request
+from tpuembed.export.row_ranges import RowRanges
 from tpuembed.export.run import Progress, make_plan, run_export
 from tpuembed.export.storage_choice import Storage
 
@@ -25,6 +26,8 @@ def export_saved_model(
     serving_config: Any = None,
     model: Any = None,
     tables: Sequence[str] | None = None,
+    features: Sequence[str] | None = None,
+    rows: RowRanges | None = None,
     storage: Storage = "float32",
     max_error: float | None = None,
     layout: str = "variables",
@@ -32,6 +35,7 @@ def export_saved_model(
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int | None = None,
     engine: str = "local",
+    ray_address: str | None = None,
     version: int | None = None,
     resume: bool = True,
     on_progress: Progress | None = None,
@@ -50,6 +54,9 @@ def export_saved_model(
         model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
             allocate no tables), or its name as "MODULE:FACTORY". Dense weights are restored from the checkpoint.
         tables: export these only, with the features that look up in them.
+        features: export these only, with the tables that they look up in. Not for a model, which needs its inputs.
+        rows: table -> (start, stop): of this table, only rows [start, stop), under their own ids; any other id is out of its
+            vocabulary.
         storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables; or by
             table, as {"videos": "int8", "*": "bfloat16"}, where "*" is all others, float32 without it.
         max_error: refuse to publish where a value of a table would differ by more from what float32 gives; None for no bound.
@@ -57,7 +64,9 @@ def export_saved_model(
         serving_root: for "mmap": MODEL_DIR as the machine or container that serves it sees it; None for `model_dir` itself.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that stream; None for one per processor.
-        engine: "local".
+        engine: "local", processes of this machine; or "ray", a Ray cluster, all of whose nodes see `checkpoint` and
+            `model_dir` under the same paths.
+        ray_address: HOST:PORT, "ray://..." or "auto"; None for the cluster of RAY_ADDRESS, or else a new one on this machine.
         version: None for the next free integer.
         resume: go on with what the same export has finished in `model_dir` before it was killed or failed; False: remove it.
         on_progress: called with (bytes done, bytes in all).
@@ -67,6 +76,7 @@ def export_saved_model(
         TpuEmbedError: nothing was published; the message says what to change.
     """
     options = ExportOptions(
+        rows=rows or {},
         storage=storage,
         max_error=max_error,
         layout=layout,
@@ -74,11 +84,12 @@ def export_saved_model(
         max_memory_bytes=max_memory_bytes,
         workers=workers,
         engine=engine,
+        ray_address=ray_address,
         version=version,
         resume=resume,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        request = make_request(opened, serving_config, model, tables)
+        request = make_request(opened, serving_config, model, tables, features)
         return run_export(opened, request, Path(model_dir), options, on_progress=on_progress)
 
 
@@ -88,20 +99,27 @@ def plan_saved_model(
     serving_config: Any = None,
     model: Any = None,
     tables: Sequence[str] | None = None,
+    features: Sequence[str] | None = None,
+    rows: RowRanges | None = None,
     storage: Storage = "float32",
     layout: str = "variables",
     serving_root: str | None = None,
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int | None = None,
+    engine: str = "local",
+    ray_address: str | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> ExportPlan:
     """What `export_saved_model` would write: the dry run, which writes nothing. The arguments are the same."""
     options = ExportOptions(
+        rows=rows or {},
         storage=storage,
         layout=layout,
         serving_root=serving_root,
         max_memory_bytes=max_memory_bytes,
         workers=workers,
+        engine=engine,
+        ray_address=ray_address,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        return make_plan(opened, make_request(opened, serving_config, model, tables), options)
+        return make_plan(opened, make_request(opened, serving_config, model, tables, features), options)

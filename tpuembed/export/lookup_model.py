@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpuembed.errors import ConfigError
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.lookup import DROPPED, LookupIds, pad_ids
@@ -33,29 +34,33 @@ class LookupModel:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """feature -> float32 [batch, dim], or [batch, max_sequence_length, dim]."""
-        flat = [_lookup_ids(feature, inputs) for feature in self._features]
+        flat = [_lookup_ids(feature, inputs, *self._tables.row_range(feature.table)) for feature in self._features]
         activations = self._tables.lookup(flat, [feature.table for feature in self._features])
         return {feature.name: rows for feature, rows in zip(self._features, activations, strict=True)}
 
 
-def _lookup_ids(feature: ServedFeature, inputs: Mapping[str, Tensor]) -> LookupIds:
+def _lookup_ids(feature: ServedFeature, inputs: Mapping[str, Tensor], start: int, stop: int) -> LookupIds:
     ids = inputs[feature.name]
     if feature.spec.input == "id":
         ids = ids[:, None]
-        return _with_policy(
-            feature, dataclasses.replace(pad_ids(ids, None, "sum"), droppable=False), tf.zeros_like(ids, tf.bool)
-        )
+        flat = dataclasses.replace(pad_ids(ids, None, "sum"), droppable=False)
+        return _with_policy(feature, flat, tf.zeros_like(ids, tf.bool), start, stop)
     weights = inputs.get(feature.weights_name) if feature.spec.weighted else None
     flat = pad_ids(ids, weights, feature.combiner, feature.spec.max_sequence_length)
-    return _with_policy(feature, flat, flat.ids == DROPPED)
+    return _with_policy(feature, flat, flat.ids == DROPPED, start, stop)
 
 
-def _with_policy(feature: ServedFeature, flat: LookupIds, padding: Tensor) -> LookupIds:
-    """Replace ids outside the table as the feature says: an id that stays outside fails in the lookup."""
+def _with_policy(feature: ServedFeature, flat: LookupIds, padding: Tensor, start: int, stop: int) -> LookupIds:
+    """Replace ids outside of rows [start, stop) as the feature says: an id that stays outside fails in the lookup."""
     policy = feature.spec.out_of_vocabulary
     if policy == "error":
         return flat
-    inside = (flat.ids >= 0) & (flat.ids < feature.rows)
+    if isinstance(policy, int) and not start <= policy < stop:
+        raise ConfigError(
+            f"feature {feature.name!r}: out_of_vocabulary row {policy} is not among the exported rows [{start}, {stop}) of table "
+            f"{feature.table!r}; choose one of them, or zeros"
+        )
+    inside = (flat.ids >= start) & (flat.ids < stop)
     instead = tf.constant(DROPPED if policy == "zeros" else policy, tf.int64)
     ids = tf.where(inside | tf.reshape(padding, [-1]), flat.ids, instead)
     return dataclasses.replace(flat, ids=ids, droppable=flat.droppable or policy == "zeros")

@@ -18,12 +18,13 @@ class ExportOptions:
 
     storage: Storage = "float32"
     max_error: float | None = None
-    row_ranges: RowRanges = dataclasses.field(default_factory=dict)
+    rows: RowRanges = dataclasses.field(default_factory=dict)
     layout: str = "variables"
     serving_root: str | None = None
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES
     workers: int | None = None
     engine: str = "local"
+    ray_address: str | None = None
     version: int | None = None
     resume: bool = True
 

@@ -35,30 +35,52 @@ class Request(Protocol):
         """Save the signatures into `folder`, over the stacks of `plan`."""
 
 
-def make_request(checkpoint: "Checkpoint", serving_config: Any, model: Any, tables: Sequence[str] | None) -> Request:
+def make_request(
+    checkpoint: "Checkpoint",
+    serving_config: Any,
+    model: Any,
+    tables: Sequence[str] | None,
+    features: Sequence[str] | None = None,
+) -> Request:
     """Resolve what was asked against `checkpoint`.
 
     Raises:
         ConfigError, CheckpointMismatchError, UnknownTableError: it cannot be answered; the message says why.
         MissingExtraError: TensorFlow is not installed.
     """
-    if isinstance(tables, str):
-        raise ConfigError(f"tables must be a list of names, got the text {tables!r}; write [{tables!r}]")
-    if tables is not None and not tables:
-        raise ConfigError("tables is empty; name at least one, or leave it out for all")
+    for what, names in (("tables", tables), ("features", features)):
+        _check_names(what, names)
     for name in tables or ():
         find_table(name, checkpoint.tables())
-    if model is not None:
-        return _ModelRequest(checkpoint, serving_config, model, tables)
-    return _LookupRequest(checkpoint, serving_config, tables)
+    if model is None:
+        return _LookupRequest(checkpoint, serving_config, tables, features)
+    if features is not None:
+        raise ConfigError(
+            "features: a model needs all of its inputs; leave `features` out, or `model` for lookups alone"
+        )
+    return _ModelRequest(checkpoint, serving_config, model, tables)
+
+
+def _check_names(what: str, names: Sequence[str] | None) -> None:
+    if isinstance(names, str):
+        raise ConfigError(f"{what} must be a list of names, got the text {names!r}; write [{names!r}]")
+    if names is not None and not names:
+        raise ConfigError(f"{what} is empty; name at least one, or leave it out for all")
 
 
 class _LookupRequest:
     """Features of a serving_config."""
 
-    def __init__(self, checkpoint: "Checkpoint", serving_config: Any, tables: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        checkpoint: "Checkpoint",
+        serving_config: Any,
+        tables: Sequence[str] | None,
+        features: Sequence[str] | None,
+    ) -> None:
         config = serving_config_of(checkpoint, serving_config)
-        kept = config if tables is None else config.only_tables(tables)
+        chosen = config if features is None else config.only_features(features)
+        kept = chosen if tables is None else chosen.only_tables(tables)
         self._available = checkpoint.tables()
         self._features = served_features(kept, self._available, checkpoint.layer_config)
         self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self._features))

@@ -59,6 +59,11 @@ class StackedTables:
         self._stacks = {stack.name: stack for stack in stacks}
         self._places = {place.table: (stack, place) for stack in stacks for place in stack.tables}
 
+    def row_range(self, table: str) -> tuple[int, int]:
+        """The ids [start, stop) that can be looked up in a table."""
+        _, place = self._places[table]
+        return place.first_row, place.first_row + place.rows
+
     def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
         """Activations of `features`, each in its table, with one gather per stack."""
         if not self._places:
@@ -75,11 +80,15 @@ class StackedTables:
         stack, place = self._places[table]
         ids = feature.ids
         lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
-        inside = (lowest >= (DROPPED if feature.droppable else 0)) & (highest < place.rows)
-        message = f"ids of table {table} must be in [0, {place.rows}); these go from"
+        first, stop = self.row_range(table)
+        inside = (lowest >= (DROPPED if feature.droppable else 0)) & (highest < stop)
+        if first:
+            inside &= tf.reduce_all((ids >= first) | (ids == DROPPED))
+        message = f"ids of table {table} must be in [{first}, {stop}); these go from"
         # The raw op: `tf.debugging.Assert` wraps it in a branch, which costs more than a small lookup.
         check = tf.raw_ops.Assert(condition=inside, data=[message, lowest, "to", highest])
         with tf.control_dependencies([check]):
             # Past the end of the stack, so that the gather itself fails should a runtime strip the assertion.
-            shifted = tf.where(ids < place.rows, ids + place.row_offset, tf.constant(stack.rows, tf.int64))
+            known = (ids >= first) & (ids < stop) if first else ids < stop
+            shifted = tf.where(known, ids + (place.row_offset - first), tf.constant(stack.rows, tf.int64))
         return dataclasses.replace(feature, ids=tf.where(ids < 0, ids, shifted))

@@ -7,7 +7,6 @@ never imports TensorFlow, and it never outlives its parent.
 """
 
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -18,30 +17,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from tpuembed.errors import TpuEmbedError
+from tpuembed.export.failures import Failure
 from tpuembed.export.plan import ShardTask
 from tpuembed.export.stream import Source, run_shard
 
 __all__ = ["main"]
 
 _REPORT_SECONDS = 0.1
-_MAY_PASS = frozenset(
-    {
-        errno.EAGAIN,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTUNREACH,
-        errno.EINTR,
-        errno.EIO,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-        errno.EPIPE,
-        errno.EREMOTEIO,
-        errno.ETIMEDOUT,
-    }
-)
-"""Errors of disks far away, and of the ways there."""
 
 
 def main() -> int:
@@ -72,17 +54,13 @@ class _Worker:
         """Stream `task` and say how it went."""
         try:
             result = run_shard(task, self._source, self._folder, self._on_chunk)
-        except TpuEmbedError as error:
-            return self._fail(type(error).__name__, str(error), may_pass=_may_pass(error))
         except Exception as error:
-            traceback.print_exc()
-            return self._fail("", f"{type(error).__name__}: {error}", may_pass=False)
+            if not isinstance(error, TpuEmbedError):
+                traceback.print_exc()
+            self._reply({"error": dataclasses.asdict(Failure.of(error))})
+            return False
         self._reply({"result": dataclasses.asdict(result)})
         return True
-
-    def _fail(self, kind: str, message: str, *, may_pass: bool) -> bool:
-        self._reply({"error": {"type": kind, "message": message, "may_pass": may_pass}})
-        return False
 
     def _on_chunk(self, written: int) -> None:
         if os.getppid() != self._parent:
@@ -97,15 +75,6 @@ class _Worker:
             print(json.dumps(message), file=self._replies, flush=True)
         except BrokenPipeError:
             os._exit(1)
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    """Whether something of the system is behind `error` that may go right the next time."""
-    while error is not None:
-        if isinstance(error, TimeoutError | ConnectionError) or getattr(error, "errno", None) in _MAY_PASS:
-            return True
-        error = error.__context__
-    return False
 
 
 if __name__ == "__main__":

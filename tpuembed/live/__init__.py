@@ -26,6 +26,7 @@ def export_model(
     *,
     serving_config: Any = None,
     tables: Sequence[str] | None = None,
+    features: Sequence[str] | None = None,
     on_progress: Progress | None = None,
     **options: Any,
 ) -> ExportReport:
@@ -41,7 +42,8 @@ def export_model(
         model_dir: made where missing.
         serving_config: for a layer: the features to answer, as `export_saved_model` takes them; None for the layer's own.
             A model's signature must agree with it.
-        tables: for a layer: export these only, with the features that look up in them.
+        tables, features: for a layer: export these only, with the features that look up in them and the tables that they
+            look up in.
         on_progress: called with (bytes done, bytes in all).
         options: storage, layout, max_memory_bytes, workers, version and the like, as `export_saved_model` takes them.
             The tables are in this process, so there is no `engine` to choose.
@@ -49,9 +51,9 @@ def export_model(
     Raises:
         TpuEmbedError: nothing was published; the message says what to change.
     """
-    chosen = ExportOptions.of("export_model", options, without=("engine",))
+    chosen = ExportOptions.of("export_model", options, without=("engine", "ray_address"))
     with live_checkpoint(model) as checkpoint, lent(checkpoint) as source:
-        request = request_of(checkpoint, model, serving_config, tables)
+        request = request_of(checkpoint, model, serving_config, tables, features)
         engine = ThreadEngine(checkpoint, chosen.workers)
         return run_export(
             checkpoint, request, Path(model_dir), chosen, source=source, engine=engine, on_progress=on_progress

@@ -53,7 +53,7 @@ class ExportCallback(keras.callbacks.Callback):
         check_choice("ExportCallback: on_error", on_error, _ON_ERROR)
         if options.get("version") is not None:
             raise ConfigError("ExportCallback: version: every export has a version of its own; leave it out")
-        ExportOptions.of("ExportCallback", _export_options(options), without=("engine",))
+        ExportOptions.of("ExportCallback", _export_options(options), without=("engine", "ray_address"))
         self.reports: list[ExportReport] = []
         self._model_dir, self._every, self._at_end = Path(model_dir), int(every_epochs), at_end
         self._input_specs, self._on_error, self._options = input_specs, on_error, options

@@ -20,17 +20,23 @@ from tpuembed.table_scope import deferred_tables
 __all__ = ["request_of"]
 
 
-def request_of(checkpoint: LiveCheckpoint, model: Any, serving_config: Any, tables: Sequence[str] | None) -> Request:
+def request_of(
+    checkpoint: LiveCheckpoint,
+    model: Any,
+    serving_config: Any,
+    tables: Sequence[str] | None,
+    features: Sequence[str] | None,
+) -> Request:
     """The lookups of a layer, or a whole model.
 
     Raises:
         ConfigError, CheckpointMismatchError, UnknownTableError: it cannot be answered; the message says why.
     """
     if isinstance(model, TPUEmbedding):
-        return make_request(checkpoint, serving_config, None, tables)
-    if tables is not None:
+        return make_request(checkpoint, serving_config, None, tables, features)
+    if tables is not None or features is not None:
         raise ConfigError(
-            "export_model: tables: a model looks up in all of its tables; pass its TPUEmbedding layer to export some of them"
+            "export_model: tables, features: a model looks up in all of its tables; pass its TPUEmbedding layer to export some"
         )
     return _LiveModelRequest(checkpoint, model, serving_config)
 

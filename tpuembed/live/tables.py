@@ -98,15 +98,15 @@ class LiveCheckpoint:
             raise ConfigError(f"{self.path}: table {table!r}: out is {out.dtype} {out.shape}, its rows {rows.shape}")
         out[...] = rows
 
-    def checksum(self, table: str) -> int | None:
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
         """None: memory states no checksums."""
-        self._state(table)
+        self._variable(table, slot)
         return None
 
-    def verify(self, tables: Iterable[str]) -> None:
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         """Memory states no checksums."""
         for table in tables:
-            self._state(table)
+            self._variable(table, slot)
 
     def fingerprint(self) -> str:
         """Changes when a layer has been trained, and is another one for every LiveCheckpoint."""

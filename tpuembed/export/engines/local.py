@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
-from tpuembed import errors
 from tpuembed.errors import TpuEmbedError, WorkerError
 from tpuembed.export.engines.protocol import Job
+from tpuembed.export.failures import Failure
 from tpuembed.export.plan import ShardTask
 from tpuembed.export.stream import ShardResult, ignore
 
@@ -196,22 +196,17 @@ class _Worker:
 
     def _understand(self, message: Mapping[str, Any]) -> Iterator[ShardResult]:
         if "error" in message:
-            self._raise_failure(**message["error"])
+            self._raise_failure(Failure(**message["error"]))
         if "progress" in message:
             self.written = message["progress"]
         if "result" in message:
             self.written = 0
             yield ShardResult(**message["result"])
 
-    def _raise_failure(self, type: str, message: str, may_pass: bool) -> NoReturn:  # noqa: A002 - keys of the reply
-        kind = getattr(errors, type, None) if type in errors.__all__ else None
-        if kind is None:
-            raise WorkerError(
-                f"{self._task}: {message}; this is a defect of the reader or of tpuembed, please report it"
-            )
-        error: TpuEmbedError = kind.__new__(kind, message)  # without __init__: some build their message from parts
-        if may_pass:
-            assert self._task
+    def _raise_failure(self, failure: Failure) -> NoReturn:
+        assert self._task
+        error = failure.error(self._task)
+        if failure.may_pass:
             raise _MayPass(self._task, error)
         raise error
 

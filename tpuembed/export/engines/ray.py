@@ -1,0 +1,150 @@
+"""Shards on a Ray cluster: Ray schedules them, retries what got lost with a worker or a node, and moves no table bytes.
+
+The checkpoint and MODEL_DIR lie on storage that every node sees under the same path. tpuembed is installed on every node.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from tpuembed.errors import ExportError, MissingExtraError, TpuEmbedError, WorkerError, one_line
+from tpuembed.export.engines.protocol import Job
+from tpuembed.export.failures import Failure
+from tpuembed.export.plan import ShardTask
+from tpuembed.export.stream import ShardResult, Source, ignore, run_shard
+
+__all__ = ["RayEngine"]
+
+_RETRIES: Final = 3
+
+
+class RayEngine:
+    """Runs at most `workers` tasks at once, each on one CPU of the cluster."""
+
+    def __init__(self, workers: int, address: str | None = None) -> None:
+        """`address`: HOST:PORT, "ray://..." or "auto"; None for the cluster of RAY_ADDRESS, or else a new one on this machine."""
+        self._workers, self._address = workers, address
+
+    def run(
+        self,
+        tasks: Sequence[ShardTask],
+        job: Job,
+        *,
+        on_result: Callable[[ShardResult], None] = ignore,
+        on_progress: Callable[[int], None] = ignore,
+    ) -> list[ShardResult]:
+        """See Engine.run. Progress is told shard by shard."""
+        with _connected(self._address) as ray:
+            run = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=[_MayPassError])(_run)
+            results = list[ShardResult]()
+            for result in _results(ray, run, tasks, job, self._workers):
+                results.append(result)
+                on_result(result)
+                on_progress(sum(result.bytes for result in results))
+        return sorted(results, key=lambda result: result.index)
+
+
+class _MayPassError(Exception):
+    """Raised in a worker for what Ray is to try again."""
+
+
+def _run(task: Mapping[str, Any], source: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """One shard, in a worker of Ray: its result or its failure, as JSON values."""
+    shard = ShardTask(**task)
+    try:
+        result = run_shard(shard, Source(**source), Path(folder))
+        _flush(Path(folder, shard.file))
+    except Exception as error:
+        failure = Failure.of(error)
+        if failure.may_pass:
+            raise _MayPassError(failure.message) from None
+        return {"failure": dataclasses.asdict(failure)}
+    return {"result": dataclasses.asdict(result)}
+
+
+def _flush(path: Path) -> None:
+    """Here: what another machine flushes is what it has itself."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _results(ray: Any, run: Any, tasks: Sequence[ShardTask], job: Job, at_once: int) -> Iterator[ShardResult]:
+    """Results as they come; after an exception the tasks under way are cancelled."""
+    waiting, source = iter(tasks), dataclasses.asdict(job.source)
+
+    def submit(count: int) -> dict[Any, ShardTask]:
+        return {run.remote(vars(task), source, str(job.folder)): task for task in islice(waiting, count)}
+
+    running = submit(at_once)
+    try:
+        while running:
+            done, _ = ray.wait(list(running), num_returns=1)
+            for reference in done:
+                yield _result(ray, reference, running.pop(reference), job)
+            running |= submit(len(done))
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+def _result(ray: Any, reference: Any, task: ShardTask, job: Job) -> ShardResult:
+    try:
+        reply = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise ExportError(f"{task}: {one_line(error.cause)}; it was tried {_RETRIES + 1} times") from None
+    except ray.exceptions.RayError as error:
+        raise WorkerError(
+            f"{task}: Ray lost it {_RETRIES + 1} times: {one_line(error)}; look at the cluster's nodes"
+        ) from None
+    if "failure" in reply:
+        raise _with_hint(Failure(**reply["failure"]).error(task), job)
+    return ShardResult(**reply["result"])
+
+
+def _with_hint(error: TpuEmbedError, job: Job) -> TpuEmbedError:
+    if isinstance(error, ExportError) and "No such file" in str(error):
+        error.args = (f"{error}; every node of the cluster must see {job.folder.parent.parent} under this path",)
+    return error
+
+
+@contextlib.contextmanager
+def _connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected; what is started here is stopped, what was there stays.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ExportError: there is no cluster at `address`.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtraError("--engine ray", "ray", "ray") from None
+    if ray.is_initialized():
+        yield ray
+        return
+    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
+    except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray has no type for it
+        raise ExportError(
+            f"ray: no cluster at {where!r} can be used: {one_line(error)}; start one, or name another with --ray-address"
+        ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _options(where: str) -> dict[str, Any]:
+    """Of a cluster of our own: no dashboard, and this process's import path."""
+    if where != "local":
+        return {}
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
