@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpuembed.backends import Backend, Request, choose, train
+from tpuembed.backends import Backend, Request, TakenGradients, choose, train
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.table_state import TablesNode
@@ -147,7 +147,9 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         if serving_config is None and self.trainable and self._parts.backend.states:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
-            activations = train(self._parts.backend, inputs, dummy, self._parts.request.updates, self)
+            activations = train(
+                self._parts.backend, inputs, dummy, self._parts.request.updates, self._parts.taken, self
+            )
         else:
             activations = self._parts.backend.lookup(inputs)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
@@ -249,6 +251,7 @@ class _Parts:
     table_names: Mapping[Any, str]
     request: Request
     backend: Backend
+    taken: TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
 
     def checkpoint_config(self) -> dict[str, Any]:

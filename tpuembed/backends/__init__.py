@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.gradient_trap import TakenGradients
 from tpuembed.backends.host import HostBackend
 from tpuembed.backends.mixed import MixedBackend
 from tpuembed.backends.request import Request
@@ -22,7 +23,7 @@ from tpuembed.environment import check_environment
 from tpuembed.errors import ConfigError
 from tpuembed.table_scope import current_source
 
-__all__ = ["Backend", "Request", "choose", "train"]
+__all__ = ["Backend", "Request", "TakenGradients", "choose", "train"]
 
 
 class Backend(Protocol):

@@ -9,7 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute import tpu_util
+from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.saved_model.save_context import in_save_context
 
 from tpuembed.config import (
     FTRL,
@@ -33,7 +35,9 @@ __all__ = [
     "features_from",
     "features_to_dict",
     "features_to_tf",
+    "in_save_context",
     "in_xla_context",
+    "is_op_determinism_enabled",
     "local",
     "loss_scale",
     "optimizer_to_dict",

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tpuembed.backends.feature_input import FeatureInput
-from tpuembed.backends.gradient_trap import gradient_trap
+from tpuembed.backends.gradient_trap import TakenGradients, gradient_trap
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_config import entry_optimizer, local
 from tpuembed.errors import TrainingError
@@ -34,7 +34,14 @@ class _Backend(Protocol):
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> Step: ...
 
 
-def train(backend: _Backend, features: Sequence[FeatureInput], dummy: Tensor, updates: Any, layer: Any) -> list[Tensor]:
+def train(
+    backend: _Backend,
+    features: Sequence[FeatureInput],
+    dummy: Tensor,
+    updates: Any,
+    taken: TakenGradients,
+    layer: Any,
+) -> list[Tensor]:
     """Activations of `features`, such that the gradient of `dummy` updates the tables once and adds one to `updates`.
 
     A table without an optimizer stays the user's to train.
@@ -48,7 +55,7 @@ def train(backend: _Backend, features: Sequence[FeatureInput], dummy: Tensor, up
     if trapped:
         _check_accumulation(entry_optimizer(layer))
         step = backend.begin(trapped, layer)
-        caught = gradient_trap(dummy, step.lookup, lambda gradients: _apply(step, gradients, updates))
+        caught = gradient_trap(dummy, step.lookup, lambda gradients: _apply(step, gradients, updates), taken)
     answers = {True: iter(backend.lookup(free) if free else []), False: iter(caught)}
     return [next(answers[_is_free(backend, feature)]) for feature in features]
 

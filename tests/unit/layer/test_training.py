@@ -250,6 +250,39 @@ def test_a_second_gradient_through_one_call_is_refused() -> None:
         tape.gradient(loss, layer.trainable_variables)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_second_gradient_through_a_traced_call_is_refused_when_it_runs(traced: bool) -> None:
+    """Its gradient is traced once, and runs again without a word to Python."""
+    layer, table, reference = _make(OPTIMIZERS["adagrad"])
+    forward = tf.function(lambda: _loss(layer(INPUTS)))
+
+    def twice(number: int) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = forward()
+        return [tape.gradient(loss, layer.trainable_variables) for _ in range(number)]
+
+    step = tf.function(twice) if traced else twice
+    for _ in range(3):
+        step(1)
+        _reference_step(reference)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a second gradient was taken through one call"):
+        step(2)
+    _reference_step(reference)
+    assert_same_numbers(table.numpy(), reference.table)
+
+
+def test_two_calls_of_a_traced_function_are_two_updates() -> None:
+    layer, table, reference = _make(OPTIMIZERS["sgd"])
+    forward = tf.function(lambda: _loss(layer(INPUTS)))
+    for _ in range(40):
+        with tf.GradientTape() as tape:
+            loss = forward() + forward()
+        tape.gradient(loss, layer.trainable_variables)
+        _reference_step(reference)
+        _reference_step(reference)
+    np.testing.assert_allclose(table.numpy(), reference.table, rtol=1e-5, atol=1e-4)
+
+
 def test_one_traced_call_may_be_differentiated_in_several_places() -> None:
     layer, table, reference = _make(OPTIMIZERS["sgd"])
     forward = tf.function(lambda: _loss(layer(INPUTS)))
