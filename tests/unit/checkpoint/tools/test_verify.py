@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.unit.checkpoint.orbax_trees import Leaves, write_tree
 from tests.unit.tensor_bundle.bundles import write
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -328,6 +329,20 @@ def test_formats_without_checksums_say_so(tmp_path: Path) -> None:
     assert report.damaged == ()
     assert report.unchecked == ("format orbax keeps no checksums of rows: they were read, and may be wrong unnoticed",)
     assert report.bytes > 0
+
+
+@pytest.mark.parametrize(("lost", "name"), [("de_t_embeddings_velocity", "t/velocities"), ("embeddings", "t")])
+def test_what_cannot_be_read_without_checksums(tmp_path: Path, lost: str, name: str) -> None:
+    """The table and each slot of its own."""
+    rows = np.arange(40, dtype=np.float32).reshape(10, 4) + 1
+    slots: Leaves = {
+        ("optimizer_variables", "adam", f"de_t_embeddings_{slot}"): rows for slot in ("momentum", "velocity")
+    }
+    path = write_tree(tmp_path / "tree", {("trainable_variables", "de", "t", "embeddings"): rows, **slots}, ocdbt=False)
+    assert verify_files(path).damaged == ()
+    [folder] = path.glob(f"*.{lost}")
+    (folder / "0.0").write_bytes(b"no zstd")
+    assert [damage.name for damage in verify_files(path).damaged] == [name]
 
 
 def strings(values: list[bytes], piece: int) -> int:
