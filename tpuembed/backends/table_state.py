@@ -182,7 +182,8 @@ class TablesNode(Trackable):
     """The checkpoint node `_tpu_embedding`: children `<table>` and `<table>/<slot>`, as TFRS and TensorFlow name them.
 
     The layer's config (JSON) and its count of updates are attributes of the node itself, so that a checkpoint without
-    them (TFRS) restores into the layer, and a TFRS layer finds all its variables in ours.
+    them (TFRS) restores into the layer, and a TFRS layer finds all its variables in ours. The config says once more where
+    tables lie in SparseCores: a reader of a wrong layout that fits its stack would give other rows, and not notice.
     """
 
     def __init__(
@@ -195,7 +196,9 @@ class TablesNode(Trackable):
     ) -> None:
         """Raise ConfigError where two variables would be saved under one name."""
         check_saved_names({state.config.name: state.slots for state in states})
-        self._config, self._layouts = json.dumps(config), dict(layouts)
+        self._layouts = dict(layouts)
+        said = {"layouts": {table: dataclasses.asdict(layout) for table, layout in layouts.items()}} if layouts else {}
+        self._config = json.dumps({**config, **said})
         self._tables = [state.config.name for state in states]
         self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False

@@ -55,7 +55,13 @@ def check_size(where: str, name: str, table: Mapping[str, Any], found: tuple[int
 
 
 def merge_configs(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """One config of all layers, by their paths. Their features lie side by side, or under the paths where they clash."""
+    """One config of all layers, by their paths, without what it says of SparseCores.
+
+    Their features lie side by side, or under the paths where they clash.
+    """
+    configs = {
+        path: {part: said for part, said in config.items() if part != "layouts"} for path, config in configs.items()
+    }
     if len(configs) < 2:
         return next(iter(configs.values()), None)
     tables = {name: table for config in configs.values() for name, table in config["tables"].items()}

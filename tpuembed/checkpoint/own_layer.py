@@ -4,13 +4,14 @@ Tables that lie in SparseCores are in children `<stack>`, `<stack>/<slot>` inste
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from tpuembed.checkpoint.layer_config import check_size, parse_config, slot_names
 from tpuembed.checkpoint.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.rows import DENSE
 from tpuembed.checkpoint.sparsecore import LAYOUTS, SparseCoreRows, sparse_core_layouts
+from tpuembed.checkpoint.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.table_keys import TableKeys, table_info
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.tensor_bundle import Bundle
@@ -71,6 +72,7 @@ def own_layer_tables(
         unknown = sorted(set(node.children) - claimed.keys() - {ENGINE, LAYOUTS})
         if unknown:
             raise _corrupt(bundle, f"it holds {unknown[0]!r}, which is no table or slot of its layer's config")
+        _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,31 @@ def _stacked_tables(
     if unknown:
         raise _corrupt(bundle, f"its {LAYOUTS} know {unknown[0]!r}, which is no table of its layer's config")
     return {layout.table: SparseCoreRows(layout) for layout in layouts}
+
+
+def _check_layouts(bundle: Bundle, layouts: Iterable[TableLayout], config: Mapping[str, Any]) -> None:
+    """Raise CheckpointCorruptError unless `layouts` are those that the layer's config repeats, where it does."""
+    repeated = config.get("layouts")
+    if repeated is None:
+        return
+    found = {
+        layout.table: {
+            "stack": layout.stack,
+            "rows": layout.shape[0],
+            "dim": layout.shape[1],
+            "sparse_cores": layout.num_sparse_cores,
+            "rows_per_core": layout.shard_rows,
+            "offset": layout.offset,
+            "rotation": layout.rotation,
+        }
+        for layout in layouts
+    }
+    for table in sorted(found.keys() | set(repeated)):
+        if found.get(table) != repeated.get(table):
+            raise _corrupt(
+                bundle,
+                f"table {table!r} lies at {repeated.get(table)} by its layer's config and at {found.get(table)} by its {LAYOUTS}",
+            )
 
 
 def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> str:

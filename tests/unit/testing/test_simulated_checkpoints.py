@@ -134,7 +134,9 @@ def keys(path: str) -> list[str]:
     return sorted(set(tf.train.load_checkpoint(path).get_variable_to_shape_map()) - {LAYOUTS})
 
 
-@pytest.mark.filterwarnings("ignore:TPUEmbedding. sparse_core_embedding_config has no effect")  # where all are replicated
+@pytest.mark.filterwarnings(
+    "ignore:TPUEmbedding. sparse_core_embedding_config has no effect"
+)  # where all are replicated
 @pytest.mark.parametrize("stacking", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(None, 12), (12, 40), (64, None)])
 def test_restores_under_another_threshold(
@@ -240,6 +242,10 @@ def rewritten(path: str, layouts: bytes) -> str:
         ({"total_rows_per_sparse_core_shard": 32}, r"is \[128, 8\] and its SparseCore layout says \[256, 8\]"),
         ({"num_sparse_cores": 16}, r"is \[128, 8\] and its SparseCore layout says \[256, 8\]"),
         (None, "_sparse_core_table_layouts are empty"),
+        (
+            {"sparse_core_shard_rotation": 3},
+            r"'lone' lies at .*'rotation': 0} by its layer's config and at .*'rotation': 3}",
+        ),
     ],
 )
 def test_layouts_that_contradict_the_layer_are_refused(
