@@ -108,6 +108,8 @@ class Manifest:
         signatures: name -> {"inputs": {name: TensorSpec}, "outputs": {name: TensorSpec}}.
         files: all other files by their path inside the version directory, this manifest apart. saved_model.pb as it is
             with its mapped paths relative to that directory: the others depend on where it is served.
+        errors: of the storage against float32, by table, as the export's report had them.
+        tables_key: equal for versions whose stacks are the same bytes in files of their own.
     """
 
     tool_version: str
@@ -117,6 +119,8 @@ class Manifest:
     stacks: tuple[StackEntry, ...]
     signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
     files: Mapping[str, FileEntry] = dataclasses.field(default_factory=dict)
+    errors: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    tables_key: str = ""
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:

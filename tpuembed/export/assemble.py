@@ -45,6 +45,7 @@ def assemble(
     stack_keys: Mapping[str, str],
     signatures: Signatures,
     source: Mapping[str, str],
+    tables_key: str = "",
 ) -> Path:
     """Complete the SavedModel in `staging.path` with the tables in `streamed.folder`, and commit it.
 
@@ -53,7 +54,7 @@ def assemble(
         plan, streamed: the tables; `streamed.folder` lies on the file system of the staging folder.
         layout: of the plan, which settles where the version will be served.
         stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
-        signatures, source: for the manifest.
+        signatures, source, tables_key: for the manifest.
 
     Returns:
         The path of the version that is now visible.
@@ -73,7 +74,8 @@ def assemble(
     _check_bundle(prefix, merged)
     layout.place(staging.path, {stack.file: _file(stack, merged, stack_keys) for stack in plan.stacks})
     manifest = _manifest(plan, streamed, merged, stack_keys, signatures, source)
-    manifest = dataclasses.replace(manifest, files=_other_files(staging.path, manifest))
+    files = _other_files(staging.path, manifest)
+    manifest = dataclasses.replace(manifest, files=files, tables_key=tables_key)
     manifest.write(staging.path)
     return staging.commit(lambda name: layout.settle(staging.path, manifest, name))
 
@@ -155,6 +157,7 @@ def _manifest(
         tables=tuple(entry for stack in plan.stacks for entry in _table_entries(stack)),
         stacks=tuple(_stack_entry(stack, streamed, merged, stack_keys[stack.name]) for stack in plan.stacks),
         signatures=signatures,
+        errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
     )
 
 

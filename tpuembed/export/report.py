@@ -20,7 +20,7 @@ class ExportReport:
         tables: names, in the order of the plan.
         dropped_features: features that were left out because `tables` left out theirs.
         bytes_written: of table data.
-        bytes_reused: of them, what an export that did not end had written.
+        bytes_reused: of them, what an export that did not end had written, or another version in MODEL_DIR shares.
         errors: of what is looked up against float32, by table.
         seconds: in all.
         stream_seconds: of them, from the first table byte to the last one's fsync.

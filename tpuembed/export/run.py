@@ -23,6 +23,7 @@ from tpuembed.export.plan import ExportPlan, plan_export
 from tpuembed.export.record import Header
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import Request
+from tpuembed.export.same_tables import find_same_tables, share_tables, tables_key
 from tpuembed.export.staging import Staging, ensure_space
 from tpuembed.export.stream import Source, ignore, peak_rss_bytes
 
@@ -82,21 +83,22 @@ def run_export(
     plan = make_plan(checkpoint, request, options)
     source = source or source_of(checkpoint)
     header = Header.of(plan, source) if source.lasts else None
-    ensure_space(model_dir, plan.table_bytes, header, restart=not options.resume)
+    key = tables_key(plan, source) if source.lasts else ""
+    same = find_same_tables(model_dir, key) if options.resume and key else None
+    if same is None:
+        ensure_space(model_dir, plan.table_bytes, header, restart=not options.resume)
     _pass_advice_on(checkpoint, plan)
     with Staging(model_dir, options.version, header, restart=not options.resume) as staging, _resumable(staging):
         _name_kept(staging)
         graph = request.save_graph(plan, staging.path)
-        running = engine or choose_engine(options.engine, plan.workers)
         bound = ErrorBound(plan.shards, options.max_error)
-        streamed = stream_tables(
-            plan,
-            source,
-            staging.tables,
-            running,
-            on_progress=on_progress or ignore,
-            on_result=bound.check_shard,
-        )
+        on_progress = on_progress or ignore
+        streamed = share_tables(same, plan, staging.folder / "shared", on_progress) if same else None
+        if streamed is None:
+            running = engine or choose_engine(options.engine, plan.workers)
+            streamed = stream_tables(
+                plan, source, staging.tables, running, on_progress=on_progress, on_result=bound.check_shard
+            )
         bound.check(streamed.errors)
         path = assemble(
             staging,
@@ -106,6 +108,7 @@ def run_export(
             stack_keys=graph.stack_keys,
             signatures=graph.signatures,
             source={"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint},
+            tables_key=key,
         )
     return _report(path, plan, request, streamed, time.monotonic() - started)
 

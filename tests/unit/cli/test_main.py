@@ -16,7 +16,7 @@ from tpuembed_cli.main import cli
 from tpuembed_cli.options import SIZE
 
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main"]
-_COMMANDS = ("demo", "describe", "diff", "doctor", "export", "head", "serve", "verify")
+_COMMANDS = ("demo", "describe", "diff", "doctor", "export", "head", "relocate", "serve", "verify")
 _CPU_SECONDS = 0.5
 
 
