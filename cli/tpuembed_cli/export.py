@@ -88,13 +88,11 @@ def export(
     rename when it is complete.
     """
     request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
+    request |= {"model_dir": model_dir, "version": version, "resume": resume}
     with stdout_on_stderr():  # whatever a model's code prints must not mix with the report
         _check_without_tensorflow(checkpoint, request)
         import_tensorflow()
-        if dry_run:
-            text = _plan(checkpoint, request, as_json)
-        else:
-            text = _run(checkpoint, model_dir, {**request, "version": version, "resume": resume}, as_json)
+        text = (_plan if dry_run else _run)(checkpoint, request, as_json)
     click.echo(text)
 
 
@@ -120,18 +118,19 @@ def _plan(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
     return json.dumps(plan.to_dict()) if as_json else plan.describe()
 
 
-def _run(checkpoint: str, model_dir: Path, request: dict[str, Any], as_json: bool) -> str:
+def _run(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
     from tpuembed.export import export_saved_model
 
     with byte_progress("export") as on_progress:
-        report = export_saved_model(checkpoint, model_dir, on_progress=on_progress, **request)
+        report = export_saved_model(checkpoint, on_progress=on_progress, **request)
     if report.dropped_features:
         click.echo(f"left out with their tables: {', '.join(report.dropped_features)}", err=True)
     if as_json:
         return json.dumps(report.to_dict())
-    rate = report.bytes_written / max(report.stream_seconds, 1e-9) / 1e6
+    rate = (report.bytes_written - report.bytes_reused) / max(report.stream_seconds, 1e-9) / 1e6
+    reused = f", {report.bytes_reused / 1e6:.1f} MB of it found finished" if report.bytes_reused else ""
     return (
-        f"{report.path}: {len(report.tables)} tables, {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s "
+        f"{report.path}: {len(report.tables)} tables, {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s{reused} "
         f"(streamed in {report.stream_seconds:.2f} s, {rate:.0f} MB/s); peak memory {report.peak_rss_bytes / 1e6:.0f} MB, "
         f"workers {report.worker_peak_rss_bytes / 1e6:.0f} MB"
     ) + "".join(f"\n  {table}: {error}" for table, error in report.errors.items() if error.storage != "float32")

@@ -13,7 +13,7 @@ from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import make_request
 from tpuembed.export.row_ranges import RowRanges
-from tpuembed.export.run import Progress, make_plan, run_export
+from tpuembed.export.run import Progress, check_place, make_plan, run_export
 from tpuembed.export.storage_choice import Storage
 
 __all__ = ["ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]
@@ -95,6 +95,7 @@ def export_saved_model(
 
 def plan_saved_model(
     checkpoint: str | Path,
+    model_dir: str | Path | None = None,
     *,
     serving_config: Any = None,
     model: Any = None,
@@ -108,9 +109,14 @@ def plan_saved_model(
     workers: int | None = None,
     engine: str = "local",
     ray_address: str | None = None,
+    version: int | None = None,
+    resume: bool = True,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> ExportPlan:
-    """What `export_saved_model` would write: the dry run, which writes nothing. The arguments are the same."""
+    """What `export_saved_model` would write: the dry run, which writes nothing. The arguments are the same.
+
+    Without a `model_dir`, nobody looks whether the disk has room.
+    """
     options = ExportOptions(
         rows=rows or {},
         storage=storage,
@@ -120,6 +126,11 @@ def plan_saved_model(
         workers=workers,
         engine=engine,
         ray_address=ray_address,
+        version=version,
+        resume=resume,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        return make_plan(opened, make_request(opened, serving_config, model, tables, features), options)
+        plan = make_plan(opened, make_request(opened, serving_config, model, tables, features), options)
+        if model_dir is not None:
+            check_place(opened, plan, Path(model_dir), options)
+    return plan

@@ -22,7 +22,15 @@ from tpuembed.manifest import LAYOUTS
 if TYPE_CHECKING:  # a worker reads tasks, not tables
     from tpuembed.checkpoint import TableInfo
 
-__all__ = ["DEFAULT_MAX_MEMORY_BYTES", "ExportPlan", "Placement", "ShardTask", "StackPlan", "plan_export"]
+__all__ = [
+    "BYTES_PER_SECOND_AND_WORKER",
+    "DEFAULT_MAX_MEMORY_BYTES",
+    "ExportPlan",
+    "Placement",
+    "ShardTask",
+    "StackPlan",
+    "plan_export",
+]
 
 DEFAULT_MAX_MEMORY_BYTES = 512 << 20
 
@@ -32,6 +40,9 @@ _CHUNK_BYTES = 4 << 20
 # grows with the data. It is the same for any number of workers, so that an export is resumed with fewer of them.
 _SHARD_BYTES = 64 << 20
 _MAX_SHARDS = 16_384
+
+BYTES_PER_SECOND_AND_WORKER = 500 * 10**6
+"""What plans estimate by, in bytes read or written, whichever is more: a processor of 2025 and a disk that keeps up."""
 
 ReadBuffers = Callable[[str, int], int]
 """The most bytes that a reader of a table, by its name, holds beside so many rows at a time."""
@@ -166,10 +177,20 @@ class ExportPlan:
         """Bytes of buffers that all workers hold at most."""
         return self.workers * max(task.buffer_bytes for task in self.shards)
 
+    @property
+    def estimated_seconds(self) -> float:
+        """Of streaming, at BYTES_PER_SECOND_AND_WORKER: a stated rate, measured nowhere near."""
+        moved = sum(max(task.size, task.source_size) for task in self.shards)
+        return moved / (self.workers * BYTES_PER_SECOND_AND_WORKER)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
+        estimate = {
+            "estimated_seconds": round(self.estimated_seconds, 3),
+            "stated_bytes_per_second": self.workers * BYTES_PER_SECOND_AND_WORKER,
+        }
         counts = {"table_bytes": self.table_bytes, "buffer_bytes": self.buffer_bytes}
-        return {**dataclasses.asdict(self), **counts}
+        return {**dataclasses.asdict(self), **counts, **estimate}
 
     def describe(self) -> str:
         """The plan in lines for people: a summary, then one per stack and table."""

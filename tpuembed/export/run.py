@@ -24,10 +24,10 @@ from tpuembed.export.record import Header
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import Request
 from tpuembed.export.same_tables import find_same_tables, share_tables, tables_key
-from tpuembed.export.staging import Staging, ensure_space
+from tpuembed.export.staging import Staging, check_free, ensure_space
 from tpuembed.export.stream import Source, ignore, peak_rss_bytes
 
-__all__ = ["Progress", "make_plan", "run_export", "source_of"]
+__all__ = ["Progress", "check_place", "make_plan", "run_export", "source_of"]
 
 Progress = Callable[[int, int], None]
 
@@ -58,6 +58,15 @@ def source_of(checkpoint: Checkpoint) -> Source:
     return Source(
         path=checkpoint.path, fingerprint=checkpoint.fingerprint(), options=json.dumps(dict(checkpoint.options))
     )
+
+
+def check_place(checkpoint: Checkpoint, plan: ExportPlan, model_dir: Path, options: ExportOptions) -> None:
+    """Raise ExportError where the export by `plan` would not find room, or its version, in `model_dir`."""
+    check_free(model_dir, options.version)
+    source = source_of(checkpoint)
+    if options.resume and find_same_tables(model_dir, tables_key(plan, source)):
+        return
+    ensure_space(model_dir, plan.table_bytes, Header.of(plan, source), restart=not options.resume)
 
 
 def run_export(

@@ -26,7 +26,7 @@ from tpuembed.export.record import Header, flush, read_record
 from tpuembed.export.unfinished import PREFIX, TABLES, VERSION, Sorted, Unfinished, sort_out
 from tpuembed.export.units import format_bytes
 
-__all__ = ["MAX_VERSION", "Staging", "ensure_space", "next_version", "sync_tree"]
+__all__ = ["MAX_VERSION", "Staging", "check_free", "ensure_space", "next_version", "sync_tree"]
 
 _SPOILING = (CheckpointCorruptError, CheckpointMismatchError)
 """Errors that say that what was streamed is worth nothing."""
@@ -40,6 +40,19 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 def next_version(model_dir: Path) -> int:
     """The highest version in `model_dir` plus one, 1 where there is none; "007" is 7, as for TensorFlow Serving."""
     return max(_versions(model_dir), default=0) + 1
+
+
+def check_free(model_dir: Path, version: int | None) -> None:
+    """Raise ExportError where `version` exists in `model_dir`, which need not; None is always free.
+
+    Raises:
+        ConfigError: it is no positive integer that a server can read.
+    """
+    _check_version(version)
+    if model_dir.is_dir() and version in _versions(model_dir):
+        raise ExportError(
+            f"MODEL_DIR {model_dir}: version {version} exists; choose another one, {next_version(model_dir)} is free"
+        )
 
 
 def ensure_space(model_dir: Path, size: int, header: Header | None = None, *, restart: bool = False) -> None:
@@ -102,12 +115,12 @@ class Staging:
             ConfigError: the version is no positive integer that a server can read.
             ExportError: the version exists, or MODEL_DIR cannot be written.
         """
-        _check_version(version)
+        check_free(model_dir, version)
         self.model_dir, self.version, self._can_go_on = model_dir, version, header is not None
         with _failing(model_dir):
             model_dir.mkdir(parents=True, exist_ok=True)
             with _locked(model_dir):
-                self._check_free()
+                check_free(self.model_dir, self.version)
                 held = dict(_abandoned(model_dir))
                 found = sort_out([Unfinished(folder) for folder in held], header, restart=restart)
                 self.folder = self._make() if found.resumable is None else found.resumable.folder
@@ -167,7 +180,7 @@ class Staging:
 
     def _publish(self, settle: Callable[[str], None]) -> Path:
         while True:
-            self._check_free()
+            check_free(self.model_dir, self.version)
             target = self.model_dir / str(self.version or next_version(self.model_dir))
             settle(target.name)
             try:
@@ -175,13 +188,6 @@ class Staging:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise  # else it was taken a moment ago, by an exporter that no lock keeps apart
-
-    def _check_free(self) -> None:
-        if self.version in _versions(self.model_dir):
-            raise ExportError(
-                f"MODEL_DIR {self.model_dir}: version {self.version} exists; "
-                f"choose another one, {next_version(self.model_dir)} is free"
-            )
 
 
 def _check_version(version: int | None) -> None:

@@ -1,6 +1,6 @@
-"""Byte counts as people read them."""
+"""Byte counts and times as people read them."""
 
-__all__ = ["format_bytes"]
+__all__ = ["format_bytes", "format_seconds"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -13,3 +13,10 @@ def format_bytes(count: int) -> str:
             break
         size /= 1000
     return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in the unit that people would use, with two significant digits, and 0.1 s at least: 0.3 s, 45 s, 12 min, 5.6 h."""
+    if seconds < 99.5:
+        return f"{max(seconds, 0.1):.2g} s"
+    return f"{seconds / 60:.2g} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.3g} h"

@@ -213,7 +213,6 @@ def test_bad_input_is_one_line_and_exit_code_1(
         ["--max-memory", "9" * 400 + ".5GB"],
         ["--layout", "paged"],
         ["--engine", "ray"],
-        ["--resume"],
         ["--storage", "float8"],
         ["--nope"],
     ],

@@ -15,6 +15,8 @@ from tpuembed.checkpoint import TableInfo
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.export import plan as planner
 from tpuembed.export.plan import ExportPlan, ShardTask, plan_export
+from tpuembed.export.record import export_key
+from tpuembed.export.stream import Source
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -101,8 +103,36 @@ def test_a_thousand_tables_and_ten_terabytes_plan_in_a_second() -> None:
     made = plan(*tables, workers=64)
     assert time.process_time() - started < 1
     assert made.table_bytes == 999 * (10**10 // 256) * 256 + 4 * 10**10
+    key = export_key(made, Source(path="ckpt", fingerprint="f"))
+    assert time.process_time() - started < 1.5
+    assert len(key) == 64
     assert len(made.shards) < 20_000
     assert max(task.size for task in made.shards) < 2 * made.table_bytes / 16_384
+
+
+def test_the_estimate_is_by_what_is_moved_and_the_stated_rate() -> None:
+    made = plan(info("t", 10**9 // 64, 16), workers=2)  # 1 GB
+    assert made.estimated_seconds == pytest.approx(1.0)
+    assert plan(info("t", 10**9 // 64, 16), workers=1, storage="bfloat16").estimated_seconds == pytest.approx(2.0)
+    assert made.to_dict()["stated_bytes_per_second"] == 10**9
+    assert made.to_dict()["estimated_seconds"] == 1.0
+
+
+def test_a_killed_export_is_the_same_with_less_memory_and_fewer_workers() -> None:
+    """And not with other bytes in other places."""
+    source = Source(path="ckpt", fingerprint="f")
+    key = export_key(plan(info("t", 10**7, 64), workers=8), source)
+    assert key == export_key(plan(info("t", 10**7, 64), workers=2, max_memory_bytes=1 << 20), source)
+    others = [
+        export_key(plan(info("t", 10**7 + 1, 64)), source),
+        export_key(plan(info("u", 10**7, 64)), source),
+        export_key(plan(info("t", 10**7, 64), info("u", 1, 64)), source),
+        export_key(plan(info("t", 10**7, 64), storage="bfloat16"), source),
+        export_key(plan(info("t", 10**7, 64), layout="mmap"), source),
+        export_key(plan(info("t", 10**7, 64)), Source(path="ckpt", fingerprint="g")),
+        export_key(plan(info("t", 10**7, 64)), Source(path="other", fingerprint="f")),
+    ]
+    assert len({key, *others}) == 8
 
 
 def test_large_tables_are_cut_into_pieces_for_all_workers() -> None:
@@ -139,9 +169,10 @@ def test_a_plan_is_json_and_text() -> None:
     assert ShardTask(**decoded["shards"][1]) == made.shards[1]
     assert made.describe().split("\n") == [
         "2 tables in 1 stack, 256 B, layout variables: 2 shards by 1 worker, 160 B of buffers (at most 537 MB)",
+        "about 0.1 s, at 500 MB/s and worker: a stated rate, nothing was measured",
         "  stack_float32_8: float32 [8, 8], 256 B",
-        "    ads: 3 rows from row 0, from float16",
-        "    users: 5 rows from row 3",
+        "    ads: 3 rows from row 0, from float16; bytes 0 to 95 in 1 shard",
+        "    users: 5 rows from row 3; bytes 96 to 255 in 1 shard",
     ]
 
 
@@ -159,7 +190,7 @@ def test_parts_of_tables() -> None:
         ("ads", 30, 70, 0),
         ("users", 0, 50, 40 * 32),
     ]
-    assert "    ads: 40 rows (its rows 30 to 69) from row 0" in made.describe().split("\n")
+    assert "    ads: 40 rows (its rows 30 to 69) from row 0; bytes 0 to 1,279 in 1 shard" in made.describe().split("\n")
 
 
 @pytest.mark.parametrize(

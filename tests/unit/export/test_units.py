@@ -1,6 +1,6 @@
 import pytest
 
-from tpuembed.export.units import format_bytes
+from tpuembed.export.units import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,19 @@ from tpuembed.export.units import format_bytes
 )
 def test_bytes_have_three_digits(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0312, "0.1 s"),
+        (0.312, "0.31 s"),
+        (45.4, "45 s"),
+        (99.4, "99 s"),
+        (100, "1.7 min"),
+        (5900, "98 min"),
+        (36_000, "10 h"),
+    ],
+)
+def test_times_are_in_the_unit_that_people_use(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
