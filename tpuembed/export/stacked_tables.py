@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.config import QuantizationConfig, TableConfig
@@ -11,6 +12,7 @@ from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.decode import decode_rows
 from tpuembed.export.plan import Placement, StackPlan
 from tpuembed.export.signature import find_table
+from tpuembed.export.table_ranges import failure, not_inlined
 from tpuembed.lookup import DROPPED, LookupIds, gather_grouped
 
 if TYPE_CHECKING:
@@ -59,36 +61,54 @@ class StackedTables:
         self._stacks = {stack.name: stack for stack in stacks}
         self._places = {place.table: (stack, place) for stack in stacks for place in stack.tables}
 
-    def row_range(self, table: str) -> tuple[int, int]:
-        """The ids [start, stop) that can be looked up in a table."""
-        _, place = self._places[table]
-        return place.first_row, place.first_row + place.rows
+    def place(self, table: str) -> tuple[str, Placement]:
+        """The stack that a table lies in, and where."""
+        stack, place = self._places[table]
+        return stack.name, place
 
     def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
         """Activations of `features`, each in its table, with one gather per stack."""
         if not self._places:
             raise ExportError("the model looked up its tables while it was being built; build it from symbolic inputs")
-        shifted = [self._shifted(feature, table) for feature, table in zip(features, tables, strict=True)]
-        return gather_grouped(shifted, [self._places[table][0].name for table in tables], self._gather)
+        stacks = [self._places[table][0].name for table in tables]
+        shifted: list[LookupIds] = list(features)
+        for stack in dict.fromkeys(stacks):
+            mine = [index for index, name in enumerate(stacks) if name == stack]
+            places = [self._places[tables[index]][1] for index in mine]
+            for index, moved in zip(mine, _shifted([features[index] for index in mine], places), strict=True):
+                shifted[index] = moved
+        return gather_grouped(shifted, stacks, self.gather)
 
-    def _gather(self, stack: str, ids: Tensor) -> Tensor:
-        stored = tf.gather(self._variables[stack], ids, name=f"gather_{stack}")
-        return decode_rows(stored, self._stacks[stack].storage, self._stacks[stack].dim)
+    def gather(self, stack: str, ids: Tensor) -> Tensor:
+        """float32 [*shape, dim] of int64 `ids` of that shape, rows of the stack."""
+        plan = self._stacks[stack]
+        flat = ids if plan.storage != "int8" else tf.reshape(ids, [-1])
+        rows = decode_rows(tf.gather(self._variables[stack], flat, name=f"gather_{stack}"), plan.storage, plan.dim)
+        return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))
 
-    def _shifted(self, feature: LookupIds, table: str) -> LookupIds:
-        """`feature` with ids of the stack. An id outside its table fails; it never reads a neighbour's row."""
-        stack, place = self._places[table]
-        ids = feature.ids
-        lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
-        first, stop = self.row_range(table)
-        inside = (lowest >= (DROPPED if feature.droppable else 0)) & (highest < stop)
-        if first:
-            inside &= tf.reduce_all((ids >= first) | (ids == DROPPED))
-        message = f"ids of table {table} must be in [{first}, {stop}); these go from"
-        # The raw op: `tf.debugging.Assert` wraps it in a branch, which costs more than a small lookup.
-        check = tf.raw_ops.Assert(condition=inside, data=[message, lowest, "to", highest])
-        with tf.control_dependencies([check]):
-            # Past the end of the stack, so that the gather itself fails should a runtime strip the assertion.
-            known = (ids >= first) & (ids < stop) if first else ids < stop
-            shifted = tf.where(known, ids + (place.row_offset - first), tf.constant(stack.rows, tf.int64))
-        return dataclasses.replace(feature, ids=tf.where(ids < 0, ids, shifted))
+
+def _shifted(features: Sequence[LookupIds], places: Sequence[Placement]) -> list[LookupIds]:
+    """Features of one stack with ids of the stack. An id outside its table fails; it never reads a neighbour's row."""
+    lowest = tf.stack([_lowest(feature, place) for feature, place in zip(features, places, strict=True)])
+    highest = tf.stack([tf.reduce_max(feature.ids) for feature in features])
+    least = [place.first_row or (DROPPED if f.droppable else 0) for f, place in zip(features, places, strict=True)]
+    starts, stops = np.array(least), np.array([place.first_row + place.rows for place in places])
+    inside = tf.reduce_all((lowest >= starts) & (highest < stops))
+    ranges = [(place.table, place.first_row, place.first_row + place.rows) for place in places]
+    vector = tf.TensorSpec([len(places)], tf.int64)
+    fail = not_inlined(lambda low, high: failure(ranges, (low < starts) | (high >= stops), low, high), vector, vector)
+    offsets = tf.constant([place.row_offset - place.first_row for place in places], tf.int64)
+    offsets = tf.unstack(tf.cond(inside, lambda: offsets, lambda: fail(lowest, highest)), len(places))
+    return [_moved(feature, offset) for feature, offset in zip(features, offsets, strict=True)]
+
+
+def _lowest(feature: LookupIds, place: Placement) -> Tensor:
+    ids = feature.ids
+    if feature.droppable and place.first_row:
+        ids = tf.where(ids == DROPPED, tf.constant(place.first_row, tf.int64), ids)
+    return tf.reduce_min(ids)
+
+
+def _moved(feature: LookupIds, offset: Tensor) -> LookupIds:
+    ids = feature.ids + offset
+    return dataclasses.replace(feature, ids=tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids)

@@ -1,0 +1,161 @@
+"""The ids that tables accept, in a graph: the check that no lookup reads another table's row, and the shift into the stack.
+
+The check costs three small operations, whatever the number of features: negative ids are large as unsigned numbers, so one
+comparison has both ends. What makes the message is a function of its own, called where the check fails and never inlined:
+inside of the graph, its operations would be scheduled, dead, with every request (measured: twice the time of the check).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tpuembed.lookup import DROPPED
+
+__all__ = ["ZEROED", "Spread", "TableRanges", "all_inside", "failure", "not_inlined"]
+
+Tensor = Any
+Spread = Callable[[npt.NDArray[np.int64]], Tensor]
+"""One number per feature to numbers that broadcast over a tensor of several features' ids."""
+
+ZEROED: Final = 1 << 61
+"""The row of a stack that is none, and is looked up as zeros."""
+_NOWHERE: Final = 1 << 62  # past the end of every stack
+
+
+def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
+    """`function` as one node of the graphs that call it: what a request does not take is one dead node."""
+    return tf.function(
+        function, input_signature=specs, autograph=False, experimental_attributes={"_noinline": True}
+    ).get_concrete_function()
+
+
+def all_inside(ids: Tensor, rows: Tensor) -> Tensor:
+    """Whether all of `ids` are in [0, rows), both int64."""
+    return tf.reduce_all(_inside(ids, rows))
+
+
+def _inside(ids: Tensor, rows: Tensor) -> Tensor:
+    return tf.raw_ops.Less(x=tf.bitcast(ids, tf.uint64), y=tf.bitcast(tf.convert_to_tensor(rows, tf.int64), tf.uint64))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableRanges:
+    """The tables of F features, side by side; a table's ids are [first_row, first_row + rows).
+
+    Attributes:
+        tables: name of each feature's table.
+        rows, first_row, row_offset: int64 [F], as in `tpuembed.export.plan.Placement`.
+        policies: of each feature, what an id outside does: "error", "zeros", or the id to take instead.
+    """
+
+    tables: Sequence[str]
+    rows: npt.NDArray[np.int64]
+    first_row: npt.NDArray[np.int64]
+    row_offset: npt.NDArray[np.int64]
+    policies: Sequence[str | int]
+
+    @cached_property
+    def are_plain(self) -> bool:
+        """Whether an id is either a row of its table, counted from 0, or an error."""
+        return not self.first_row.any() and all(policy == "error" for policy in self.policies)
+
+    @cached_property
+    def has_zeros(self) -> bool:
+        """Whether `stack_ids` may give ZEROED."""
+        return "zeros" in self.policies
+
+    def stack_ids(self, ids: Tensor, spread: Spread, *, padded: bool) -> Tensor:
+        """Rows of the stack of int64 `ids`; DROPPED ones stay where they are `padded`. An id that no policy takes fails.
+
+        Args:
+            ids: of several features, in the layout that `spread` broadcasts over.
+            padded: whether an id DROPPED is none.
+        """
+        ids, zeroed = self._with_policies(self._relative(ids, spread), spread, padded)
+        ids = self._checked(ids, spread, padded)
+        shifted = ids + spread(self.row_offset)
+        if padded:
+            shifted = tf.where(ids < 0, tf.constant(DROPPED, tf.int64), shifted)
+        return shifted if zeroed is None else tf.where(zeroed, tf.constant(ZEROED, tf.int64), shifted)
+
+    def _relative(self, ids: Tensor, spread: Spread) -> Tensor:
+        """Ids counted from `first_row`. Those before it are one less than that, for DROPPED ones stay what they are."""
+        if not self.first_row.any():
+            return ids
+        first = spread(self.first_row)
+        return tf.where(ids == DROPPED, ids, tf.where(ids >= first, ids - first, tf.minimum(ids - first, -1) - 1))
+
+    def _absolute(self, relative: Tensor, spread: Spread) -> Tensor:
+        """The transpose of `_relative`."""
+        if not self.first_row.any():
+            return relative
+        first = spread(self.first_row)
+        return tf.where(relative == DROPPED, relative, relative + first + tf.cast(relative < 0, tf.int64))
+
+    def _with_policies(self, ids: Tensor, spread: Spread, padded: bool) -> tuple[Tensor, Tensor | None]:
+        """Ids with those outside replaced, where their feature's policy is a row; and which of them shall be zeros."""
+        if all(policy == "error" for policy in self.policies):
+            return ids, None
+        outside = ~_inside(ids, spread(self.rows))
+        if padded:
+            outside &= ids != DROPPED
+        instead = self._instead()
+        ids = tf.where(outside & (spread(instead) >= 0), spread(instead), ids)
+        if not self.has_zeros:
+            return ids, None
+        zeros = np.array([policy == "zeros" for policy in self.policies], np.int64)
+        zeroed = outside & (spread(zeros) > 0)
+        return tf.where(zeroed, tf.constant(0, tf.int64), ids), zeroed
+
+    def _instead(self) -> npt.NDArray[np.int64]:
+        """int64 [F]: the row of a policy that is one, counted from `first_row`; -1 for others."""
+        pairs = zip(self.policies, self.first_row.tolist(), strict=True)
+        return np.array([-1 if isinstance(policy, str) else policy - first for policy, first in pairs], np.int64)
+
+    def _checked(self, ids: Tensor, spread: Spread, padded: bool) -> Tensor:
+        """Ids counted from `first_row`; fails, naming a table and its ids, where one is outside."""
+        inside = all_inside(ids + 1, spread(self.rows + 1)) if padded else all_inside(ids, spread(self.rows))
+        feature = spread(np.arange(len(self.tables), dtype=np.int64))
+        known = [tf.TensorSpec(tensor.shape, tf.int64) for tensor in map(tf.convert_to_tensor, (ids, feature))]
+        fail = not_inlined(lambda ids, feature: self._fail(ids, feature, padded), *known)
+        return tf.ensure_shape(tf.cond(inside, lambda: ids, lambda: fail(ids, feature)), ids.shape)
+
+    def _fail(self, ids: Tensor, feature: Tensor, padded: bool) -> Tensor:
+        """Fail for the first feature of an id outside. `feature` has the index of that of each id."""
+        feature = tf.broadcast_to(feature, tf.shape(ids))
+        outside = ~_inside(ids, tf.gather(self.rows, feature))
+        if padded:
+            outside &= ids != DROPPED
+        first = tf.boolean_mask(feature, outside)[0]
+        mine = (feature == first) & (ids != DROPPED) if padded else feature == first
+        found = self._absolute(tf.boolean_mask(ids, mine), lambda numbers: tf.gather(numbers, first))
+        failed = tf.one_hot(first, len(self.tables), True, False, dtype=tf.bool)
+        rows = [tf.fill([len(self.tables)], reduce(found)) for reduce in (tf.reduce_min, tf.reduce_max)]
+        with tf.control_dependencies([failure(self._spans(), failed, *rows)]):
+            return tf.where(outside, tf.constant(_NOWHERE, tf.int64), ids)
+
+    def _spans(self) -> list[tuple[str, int, int]]:
+        stops = (self.first_row + self.rows).tolist()
+        return list(zip(self.tables, self.first_row.tolist(), stops, strict=True))
+
+
+def failure(ranges: Sequence[tuple[str, int, int]], failed: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
+    """Fail for the first of F tables (name, first id, first id past it) that `failed`, bool [F].
+
+    Args:
+        lowest, highest: int64 [F], the ids that were looked up in each.
+
+    Returns:
+        int64 [F], past the end of every stack: the gather itself fails, should a runtime strip the assertion.
+    """
+    messages = [f"ids of table {table} must be in [{start}, {stop}); these go from" for table, start, stop in ranges]
+    first = tf.argmax(tf.cast(failed, tf.int32))
+    data = [tf.gather(messages, first), tf.gather(lowest, first), "to", tf.gather(highest, first)]
+    # The raw op: `tf.debugging.Assert` wraps it in a branch.
+    with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=data)]):
+        return tf.fill([len(ranges)], tf.constant(_NOWHERE, tf.int64))
