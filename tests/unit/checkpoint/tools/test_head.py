@@ -62,3 +62,14 @@ def test_descriptions(tmp_path: Path) -> None:
     assert "config" not in found.to_dict()
     slots = describe_checkpoint(GOLDEN / "ckpt").tables[0]
     assert (slots.name, slots.slots, slots.bytes) == ("table_2", ("momenta", "velocities"), 5 * 2 * 4 * 3)
+
+
+def test_layouts_are_described() -> None:
+    """Those of TensorFlow's own stacks; the last table lies alone."""
+    found = describe_checkpoint(GOLDEN.parents[1] / "tpu" / "sparse_cores_2_adagrad_momentum" / "ckpt")
+    assert {table.name: table.layout for table in found.tables} == {
+        "a": "stack a_b_video/e.1, 8 SparseCores",
+        "b": "stack a_b_video/e.1, 8 SparseCores, rotation 4",
+        "video/e.1": "stack a_b_video/e.1, 8 SparseCores",
+        "lone": "8 SparseCores",
+    }
