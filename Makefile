@@ -13,7 +13,7 @@ help:  ## list the targets
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tf,serve,hdf5,jax,cloud,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tf,serve,hdf5,jax,cloud,ray,dev]'
 	@touch $(STAMP)
 
 $(RATINGS): | $(STAMP)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -22,6 +23,8 @@ from tpuembed.export.stream import ShardResult, Source, ignore, run_shard
 __all__ = ["RayEngine"]
 
 _RETRIES: Final = 3
+_CONNECT_SECONDS: Final = 10.0
+_QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
 
 
 class RayEngine:
@@ -121,7 +124,8 @@ def _connected(address: str | None) -> Iterator[Any]:
         MissingExtraError: Ray is not installed.
         ExportError: there is no cluster at `address`.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError:
@@ -131,6 +135,7 @@ def _connected(address: str | None) -> Iterator[Any]:
         return
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
+        _reach(where)
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray has no type for it
         raise ExportError(
@@ -140,6 +145,13 @@ def _connected(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _reach(where: str) -> None:
+    """Raise OSError where nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = where.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
 
 
 def _options(where: str) -> dict[str, Any]:
