@@ -77,6 +77,7 @@ class DistributedEmbedding(DividedEmbedding):
         division = divide(feature_configs, lambda config: _place(config, ours))
         configs = dict(flatten(feature_configs))
         _check_optimizers(configs, optimizer)
+        _check_names(configs if ours else {})
         parts = {place: division.part(place, configs) for place in (_SPARSECORE, _DEFAULT)}
         makers = {_SPARSECORE: self._on_hardware, _DEFAULT: self._on_default_device}
         self._set_parts(division, {place: makers[place](part) for place, part in parts.items() if part})
@@ -313,6 +314,17 @@ def _check_optimizers(configs: Mapping[str, Any], optimizer: Any) -> None:
         if optimizer is None and getattr(config, "table", None) is not None and config.table.optimizer is None:
             raise ConfigError(
                 f"table {config.table.name!r}: neither it nor the layer has an optimizer; give one of them one"
+            )
+
+
+def _check_names(configs: Mapping[str, FeatureConfig]) -> None:
+    """Raise ConfigError where two tables have one name; a table of TensorFlow's may have none."""
+    tables: dict[str, TableConfig] = {}
+    for config in configs.values():
+        if tables.setdefault(config.table.name, config.table) != config.table:
+            raise ConfigError(
+                f"two different tables are called {config.table.name!r}: {tables[config.table.name]} and {config.table}; "
+                "rename one"
             )
 
 

@@ -476,3 +476,19 @@ def test_a_global_batch_that_replicas_cannot_share_is_refused() -> None:
         pytest.raises(ConfigError, match="the batch of all 3 replicas, and 16"),
     ):
         DistributedEmbedding(tpu_configs())
+
+
+def test_two_tables_of_one_name_are_refused_wherever_they_are_placed() -> None:
+    def build() -> DistributedEmbedding:
+        return DistributedEmbedding(
+            [feature(table("t")), feature(TableConfig("t", 7, DIM, placement="default_device"))]
+        )
+
+    with pytest.raises(ConfigError, match="two different tables are called 't'"):
+        build()
+    with (
+        fake_tpu("V2") as strategy,
+        strategy.scope(),
+        pytest.raises(ConfigError, match="two different tables are called 't'"),
+    ):
+        build()
