@@ -40,7 +40,7 @@ def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) 
         [available[name] for name in request.tables],
         storage=options.storage,
         quantization=request.quantization,
-        row_ranges=options.row_ranges,
+        row_ranges=options.rows,
         layout=options.layout,
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers() if options.workers is None else options.workers,

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint import TableInfo
+from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export.stream import Source
 from tpuembed.tensor_bundle import Bundle, Entry, crc, index_path, shard_path, write_index
@@ -163,3 +163,25 @@ def source_of(prefix: Path, reader: type[FakeCheckpoint] = FakeCheckpoint) -> So
 
 def random_table(rows: int, dim: int, dtype: Any = np.float32, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal((rows, dim), np.float32).astype(dtype)
+
+
+class LoggedReads:
+    """A checkpoint of any format whose reads are slow, and logged before they begin."""
+
+    def __init__(self, checkpoint: Checkpoint, log: str, seconds: float) -> None:
+        self._checkpoint, self._log, self._seconds = checkpoint, log, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checkpoint, name)
+
+    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+        with open(self._log, "a") as log:
+            log.write(f"{table} {start}\n")
+        time.sleep(self._seconds)
+        self._checkpoint.read_into(table, start, out, slot)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._checkpoint.close()
