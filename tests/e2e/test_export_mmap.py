@@ -216,6 +216,30 @@ def test_damaged_files_are_refused_by_name(checkpoint: Path, tmp_path: Path, cha
         ask_server(version)
 
 
+def test_commands_name_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:
+    version = export(checkpoint, tmp_path / "m")
+    done = run_command("relocate", tmp_path / "m", "/srv/models", "--json")
+    files = {
+        f"stack_float32_{dim}": f"/srv/models/1/variables/variables.data-0000{n}-of-00003"
+        for n, dim in ((1, 4), (2, 8))
+    }
+    assert json.loads(done.stdout) == {"path": str(version), "files": files, "changed": True, "found": False}
+    assert "not on this machine" in run_command("relocate", version, "/srv/models").stderr
+    for arguments in (
+        (tmp_path / "m", "models"),
+        (checkpoint.parent, "/srv/models"),
+        (tmp_path / "none", "/srv/models"),
+    ):
+        refused = run_command("relocate", *arguments)
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1), refused.stderr
+    file = spoil(version, "short")
+    damaged = run_command("verify", tmp_path / "m")
+    assert damaged.returncode == 1
+    assert damaged.stdout.startswith(
+        f"{version / file}: stack_float32_8: which holds stack 'stack_float32_8', has 959 bytes"
+    )
+
+
 def test_prewarming_finds_one_bit(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     from tpuembed_serving.status import Code, StatusError
 
