@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.tf_tpu import is_tpu_strategy
+from tpuembed.errors import ConfigError
 
 __all__ = ["input_options"]
 
@@ -20,9 +21,14 @@ def input_options(strategy: Any = None) -> Any:
     Args:
         strategy: a `tf.distribute.Strategy`; None for the one whose scope this is called in.
 
+    Raises:
+        ConfigError: `strategy` is none.
+
     Source: the docstring of `tf.tpu.experimental.embedding.TPUEmbedding.enqueue`.
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise ConfigError(f"input_options: strategy must be a tf.distribute.Strategy, got {strategy!r}")
     if is_tpu_strategy(strategy):
         return tf.distribute.InputOptions(experimental_fetch_to_device=False)
     return tf.distribute.InputOptions()

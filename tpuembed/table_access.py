@@ -148,10 +148,11 @@ class TableAccess:
         passed = (name for config, name in self._parts.table_names.items() if config is table)
         name = next(passed, getattr(table, "name", table))
         config = self.live_tables("update_embedding_table").state(name).config
-        if tuple(np.shape(embedding_table)) != (config.vocabulary_size, config.dim):
+        shape = _shape(f"layer {self.name!r}: table {name!r}: embedding_table", embedding_table)
+        if shape != (config.vocabulary_size, config.dim):
             raise ConfigError(
                 f"layer {self.name!r}: table {name!r} is [{config.vocabulary_size}, {config.dim}], and embedding_table is "
-                f"{list(np.shape(embedding_table))}; write a part of the table with assign_rows"
+                f"{list(shape)}; write a part of the table with assign_rows"
             )
         self.assign_rows(name, 0, embedding_table)
 
@@ -175,6 +176,13 @@ class TableAccess:
         from tpuembed.restore import restore_saved
 
         restore_saved(self, path, {table: table for table in tables})
+
+
+def _shape(where: str, values: Any) -> tuple[int, ...]:
+    try:
+        return tuple(np.shape(values))
+    except ValueError:
+        raise ConfigError(f"{where} has rows of different lengths; give a matrix") from None
 
 
 def _checked_rows(where: str, values: Any, dim: int) -> Any:

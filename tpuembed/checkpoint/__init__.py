@@ -14,6 +14,7 @@ orbax             what Orbax wrote for JAX: a package of its own
 """
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -103,6 +104,8 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
         CheckpointError: the system or the store refuses to read them.
         MissingExtraError: a URL is read by a package that is not installed.
     """
+    if not isinstance(path, str | os.PathLike | FilePath):
+        raise ConfigError(f"open_checkpoint: path must be a path or a URL, got {path!r}")
     try:
         return _open(as_path(path), options)
     except TpuEmbedError:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.restore.layers import Array, held
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, input_options
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 
 E = tf.tpu.experimental.embedding
@@ -186,3 +186,13 @@ def test_equal_configs_are_one_table(make: Any) -> None:
     layer = TPUEmbedding([feature(first), feature(second)], optimizer="adagrad")
     assert layer.embedding_tables[first] is layer.embedding_tables[second]
     assert set(held(layer)) == {"video"}
+
+
+def test_arguments_of_another_kind() -> None:
+    layer = _layer()
+    with pytest.raises(ConfigError, match="path must be a path or a URL, got None"):
+        layer.restore_tables(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rows of different lengths"):
+        layer.update_embedding_table("items", [[1.0], [1.0, 2.0]])
+    with pytest.raises(ConfigError, match=r"must be a tf\.distribute\.Strategy, got 3"):
+        input_options(3)
