@@ -14,7 +14,19 @@ from typing import Any, Final
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["LAYOUTS", "MANIFEST_PATH", "FileEntry", "Manifest", "StackEntry", "TableEntry", "TensorSpec"]
+__all__ = [
+    "LAYOUTS",
+    "MANIFEST_PATH",
+    "FeatureEntry",
+    "FileEntry",
+    "Manifest",
+    "PackedInput",
+    "PackedOutput",
+    "Packing",
+    "StackEntry",
+    "TableEntry",
+    "TensorSpec",
+]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
 FORMAT = 1
@@ -31,6 +43,65 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int | None, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureEntry:
+    """A feature of a lookup-only export: the input `name`, and how it is looked up.
+
+    Attributes:
+        table: its TableEntry says which ids are rows.
+        input: "id" for int64 [batch], or "ids" for int64 [batch, hot], padded with -1.
+        weighted: whether `<name>_weights` is an input too.
+        max_sequence_length: above 0, its rows are not combined.
+        out_of_vocabulary: "error" where other ids than rows fail the request; else any id is answered.
+    """
+
+    name: str
+    table: str
+    input: str
+    weighted: bool
+    max_sequence_length: int
+    out_of_vocabulary: str | int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedInput:
+    """Columns of the matrix that the signature `packed` takes: those of the input `name` of `serving_default`.
+
+    Attributes:
+        columns: how many; None for `hot` of them, padded with -1.
+    """
+
+    name: str
+    columns: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedOutput:
+    """Columns [start, stop) of the output `activations`: the output `name` of `serving_default`, [batch, *shape]."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing:
+    """The signature `packed`: `ids`, int64 [batch, columns].
+
+    Attributes:
+        inputs: in the order of their columns; first those of a fixed number of columns. All others have equally many in one
+            request, `hot`, which the width of the matrix tells.
+        outputs: of a lookup-only export, whose only output is `activations`, float32 [batch, width]. None where the outputs are
+            those of `serving_default`.
+        left_out: why there is no such signature; empty where there is one.
+    """
+
+    inputs: tuple[PackedInput, ...] = ()
+    outputs: tuple[PackedOutput, ...] | None = None
+    left_out: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +181,8 @@ class Manifest:
             with its mapped paths relative to that directory: the others depend on where it is served.
         errors: of the storage against float32, by table, as the export's report had them.
         tables_key: equal for versions whose stacks are the same bytes in files of their own.
+        features: of a lookup-only export.
+        packing: of the signature `packed`.
     """
 
     tool_version: str
@@ -121,6 +194,8 @@ class Manifest:
     files: Mapping[str, FileEntry] = dataclasses.field(default_factory=dict)
     errors: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     tables_key: str = ""
+    features: tuple[FeatureEntry, ...] = ()
+    packing: Packing = Packing(left_out="the export is older than this signature")
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -170,8 +245,19 @@ class Manifest:
         value["tables"] = tuple(TableEntry(**entry) for entry in value["tables"])
         value["stacks"] = tuple(StackEntry(**entry) for entry in value["stacks"])
         value["files"] = {path: FileEntry(**entry) for path, entry in value["files"].items()}
+        value["features"] = tuple(FeatureEntry(**entry) for entry in value.get("features", ()))
+        if "packing" in value:
+            value["packing"] = _packing(value["packing"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
         return cls(**value)
+
+
+def _packing(value: Mapping[str, Any]) -> Packing:
+    inputs = tuple(PackedInput(**entry) for entry in value["inputs"])
+    outputs = value["outputs"]
+    if outputs is not None:
+        outputs = tuple(PackedOutput(**{**entry, "shape": tuple(entry["shape"])}) for entry in outputs)
+    return Packing(inputs=inputs, outputs=outputs, left_out=value["left_out"])
 
 
 def _signature(sides: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:

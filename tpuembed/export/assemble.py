@@ -16,7 +16,7 @@ from tpuembed.export.layouts import Layout, graph_keys, stored_shape
 from tpuembed.export.plan import ExportPlan, StackPlan
 from tpuembed.export.staging import Staging
 from tpuembed.export.storage import STORAGES
-from tpuembed.manifest import FileEntry, Manifest, StackEntry, TableEntry, TensorSpec
+from tpuembed.manifest import FeatureEntry, FileEntry, Manifest, Packing, StackEntry, TableEntry, TensorSpec
 from tpuembed.saved_model import file_crc32c
 from tpuembed.tensor_bundle import (
     Bundle,
@@ -46,6 +46,8 @@ def assemble(
     signatures: Signatures,
     source: Mapping[str, str],
     tables_key: str = "",
+    features: tuple[FeatureEntry, ...] = (),
+    packing: Packing | None = None,
 ) -> Path:
     """Complete the SavedModel in `staging.path` with the tables in `streamed.folder`, and commit it.
 
@@ -54,7 +56,7 @@ def assemble(
         plan, streamed: the tables; `streamed.folder` lies on the file system of the staging folder.
         layout: of the plan, which settles where the version will be served.
         stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
-        signatures, source, tables_key: for the manifest.
+        signatures, source, tables_key, features, packing: for the manifest.
 
     Returns:
         The path of the version that is now visible.
@@ -75,7 +77,9 @@ def assemble(
     layout.place(staging.path, {stack.file: _file(stack, merged, stack_keys) for stack in plan.stacks})
     manifest = _manifest(plan, streamed, merged, stack_keys, signatures, source)
     files = _other_files(staging.path, manifest)
-    manifest = dataclasses.replace(manifest, files=files, tables_key=tables_key)
+    manifest = dataclasses.replace(
+        manifest, files=files, tables_key=tables_key, features=features, packing=packing or Packing()
+    )
     manifest.write(staging.path)
     return staging.commit(lambda name: layout.settle(staging.path, manifest, name))
 

@@ -16,10 +16,11 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.errors import ExportError, one_line
 from tpuembed.export.examples import parse_examples, unparsable
 from tpuembed.export.mapped_table import MappedTable
+from tpuembed.export.packing import matrix_spec
 from tpuembed.export.plan import StackPlan
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.export.storage import STORAGES
-from tpuembed.manifest import TensorSpec
+from tpuembed.manifest import FeatureEntry, Packing, TensorSpec
 
 __all__ = ["SavedGraph", "Servable", "save_graph"]
 
@@ -35,6 +36,15 @@ class Servable(Protocol):
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs of `inputs`."""
 
+    def features(self) -> tuple[FeatureEntry, ...]:
+        """For the manifest; none where it does not know which table an input is looked up in."""
+
+    def packing(self) -> Packing:
+        """How the signature `packed` takes the inputs."""
+
+    def packed(self, ids: Tensor) -> dict[str, Tensor]:
+        """The outputs of `ids`, int64 [batch, columns]; called only where `packing` leaves nothing out."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedGraph:
@@ -42,11 +52,13 @@ class SavedGraph:
 
     Attributes:
         stack_keys: stack name -> checkpoint key of its variable.
-        signatures: as the manifest lists them.
+        signatures, features, packing: as the manifest lists them.
     """
 
     stack_keys: Mapping[str, str]
     signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
+    features: tuple[FeatureEntry, ...]
+    packing: Packing
 
 
 def save_graph(
@@ -57,7 +69,7 @@ def save_graph(
     folder: Path,
     layout: str = "variables",
 ) -> SavedGraph:
-    """Save `servable` into `folder` with the signatures `serving_default` and `serving_examples`.
+    """Save `servable` into `folder` with the signatures `serving_default`, `serving_examples` and `packed`.
 
     Args:
         servable: what the signatures compute; it looks up in `tables`.
@@ -78,7 +90,8 @@ def save_graph(
     signatures = {name: _concrete(function) for name, function in _functions(servable).items()}
     _save(root, folder, signatures)
     keys = {stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks}
-    return SavedGraph(keys, {name: _signature_of(function) for name, function in signatures.items()})
+    described = {name: _signature_of(function) for name, function in signatures.items()}
+    return SavedGraph(keys, described, servable.features(), servable.packing())
 
 
 def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
@@ -125,10 +138,22 @@ def _functions(servable: Servable) -> dict[str, Any]:
     def serving_examples(examples: Tensor) -> dict[str, Tensor]:
         return servable(parse_examples(examples, specs))
 
+    functions = {"serving_default": serving_default}
     if reason := unparsable(specs):
         warnings.warn(f"no signature serving_examples: tf.train.Example cannot hold the input {reason}", stacklevel=2)
-        return {"serving_default": serving_default}
-    return {"serving_default": serving_default, "serving_examples": serving_examples}
+    else:
+        functions["serving_examples"] = serving_examples
+    if not servable.packing().left_out:
+        functions["packed"] = _packed(servable)
+    return functions
+
+
+def _packed(servable: Servable) -> Any:
+    @tf.function(input_signature=[matrix_spec(servable.packing())], autograph=False)
+    def packed(ids: Tensor) -> dict[str, Tensor]:
+        return servable.packed(ids)
+
+    return packed
 
 
 def _concrete(function: Any) -> Any:

@@ -13,7 +13,9 @@ from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
+from tpuembed.export.packing import pack_inputs, unpack
 from tpuembed.export.signature import check_input_name
+from tpuembed.manifest import FeatureEntry, Packing
 
 __all__ = ["KerasModel", "build_model", "import_factory", "wrap_model"]
 
@@ -165,6 +167,18 @@ class KerasModel:
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """By input name."""
         return dict(self._specs)
+
+    def features(self) -> tuple[FeatureEntry, ...]:
+        """None: which table an input is looked up in is known to the model alone."""
+        return ()
+
+    def packing(self) -> Packing:
+        """How the signature `packed` takes the inputs."""
+        return pack_inputs(self._specs, [name for name, form in self._forms.items() if form.padded])
+
+    def packed(self, ids: Tensor) -> dict[str, Tensor]:
+        """The outputs by name, of all inputs in one matrix."""
+        return self(unpack(ids, self.packing(), self._specs))
 
     def make_weights(self) -> None:
         """Call a subclassed model once, in a trace that is thrown away: only then it makes its weights."""

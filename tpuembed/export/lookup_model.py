@@ -1,13 +1,16 @@
 """The functions of a lookup-only export: ids of each feature in, activations out."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tpuembed.export.feature_groups import group_features
+from tpuembed.export.packing import split_matrix
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
+from tpuembed.manifest import FeatureEntry, PackedInput, PackedOutput, Packing
 
 __all__ = ["LookupModel"]
 
@@ -36,3 +39,42 @@ class LookupModel:
         for group in group_features(self._features, self._tables):
             found |= group.named(inputs)
         return {feature.name: found[feature.name] for feature in self._features}
+
+    def features(self) -> tuple[FeatureEntry, ...]:
+        """As the manifest lists them."""
+        return tuple(
+            FeatureEntry(
+                name=feature.name,
+                table=feature.table,
+                input=feature.spec.input,
+                weighted=feature.spec.weighted,
+                max_sequence_length=feature.spec.max_sequence_length,
+                out_of_vocabulary=feature.spec.out_of_vocabulary,
+            )
+            for feature in self._features
+        )
+
+    def packing(self) -> Packing:
+        """How the signature `packed` takes the features: group by group, so that each is looked up where it stands."""
+        if weighted := [feature.name for feature in self._features if feature.spec.weighted]:
+            return Packing(left_out=f"feature {weighted[0]!r} has weights, which are no integers")
+        features = [feature for group in group_features(self._features, self._tables) for feature in group.features]
+        inputs, outputs, start = [], [], 0
+        for feature in features:
+            inputs.append(PackedInput(name=feature.name, columns=1 if feature.spec.input == "id" else None))
+            length = feature.spec.max_sequence_length
+            shape = (length, feature.dim) if length else (feature.dim,)
+            outputs.append(PackedOutput(name=feature.name, start=start, stop=start + math.prod(shape), shape=shape))
+            start += math.prod(shape)
+        return Packing(inputs=tuple(inputs), outputs=tuple(outputs))
+
+    def packed(self, ids: Tensor) -> dict[str, Tensor]:
+        """`activations`, float32 [batch, width], of all features' ids in one matrix."""
+        fixed, lists = split_matrix(ids, self.packing())
+        found, starts = [], {"id": 0, "list": 0}
+        for group in group_features(self._features, self._tables):
+            source, kind = (fixed, "id") if group.kind == "id" else (lists, "list")
+            stop = starts[kind] + len(group.features)
+            found.append(group.packed(source[:, starts[kind] : stop]))
+            starts[kind] = stop
+        return {"activations": found[0] if len(found) == 1 else tf.concat(found, 1)}

@@ -116,6 +116,8 @@ def run_export(
             layout=choose_layout(options.layout, model_dir, options.serving_root),
             stack_keys=graph.stack_keys,
             signatures=graph.signatures,
+            features=graph.features,
+            packing=graph.packing,
             source={"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint},
             tables_key=key,
         )

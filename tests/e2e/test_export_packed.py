@@ -1,0 +1,245 @@
+"""The signature `packed`: one matrix of ids, against the rows themselves, through the C API and Python."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from tests.e2e import capi
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed.manifest import Manifest, Packing
+
+Array = npt.NDArray[Any]
+SIZES = {"a": (40, 4), "b": (30, 4), "c": (500, 16)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Array]]:
+    """A checkpoint of two tables of one width, which share a stack, and one of another; and the tables' rows."""
+    tables = [TableConfig(*size, name) for name, size in SIZES.items()]
+    layer = TPUEmbedding({table.name: FeatureConfig(table) for table in tables}, optimizer="sgd")
+    rows = {table.name: variable.numpy() for table, variable in layer.embedding_tables.items()}
+    return tf.train.Checkpoint(layer=layer).write(str(tmp_path_factory.mktemp("ckpt") / "ckpt")), rows
+
+
+def _export(checkpoint: tuple[str, Any], folder: Path, features: Mapping[str, Any], **options: Any) -> Path:
+    return export_saved_model(checkpoint[0], folder / "m", serving_config={"features": features}, **options).path
+
+
+def _packing(path: Path) -> Packing:
+    manifest = Manifest.read(path)
+    assert manifest is not None
+    return manifest.packing
+
+
+def _pack(packing: Packing, inputs: Mapping[str, Array]) -> Array:
+    """The matrix, by what the manifest says alone."""
+    return np.concatenate([inputs[packed.name].reshape(len(inputs[packed.name]), -1) for packed in packing.inputs], 1)
+
+
+def _outputs(packing: Packing, activations: Array) -> dict[str, Array]:
+    assert packing.outputs is not None
+    assert activations.shape[1] == packing.outputs[-1].stop
+    return {found.name: activations[:, found.start : found.stop].reshape(-1, *found.shape) for found in packing.outputs}
+
+
+def _truth(rows: Array, ids: Array, combiner: str) -> Array:
+    """float64 sums over the ids of each example that are not -1."""
+    total = np.where((ids >= 0)[..., None], rows.astype(np.float64)[ids], 0.0).sum(1)
+    count = np.maximum((ids >= 0).sum(1, keepdims=True), 1)
+    divided: Array = total / {"sum": 1, "mean": count, "sqrtn": np.sqrt(count)}[combiner]
+    return divided
+
+
+FEATURES: dict[str, Any] = {
+    "list a": {"table": "a", "combiner": "sum"},
+    "one b": {"table": "b", "input": "id"},
+    "list b": {"table": "b", "combiner": "mean"},
+    "one c": {"table": "c", "input": "id"},
+    "one a": {"table": "a", "input": "id"},
+    "history": {"table": "a", "max_sequence_length": 2},
+    "again b": {"table": "b", "combiner": "mean"},
+    "list c": {"table": "c", "combiner": "sqrtn"},
+}
+NAMES = {name: name.replace(" ", "/") for name in FEATURES}
+
+
+@pytest.mark.parametrize("padding", ["full", "padded", "empty"])
+def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, tmp_path: Path, padding: str) -> None:
+    path = _export(checkpoint, tmp_path, {NAMES[name]: spec for name, spec in FEATURES.items()})
+    packing = _packing(path)
+    assert [packed.columns for packed in packing.inputs] == [1, 1, 1, None, None, None, None, None]
+    rng = np.random.default_rng(0)
+    inputs = {}
+    for name, spec in FEATURES.items():
+        ids = rng.integers(0, SIZES[spec["table"]][0], 5 if "input" in spec else (5, 3))
+        if "input" not in spec and padding != "full":
+            ids[rng.random(ids.shape) < (0.5 if padding == "padded" else 2)] = -1
+        inputs[NAMES[name]] = ids
+    matrix = _pack(packing, inputs)
+    found = _outputs(packing, capi.predict(path, {"ids": matrix}, "packed")["activations"])
+    assert list(found) == [packed.name for packed in packing.inputs]
+    for name, spec in FEATURES.items():
+        rows, ids = checkpoint[1][spec["table"]], inputs[NAMES[name]]
+        if "input" in spec:
+            np.testing.assert_array_equal(found[NAMES[name]], rows[ids])
+        elif "combiner" in spec:
+            np.testing.assert_allclose(found[NAMES[name]], _truth(rows, ids, spec["combiner"]), atol=1e-6)
+        else:
+            np.testing.assert_array_equal(
+                found[NAMES[name]], np.where(ids[:, :2, None] >= 0, rows[ids[:, :2]], np.float32(0))
+            )
+    loaded = tf.saved_model.load(str(path)).signatures["packed"](ids=tf.constant(matrix))
+    np.testing.assert_array_equal(loaded["activations"], np.concatenate([v.reshape(5, -1) for v in found.values()], 1))
+
+
+def test_many_rows_take_the_other_way_to_the_same_numbers(checkpoint: Any, tmp_path: Path) -> None:
+    """Lists of few rows are gathered together, those of many one feature at a time; full ones are summed as they are."""
+    features = {f"{table}{i}": {"table": table, "combiner": "mean"} for table in "ab" for i in range(3)}
+    path = _export(checkpoint, tmp_path, features)
+    packing = _packing(path)
+    rng = np.random.default_rng(1)
+    signatures = tf.saved_model.load(str(path)).signatures
+    for batch, padded in ((300, False), (300, True), (6000, False), (6000, True)):
+        inputs = {name: rng.integers(0, 30, (batch, 20)) for name in features}
+        for ids in inputs.values() if padded else ():
+            ids[rng.random(ids.shape) < 0.4] = -1
+            ids[-3:] = -1
+        matrix = signatures["packed"](ids=tf.constant(_pack(packing, inputs)))["activations"].numpy()
+        found = _outputs(packing, matrix)
+        named = signatures["serving_default"](**{name: tf.constant(ids) for name, ids in inputs.items()})
+        for name, ids in inputs.items():
+            truth = _truth(checkpoint[1][name[0]], ids, "mean")
+            np.testing.assert_allclose(found[name], truth, atol=1e-6)
+            np.testing.assert_allclose(named[name], truth, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["id", "ids"])
+def test_an_id_outside_its_table_fails_by_the_tables_name(checkpoint: Any, tmp_path: Path, form: str) -> None:
+    path = _export(checkpoint, tmp_path, {"x": {"table": "a", "input": form}, "y": {"table": "b", "input": form}})
+    signatures = tf.saved_model.load(str(path)).signatures
+    for bad in (30, -2, 2**40, -(2**63), 2**63 - 1, *([-1] if form == "id" else [])):
+        inputs = {"x": np.array([1, 2]), "y": np.array([3, bad])}
+        if form == "ids":
+            inputs = {name: ids[:, None] for name, ids in inputs.items()}
+        message = rf"ids of table b must be in \[0, 30\); these go from\W+{min(3, bad)}\W+to\W+{max(3, bad)}"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            signatures["packed"](ids=tf.constant(_pack(_packing(path), inputs)))
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            signatures["serving_default"](**{name: tf.constant(ids) for name, ids in inputs.items()})
+
+
+def test_padding_takes_nothing_from_a_row_of_nan(tmp_path: Path) -> None:
+    table = tf.Variable([[np.nan, np.inf], [1.0, 2.0]], name="t")
+    prefix = tf.train.Checkpoint(t=table).write(str(tmp_path / "ckpt"))
+    features = {name: {"table": "t", "combiner": "mean"} for name in "xy"}
+    path = _export((prefix, None), tmp_path, features)
+    signatures = tf.saved_model.load(str(path)).signatures
+    ids = np.array([[1, -1], [-1, -1], [1, 1]])
+    truth = np.array([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]])
+    named = signatures["serving_default"](x=tf.constant(ids), y=tf.constant(ids))
+    np.testing.assert_array_equal(named["x"], truth)
+    packed = signatures["packed"](ids=tf.constant(np.concatenate([ids, ids], 1)))
+    np.testing.assert_array_equal(packed["activations"], np.concatenate([truth, truth], 1))
+
+
+def test_policies_for_ids_outside_hold_in_the_matrix(checkpoint: Any, tmp_path: Path) -> None:
+    features = {
+        f"{form}/{policy}": {"table": "b", "input": form, "out_of_vocabulary": policy, "combiner": "mean"}
+        for form in ("id", "ids")
+        for policy in ("zeros", 2)
+    }
+    path = _export(checkpoint, tmp_path, features)
+    packing, rows = _packing(path), checkpoint[1]["b"]
+    ids = np.array([1, 30, -2, 2**40])
+    lists = np.stack([ids, np.full(4, 5), np.full(4, -1)], 1)
+    inputs = {name: ids if name.startswith("id/") else lists for name in features}
+    found = _outputs(packing, capi.predict(path, {"ids": _pack(packing, inputs)}, "packed")["activations"])
+    np.testing.assert_array_equal(found["id/zeros"], [rows[1], *np.zeros((3, 4))])
+    np.testing.assert_array_equal(found["id/2"], rows[[1, 2, 2, 2]])
+    np.testing.assert_allclose(found["ids/zeros"], [(rows[1] + rows[5]) / 2, *[rows[5] / 2] * 3], atol=1e-6)
+    np.testing.assert_allclose(found["ids/2"], (rows[[1, 2, 2, 2]] + rows[5]) / 2, atol=1e-6)
+
+
+def test_a_width_that_the_lists_cannot_share_fails(checkpoint: Any, tmp_path: Path) -> None:
+    path = _export(checkpoint, tmp_path, {"x": {"table": "a"}, "y": {"table": "b"}})
+    with pytest.raises(capi.TensorFlowError, match="reshape"):
+        capi.predict(path, {"ids": np.zeros((4, 5), np.int64)}, "packed")
+
+
+def test_weights_are_no_integers(checkpoint: Any, tmp_path: Path) -> None:
+    path = _export(checkpoint, tmp_path, {"x": {"table": "a", "weighted": True}})
+    assert _packing(path).left_out == "feature 'x' has weights, which are no integers"
+    assert "packed" not in tf.saved_model.load(str(path)).signatures
+
+
+def test_the_manifest_names_the_features(checkpoint: Any, tmp_path: Path) -> None:
+    path = _export(
+        checkpoint, tmp_path, {"x": {"table": "a", "input": "id", "out_of_vocabulary": 3}, "y": {"table": "c"}}
+    )
+    manifest = Manifest.read(path)
+    assert manifest is not None
+    assert [(entry.name, entry.table, entry.input, entry.out_of_vocabulary) for entry in manifest.features] == [
+        ("x", "a", "id", 3),
+        ("y", "c", "ids", "error"),
+    ]
+    assert manifest.signatures["packed"]["inputs"]["ids"].shape == (None, None)
+    assert manifest.signatures["packed"]["outputs"]["activations"].shape == (None, 20)
+
+
+def _model() -> Any:
+    """Looks up a dense, a two-column, a ragged and a sparse input."""
+    inputs = {
+        "ragged": keras.Input((None,), dtype="int64", ragged=True, name="ragged"),
+        "one": keras.Input((), dtype="int32", name="one"),
+        "two": keras.Input((2,), dtype="int64", name="two"),
+        "sparse": keras.Input((None,), dtype="int64", sparse=True, name="sparse"),
+    }
+    a, b = TableConfig(*SIZES["a"], "a"), TableConfig(*SIZES["b"], "b")
+    config = {"ragged": a, "one": b, "two": b, "sparse": a}
+    layer = TPUEmbedding({name: FeatureConfig(table) for name, table in config.items()}, optimizer="sgd")
+    found = layer(inputs)
+    outputs = {name: keras.layers.Identity(name=f"{name}_out")(value) for name, value in found.items()}
+    return keras.Model(inputs, outputs)
+
+
+def test_a_models_integer_inputs_are_packed(checkpoint: Any, tmp_path: Path) -> None:
+    path = export_saved_model(checkpoint[0], tmp_path / "m", model=_model).path
+    packing = _packing(path)
+    assert {packed.name: packed.columns for packed in packing.inputs} == {
+        "one": 1,
+        "two": 2,
+        "ragged": None,
+        "sparse": None,
+    }
+    inputs = {
+        "one": np.array([4, 29], np.int32),
+        "two": np.array([[1, 2], [3, 4]]),
+        "ragged": np.array([[5, 6, -1], [-1, -1, -1]]),
+        "sparse": np.array([[39, -1, -1], [0, 1, 2]]),
+    }
+    matrix = _pack(packing, {name: ids.astype(np.int64) for name, ids in inputs.items()})
+    found = capi.predict(path, {"ids": matrix}, "packed")
+    rows = checkpoint[1]
+    np.testing.assert_array_equal(found["one"], rows["b"][inputs["one"]])
+    np.testing.assert_array_equal(found["two"], rows["b"][inputs["two"]])
+    np.testing.assert_allclose(found["ragged"], _truth(rows["a"], inputs["ragged"], "mean"), atol=1e-6)
+    np.testing.assert_allclose(found["sparse"], _truth(rows["a"], inputs["sparse"], "mean"), atol=1e-6)
+    matrix[0, [packed.name for packed in packing.inputs].index("one")] += 2**32
+    with pytest.raises(capi.TensorFlowError, match="input one must be int32; these go from"):
+        capi.predict(path, {"ids": matrix}, "packed")
+
+
+def test_floats_of_a_model_are_no_integers(checkpoint: Any, tmp_path: Path) -> None:
+    def model() -> Any:
+        layer = TPUEmbedding({"x": FeatureConfig(TableConfig(*SIZES["a"], "a"))}, optimizer="sgd")
+        inputs = {"x": keras.Input((), dtype="int64", name="x"), "price": keras.Input((3,), name="price")}
+        return keras.Model(inputs, keras.ops.concatenate([layer({"x": inputs["x"]})["x"], inputs["price"]], -1))
+
+    path = export_saved_model(checkpoint[0], tmp_path / "m", model=model).path
+    assert _packing(path).left_out == "input 'price', float32 (None, 3), is no fixed number of integers"

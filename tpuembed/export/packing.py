@@ -1,0 +1,77 @@
+"""The signature `packed`: all inputs in one int64 matrix, because each input of a request costs as much as a small lookup.
+
+The columns: first inputs of a fixed number of columns; then lists, each of `hot` columns, which is what the width of the matrix
+leaves for each, padded with -1. `tpuembed.manifest.Packing` says which columns are which.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tpuembed.manifest import PackedInput, Packing
+
+__all__ = ["matrix_spec", "pack_inputs", "split_matrix", "unpack"]
+
+Tensor = Any
+
+
+def pack_inputs(specs: Mapping[str, tf.TensorSpec], padded: Collection[str]) -> Packing:
+    """How the inputs of a model are packed; `padded` names those that are lists, padded with -1."""
+    inputs = []
+    for name, spec in specs.items():
+        if name not in padded and not (spec.dtype.is_integer and spec.shape.rank in (1, 2) and _columns(spec)):
+            return Packing(left_out=f"input {name!r}, {spec.dtype.name} {spec.shape}, is no fixed number of integers")
+        inputs.append(PackedInput(name=name, columns=None if name in padded else _columns(spec)))
+    return Packing(inputs=tuple(sorted(inputs, key=lambda packed: packed.columns is None)))
+
+
+def _columns(spec: tf.TensorSpec) -> int | None:
+    return 1 if spec.shape.rank == 1 else spec.shape[1]
+
+
+def matrix_spec(packing: Packing) -> tf.TensorSpec:
+    """int64 [batch, columns], whose width is known where there are no lists."""
+    widths = [packed.columns for packed in packing.inputs]
+    width = None if None in widths else sum(width or 0 for width in widths)
+    return tf.TensorSpec([None, width], tf.int64, name="ids")
+
+
+def split_matrix(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The fixed columns, int64 [batch, S], and those of P lists, [batch, P, hot], of a matrix [batch, S + P * hot]."""
+    fixed = sum(packed.columns or 0 for packed in packing.inputs)
+    lists = sum(packed.columns is None for packed in packing.inputs)
+    if not lists:
+        return ids, None
+    rest = ids[:, fixed:] if fixed else ids
+    # By the batch: a width that the lists cannot share evenly must fail.
+    return ids[:, :fixed], tf.reshape(rest, tf.stack([tf.shape(ids)[0], lists, tf.shape(rest)[1] // lists]))
+
+
+def unpack(ids: Tensor, packing: Packing, specs: Mapping[str, tf.TensorSpec]) -> dict[str, Tensor]:
+    """The inputs by name, as `specs` have them."""
+    return {name: _as_spec(value, specs[name]) for name, value in _parts(ids, packing)}
+
+
+def _parts(ids: Tensor, packing: Packing) -> Iterator[tuple[str, Tensor]]:
+    fixed, lists = split_matrix(ids, packing)
+    start = number = 0
+    for packed in packing.inputs:
+        if packed.columns is None:
+            yield packed.name, lists[:, number]
+            number += 1
+        else:
+            yield packed.name, fixed[:, start : start + packed.columns]
+            start += packed.columns
+
+
+def _as_spec(columns: Tensor, spec: tf.TensorSpec) -> Tensor:
+    value = tf.reshape(columns, [-1]) if spec.shape.rank == 1 else columns
+    if spec.dtype == tf.int64:
+        return value
+    cast = tf.cast(value, spec.dtype)
+    message = f"input {spec.name} must be {spec.dtype.name}; these go from"
+    fits = tf.reduce_all(tf.cast(cast, tf.int64) == value)
+    check = tf.raw_ops.Assert(condition=fits, data=[message, tf.reduce_min(value), "to", tf.reduce_max(value)])
+    with tf.control_dependencies([check]):
+        return tf.identity(cast)
