@@ -1,10 +1,13 @@
-"""Streaming throughput of an export beside `cp` and fsync of the same bytes.
+"""Exports beside `cp` and fsync of the same bytes, and beside TensorFlow's own restore-and-save.
 
-    python benchmarks/export.py [--rounds N] [--gib N] [--folder DIR]
+    python -m benchmarks.export [--quick] [--rounds N] [--gib N] [--sizes N]... [--folder DIR]
 
-All read a table from the page cache and end when the copy is on the disk; rates are of the source's bytes, whatever is
-stored. Rounds are interleaved, so that a slow moment of the machine meets all contenders; medians are reported. Everything it
-makes is deleted.
+Streaming: all read a table from the page cache and end when the copy is on the disk; rates are of the source's bytes, whatever
+is stored. Rounds are interleaved, so that a slow moment of the machine meets all contenders; medians are reported. The
+SparseCores' checkpoint is the same bytes, dealt out to 32 SparseCores.
+Whole exports: the command, in a process of its own, by sizes: its memory must not grow. TensorFlow's way, in a process of its
+own too, reads the table into a variable and saves that; its import is not in its time, and is in its memory, as in ours.
+Everything it makes is deleted. It needs four times the largest table of room.
 """
 
 import argparse
@@ -13,16 +16,19 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.sparse_core_files import SPARSE_CORES_PER_DEVICE, write_sparse_core_checkpoint
 from tpuembed.checkpoint import open_checkpoint
+from tpuembed.checkpoint.types import ReadBuffers
 from tpuembed.export.engines import choose_engine
 from tpuembed.export.execute import StreamReport, stream_tables
 from tpuembed.export.plan import plan_export
@@ -31,22 +37,113 @@ from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_ind
 
 DIM = 64
 PIECE_ROWS = 1 << 16
-CONTENDERS = ((1, "float32"), (2, "float32"), (2, "bfloat16"), (2, "float16"), (2, "int8"))
+CONTENDERS = (
+    (1, "float32", "table"),
+    (2, "float32", "table"),
+    (2, "bfloat16", "table"),
+    (2, "float16", "table"),
+    (2, "int8", "table"),
+    (2, "float32", "sparse_cores"),
+)
+SPARSE_CORES = 32
 
 
-def run(rounds: int = 5, gib: int = 2, folder: str | None = None) -> dict[str, Any]:
-    """Medians in MB/s and as a ratio to cp, and the workers' peak memory, for a table of `gib` GiB in `folder`."""
+def run(
+    rounds: int = 5, gib: int = 6, sizes: Sequence[int] = (1, 6, 12), folder: str | None = None, quick: bool = False
+) -> dict[str, Any]:
+    """Streaming of a table of `gib` GiB, and whole exports of tables of `sizes` GiB, in `folder`; `quick`: of 1 GiB, twice."""
+    if quick:
+        rounds, gib, sizes = 2, 1, (1,)
+    streaming = stream_beside_cp(rounds, gib, folder)
+    whole = [whole_export(size, folder) for size in sizes]
+    own = restore_and_save(gib, folder)
+    found: dict[str, Any] = {"streaming": streaming, "whole exports": whole, "TensorFlow's restore-and-save": own}
+    found["ratio to cp"] = {contender["name"]: contender["times_cp"] for contender in streaming["contenders"]}
+    same = next((export for export in whole if export["gib"] == gib), None)
+    if same is not None:
+        found["ratio to TensorFlow's"] = {
+            "speed": round(own["seconds"] / same["seconds"], 2),
+            "memory": round(own["peak_rss_mb"] / same["peak_rss_mb"], 2),
+        }
+    return found
+
+
+def stream_beside_cp(rounds: int, gib: int, folder: str | None) -> dict[str, Any]:
+    """Medians in MB/s and as a ratio to cp, and the workers' peak memory."""
     with tempfile.TemporaryDirectory(prefix="tpuembed-bench-", dir=folder) as made:
         place = Path(made)
         size = write_table(place / "table", gib << 30)
         contenders: dict[str, Callable[[], float]] = {"cp": partial(copy, place)}
         reports: dict[str, list[StreamReport]] = {}
-        for workers, storage in CONTENDERS:
-            name = f"export, {workers} worker{'s' if workers > 1 else ''}, {storage}"
+        for workers, storage, source in CONTENDERS:
+            origin = "" if source == "table" else f", from {SPARSE_CORES} SparseCores"
+            name = f"export, {workers} worker{'s' if workers > 1 else ''}, {storage}{origin}"
             reports[name] = []
-            contenders[name] = partial(export, place, workers, storage, reports[name])
+            contenders[name] = partial(export, place, source, workers, storage, reports[name])
         seconds = interleave(contenders, rounds)
     return {"bytes": size, "rounds": rounds, "contenders": summary(size, seconds, reports)}
+
+
+def whole_export(gib: int, folder: str | None) -> dict[str, Any]:
+    """Seconds and peak memory of the command."""
+    with tempfile.TemporaryDirectory(prefix="tpuembed-bench-", dir=folder) as made:
+        place = Path(made)
+        write_table(place / "table", gib << 30)
+        (place / "serving.json").write_text(json.dumps({"features": {"x": {"table": "table"}}}))
+        command = [
+            sys.executable,
+            "-m",
+            "tpuembed_cli.main",
+            "export",
+            str(place / "table"),
+            str(place / "model"),
+            "--json",
+        ]
+        done = subprocess.run(
+            [*command, "--serving-config", str(place / "serving.json")], stdout=subprocess.PIPE, check=True, text=True
+        )
+    report = json.loads(done.stdout)
+    return {
+        "gib": gib,
+        "seconds": round(report["seconds"], 2),
+        "stream_seconds": round(report["stream_seconds"], 2),
+        "peak_rss_mb": round(report["peak_rss_bytes"] / 1e6),
+        "worker_peak_rss_mb": round(report["worker_peak_rss_bytes"] / 1e6, 1),
+    }
+
+
+RESTORE_AND_SAVE = """
+import json, os, sys, time
+from pathlib import Path
+import tensorflow as tf
+from tpuembed.export.stream import peak_rss_bytes
+
+prefix, folder = sys.argv[1:]
+started = time.monotonic()
+module = tf.Module()
+(table,) = tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=["table"], shape_and_slices=[""], dtypes=[tf.float32])
+module.table = tf.Variable(table)
+del table
+lookup = tf.function(lambda ids: tf.gather(module.table, ids), input_signature=[tf.TensorSpec([None], tf.int64)])
+tf.saved_model.save(module, folder, signatures=lookup)
+for path in Path(folder).rglob("*"):
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+print(json.dumps({"seconds": time.monotonic() - started, "peak_rss_bytes": peak_rss_bytes()}))
+"""
+
+
+def restore_and_save(gib: int, folder: str | None) -> dict[str, Any]:
+    """Seconds and peak memory of what one does without us."""
+    with tempfile.TemporaryDirectory(prefix="tpuembed-bench-", dir=folder) as made:
+        place = Path(made)
+        write_table(place / "table", gib << 30)
+        command = [sys.executable, "-c", RESTORE_AND_SAVE, str(place / "table"), str(place / "model")]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    seconds, peak = round(report["seconds"], 2), round(report["peak_rss_bytes"] / 1e6)
+    return {"gib": gib, "seconds": seconds, "peak_rss_mb": peak}
 
 
 def interleave(contenders: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -79,18 +176,25 @@ def summary(size: int, seconds: dict[str, list[float]], reports: dict[str, list[
 
 
 def write_table(prefix: Path, size: int) -> int:
-    """A checkpoint of one [rows, DIM] float32 table of about `size` bytes; its exact size."""
+    """A checkpoint of one [rows, DIM] float32 table of about `size` bytes; its exact size.
+
+    Beside it `sparse_cores`: the same bytes as they would lie there if they came from SparseCores.
+    """
+    devices = SPARSE_CORES // SPARSE_CORES_PER_DEVICE
     piece = np.random.default_rng(0).standard_normal((PIECE_ROWS, DIM), np.float32)
-    pieces, checksum = size // piece.nbytes, 0
+    pieces = size // piece.nbytes // devices
+    checksum = reduce(lambda value, _: crc.extend(value, piece.reshape(-1).view(np.uint8)), range(pieces), 0)
     with open(shard_path(prefix, 0, 1), "wb") as file:
-        for _ in range(pieces):
-            checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
+        for _ in range(devices * pieces):
             file.write(piece.data)
         os.fsync(file.fileno())
-    shape = (pieces * PIECE_ROWS, DIM)
-    entry = Entry(dtype="float32", shape=shape, size=pieces * piece.nbytes, crc32c=checksum)
-    write_index(index_path(prefix), {"table": entry}, 1)
-    return pieces * piece.nbytes
+    shape, written = (devices * pieces * PIECE_ROWS, DIM), devices * pieces * piece.nbytes
+    whole = reduce(lambda value, _: crc.combine(value, checksum, written // devices), range(devices), 0)
+    write_index(index_path(prefix), {"table": Entry(dtype="float32", shape=shape, size=written, crc32c=whole)}, 1)
+    dealt = prefix.with_name("sparse_cores")
+    write_sparse_core_checkpoint(dealt, *shape, SPARSE_CORES, [checksum] * devices)
+    shard_path(dealt, 0, 2).hardlink_to(shard_path(prefix, 0, 1))
+    return written
 
 
 def copy(place: Path) -> float:
@@ -104,10 +208,16 @@ def copy(place: Path) -> float:
     return took
 
 
-def export(place: Path, workers: int, storage: str, reports: list[StreamReport]) -> float:
-    prefix = place / "table"
+def export(place: Path, source_name: str, workers: int, storage: str, reports: list[StreamReport]) -> float:
+    prefix = place / source_name
     with open_checkpoint(prefix) as checkpoint:
-        plan = plan_export(list(checkpoint.tables().values()), workers=workers, storage=storage)
+        assert isinstance(checkpoint, ReadBuffers)
+        plan = plan_export(
+            list(checkpoint.tables().values()),
+            workers=workers,
+            storage=storage,
+            read_buffers=checkpoint.read_buffer_bytes,
+        )
         source = Source(path=str(prefix), fingerprint=checkpoint.fingerprint())
     reports.append(stream_tables(plan, source, place / "tables", choose_engine("local", workers)))
     shutil.rmtree(place / "tables")
@@ -117,7 +227,9 @@ def export(place: Path, workers: int, storage: str, reports: list[StreamReport])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gib", type=int, default=2)
+    parser.add_argument("--gib", type=int, default=6)
+    parser.add_argument("--sizes", type=int, nargs="+", default=(1, 6, 12), help="GiB, of whole exports")
+    parser.add_argument("--quick", action="store_true", help="1 GiB, two rounds")
     parser.add_argument("--folder", help="where to write: the disk to measure")
     print(json.dumps(run(**vars(parser.parse_args())), indent=1))
 
