@@ -14,7 +14,7 @@ from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
 from tpuembed.errors import TpuEmbedError
 from tpuembed.export.assemble import assemble
-from tpuembed.export.engines import Engine, choose_engine, default_workers
+from tpuembed.export.engines import Engine, check_engine, choose_engine, default_workers
 from tpuembed.export.error_bound import ErrorBound
 from tpuembed.export.execute import StreamReport, stream_tables
 from tpuembed.export.layouts import check_layout, choose_layout
@@ -35,6 +35,7 @@ Progress = Callable[[int, int], None]
 def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) -> ExportPlan:
     """The plan of `request`."""
     check_layout(options.layout, options.serving_root)
+    check_engine(options.engine, options.ray_address)
     available = checkpoint.tables()
     return plan_export(
         [available[name] for name in request.tables],
@@ -43,7 +44,7 @@ def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) 
         row_ranges=options.rows,
         layout=options.layout,
         max_memory_bytes=options.max_memory_bytes,
-        workers=default_workers() if options.workers is None else options.workers,
+        workers=default_workers(options.engine) if options.workers is None else options.workers,
         may_use_fewer=options.workers is None,
         read_buffers=checkpoint.read_buffer_bytes if isinstance(checkpoint, ReadBuffers) else _no_buffers,
     )
@@ -104,7 +105,7 @@ def run_export(
         on_progress = on_progress or ignore
         streamed = share_tables(same, plan, staging.folder / "shared", on_progress) if same else None
         if streamed is None:
-            running = engine or choose_engine(options.engine, plan.workers)
+            running = engine or choose_engine(options.engine, plan.workers, options.ray_address)
             streamed = stream_tables(
                 plan, source, staging.tables, running, on_progress=on_progress, on_result=bound.check_shard
             )
