@@ -27,7 +27,7 @@ from tpuembed.export.same_tables import find_same_tables, share_tables, tables_k
 from tpuembed.export.staging import Staging, check_free, ensure_space
 from tpuembed.export.stream import Source, ignore, peak_rss_bytes
 
-__all__ = ["Progress", "check_place", "make_plan", "run_export", "source_of"]
+__all__ = ["Progress", "check_place", "make_plan", "resumable", "run_export", "source_of"]
 
 Progress = Callable[[int, int], None]
 
@@ -98,7 +98,7 @@ def run_export(
     if same is None:
         ensure_space(model_dir, plan.table_bytes, header, restart=not options.resume)
     _pass_advice_on(checkpoint, plan)
-    with Staging(model_dir, options.version, header, restart=not options.resume) as staging, _resumable(staging):
+    with Staging(model_dir, options.version, header, restart=not options.resume) as staging, resumable(staging):
         _name_kept(staging)
         graph = request.save_graph(plan, staging.path)
         bound = ErrorBound(plan.shards, options.max_error)
@@ -126,7 +126,7 @@ def run_export(
 
 
 @contextlib.contextmanager
-def _resumable(staging: Staging) -> Iterator[None]:
+def resumable(staging: Staging) -> Iterator[None]:
     """Have an error say what is not lost."""
     try:
         yield

@@ -12,9 +12,10 @@ import pytest
 
 from tests.unit.export import fakes
 from tests.unit.export.fakes import Array, random_table, source_of, write_checkpoint
-from tpuembed.errors import CheckpointCorruptError, ExportError
+from tpuembed.errors import CheckpointCorruptError, ExportError, TpuEmbedError
 from tpuembed.export import plan as planner
 from tpuembed.export import record as recording
+from tpuembed.export import run as steps
 from tpuembed.export.engines import choose_engine
 from tpuembed.export.execute import StreamReport, stream_tables
 from tpuembed.export.plan import ExportPlan, plan_export
@@ -221,6 +222,20 @@ def test_an_export_without_a_finished_shard_leaves_nothing(tmp_path: Path) -> No
 def test_damage_of_the_source_leaves_nothing(tmp_path: Path) -> None:
     leave(tmp_path, HEADER, error=CheckpointCorruptError("bad"))
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ExportError("disk full"), "disk full; 2 finished shards are kept, and the same export goes on from them"),
+        (CheckpointCorruptError("bad rows"), "bad rows"),
+    ],
+)
+def test_an_error_says_what_is_not_lost(tmp_path: Path, error: TpuEmbedError, text: str) -> None:
+    leave(tmp_path, HEADER)
+    with pytest.raises(type(error)) as caught, Staging(tmp_path, None, HEADER) as staging, steps.resumable(staging):
+        raise error
+    assert str(caught.value) == text
 
 
 def test_restart_removes_it(tmp_path: Path) -> None:
