@@ -78,7 +78,7 @@ def test_every_optimizer_of_keras_beside_the_tables(optimizer: str) -> None:
         {"optimizer": keras.optimizers.Adam(clipnorm=1.0)},
         {"optimizer": keras.optimizers.Adam(global_clipnorm=1.0)},
     ],
-    ids=str,
+    ids=["steps at once", "eager", "no jit", "momentum", "weight decay and ema", "clipnorm", "global clipnorm"],
 )
 def test_ways_to_compile(options: dict[str, Any]) -> None:
     model, table = _model()
