@@ -212,7 +212,6 @@ def test_bad_input_is_one_line_and_exit_code_1(
         ["--version", str(2**63)],
         ["--max-memory", "9" * 400 + ".5GB"],
         ["--layout", "paged"],
-        ["--engine", "ray"],
         ["--storage", "float8"],
         ["--nope"],
     ],

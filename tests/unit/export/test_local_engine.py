@@ -335,7 +335,7 @@ def test_an_engine_that_loses_a_shard_is_found_out(tmp_path: Path, plan: ExportP
 
 
 def test_engines_are_chosen_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"engine must be one of local; got 'slurm'"):
+    with pytest.raises(ConfigError, match=r"engine must be one of local, ray; got 'slurm'"):
         choose_engine("slurm", 1)
     with pytest.raises(ConfigError, match=r"workers must be at least 1"):
         choose_engine("local", 0)
