@@ -10,6 +10,7 @@ from tests.e2e import capi
 from tests.unit.checkpoint.orbax_trees import write_tree
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.orbax import chunk_memory
+from tpuembed.export import plan as planner
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "orbax" / "keras_rs_stacked"
 
@@ -40,13 +41,13 @@ def test_a_slow_way_to_read_is_said_before(tmp_path: Path, monkeypatch: pytest.M
     spec = {"t": {"num_sparsecores": cores, "tables": {"t": {"vocab_size": rows, "embedding_dim": dim}}}}
     chunk = rows // cores * dim * 4
 
-    def export(name: str, max_memory_bytes: int, **options: int) -> Path:
+    def export(name: str, piece_bytes: int, **options: int) -> Path:
+        monkeypatch.setattr(planner, "_CHUNK_BYTES", piece_bytes)
         report = export_saved_model(
             path,
             tmp_path / name,
             serving_config={"features": {"t": {"table": "t", "input": "id"}}},
             checkpoint_options={"embedding_spec": spec, **options},
-            max_memory_bytes=max_memory_bytes,
             workers=1,
         )
         return report.path

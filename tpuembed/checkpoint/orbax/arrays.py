@@ -165,7 +165,10 @@ class StoredArray(ChunkedArray):
             )
         else:
             held = self.store.memory.limit_bytes(at_once)
-        return held + _NODE_CACHE_BYTES
+        everything = (
+            self.total_bytes // self.chunk_bytes * self.kept_bytes + self.decoding_bytes if self.chunk_bytes else 0
+        )
+        return min(held, everything) + _NODE_CACHE_BYTES
 
     def read_runs(self, runs: Iterable[Run], out: Array) -> None:
         """Fill `out` [n, dim] with the first dim columns of `runs`, which cover its rows.
