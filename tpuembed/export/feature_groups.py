@@ -4,7 +4,7 @@ A request costs one check, one gather and one sum per group instead of per featu
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -13,10 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
+from tpuembed.export.branches import choose
 from tpuembed.export.pooling import FEW_ROWS_BYTES, Gather, pool_entries, pool_full, pool_matrix
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
-from tpuembed.export.table_ranges import ZEROED, TableRanges, all_inside, not_inlined
+from tpuembed.export.table_ranges import ZEROED, TableRanges, all_inside
 from tpuembed.lookup import DROPPED
 
 __all__ = ["FeatureGroup", "group_features", "kind_of"]
@@ -114,7 +115,7 @@ class FeatureGroup:
             found = self._rows(ids)
         else:
             found = self._sequence(ids[:, 0]) if self.kind == "sequence" else self._packed_lists(ids)
-        return tf.reshape(found, [tf.shape(ids)[0], self.packed_width()])
+        return tf.reshape(found, [-1, self.packed_width()])
 
     def packed_width(self) -> int:
         """Columns of `packed`."""
@@ -143,8 +144,8 @@ class FeatureGroup:
         length = self.features[0].spec.max_sequence_length
         padding = tf.fill([tf.shape(ids)[0], length], tf.constant(DROPPED, tf.int64))
         ids = tf.ensure_shape(tf.concat([ids, padding], 1)[:, :length], [None, length])
-        ids = self.ranges.stack_ids(ids, _columns_of, padded=True)
-        return self._gather(tf.where(ids < 0, tf.constant(ZEROED, tf.int64), ids))
+        rows = self.ranges.stack_ids(ids, _columns_of, padded=True)
+        return self._gather(tf.where(ids == DROPPED, tf.constant(ZEROED, tf.int64), rows))
 
     # ---- lists of ids
 
@@ -153,62 +154,66 @@ class FeatureGroup:
         shapes = tf.stack(tf.shape_n(ids, tf.int64))
         if weights is not None:
             ids = _same_shapes(ids, shapes, weights, [feature.name for feature in self.features])
-        together, all_weights = tf.concat(ids, 1), None if weights is None else tf.concat(weights, 1)
-        feature_of = _feature_of_columns(shapes[:, 1], tf.shape(together, tf.int64)[1])
-        rows = self.ranges.stack_ids(together, lambda numbers: tf.gather(numbers, feature_of), padded=True)
-        if len(ids) == 1:
-            return [pool_matrix(rows, all_weights, self._combiner, self._gather)]
+        arguments = [tf.concat(ids, 1), shapes[:, 1], *([] if weights is None else [tf.concat(weights, 1)])]
+        return choose(self._are_few(arguments[0]), self._lists_at_once, self._lists_one_by_one, *arguments)
 
-        def at_once() -> list[Tensor]:
-            batch, count = tf.shape(rows, tf.int64)[0], len(ids)
-            segments = tf.range(batch)[:, None] * count + feature_of
-            pooled = pool_entries(rows, all_weights, segments, batch * count, self._combiner, self._gather)
-            return tf.unstack(tf.reshape(pooled, [-1, count, self.dim]), axis=1)
-
-        arguments = [rows, shapes[:, 1], *([] if all_weights is None else [all_weights])]
-        apart = not_inlined(self._split_lists, *(tf.TensorSpec([None] * len(a.shape), a.dtype) for a in arguments))
-        found = tf.cond(self._are_few(rows), at_once, lambda: list(apart(*arguments)))
-        return [tf.ensure_shape(pooled, [None, self.dim]) for pooled in found]
-
-    def _split_lists(self, rows: Tensor, widths: Tensor, weights: Tensor | None = None) -> list[Tensor]:
-        """float32 [batch, dim] of each feature's columns of `rows` [batch, sum of widths]."""
+    def _lists_at_once(self, ids: Tensor, widths: Tensor, weights: Tensor | None = None) -> list[Tensor]:
+        """float32 [batch, dim] of each feature's columns of `ids` [batch, sum of widths]."""
+        batch, total = tf.unstack(tf.shape(ids, tf.int64))
+        feature_of = _feature_of_columns(widths, total)
+        rows = self.ranges.stack_ids(ids, lambda numbers: tf.gather(numbers, feature_of), padded=True)
         count = len(self.features)
-        parts = [None] * count if weights is None else tf.split(weights, widths, 1, num=count)
-        return list(self._one_by_one(zip(tf.split(rows, widths, 1, num=count), parts, strict=True)))
+        segments = tf.reshape(tf.range(batch) * count, [-1, 1]) + feature_of
+        pooled = pool_entries(rows, ids != DROPPED, weights, segments, batch * count, self._combiner, self._gather)
+        return tf.unstack(tf.reshape(pooled, [-1, count, self.dim]), axis=1)
+
+    def _lists_one_by_one(self, ids: Tensor, widths: Tensor, weights: Tensor | None = None) -> list[Tensor]:
+        count = len(self.features)
+        parts = [tf.split(tensor, widths, 1, num=count) for tensor in (ids, weights) if tensor is not None]
+        return self._one_by_one(zip(*parts, strict=True))
 
     def _packed_lists(self, ids: Tensor) -> Tensor:
         """float32 [batch, F, dim] of ids [batch, F, hot]."""
         if not self.ranges.are_plain:
             return self._checked_lists(ids)
         full = all_inside(ids, self.ranges.rows[:, None])
-        otherwise = not_inlined(self._checked_lists, tf.TensorSpec(ids.shape, tf.int64))
         return tf.cond(
             full & self._are_few(ids),
             lambda: pool_full(ids + self.ranges.row_offset[:, None], None, self._combiner, self._gather),
-            lambda: otherwise(ids),
+            lambda: self._checked_lists(ids),
         )
 
     def _checked_lists(self, ids: Tensor) -> Tensor:
-        rows = self.ranges.stack_ids(ids, _rows_of, padded=True)
+        """`_packed_lists` of any ids."""
         count = len(self.features)
 
-        def at_once() -> Tensor:
-            pooled = pool_matrix(tf.reshape(rows, [-1, tf.shape(rows)[2]]), None, self._combiner, self._gather)
-            return tf.reshape(pooled, [-1, count, self.dim])
+        def at_once(ids: Tensor) -> Tensor:
+            rows = self.ranges.stack_ids(ids, _rows_of, padded=True)
+            rows, present = (tf.reshape(tensor, [-1, tf.shape(ids)[2]]) for tensor in (rows, ids != DROPPED))
+            return tf.reshape(pool_matrix(rows, present, None, self._combiner, self._gather), [-1, count, self.dim])
 
-        def apart() -> Tensor:
-            return tf.stack(list(self._one_by_one((rows[:, index], None) for index in range(count))), 1)
+        def apart(ids: Tensor) -> Tensor:
+            return tf.stack(self._one_by_one((ids[:, index],) for index in range(count)), 1)
 
-        return tf.cond(self._are_few(rows), at_once, apart)
+        return choose(self._are_few(ids), at_once, apart, ids)[0]
 
-    def _one_by_one(self, features: Any) -> Iterator[Tensor]:
-        """Each after the one before, so that the gathered rows of one are in memory at a time."""
+    def _one_by_one(self, features: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+        """float32 [batch, dim] of each feature's ids, and weights. Of one after the other: so the rows of one are in memory."""
+        specs = [tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([], tf.int64)]
+        pool = tf.function(
+            self._one,
+            input_signature=[*specs, *([tf.TensorSpec([None, None], tf.float32)] if self.is_weighted else [])],
+            autograph=False,
+        )
         done: list[Tensor] = []
-        for rows, weights in features:
-            with tf.control_dependencies(done):
-                pooled = pool_matrix(tf.identity(rows), weights, self._combiner, self._gather)
-            done = [pooled]
-            yield pooled
+        for index, (ids, *weights) in enumerate(features):
+            with tf.control_dependencies(done[-1:]):
+                done.append(pool(tf.identity(ids), tf.constant(index, tf.int64), *weights))
+        return done
+
+    def _one(self, ids: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+        rows = self.ranges.stack_ids(ids, lambda numbers: tf.gather(numbers, index), padded=True)
+        return pool_matrix(rows, ids != DROPPED, weights, self._combiner, self._gather)
 
     def _are_few(self, ids: Tensor) -> Tensor:
         return tf.size(ids, tf.int64) <= max(FEW_ROWS_BYTES // (4 * self.dim), 1)
@@ -229,7 +234,9 @@ def _columns_of(numbers: Any) -> Any:
 def _feature_of_columns(widths: Tensor, total: Tensor) -> Tensor:
     """int64 [total]: the index of the matrix that each column of the concatenated ones is from."""
     ends = tf.cumsum(widths)
-    return tf.raw_ops.UpperBound(sorted_inputs=ends[None, :], values=tf.range(total)[None, :], out_type=tf.int64)[0]
+    columns = tf.reshape(tf.range(total), [1, -1])
+    found = tf.raw_ops.UpperBound(sorted_inputs=tf.reshape(ends, [1, -1]), values=columns, out_type=tf.int64)
+    return tf.reshape(found, [-1])
 
 
 def _same_shapes(

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.export.feature_groups import group_features
+from tpuembed.export.feature_groups import FeatureGroup, group_features
 from tpuembed.export.packing import split_matrix
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
@@ -70,11 +70,17 @@ class LookupModel:
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """`activations`, float32 [batch, width], of all features' ids in one matrix."""
-        fixed, lists = split_matrix(ids, self.packing())
-        found, starts = [], {"id": 0, "list": 0}
-        for group in group_features(self._features, self._tables):
-            source, kind = (fixed, "id") if group.kind == "id" else (lists, "list")
-            stop = starts[kind] + len(group.features)
-            found.append(group.packed(source[:, starts[kind] : stop]))
-            starts[kind] = stop
+        groups = group_features(self._features, self._tables)
+        members = [[group for group in groups if (group.kind == "id") == is_id] for is_id in (True, False)]
+        found = [
+            group.packed(columns)
+            for part, together in zip(split_matrix(ids, self.packing()), members, strict=True)
+            for group, columns in zip(together, _split(part, together), strict=True)
+        ]
         return {"activations": found[0] if len(found) == 1 else tf.concat(found, 1)}
+
+
+def _split(ids: Tensor, groups: Sequence[FeatureGroup]) -> Sequence[Tensor]:
+    """Each group's features of `ids` [batch, features] or [batch, features, hot]."""
+    sizes = [len(group.features) for group in groups]
+    return [ids] if len(sizes) == 1 else tf.split(ids, sizes, 1) if sizes else []

@@ -43,9 +43,10 @@ def split_matrix(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     lists = sum(packed.columns is None for packed in packing.inputs)
     if not lists:
         return ids, None
-    rest = ids[:, fixed:] if fixed else ids
+    first, rest = (ids[:, :fixed], ids[:, fixed:]) if fixed else (ids[:, :0], ids)
+    batch, width = tf.unstack(tf.shape(rest))
     # By the batch: a width that the lists cannot share evenly must fail.
-    return ids[:, :fixed], tf.reshape(rest, tf.stack([tf.shape(ids)[0], lists, tf.shape(rest)[1] // lists]))
+    return first, tf.reshape(rest, tf.stack([batch, lists, width // lists]))
 
 
 def unpack(ids: Tensor, packing: Packing, specs: Mapping[str, tf.TensorSpec]) -> dict[str, Tensor]:

@@ -27,52 +27,61 @@ FEW_ROWS_BYTES: Final = 4 << 20
 """Up to so many bytes of float32 rows, features are gathered together."""
 
 
-def pool_matrix(ids: Tensor, weights: Tensor | None, combiner: str, gather: Gather) -> Tensor:
-    """float32 [n, dim] of int64 `ids` [n, hot] of a stack, negative where there is none, and weights of their shape."""
+def pool_matrix(rows: Tensor, present: Tensor, weights: Tensor | None, combiner: str, gather: Gather) -> Tensor:
+    """float32 [n, dim] of int64 `rows` [n, hot] of a stack, where `present`, and weights of their shape."""
 
     def entries() -> Tensor:
-        shape = tf.shape(ids, tf.int64)
+        shape = tf.shape(rows, tf.int64)
         segments = tf.broadcast_to(tf.range(shape[0])[:, None], shape)
-        return pool_entries(ids, weights, segments, shape[0], combiner, gather)
+        return pool_entries(rows, present, weights, segments, shape[0], combiner, gather)
 
-    return tf.cond(tf.reduce_all(ids >= 0), lambda: pool_full(ids, weights, combiner, gather), entries)
+    return tf.cond(tf.reduce_all(present), lambda: pool_full(rows, weights, combiner, gather), entries)
 
 
-def pool_full(ids: Tensor, weights: Tensor | None, combiner: str, gather: Gather) -> Tensor:
-    """`pool_matrix` of ids [..., hot] of which none is negative: float32 [..., dim]."""
-    rows = gather(tf.reshape(ids, [-1]))
-    rows = tf.reshape(rows, tf.concat([tf.shape(ids), [rows.shape[-1]]], 0))
+def pool_full(rows: Tensor, weights: Tensor | None, combiner: str, gather: Gather) -> Tensor:
+    """`pool_matrix` of int64 `rows` [..., hot] that are all present: float32 [..., dim]."""
+    values = gather(rows)
     if weights is None:
-        total = tf.reduce_sum(rows, -2)
+        total = tf.reduce_sum(values, -2)
         if combiner == "sum":
             return total
-        count = tf.cast(tf.shape(ids)[-1], tf.float32)
+        count = tf.cast(tf.shape(rows)[-1], tf.float32)
         return tf.math.divide_no_nan(total, count if combiner == "mean" else tf.sqrt(count))
-    total = tf.squeeze(tf.matmul(weights[..., None, :], rows), -2)
-    return _divided(total, weights, combiner, lambda values: tf.reduce_sum(values, -1))
+    total = tf.squeeze(tf.matmul(weights[..., None, :], values), -2)
+    return _divided(total, weights, combiner, lambda each: tf.reduce_sum(each, -1))
 
 
 def pool_entries(
-    ids: Tensor, weights: Tensor | None, segments: Tensor, count: Tensor, combiner: str, gather: Gather
+    rows: Tensor,
+    present: Tensor,
+    weights: Tensor | None,
+    segments: Tensor,
+    count: Tensor,
+    combiner: str,
+    gather: Gather,
 ) -> Tensor:
-    """float32 [count, dim] of `ids`, negative where there is none, each of them in the example `segments`.
+    """float32 [count, dim] of int64 `rows`, where `present`, each of them in the example `segments`.
 
     Args:
-        ids: int64, of any shape; in row-major order, their segments never fall.
-        weights, segments: of the ids' shape.
+        rows: of any shape; in row-major order, their segments never fall.
+        present, weights, segments: of the shape of `rows`.
         count: scalar int64.
     """
-    entries = tf.where(tf.reshape(ids, [-1]) >= 0)[:, 0]
+    entries = tf.reshape(tf.where(tf.reshape(present, [-1])), [-1])
     # One entry more, of an example after the last: so the sums reach to it where the last examples have no ids.
-    segments = tf.concat([tf.gather(tf.reshape(segments, [-1]), entries), [count]], 0)
-    rows = gather(tf.concat([tf.gather(tf.reshape(ids, [-1]), entries), [tf.constant(0, tf.int64)]], 0))
+    segments = tf.concat([_at(segments, entries), tf.reshape(count, [1])], 0)
+    values = gather(tf.concat([_at(rows, entries), [tf.constant(0, tf.int64)]], 0))
     if weights is not None:
-        weights = tf.concat([tf.gather(tf.reshape(weights, [-1]), entries), [0.0]], 0)
-        rows *= weights[:, None]
-    total = tf.math.segment_sum(rows, segments)[:count]
+        weights = tf.concat([_at(weights, entries), [0.0]], 0)
+        values *= weights[:, None]
+    total = tf.math.segment_sum(values, segments)[:count]
     if weights is None and combiner != "sum":
         weights = tf.ones_like(segments, tf.float32)
-    return _divided(total, weights, combiner, lambda values: tf.math.segment_sum(values, segments)[:count])
+    return _divided(total, weights, combiner, lambda each: tf.math.segment_sum(each, segments)[:count])
+
+
+def _at(tensor: Tensor, entries: Tensor) -> Tensor:
+    return tf.gather(tf.reshape(tensor, [-1]), entries)
 
 
 def _divided(total: Tensor, weights: Tensor, combiner: str, add_up: Callable[[Tensor], Tensor]) -> Tensor:

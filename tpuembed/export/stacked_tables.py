@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
+from tpuembed.export.branches import not_inlined
 from tpuembed.export.decode import decode_rows
 from tpuembed.export.plan import Placement, StackPlan
 from tpuembed.export.signature import find_table
-from tpuembed.export.table_ranges import failure, not_inlined
+from tpuembed.export.table_ranges import failure
 from tpuembed.lookup import DROPPED, LookupIds, gather_grouped
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The ids that tables accept, in a graph: the check that no lookup reads another table's row, and the shift into the stack.
 
 The check costs three small operations, whatever the number of features: negative ids are large as unsigned numbers, so one
-comparison has both ends. What makes the message is a function of its own, called where the check fails and never inlined:
-inside of the graph, its operations would be scheduled, dead, with every request (measured: twice the time of the check).
+comparison has both ends. What makes the message is a function that is called where the check fails: inside of the graph, its
+operations would take longer, not taken, than the check (measured).
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tpuembed.export.branches import not_inlined
 from tpuembed.lookup import DROPPED
 
-__all__ = ["ZEROED", "Spread", "TableRanges", "all_inside", "failure", "not_inlined"]
+__all__ = ["ZEROED", "Spread", "TableRanges", "all_inside", "failure"]
 
 Tensor = Any
 Spread = Callable[[npt.NDArray[np.int64]], Tensor]
@@ -25,13 +26,6 @@ Spread = Callable[[npt.NDArray[np.int64]], Tensor]
 ZEROED: Final = 1 << 61
 """The row of a stack that is none, and is looked up as zeros."""
 _NOWHERE: Final = 1 << 62  # past the end of every stack
-
-
-def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
-    """`function` as one node of the graphs that call it: what a request does not take is one dead node."""
-    return tf.function(
-        function, input_signature=specs, autograph=False, experimental_attributes={"_noinline": True}
-    ).get_concrete_function()
 
 
 def all_inside(ids: Tensor, rows: Tensor) -> Tensor:
@@ -70,17 +64,15 @@ class TableRanges:
         return "zeros" in self.policies
 
     def stack_ids(self, ids: Tensor, spread: Spread, *, padded: bool) -> Tensor:
-        """Rows of the stack of int64 `ids`; DROPPED ones stay where they are `padded`. An id that no policy takes fails.
+        """Rows of the stack of int64 `ids`. An id that no policy takes fails; the row of a DROPPED one means nothing.
 
         Args:
             ids: of several features, in the layout that `spread` broadcasts over.
-            padded: whether an id DROPPED is none.
+            padded: whether an id may be DROPPED.
         """
         ids, zeroed = self._with_policies(self._relative(ids, spread), spread, padded)
         ids = self._checked(ids, spread, padded)
         shifted = ids + spread(self.row_offset)
-        if padded:
-            shifted = tf.where(ids < 0, tf.constant(DROPPED, tf.int64), shifted)
         return shifted if zeroed is None else tf.where(zeroed, tf.constant(ZEROED, tf.int64), shifted)
 
     def _relative(self, ids: Tensor, spread: Spread) -> Tensor:
@@ -120,10 +112,15 @@ class TableRanges:
     def _checked(self, ids: Tensor, spread: Spread, padded: bool) -> Tensor:
         """Ids counted from `first_row`; fails, naming a table and its ids, where one is outside."""
         inside = all_inside(ids + 1, spread(self.rows + 1)) if padded else all_inside(ids, spread(self.rows))
-        feature = spread(np.arange(len(self.tables), dtype=np.int64))
-        known = [tf.TensorSpec(tensor.shape, tf.int64) for tensor in map(tf.convert_to_tensor, (ids, feature))]
-        fail = not_inlined(lambda ids, feature: self._fail(ids, feature, padded), *known)
-        return tf.ensure_shape(tf.cond(inside, lambda: ids, lambda: fail(ids, feature)), ids.shape)
+        fail = not_inlined(
+            lambda ids, feature: self._fail(ids, feature, padded),
+            tf.TensorSpec(ids.shape, tf.int64),
+            tf.TensorSpec(None, tf.int64),
+        )
+        features = np.arange(len(self.tables), dtype=np.int64)
+        checked = tf.cond(inside, lambda: ids, lambda: fail(ids, spread(features)))
+        checked.set_shape(ids.shape)
+        return checked
 
     def _fail(self, ids: Tensor, feature: Tensor, padded: bool) -> Tensor:
         """Fail for the first feature of an id outside. `feature` has the index of that of each id."""

@@ -1,0 +1,58 @@
+"""Branches of a graph that cost a request nothing where it does not take them.
+
+TensorFlow lowers `tf.cond` to operations that are scheduled, dead, with every request; a call of a function that is not
+inlined is one such operation. The operation `If` runs a function as its own small graph: cheaper than a call where it is taken.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["choose", "not_inlined"]
+
+Tensor = Any
+
+
+def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
+    """`function` as one node of the graphs that call it, for what no request is expected to take."""
+    return tf.function(
+        function, input_signature=specs, autograph=False, experimental_attributes={"_noinline": True}
+    ).get_concrete_function()
+
+
+def choose(
+    condition: Tensor, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Tensor
+) -> list[Tensor]:
+    """The outputs of `then` or of `otherwise`, called with `arguments`; both must refer to the same variables, if any.
+
+    Args:
+        condition: scalar bool.
+        then, otherwise: each returns a tensor, or a list of as many tensors of the same dtypes.
+    """
+    specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
+    branches = [
+        tf.function(branch, input_signature=specs, autograph=False).get_concrete_function()
+        for branch in (then, otherwise)
+    ]
+    captured = [branch.captured_inputs for branch in branches]
+    if [id(tensor) for tensor in captured[0]] != [id(tensor) for tensor in captured[1]]:
+        raise ValueError("the branches refer to different variables")
+    outputs = [tf.nest.flatten(branch.structured_outputs) for branch in branches]
+    found = tf.raw_ops.If(
+        cond=condition,
+        input=[*arguments, *captured[0]],
+        Tout=[output.dtype for output in outputs[0]],
+        then_branch=branches[0],
+        else_branch=branches[1],
+    )
+    for tensor, one, other in zip(found, *outputs, strict=True):
+        tensor.set_shape(_common_shape(one.shape, other.shape))
+    return list(found)
+
+
+def _common_shape(one: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
+    """What both are known to be."""
+    if one.rank is None or one.rank != other.rank:
+        return tf.TensorShape(None)
+    return tf.TensorShape([size if size == second else None for size, second in zip(one, other, strict=True)])
