@@ -20,6 +20,7 @@ from tpuembed.export.packing import matrix_spec
 from tpuembed.export.plan import StackPlan
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.export.storage import STORAGES
+from tpuembed.export.warmup import write_warmup
 from tpuembed.manifest import FeatureEntry, Packing, TensorSpec
 
 __all__ = ["SavedGraph", "Servable", "save_graph"]
@@ -35,6 +36,9 @@ class Servable(Protocol):
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs of `inputs`."""
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Inputs by name, in numpy, that are answered: of each size that shall be warm; none where that is not known."""
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """For the manifest; none where it does not know which table an input is looked up in."""
@@ -69,7 +73,7 @@ def save_graph(
     folder: Path,
     layout: str = "variables",
 ) -> SavedGraph:
-    """Save `servable` into `folder` with the signatures `serving_default`, `serving_examples` and `packed`.
+    """Save `servable` into `folder`: the signatures `serving_default`, `serving_examples` and `packed`, and requests to warm up.
 
     Args:
         servable: what the signatures compute; it looks up in `tables`.
@@ -90,6 +94,10 @@ def save_graph(
     signatures = {name: _concrete(function) for name, function in _functions(servable).items()}
     _save(root, folder, signatures)
     keys = {stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks}
+    with tables.rows_of_zeros():
+        samples = servable.samples()
+    if samples:
+        write_warmup(folder, samples, signatures, servable.packing())
     described = {name: _signature_of(function) for name, function in signatures.items()}
     return SavedGraph(keys, described, servable.features(), servable.packing())
 

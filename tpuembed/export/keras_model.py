@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
 from tpuembed.export.packing import pack_inputs, unpack
 from tpuembed.export.signature import check_input_name
+from tpuembed.export.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FeatureEntry, Packing
 
 __all__ = ["KerasModel", "build_model", "import_factory", "wrap_model"]
@@ -167,6 +169,23 @@ class KerasModel:
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """By input name."""
         return dict(self._specs)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Requests for id 0 and numbers 0, which the model answers with rows of zeros in the place of its tables'; or none.
+
+        Called in the scope of `StackedTables.rows_of_zeros`.
+        """
+        if any(spec.shape.rank is None for spec in self._specs.values()):
+            return []
+        padded = {name: 0 for name, form in self._forms.items() if form.padded}
+        requests = [sample_inputs(self._specs, padded, batch) for batch in BATCHES]
+        try:
+            for request in requests:
+                self({name: tf.constant(value, self._specs[name].dtype) for name, value in request.items()})
+        except Exception as error:  # whatever a model raises
+            warnings.warn(f"no requests to warm up: the model fails for zeros: {one_line(error)}", stacklevel=2)
+            return []
+        return requests
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """None: which table an input is looked up in is known to the model alone."""

@@ -10,6 +10,7 @@ from tpuembed.export.feature_groups import FeatureGroup, group_features
 from tpuembed.export.packing import split_matrix
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
+from tpuembed.export.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FeatureEntry, PackedInput, PackedOutput, Packing
 
 __all__ = ["LookupModel"]
@@ -39,6 +40,11 @@ class LookupModel:
         for group in group_features(self._features, self._tables):
             found |= group.named(inputs)
         return {feature.name: found[feature.name] for feature in self._features}
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Requests for the first row of each table."""
+        ids = {feature.name: self._tables.place(feature.table)[1].first_row for feature in self._features}
+        return [sample_inputs(self.input_specs(), ids, batch) for batch in BATCHES]
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """As the manifest lists them."""

@@ -1,7 +1,8 @@
 """The exporter's tables in a graph: uninitialised stacked variables, looked up by offset ids, with gathers only."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class StackedTables:
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
         self._variables: Mapping[str, Any] = {}
         self._stacks: Mapping[str, StackPlan] = {}
+        self._are_zeros = False
 
     def register(self, table: TableConfig) -> None:
         """Note that a layer needs `table`.
@@ -67,6 +69,15 @@ class StackedTables:
         stack, place = self._places[table]
         return stack.name, place
 
+    @contextlib.contextmanager
+    def rows_of_zeros(self) -> Iterator[None]:
+        """Have every lookup give zeros: to run a model whose tables are not there."""
+        self._are_zeros = True
+        try:
+            yield
+        finally:
+            self._are_zeros = False
+
     def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
         """Activations of `features`, each in its table, with one gather per stack."""
         if not self._places:
@@ -83,6 +94,8 @@ class StackedTables:
     def gather(self, stack: str, ids: Tensor) -> Tensor:
         """float32 [*shape, dim] of int64 `ids` of that shape, rows of the stack."""
         plan = self._stacks[stack]
+        if self._are_zeros:
+            return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
         flat = ids if plan.storage != "int8" else tf.reshape(ids, [-1])
         rows = decode_rows(tf.gather(self._variables[stack], flat, name=f"gather_{stack}"), plan.storage, plan.dim)
         return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))

@@ -1,0 +1,96 @@
+"""Requests that TensorFlow Serving runs before a version becomes available, so that no user's request is the first one.
+
+One record per signature and batch size. A record that fails fails the load: so they hold ids that are rows of their tables, and
+a model that computes more than lookups is called with them before they are written.
+
+Source: tensorflow_serving/apis/prediction_log.proto, predict.proto and model.proto, and TensorFlow Serving's page "SavedModel
+Warmup" for the place and the form of the file.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tpuembed.manifest import Packing
+from tpuembed.protobuf import bytes_field
+
+__all__ = ["BATCHES", "WARMUP_PATH", "sample_inputs", "write_warmup"]
+
+WARMUP_PATH: Final = Path("assets.extra") / "tf_serving_warmup_requests"
+BATCHES: Final = (1, 32)
+_HOT = 2  # columns of a list
+
+_Array = npt.NDArray[Any]
+
+
+def sample_inputs(specs: Mapping[str, tf.TensorSpec], ids: Mapping[str, int], batch: int) -> dict[str, _Array]:
+    """Inputs of `specs`: `ids`' rows and zeros. In batches of more than one, lists end in padding."""
+    return {name: _sample(spec, ids.get(name, 0), name in ids, batch) for name, spec in specs.items()}
+
+
+def _sample(spec: tf.TensorSpec, fill: int, is_feature: bool, batch: int) -> _Array:
+    known = spec.shape.as_list()
+    shape = [(_HOT if index else batch) if size is None else size for index, size in enumerate(known)]
+    if spec.dtype == tf.string:
+        return np.full(shape, b"", np.object_)
+    values = np.full(shape, fill, spec.dtype.as_numpy_dtype)
+    if is_feature and batch > 1 and None in known[1:]:
+        values[:, -1] = -1
+    return values
+
+
+def write_warmup(
+    folder: Path, requests: list[dict[str, _Array]], signatures: Mapping[str, Any], packing: Packing
+) -> None:
+    """Write records of all `signatures` for the inputs `requests` into the SavedModel in `folder`."""
+    path = folder / WARMUP_PATH
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for inputs in requests:
+            forms = {
+                "serving_default": inputs,
+                "serving_examples": _examples(inputs),
+                "packed": _packed(inputs, packing),
+            }
+            for name in signatures:
+                writer.write(_prediction_log(name, forms[name]))
+
+
+def _packed(inputs: Mapping[str, _Array], packing: Packing) -> dict[str, _Array]:
+    if packing.left_out:
+        return {}
+    columns = [inputs[packed.name] for packed in packing.inputs]
+    return {"ids": np.concatenate([column.reshape(len(column), -1) for column in columns], 1, dtype=np.int64)}
+
+
+def _examples(inputs: Mapping[str, _Array]) -> dict[str, _Array]:
+    count = len(next(iter(inputs.values())))
+    rows = [{name: _feature(values[row]) for name, values in inputs.items()} for row in range(count)]
+    examples = [tf.train.Example(features=tf.train.Features(feature=row)).SerializeToString() for row in rows]
+    return {"examples": np.array(examples, np.object_)}
+
+
+def _feature(value: Any) -> tf.train.Feature:
+    values = np.asarray(value, np.object_ if isinstance(value, bytes) else None).reshape(-1)
+    if values.dtype == np.object_:
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=values.tolist()))
+    if np.issubdtype(values.dtype, np.integer) or values.dtype == np.bool_:
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=values.astype(np.int64).tolist()))
+    return tf.train.Feature(float_list=tf.train.FloatList(value=values.astype(np.float32).tolist()))
+
+
+def _prediction_log(signature: str, inputs: Mapping[str, _Array]) -> bytes:
+    """PredictionLog.predict_log = 6, PredictLog.request = 1; ModelSpec.signature_name = 3 in PredictRequest.model_spec = 1."""
+    entries = b"".join(_input(name, values) for name, values in inputs.items())
+    request = bytes_field(1, bytes_field(3, signature.encode())) + entries
+    return bytes_field(6, bytes_field(1, request))
+
+
+def _input(name: str, values: _Array) -> bytes:
+    """An entry of the map PredictRequest.inputs = 2: its key = 1 and its TensorProto = 2."""
+    tensor = tf.make_tensor_proto(values).SerializeToString()
+    return bytes_field(2, bytes_field(1, name.encode()) + bytes_field(2, tensor))
