@@ -122,6 +122,49 @@ def test_serialized_examples_take_lists_of_any_length(checkpoint: Any, tmp_path:
     np.testing.assert_array_equal(found["one"], rows[[4, 5, 6]])
 
 
+KINDS: dict[str, Any] = {
+    "one": {"table": "users", "input": "id"},
+    "some/policy": {"table": "users", "input": "id", "out_of_vocabulary": "zeros"},
+    "list": {"table": "videos", "combiner": "sum"},
+    "mean": {"table": "other"},
+    "weighted": {"table": "users", "weighted": True, "combiner": "sqrtn"},
+    "history": {"table": "videos", "max_sequence_length": 2},
+}
+
+
+def test_examples_of_every_kind_of_feature_are_answered_as_matrices_are(checkpoint: Any, tmp_path: Path) -> None:
+    signatures = tf.saved_model.load(str(_export(checkpoint, tmp_path, KINDS))).signatures
+    named: dict[str, Any] = {name: IDS[:, 0] + 1 if "input" in spec else IDS for name, spec in KINDS.items()}
+    named["some/policy"] = np.array([0, 30, 1, -5])
+    named["weighted_weights"] = WEIGHTS
+    examples = [tf.train.Example() for _ in IDS]
+    for row, example in enumerate(examples):
+        for name, values in named.items():
+            feature = example.features.feature[name]
+            present = values[row : row + 1] if values.ndim == 1 else values[row][IDS[row] >= 0]
+            (feature.float_list if name.endswith("_weights") else feature.int64_list).value.extend(present.tolist())
+    found = signatures["serving_examples"](examples=tf.constant([each.SerializeToString() for each in examples]))
+    truth = signatures["serving_default"](**{name: tf.constant(values) for name, values in named.items()})
+    assert set(found) == set(KINDS)
+    for name in KINDS:
+        np.testing.assert_array_equal(found[name], truth[name], err_msg=name)
+    examples[0].features.feature["weighted_weights"].float_list.value.pop()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as many values of weighted_weights as of weighted"):
+        signatures["serving_examples"](examples=tf.constant([each.SerializeToString() for each in examples]))
+
+
+def test_weights_of_another_shape_than_the_ids_fail(checkpoint: Any, tmp_path: Path) -> None:
+    """Also where all features' ids and weights are as many: no weight is taken for another feature's id."""
+    features = {name: {"table": "users", "weighted": True} for name in "xy"}
+    signature = tf.saved_model.load(str(_export(checkpoint, tmp_path, features))).signatures["serving_default"]
+    ids, weights = np.ones((2, 2), np.int64), np.ones((2, 2), np.float32)
+    assert signature(x=ids, y=ids, x_weights=weights, y_weights=weights)["x"].shape == (2, 4)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="the weights must have the shape of the ids; features x, y"
+    ):
+        signature(x=ids, y=ids[:, :1], x_weights=weights[:, :1], y_weights=weights)
+
+
 def test_without_a_serving_config_the_layers_own_features_are_served(checkpoint: Any, tmp_path: Path) -> None:
     report = export_saved_model(checkpoint[0], tmp_path / "m")
     found = capi.predict(report.path, dict.fromkeys("abc", IDS))

@@ -1,6 +1,6 @@
 """The second signature: serialized tf.train.Example protos in, the first signature's tensors out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,15 +10,20 @@ __all__ = ["parse_examples", "unparsable"]
 Tensor = Any
 
 
-def parse_examples(examples: Tensor, specs: Mapping[str, tf.TensorSpec]) -> dict[str, Tensor]:
+def parse_examples(
+    examples: Tensor, specs: Mapping[str, tf.TensorSpec], weighted: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """Tensors of `specs` out of `examples`, string [batch].
 
     A spec of known inner shape takes exactly so many values; one of unknown width takes any number, padded to the widest of
-    the batch with -1 (integers), 0.0 or "". None of `specs` may be `unparsable`.
+    the batch with -1 (integers), 0.0 or "". None of `specs` may be `unparsable`. An example fails that has not as many values
+    of `<name>_weights` as of a `weighted` name: 0.0 would be taken for the ones that are not there.
     """
     features = {name: _feature(spec) for name, spec in specs.items()}
     parsed = tf.io.parse_example(examples, features)
-    return {name: _dense(parsed[name], spec) for name, spec in specs.items()}
+    checks = [_same_lengths(name, parsed[name], parsed[f"{name}_weights"]) for name in weighted]
+    with tf.control_dependencies(checks):
+        return {name: _dense(parsed[name], spec) for name, spec in specs.items()}
 
 
 def unparsable(specs: Mapping[str, tf.TensorSpec]) -> str | None:
@@ -28,6 +33,17 @@ def unparsable(specs: Mapping[str, tf.TensorSpec]) -> str | None:
         if _parsed_as(spec.dtype) is None or unknown > 1 or (unknown and spec.shape.rank > 2):
             return f"{name!r} ({spec.dtype.name} {spec.shape})"
     return None
+
+
+def _same_lengths(name: str, ids: Any, weights: Any) -> Any:
+    counts = [
+        tf.math.unsorted_segment_sum(tf.ones_like(p.indices[:, 0]), p.indices[:, 0], p.dense_shape[0])
+        for p in (ids, weights)
+    ]
+    message = f"an example must have as many values of {name}_weights as of {name}; the examples have, of {name}"
+    return tf.raw_ops.Assert(
+        condition=tf.reduce_all(counts[0] == counts[1]), data=[message, counts[0], "and of the weights", counts[1]]
+    )
 
 
 def _parsed_as(dtype: tf.DType) -> Any:

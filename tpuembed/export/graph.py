@@ -137,6 +137,7 @@ class _Children(tf.Module):
 
 def _functions(servable: Servable) -> dict[str, Any]:
     specs = servable.input_specs()
+    weighted = [feature.name for feature in servable.features() if feature.weighted]
 
     @tf.function(input_signature=[specs], autograph=False)
     def serving_default(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,7 +145,7 @@ def _functions(servable: Servable) -> dict[str, Any]:
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="examples")], autograph=False)
     def serving_examples(examples: Tensor) -> dict[str, Tensor]:
-        return servable(parse_examples(examples, specs))
+        return servable(parse_examples(examples, specs, weighted))
 
     functions = {"serving_default": serving_default}
     if reason := unparsable(specs):
