@@ -93,15 +93,23 @@ def gradient_trap(
         checks = [] if number is None or graph is here else taken.take(number)
         with tf.control_dependencies([] if tf.executing_eagerly() else list(checks)):
             updates = apply_gradients([tf.convert_to_tensor(gradient) for gradient in gradients])
-        # In a nested tf.function an op that no gradient depends on is pruned: the zero must depend on the updates.
-        with tf.control_dependencies([] if tf.executing_eagerly() else [*checks, *updates]):
-            return tf.zeros_like(dummy)
+        return tf.zeros_like(dummy) if graph is None else _zeros_after([*checks, *updates], dummy)
 
     @tf.custom_gradient
     def trap(_: Tensor) -> tuple[Sequence[Tensor], Callable[..., Tensor]]:
         return lookup(), backward
 
     return trap(dummy)
+
+
+def _zeros_after(updates: Sequence[Any], dummy: Tensor) -> Tensor:
+    """Zeros that depend on `updates`: in a nested tf.function an op that no gradient depends on is pruned.
+
+    A placeholder, which no optimizer of graphs replaces by the constant that it is: folded into the user's optimizer, as
+    Adam's, a constant zero loses its dependencies, and with them the updates.
+    """
+    with tf.control_dependencies(list(updates)):
+        return tf.raw_ops.PlaceholderWithDefault(input=tf.zeros_like(dummy), shape=dummy.shape)
 
 
 def _graph() -> Any:
