@@ -168,8 +168,11 @@ def test_policies_for_ids_outside_hold_in_the_matrix(checkpoint: Any, tmp_path: 
 
 def test_a_width_that_the_lists_cannot_share_fails(checkpoint: Any, tmp_path: Path) -> None:
     path = _export(checkpoint, tmp_path, {"x": {"table": "a"}, "y": {"table": "b"}})
-    with pytest.raises(capi.TensorFlowError, match="reshape"):
-        capi.predict(path, {"ids": np.zeros((4, 5), np.int64)}, "packed")
+    signature = tf.saved_model.load(str(path)).signatures["packed"]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"[Rr]eshape"):
+        signature(ids=np.zeros((4, 5), np.int64))
+    assert signature(ids=np.zeros((0, 4), np.int64))["activations"].shape == (0, 8)
+    np.testing.assert_array_equal(signature(ids=np.zeros((2, 0), np.int64))["activations"], np.zeros((2, 8)))
 
 
 def test_weights_are_no_integers(checkpoint: Any, tmp_path: Path) -> None:
@@ -243,3 +246,34 @@ def test_floats_of_a_model_are_no_integers(checkpoint: Any, tmp_path: Path) -> N
 
     path = export_saved_model(checkpoint[0], tmp_path / "m", model=model).path
     assert _packing(path).left_out == "input 'price', float32 (None, 3), is no fixed number of integers"
+
+
+def _sums() -> Any:
+    """Sums of a ragged input, and of a sparse one that the model itself turns around."""
+    config = {name: FeatureConfig(TableConfig(*SIZES[name], name, combiner="sum")) for name in "ab"}
+    layer = TPUEmbedding(config, optimizer="sgd")
+    inputs = {"a": keras.Input((None,), dtype="int64", ragged=True, name="a"), "b": _sparse_input("b")}
+    return keras.Model(inputs, layer({"a": inputs["a"], "b": _TurnedAround()(inputs["b"])}))
+
+
+def _sparse_input(name: str) -> Any:
+    return keras.Input((None,), dtype="int64", sparse=True, name=name)
+
+
+class _TurnedAround(keras.layers.Layer):  # type: ignore[misc, unused-ignore]
+    """The same sparse tensor, its last entry first."""
+
+    def call(self, ids: Any) -> Any:
+        return tf.SparseTensor(ids.indices[::-1], ids.values[::-1], ids.dense_shape)
+
+    def compute_output_spec(self, ids: Any) -> Any:
+        return keras.KerasTensor(ids.shape, "int64", sparse=True)
+
+
+def test_lists_of_a_model_are_added_up_in_any_order(checkpoint: Any, tmp_path: Path) -> None:
+    path = export_saved_model(checkpoint[0], tmp_path / "m", model=_sums).path
+    signature = tf.saved_model.load(str(path)).signatures["serving_default"]
+    ids = np.array([[3, -1, 4], [-1, -1, -1], [5, 6, 7], [-1, -1, -1]])
+    found = signature(a=tf.constant(ids), b=tf.constant(ids))
+    for name in "ab":
+        np.testing.assert_allclose(found[name], _truth(checkpoint[1][name], ids, "sum"), atol=1e-6)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
-from tpuembed.export.branches import not_inlined
+from tpuembed.export.branches import choose, not_inlined
 from tpuembed.export.decode import decode_rows
 from tpuembed.export.plan import Placement, StackPlan
 from tpuembed.export.signature import find_table
@@ -125,4 +125,27 @@ def _lowest(feature: LookupIds, place: Placement) -> Tensor:
 
 def _moved(feature: LookupIds, offset: Tensor) -> LookupIds:
     ids = feature.ids + offset
-    return dataclasses.replace(feature, ids=tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids)
+    ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
+    if type(feature) is not LookupIds or feature.segments is None:
+        return dataclasses.replace(feature, ids=ids)
+    return _InOrder(**{**vars(feature), "ids": ids})
+
+
+class _InOrder(LookupIds):
+    """Ids of which all of one activation mostly stand together, as those of lists do: they are added up twice as fast."""
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """As of any ids. An order that falls, or ids that count for no activation, are seen when it runs."""
+        if self.scale is not None:
+            rows *= self.scale[:, None]
+        count, segments = tf.reduce_prod(self.shape), tf.convert_to_tensor(self.segments)
+        in_order = tf.reduce_all(segments >= tf.concat([tf.zeros_like(segments[:1]), segments[:-1]], 0))
+        (combined,) = choose(in_order, _in_order, tf.math.unsorted_segment_sum, rows, segments, count)
+        return self._shaped(tf.ensure_shape(combined, [None, rows.shape[-1]]))
+
+
+def _in_order(rows: Tensor, segments: Tensor, count: Tensor) -> Tensor:
+    """`unsorted_segment_sum` where no segment is negative or less than the one before."""
+    found = tf.math.segment_sum(rows, segments)
+    rest = tf.zeros(tf.stack([tf.cast(count, tf.int32) - tf.shape(found)[0], rows.shape[-1]]))
+    return tf.concat([found, rest], 0)
