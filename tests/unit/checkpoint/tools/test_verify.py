@@ -248,12 +248,12 @@ def test_all_that_is_wrong_is_named(layout_export: Path) -> None:
         flip(path, 0, 0)
     (layout_export / "saved_model.pb").unlink()
     (layout_export / "variables" / "more").touch()
-    (layout_export / "assets.extra" / "tf_serving_warmup_requests").touch()
+    (layout_export / "assets.extra" / "notes").touch()
     report = verify_files(layout_export)
     assert sorted(damage.file for damage in report.damaged) == sorted(
         [str(layout_export / "saved_model.pb"), str(layout_export / "variables" / "more"), *map(str, data)]
     )
-    assert "assets.extra/tf_serving_warmup_requests: was not there when the export was written" in report.unchecked
+    assert "assets.extra/notes: was not there when the export was written" in report.unchecked
 
 
 def test_a_relocated_export_is_whole(export: Path) -> None:
