@@ -53,9 +53,13 @@ def _assert_equal_rows(prefix: Path, version: Path, table: str) -> None:
 def _start(folder: Path, model_dir: str) -> "subprocess.Popen[bytes]":
     arguments: list[Any] = [*COMMAND, folder / "ckpt", folder / model_dir, "--serving-config", folder / "serving.json"]
     arguments += ["--max-memory", "512KiB"]  # small chunks: an export of a second or so, to be killed in
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    # A shell starts what it runs in the background with SIGINT ignored, and so would every process below it.
-    return subprocess.Popen(arguments, start_new_session=True, preexec_fn=_heed_interrupts, **quiet)
+    return subprocess.Popen(
+        arguments,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_heed_interrupts,  # a shell starts what it runs in the background with SIGINT ignored
+    )
 
 
 def _heed_interrupts() -> None:
