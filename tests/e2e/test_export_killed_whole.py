@@ -68,8 +68,12 @@ def files_of(version: Path) -> dict[Path, bytes]:
     return {path.relative_to(version): path.read_bytes() for path in version.rglob("*") if path.is_file()}
 
 
-def wait_for_reads(export: Export, process: "subprocess.Popen[str]") -> None:
-    while process.poll() is None and not (export.folder / "ckpt.log").exists():
+def wait(process: "subprocess.Popen[str]", log: Path, most_reads: int, seconds: float = 600) -> None:
+    """Wait, but not for the end of the export: at most until `most_reads` shards were begun."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        if log.exists() and len(log.read_text().splitlines()) >= most_reads:
+            break
         time.sleep(0.005)
 
 
@@ -85,11 +89,12 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_been(tmp_path: Path,
         for number in range(kills):
             done = set(recorded_shards(export.model_dir))
             process = export.start()
+            half, log = (shards - len(done)) // 2, tmp_path / "ckpt.log"
             if number % 5:
-                wait_for_reads(export, process)
-                time.sleep(moments.uniform(0, 1))
+                wait(process, log, 1)
+                wait(process, log, half, moments.uniform(0, 1))
             else:  # while it starts, and saves the graph
-                time.sleep(moments.uniform(0, 8))
+                wait(process, log, half, moments.uniform(0, 8))
             assert process.poll() is None, process.communicate()
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
