@@ -52,7 +52,7 @@ def read_golden(name: str) -> Golden:
         for option, value in truth.get("options", {}).items()
     }
     tables = {table: _tables(folder, files) for table, files in truth["tables"].items()}
-    return Golden(folder / truth["checkpoint"], options, tables)
+    return Golden(folder / truth.get("checkpoint", "model"), options, tables)
 
 
 def _tables(folder: Path, files: Mapping[str, Any]) -> dict[str | None, "np.ndarray[Any, Any]"]:

@@ -1,17 +1,18 @@
 """Run a SavedModel through the TensorFlow C API alone, as TensorFlow Serving's loader does: no Python TensorFlow.
 
-Run as a script in a process of its own: reads a pickled request from stdin and writes the pickled outputs to stdout.
-`predict` is its client.
+Run as a script in a process of its own: reads pickled requests from stdin and writes the pickled outputs of each to stdout.
+`predict` and `Process` are its clients.
 """
 
+import contextlib
 import ctypes
 import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +28,36 @@ class TensorFlowError(RuntimeError):
 
 def predict(version: Path, inputs: Mapping[str, Any], signature: str = "serving_default") -> dict[str, Array]:
     """Outputs of `signature` of the SavedModel at `version`, computed in a process without Python's TensorFlow."""
-    names = _signature_names(version, signature)
-    package = Path(sys.modules["tensorflow"].__file__ or "").parent
-    request = {"version": str(version), "package": str(package), "inputs": dict(inputs), **names}
-    done = subprocess.run([sys.executable, __file__], input=pickle.dumps(request), capture_output=True, timeout=120)
-    if done.returncode:
-        raise TensorFlowError(done.stderr.decode()[-500:])
-    outputs: dict[str, Array] = pickle.loads(done.stdout)
-    return outputs
+    with Process() as process:
+        return process.ask(version, {signature: inputs})[signature]
+
+
+class Process:
+    """One process for many SavedModels, one after another: starting it takes longer than asking it."""
+
+    def __enter__(self) -> Self:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.communicate(timeout=120)
+
+    def ask(self, version: Path, calls: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:
+        """Outputs by signature, each given its inputs, of the SavedModel at `version`, which is loaded once for them.
+
+        Raises:
+            TensorFlowError: it cannot be loaded, or a call fails.
+        """
+        package = Path(sys.modules["tensorflow"].__file__ or "").parent
+        named = {name: {"inputs": dict(inputs), **_signature_names(version, name)} for name, inputs in calls.items()}
+        tasks, replies = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
+        pickle.dump({"version": str(version), "package": str(package), "calls": named}, tasks)
+        tasks.flush()
+        answer = pickle.load(replies)
+        if isinstance(answer, str):
+            raise TensorFlowError(answer)
+        return cast("dict[str, dict[str, Array]]", answer)
 
 
 def _signature_names(version: Path, signature: str) -> dict[str, dict[str, str]]:
@@ -80,6 +103,12 @@ class Session:
         )
         self.check()
         self.session = ctypes.c_void_p(session)
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self.tf.TF_CloseSession(self.session, self.status)
+        self.tf.TF_DeleteSession(self.session, self.status)
+        self.tf.TF_DeleteGraph(self.graph)
 
     def run(self, feeds: Mapping[str, Any], fetches: Sequence[str]) -> list[Array]:
         """The values of the tensors `fetches`, given those of the tensors `feeds`."""
@@ -127,15 +156,38 @@ class Session:
         return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _run(request: dict[str, Any]) -> dict[str, Array]:
+def _run(request: dict[str, Any]) -> dict[str, dict[str, Array]]:
     session = Session(Path(request["package"]))
     session.load(request["version"])
-    feeds = {request["input_names"][name]: value for name, value in request["inputs"].items()}
-    names, fetches = list(request["output_names"]), list(request["output_names"].values())
-    return dict(zip(names, session.run(feeds, fetches), strict=True))
+    try:
+        return {name: _call(session, **call) for name, call in request["calls"].items()}
+    finally:
+        session.close()
+
+
+def _call(
+    session: Session, inputs: Mapping[str, Any], input_names: Mapping[str, str], output_names: Mapping[str, str]
+) -> dict[str, Array]:
+    feeds = {input_names[name]: value for name, value in inputs.items()}
+    return dict(zip(output_names, session.run(feeds, list(output_names.values())), strict=True))
+
+
+def _requests() -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(EOFError):
+        while True:
+            yield pickle.load(sys.stdin.buffer)
+
+
+def _serve() -> None:
+    for request in _requests():
+        try:
+            answer: object = _run(request)
+        except TensorFlowError as error:
+            answer = str(error)[-500:]
+        assert "tensorflow" not in sys.modules, json.dumps(sorted(sys.modules))
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    answer = _run(pickle.loads(sys.stdin.buffer.read()))
-    assert "tensorflow" not in sys.modules, json.dumps(sorted(sys.modules))
-    sys.stdout.buffer.write(pickle.dumps(answer))
+    _serve()
