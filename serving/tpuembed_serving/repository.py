@@ -1,217 +1,51 @@
-"""The models' versions: found on disk, loaded, swapped without a gap, and unloaded when the last request is done."""
+"""All models of a server, the thread that watches their folders, and the replacement of their config."""
 
-import contextlib
-import dataclasses
-import enum
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
-from tpuembed_serving.servable import Servable
-from tpuembed_serving.settings import ModelSettings
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.versions import find_versions, fingerprint
+from tpuembed.errors import ConfigError
+from tpuembed_serving.served_model import Lease, LoadedVersion, Loader, ServedModel, State, VersionStatus
+from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models
+from tpuembed_serving.status import Code, Status, StatusError
 
 __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State", "VersionStatus"]
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 60.0
-"""TensorFlow Serving's --load_retry_interval_micros."""
 
-Loader = Callable[[Path], Servable]
-
-
-class State(enum.IntEnum):
-    """The life of a version (ModelVersionStatus.State of get_model_status.proto)."""
-
-    START = 10
-    LOADING = 20
-    AVAILABLE = 30
-    UNLOADING = 40
-    END = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class VersionStatus:
-    """Where a version stands; `error` is why it is not served, None while nothing went wrong."""
-
-    version: int
-    state: State
-    error: StatusError | None
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedVersion:
-    """What a request runs on."""
-
-    version: int
-    servable: Servable
-
-
-@dataclasses.dataclass
-class _Version:
-    """What the repository remembers of a version."""
-
-    state: State
-    servable: Servable | None = None
-    error: StatusError | None = None
-    users: int = 0
-    tried: object = None
-    retry_at: float = 0.0
-
-
-class ServedModel:
-    """One model: its newest version is loaded before the one it replaces is unloaded.
-
-    `poll` is called by one thread; the other methods by any.
-    """
-
-    def __init__(self, settings: ModelSettings, load: Loader, released: Callable[[], None]) -> None:
-        """`released` is called when a version that waits to be unloaded has lost its last user."""
-        self.name = settings.name
-        self._base_path = settings.base_path
-        self._load = load
-        self._released = released
-        self._lock = threading.Lock()
-        self._versions: dict[int, _Version] = {}
-        self._unlisted = False
-
-    @property
-    def available(self) -> bool:
-        """Whether any version answers requests."""
-        with self._lock:
-            return any(record.state is State.AVAILABLE for record in self._versions.values())
-
-    @contextlib.contextmanager
-    def lease(self, version: int | None) -> Iterator[LoadedVersion]:
-        """Version `version`, or the newest available one, kept loaded for as long as the context is open.
-
-        Raises:
-            StatusError: NOT_FOUND, no such version is available.
-        """
-        number, record, servable = self._take(version)
-        try:
-            yield LoadedVersion(number, servable)
-        finally:
-            self._give_back(record)
-
-    def _take(self, version: int | None) -> tuple[int, _Version, Servable]:
-        with self._lock:
-            number = max(self._available_numbers(), default=None) if version is None else version
-            record = None if number is None else self._versions.get(number)
-            if number is None or record is None or record.state is not State.AVAILABLE or record.servable is None:
-                raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {_request(self.name, version)}")
-            record.users += 1
-            return number, record, record.servable
-
-    def _available_numbers(self) -> Iterator[int]:
-        return (number for number, record in self._versions.items() if record.state is State.AVAILABLE)
-
-    def _give_back(self, record: _Version) -> None:
-        with self._lock:
-            record.users -= 1
-            last = record.users == 0 and record.state is State.UNLOADING
-        if last:
-            self._released()
-
-    def statuses(self) -> list[VersionStatus]:
-        """Every version ever seen, newest first."""
-        with self._lock:
-            newest_first = sorted(self._versions.items(), reverse=True)
-            return [VersionStatus(number, record.state, record.error) for number, record in newest_first]
-
-    def poll(self) -> None:
-        """Look at the folder once: load its newest version if that is new, then retire and unload the others."""
-        found = self._find()
-        if found is None:
-            return
-        newest = max(found, default=None)
-        if newest is None or self._ensure_loaded(newest, found[newest]):
-            self._retire_all_but(newest)
-        self._unload_unused()
-
-    def close(self) -> None:
-        """Retire every version and unload those that nothing uses."""
-        self._retire_all_but(None)
-        self._unload_unused()
-
-    def _find(self) -> dict[int, Path] | None:
-        try:
-            found = find_versions(self._base_path)
-        except OSError as error:
-            if not self._unlisted:
-                logger.error(
-                    "model %s: its folder cannot be listed (%s); serving what is loaded", self.name, error.strerror
-                )
-            self._unlisted = True
-            return None
-        self._unlisted = False
-        return found
-
-    def _ensure_loaded(self, number: int, path: Path) -> bool:
-        """Whether `number` is available now; one that failed is tried again later, or once its files change."""
-        with self._lock:
-            record = self._versions.setdefault(number, _Version(State.START))
-            if record.state in (State.AVAILABLE, State.UNLOADING):
-                record.state = State.AVAILABLE
-                return True
-        tried = fingerprint(path)
-        now = time.monotonic()
-        if record.error is not None and record.tried == tried and now < record.retry_at:
-            return False
-        record.tried, record.retry_at = tried, now + _RETRY_SECONDS
-        return self._try_load(number, record, path)
-
-    def _try_load(self, number: int, record: _Version, path: Path) -> bool:
-        with self._lock:
-            record.state, record.error = State.LOADING, None
-        started = time.monotonic()
-        try:
-            servable = self._load(path)
-        except Exception as error:  # whatever a model does, the server and its other versions go on
-            status = _kept(number, error)
-            with self._lock:
-                record.state, record.error = State.END, status
-            logger.error("model %s version %d cannot be loaded: %s", self.name, number, status.message)
-            return False
-        with self._lock:
-            record.servable, record.state = servable, State.AVAILABLE
-        logger.info("model %s version %d loaded in %.2f s", self.name, number, time.monotonic() - started)
-        return True
-
-    def _retire_all_but(self, number: int | None) -> None:
-        with self._lock:
-            for other, record in self._versions.items():
-                if other != number and record.state is State.AVAILABLE:
-                    record.state = State.UNLOADING
-
-    def _unload_unused(self) -> None:
-        with self._lock:
-            unused = [
-                (number, record)
-                for number, record in self._versions.items()
-                if record.state is State.UNLOADING and record.users == 0
-            ]
-            servables = [(number, record.servable) for number, record in unused]
-            for _, record in unused:
-                record.servable, record.state = None, State.END
-        for number, servable in servables:
-            if servable is not None:
-                servable.close()
-            logger.info("model %s version %d unloaded", self.name, number)
+def _nobody() -> None:
+    """Nobody is told."""
 
 
 class ModelRepository:
-    """All models, and the thread that watches their folders."""
+    """Loads, swaps and unloads in a thread of its own; every other method may be called from any thread.
 
-    def __init__(self, models: Sequence[ModelSettings], load: Loader, poll_seconds: float) -> None:
+    A model whose folder is another one in a new config is served from the old folder until a version of the new one is
+    loaded; `_successors` has what is not loaded yet. `_leaving` has what requests may still use.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelSettings],
+        load: Loader,
+        poll_seconds: float,
+        *,
+        options: LoadSettings = DEFAULT_LOAD,
+        changed: Callable[[], None] = _nobody,
+    ) -> None:
+        """`changed` is called after every change of a version's state, by the thread that loads."""
+        self._load, self._poll_seconds, self._options, self._changed = load, poll_seconds, options, changed
         self._wake = threading.Event()
         self._stopping = False
-        self._poll_seconds = poll_seconds
-        self._models = {model.name: ServedModel(model, load, self._wake.set) for model in models}
+        self._reloading = threading.Lock()
+        self._looks = threading.Condition()
+        self._asked, self._done = 0, 0
+        self._configured = tuple(models)
+        self._models = {model.name: self._model(model) for model in models}
+        self._successors: dict[str, ServedModel] = {}
+        self._removed: dict[str, ServedModel] = {}
+        self._leaving: list[ServedModel] = []
         self._thread = threading.Thread(target=self._watch, name="model-repository", daemon=True)
 
     def start(self) -> None:
@@ -223,44 +57,153 @@ class ModelRepository:
         self._stopping = True
         self._wake.set()
         self._thread.join()
-        for model in self._models.values():
-            model.close()
+        with self._looks:
+            self._looks.notify_all()
+        for model in [*self._models.values(), *self._successors.values(), *self._leaving]:
+            model.retire()
+            model.unload()
 
     @property
     def ready(self) -> bool:
         """Whether every model has an available version."""
         return all(model.available for model in self._models.values())
 
-    def lease(self, name: str, version: int | None) -> contextlib.AbstractContextManager[LoadedVersion]:
-        """See `ServedModel.lease`; a model that is not configured is NOT_FOUND as well."""
-        try:
-            model = self._models[name]
-        except KeyError:
-            raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {_request(name, version)}") from None
-        return model.lease(version)
+    def lease(self, name: str, version: int | None, label: str | None = None) -> Lease:
+        """See `ServedModel.lease`; a model that is not configured is NOT_FOUND, and has no label."""
+        model = self._models.get(name)
+        if model is not None:
+            return model.lease(version, label)
+        if label is not None:
+            raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
+        raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {_request(name, version)}")
 
     def statuses(self, name: str) -> list[VersionStatus]:
-        """Every version ever seen of model `name`, newest first; empty for a model that is not configured."""
-        model = self._models.get(name)
+        """Every version ever seen of model `name`, newest first; empty for a model that was never configured."""
+        model = self._models.get(name) or self._removed.get(name)
         return model.statuses() if model else []
 
+    def reload(self, models: Sequence[ModelSettings]) -> Status:
+        """Serve `models` and no others; returns when their versions are loaded, or have failed.
+
+        A label may only name a version that is available now (see LoadSettings); else nothing is changed. Of new models at
+        least one version is to load: the status says which ones did not, and they are tried again as at the start.
+        """
+        with self._reloading:
+            if fault := self._fault(models):
+                return fault
+            new = [model.name for model in models if model.name not in self._models]
+            self._assign_labels(models)
+            if not self._look_again(models):
+                return Status(Code.CANCELLED, "the server stops")
+            return self._outcome(new)
+
+    def _fault(self, models: Iterable[ModelSettings]) -> Status | None:
+        try:
+            check_models(models)
+        except ConfigError as error:
+            return Status(Code.INVALID_ARGUMENT, str(error))
+        for model in models:
+            served = self._models.get(model.name) or self._model(
+                ModelSettings(name=model.name, base_path=model.base_path)
+            )
+            if text := served.label_fault(model.labels):
+                return Status(Code.FAILED_PRECONDITION, text)
+        return None
+
+    def _assign_labels(self, models: Iterable[ModelSettings]) -> None:
+        for model in models:
+            served = self._models.get(model.name)
+            if served is not None and served.base_path == model.base_path:
+                served.assign(model.labels)
+
+    def _look_again(self, models: Sequence[ModelSettings]) -> bool:
+        """Have the watch look at all folders with a new config; whether it has, and was not stopped before."""
+        with self._looks:
+            self._configured = tuple(models)
+            self._asked += 1
+            mine = self._asked
+            self._wake.set()
+            self._looks.wait_for(lambda: self._done >= mine or self._stopping)
+            return self._done >= mine
+
+    def _outcome(self, new: Iterable[str]) -> Status:
+        """WaitUntilModelsAvailable of TensorFlow Serving's server_core.cc."""
+        reasons = [_why_not(model) for name in new if not (model := self._models[name]).available]
+        reasons += [_why_not(model) for model in self._successors.values()]
+        if not reasons:
+            return Status()
+        listed = "".join(f"{{{reason}}}, " for reason in reasons)
+        return Status(Code.UNKNOWN, f"{len(reasons)} model(s) did not become available: {{{listed}}}")
+
+    def _model(self, settings: ModelSettings) -> ServedModel:
+        return ServedModel(settings, self._load, self._wake.set, options=self._options, changed=self._changed)
+
     def _watch(self) -> None:
+        adopted = self._configured
         while not self._stopping:
-            for model in self._models.values():
-                try:
-                    model.poll()
-                except Exception:  # the watch must outlive anything a folder can hold
-                    logger.exception("model %s: a look at its folder failed", model.name)
+            with self._looks:
+                asked, configured = self._asked, self._configured
+            if configured is not adopted:
+                self._adopt(configured)
+                adopted = configured
+            self._look()
+            with self._looks:
+                self._done = asked
+                self._looks.notify_all()
             self._wake.wait(self._poll_seconds)
             self._wake.clear()
+
+    def _adopt(self, configured: Sequence[ModelSettings]) -> None:
+        before, after = self._models, dict[str, ServedModel]()
+        self._leaving += self._successors.values()
+        self._successors = {}
+        for settings in configured:
+            served = before.get(settings.name) or self._model(settings)
+            after[settings.name] = served
+            if served.base_path == settings.base_path:
+                served.configure(settings.policy)
+            else:
+                self._successors[settings.name] = self._model(settings)
+        self._models = after
+        for name, model in before.items():
+            if name not in after:
+                self._removed[name] = model
+                self._leave(model)
+
+    def _leave(self, model: ServedModel) -> None:
+        model.retire()
+        self._leaving.append(model)
+
+    def _look(self) -> None:
+        for name, model in self._models.items():
+            if not self._stopping:
+                self._poll(self._successors.get(name, model))
+        for name, successor in list(self._successors.items()):
+            if successor.available:
+                self._leave(self._models[name])
+                self._models = {**self._models, name: successor}
+                del self._successors[name]
+        for model in self._leaving:
+            model.retire()
+            model.unload()
+        self._leaving = [model for model in self._leaving if not model.idle]
+
+    def _poll(self, model: ServedModel) -> None:
+        try:
+            model.poll()
+        except Exception:  # the watch must outlive anything a folder can hold
+            logger.exception("model %s: a look at its folder failed", model.name)
+
+
+def _why_not(model: ServedModel) -> str:
+    if model.listing_error:
+        where = f"Could not find base path {model.base_path} for servable {model.name}"
+        return f"{{name: {model.name}}} due to error: INVALID_ARGUMENT: {where} with error {model.listing_error}"
+    failed = next((status for status in model.statuses() if status.error is not None), None)
+    if failed is None or failed.error is None:
+        return f"{{name: {model.name}}} due to error: NOT_FOUND: No versions of servable {model.name} found"
+    return f"{{name: {model.name} version: {failed.version}}} due to error: {failed.error.to_string()}"
 
 
 def _request(name: str, version: int | None) -> str:
     return f"Latest({name})" if version is None else f"Specific({name}, {version})"
-
-
-def _kept(number: int, error: Exception) -> StatusError:
-    """A copy without the traceback, whose frames would keep what was half loaded."""
-    if isinstance(error, StatusError):
-        return StatusError(error.code, error.message)
-    return StatusError(Code.UNKNOWN, f"version {number}: {type(error).__name__}: {error}")

@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tpuembed.errors import ConfigError
+from tpuembed_serving.policies import LatestVersions, VersionPolicy
 
-__all__ = ["ModelSettings", "ServerSettings"]
+__all__ = ["DEFAULT_LOAD", "LoadSettings", "ModelSettings", "ServerSettings", "check_models"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,14 +19,38 @@ class ModelSettings:
     Attributes:
         name: what its URLs call it.
         base_path: the folder whose integer-named children are its versions.
+        policy: which of them are served.
+        labels: what requests may call a version, such as "stable", and which version that is.
     """
 
     name: str
     base_path: Path
+    policy: VersionPolicy = dataclasses.field(default_factory=LatestVersions)
+    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError(f"model at {self.base_path}: its name is empty; give one")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """What a repository does about versions that fail to load, and about labels of versions that are not loaded.
+
+    Attributes:
+        max_retries: how often a version that failed is tried again, until its files change.
+        retry_seconds: the pause before each retry.
+        labels_for_unavailable: whether a new label may name a version that is not available.
+    """
+
+    max_retries: int = 5
+    retry_seconds: float = 60.0
+    labels_for_unavailable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_retries < 0:
+            raise ConfigError(f"max_retries is {self.max_retries}: give 0, for none, or more")
+        _check_positive("retry_seconds", self.retry_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +59,10 @@ class ServerSettings:
 
     Attributes:
         models: what it serves, each under its own name.
+        config_file: where `models` came from; read again every `config_poll_seconds`, and never where those are None.
+        load: retries and labels.
+        workers: how many processes answer requests.
+        verify_on_load: compare every file of a version that has a manifest with its checksum before it is loaded.
         host, rest_port: where the REST API listens; port 0 picks a free one.
         poll_seconds: the pause between two looks at the models' folders.
         rest_timeout_ms: how long a request may take before it is answered 504.
@@ -45,6 +75,11 @@ class ServerSettings:
     """
 
     models: tuple[ModelSettings, ...]
+    config_file: Path | None = None
+    config_poll_seconds: float | None = None
+    load: LoadSettings = dataclasses.field(default_factory=LoadSettings)
+    workers: int = 1
+    verify_on_load: bool = False
     host: str = "127.0.0.1"
     rest_port: int = 8501
     poll_seconds: float = 1.0
@@ -57,21 +92,23 @@ class ServerSettings:
     random_access: bool = False
 
     def __post_init__(self) -> None:
-        self._check_models()
+        if not self.models:
+            raise ConfigError("no model to serve: give at least one")
+        check_models(self.models)
         if not 0 <= self.rest_port <= 65535:
             raise ConfigError(f"rest_port is {self.rest_port}: give a port from 0 (any free one) to 65535")
-        for name in ("poll_seconds", "rest_timeout_ms", "run_threads", "max_queued_requests", "drain_seconds"):
+        for name in (
+            "poll_seconds",
+            "rest_timeout_ms",
+            "run_threads",
+            "max_queued_requests",
+            "drain_seconds",
+            "workers",
+        ):
             _check_positive(name, getattr(self, name))
-        if self.max_body_bytes is not None:
-            _check_positive("max_body_bytes", self.max_body_bytes)
-
-    def _check_models(self) -> None:
-        names = [model.name for model in self.models]
-        if not names:
-            raise ConfigError("no model to serve: give at least one")
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(f"model names must differ: {', '.join(twice)} is given more than once")
+        for name in ("max_body_bytes", "config_poll_seconds"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
 
     @classmethod
     def for_model_dir(
@@ -83,6 +120,18 @@ class ServerSettings:
         return cls(models=(model,), **options)
 
 
+def check_models(models: Iterable[ModelSettings]) -> None:
+    """Raise ConfigError where two models have one name."""
+    names = [model.name for model in models]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"model names must differ: {', '.join(twice)} is given more than once")
+
+
 def _check_positive(name: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"{name} is {value}: give a number above 0")
+
+
+DEFAULT_LOAD: Final = LoadSettings()
+"""As TensorFlow Serving: five retries, a minute apart; labels of available versions alone."""

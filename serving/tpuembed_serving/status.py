@@ -1,10 +1,11 @@
 """Canonical status codes and the error that carries one, free of any transport."""
 
+import dataclasses
 import enum
 
 from tpuembed.errors import ServingError
 
-__all__ = ["Code", "StatusError", "invalid_argument"]
+__all__ = ["Code", "Status", "StatusError", "invalid_argument"]
 
 
 class Code(enum.IntEnum):
@@ -27,6 +28,19 @@ class Code(enum.IntEnum):
     UNAVAILABLE = 14
     DATA_LOSS = 15
     UNAUTHENTICATED = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """How something ended: `absl::Status`."""
+
+    code: Code = Code.OK
+    message: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it succeeded."""
+        return self.code is Code.OK
 
 
 class StatusError(ServingError):

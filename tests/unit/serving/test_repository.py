@@ -147,7 +147,7 @@ def test_a_failed_load_is_tried_again_after_a_minute(
     model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("tpuembed_serving.repository.time.monotonic", lambda: now)
+    monkeypatch.setattr("tpuembed_serving.served_model.time.monotonic", lambda: now)
     make_version(base_path, 1)
     loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
     model.poll()

@@ -1,0 +1,186 @@
+"""models.config: every field is honoured, or refused with its line and name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpuembed.errors import ConfigError
+from tpuembed_serving.models_config import FieldError, models_from_message, parse_models, read_models
+from tpuembed_serving.policies import AllVersions, LatestVersions, SpecificVersions
+from tpuembed_serving.settings import ModelSettings
+
+WHOLE = """
+# Two ways to write most things.
+model_config_list {
+  config {
+    name: "rec"
+    base_path: "/models/rec"
+    model_platform: "tensorflow"
+    model_version_policy { specific { versions: 42 versions: 43 } }
+    version_labels { key: "stable" value: 42 }
+    version_labels { key: 'canary', value: 43 }
+  }
+  config: <
+    name: 'al' "l"
+    base_path: "/models/{all} # \\"x\\""
+    model_type: TENSORFLOW;
+    model_version_policy: { all: {} }
+  >
+  config { name: "two", base_path: "/models/two", model_platform: "tensorflow",
+           model_version_policy { latest { num_versions: 2 } } }
+  config { name: "one" base_path: "/models/one" model_platform: "tensorflow" model_version_policy { latest {} } }
+  config { name: "none" base_path: "/models/none" model_platform: "tensorflow" }
+}
+"""
+
+
+def test_every_field() -> None:
+    assert parse_models(WHOLE, "f") == (
+        ModelSettings(
+            name="rec",
+            base_path=Path("/models/rec"),
+            policy=SpecificVersions(frozenset({42, 43})),
+            labels={"stable": 42, "canary": 43},
+        ),
+        ModelSettings(name="all", base_path=Path('/models/{all} # "x"'), policy=AllVersions()),
+        ModelSettings(name="two", base_path=Path("/models/two"), policy=LatestVersions(2)),
+        ModelSettings(name="one", base_path=Path("/models/one"), policy=LatestVersions(1)),
+        ModelSettings(name="none", base_path=Path("/models/none"), policy=LatestVersions(1)),
+    )
+
+
+def test_a_list_of_messages() -> None:
+    text = 'model_config_list { config: [\n{name: "a" base_path: "/a" model_platform: "tensorflow"},\n{name: "b"}] }'
+    with pytest.raises(ConfigError) as caught:
+        parse_models(text, "f")
+    assert str(caught.value).startswith("config f, line 3, field model_config_list.config[1].model_platform: ")
+
+
+def test_no_model_at_all() -> None:
+    assert parse_models("", "f") == ()
+    assert parse_models("model_config_list {}", "f") == ()
+
+
+def refused(body: str, source: str = "f") -> str:
+    text = f'model_config_list {{\n  config {{\n    name: "m" {body}\n  }}\n}}\n'
+    with pytest.raises(ConfigError) as caught:
+        parse_models(text, source)
+    return str(caught.value)
+
+
+CONFIG = "model_config_list.config[0]"
+SOUND = 'base_path: "/m" model_platform: "tensorflow"'
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('nam: "x"', 'line 3, column 15: Message type "tensorflow.serving.ModelConfig" has no field named "nam".'),
+        (
+            'name: "n"',
+            'line 3, column 21: Message type "tensorflow.serving.ModelConfig" should not have multiple "name"',
+        ),
+        (
+            f'model_platform: "tensorflow"\n\n base_path: "m"\n {SOUND[:0]}',
+            f"line 5, field {CONFIG}.base_path: Expected model m to have an absolute path or URI; got base_path()=m",
+        ),
+        (
+            'model_platform: "tensorflow"',
+            f"line 2, field {CONFIG}.base_path: Expected model m to have an absolute path or URI; got base_path()=",
+        ),
+        (
+            'model_platform: "tensorflow"\nbase_path: "s3://b/m"',
+            f"line 4, field {CONFIG}.base_path: Model m: only folders of this machine are served, not s3://b/m",
+        ),
+        (
+            'base_path: "/m"\nmodel_platform: "torch"',
+            f"line 4, field {CONFIG}.model_platform: Model m requests unsupported platform torch",
+        ),
+        (
+            'base_path: "/m"',
+            f"line 2, field {CONFIG}.model_platform: Illegal setting neither ModelServerConfig::model_type (deprecated) "
+            "nor ModelServerConfig::model_platform, model name is m",
+        ),
+        (
+            f"{SOUND}\nmodel_type: TENSORFLOW",
+            f"line 4, field {CONFIG}.model_type: Illegal setting both ModelServerConfig::model_type (deprecated) "
+            "and ModelServerConfig::model_platform, model name is m",
+        ),
+        (
+            'base_path: "/m"\nmodel_type: OTHER',
+            f"line 4, field {CONFIG}.model_type: ModelServerConfig::model_type choice 2 not supported.",
+        ),
+        (
+            f"{SOUND}\nlogging_config {{ sampling_config {{ sampling_rate: 1 }} }}",
+            f"line 4, field {CONFIG}.logging_config: model m: requests are not logged by this server",
+        ),
+        (
+            f"{SOUND}\nmodel_version_policy {{\n specific {{}} }}",
+            f"line 5, field {CONFIG}.model_version_policy.specific: no version is named",
+        ),
+        (
+            f"{SOUND}\nmodel_version_policy {{ latest {{ num_versions: -1 }} }}",
+            "line 4, column 47: ",
+        ),
+        (
+            f"{SOUND}\nmodel_version_policy {{ all {{}} latest {{}} }}",
+            'line 4, column 31: Field "latest" is specified along with field "all"',
+        ),
+        (
+            f'{SOUND}\nversion_labels {{ key: "a" value: 1 }}\nversion_labels {{ key: "a" value: 2 }}',
+            f"line 5, field {CONFIG}.version_labels[1]: model m: a label is given twice",
+        ),
+        (
+            f"{SOUND}\nversion_labels {{ value: 1 }}",
+            f"line 4, field {CONFIG}.version_labels: model m: a label is empty",
+        ),
+        (
+            f'{SOUND} }}\nconfig {{\n name: "m" {SOUND}',
+            "line 5, field model_config_list.config[1].name: Illegal to list model m multiple times in config list",
+        ),
+        (f"{SOUND} }} config {{ {SOUND}", "line 3, field model_config_list.config[1].name: a model has no name"),
+    ],
+)
+def test_what_is_refused_by_line_and_name(body: str, message: str) -> None:
+    found = refused(body)
+    assert found.startswith(f"config f, {message}"), found
+    assert len(found.splitlines()) == 1
+
+
+def test_an_open_brace_and_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "models.config"
+    path.write_text("model_config_list {", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"^config {path}, line 1, column \d+: Expected"):
+        read_models(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=f"^config {path}: is no text in UTF-8$"):
+        read_models(path)
+    with pytest.raises(ConfigError, match=f"^config {path}.none: cannot be read: No such file or directory$"):
+        read_models(Path(f"{path}.none"))
+
+
+def test_a_custom_config() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^config f, line 2, field custom_model_config: custom model configs are not"
+    ):
+        parse_models('\ncustom_model_config { type_url: "t" }', "f")
+
+
+def test_a_message_says_its_field() -> None:
+    from tensorflow_serving.config import model_server_config_pb2
+
+    message = model_server_config_pb2.ModelServerConfig()
+    message.model_config_list.config.add(name="m", base_path="m", model_platform="tensorflow")
+    with pytest.raises(FieldError) as caught:
+        models_from_message(message)
+    assert caught.value.field == "model_config_list.config[0].base_path"
+    assert str(caught.value) == "Expected model m to have an absolute path or URI; got base_path()=m"
+
+
+def test_reading_one_imports_no_tensorflow() -> None:
+    code = "import sys; from tpuembed_serving.models_config import parse_models as parse; parse('', 'f'); "
+    code += "print('tensorflow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
