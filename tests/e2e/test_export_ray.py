@@ -21,6 +21,7 @@ import pytest
 from tests.e2e.serve_process import SCRIPT, run_command
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.batch import FolderPlace
 from tpuembed.export.engines import choose_engine
 from tpuembed.export.engines.protocol import Job
 from tpuembed.export.plan import plan_export
@@ -169,4 +170,4 @@ def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
         source = Source(path=str(tmp_path / "ckpt"), fingerprint=checkpoint.fingerprint())
     engine = choose_engine("ray", 1, "local")
     with pytest.raises(ExportError, match="every node of the cluster must see"):
-        engine.run(plan.shards, Job(source=source, folder=tmp_path / "elsewhere" / ".staging" / "tables"))
+        engine.run(plan.shards, Job(source=source, place=FolderPlace(tmp_path / "elsewhere" / ".staging" / "tables")))

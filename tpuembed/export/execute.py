@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointCorruptError, ExportError
+from tpuembed.export.batch import FolderPlace
 from tpuembed.export.engines import Engine, Job
 from tpuembed.export.error_bound import table_errors
 from tpuembed.export.plan import ExportPlan, ShardTask
@@ -77,7 +78,7 @@ def stream_tables(
 
         results = engine.run(
             [_known(task, record) for task in plan.shards],
-            Job(source=source, folder=folder),
+            Job(source=source, place=FolderPlace(folder)),
             on_result=finish,
             on_progress=lambda done: on_progress(done, total),
         )

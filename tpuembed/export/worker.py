@@ -1,9 +1,9 @@
 """The process that streams shards: `python -m tpuembed.export.worker`, told what to do over pipes.
 
-It reads JSON lines on stdin: first the job (`{"source": ..., "folder": ..., "parent": pid, "delay_seconds": ...}`), then
-tasks; it ends when stdin does. It writes JSON lines on stdout: `{"progress": bytes of the current shard}` now and then, and
-for each task `{"result": ...}` or `{"error": {"type": ..., "message": ..., "may_pass": ...}}`, of which the last ends it. It
-never imports TensorFlow, and it never outlives its parent.
+It reads JSON lines on stdin: first the job (`{"source": ..., "parent": pid, "delay_seconds": ...}`), then batches
+(`{"shards": [...], "where": ...}`); it ends when stdin does. It writes JSON lines on stdout: `{"progress": bytes of the
+current batch}` now and then, and for each batch `{"results": [...]}` or `{"error": {"type": ..., "message": ...,
+"may_pass": ...}}`, of which the last ends it. It never imports TensorFlow, and it never outlives its parent.
 """
 
 import dataclasses
@@ -13,13 +13,14 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
+from collections.abc import Mapping
 from typing import IO, Any
 
 from tpuembed.errors import TpuEmbedError
+from tpuembed.export.batch import run_batch
 from tpuembed.export.failures import Failure
 from tpuembed.export.plan import ShardTask
-from tpuembed.export.stream import Source, run_shard
+from tpuembed.export.stream import Source
 
 __all__ = ["main"]
 
@@ -27,15 +28,15 @@ _REPORT_SECONDS = 0.1
 
 
 def main() -> int:
-    """Stream tasks until stdin ends; 0 if all of them succeeded."""
+    """Stream batches until stdin ends; 0 if all of them succeeded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     replies = _take_stdout()
     job = json.loads(sys.stdin.readline() or "null")
     if job is None:
         return 0
     time.sleep(job["delay_seconds"])
-    worker = _Worker(Source(**job["source"]), Path(job["folder"]), job["parent"], replies)
-    return 0 if all(worker.run(ShardTask(**json.loads(line))) for line in sys.stdin) else 1
+    worker = _Worker(Source(**job["source"]), job["parent"], replies)
+    return 0 if all(worker.run(json.loads(line)) for line in sys.stdin) else 1
 
 
 def _take_stdout() -> IO[str]:
@@ -46,20 +47,21 @@ def _take_stdout() -> IO[str]:
 
 
 class _Worker:
-    def __init__(self, source: Source, folder: Path, parent: int, replies: IO[str]) -> None:
-        self._source, self._folder, self._parent, self._replies = source, folder, parent, replies
+    def __init__(self, source: Source, parent: int, replies: IO[str]) -> None:
+        self._source, self._parent, self._replies = source, parent, replies
         self._reported = 0.0
 
-    def run(self, task: ShardTask) -> bool:
-        """Stream `task` and say how it went."""
+    def run(self, batch: Mapping[str, Any]) -> bool:
+        """Stream `batch` and say how it went."""
         try:
-            result = run_shard(task, self._source, self._folder, self._on_chunk)
+            shards = [ShardTask(**fields) for fields in batch["shards"]]
+            results = run_batch(shards, batch["where"], self._source, self._on_chunk)
         except Exception as error:
             if not isinstance(error, TpuEmbedError):
                 traceback.print_exc()
             self._reply({"error": dataclasses.asdict(Failure.of(error))})
             return False
-        self._reply({"result": dataclasses.asdict(result)})
+        self._reply({"results": [dataclasses.asdict(result) for result in results]})
         return True
 
     def _on_chunk(self, written: int) -> None:

@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tpuembed.checkpoint import Checkpoint
+from tpuembed.export.batch import Batch, run_batch
 from tpuembed.export.engines import Job, default_workers
 from tpuembed.export.plan import ShardTask
-from tpuembed.export.stream import ShardResult, ignore, run_shard
+from tpuembed.export.stream import ShardResult, ignore
 
 __all__ = ["ThreadEngine"]
 
@@ -33,16 +34,16 @@ class ThreadEngine:
         """See Engine.run. No thread is left when it returns or raises."""
         running = _Run(self._checkpoint, job)
         with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
-            waiting = {pool.submit(running.write, task) for task in tasks}
+            waiting = {pool.submit(running.write, batch) for batch in job.place.batches(tasks)}
             try:
                 results = list[ShardResult]()
                 while waiting:
                     done, waiting = concurrent.futures.wait(
                         waiting, _REPORT_SECONDS, concurrent.futures.FIRST_COMPLETED
                     )
-                    for future in done:
-                        results.append(future.result())
-                        on_result(results[-1])
+                    for result in (result for future in done for result in future.result()):
+                        results.append(result)
+                        on_result(result)
                     on_progress(running.written)
             except BaseException:
                 running.stop()
@@ -65,19 +66,19 @@ class _Run:
 
     @property
     def written(self) -> int:
-        """Bytes written so far by all shards."""
+        """Bytes written so far by all batches."""
         return sum(self._written.copy().values())
 
     def stop(self) -> None:
         """Have every thread end at its next chunk."""
         self._stopped.set()
 
-    def write(self, task: ShardTask) -> ShardResult:
-        """Write one shard."""
+    def write(self, batch: Batch) -> list[ShardResult]:
+        """Write one batch."""
 
         def on_chunk(written: int) -> None:
-            self._written[task.index] = written
+            self._written[batch.index] = written
             if self._stopped.is_set():
                 raise _Stopped
 
-        return run_shard(task, self._job.source, self._job.folder, on_chunk, self._checkpoint)
+        return run_batch(batch.shards, self._job.place.where(batch), self._job.source, on_chunk, self._checkpoint)

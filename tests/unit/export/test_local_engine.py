@@ -26,6 +26,7 @@ from tpuembed.errors import (
     WorkerError,
 )
 from tpuembed.export import plan as planner
+from tpuembed.export.batch import FolderPlace
 from tpuembed.export.engines import Job, choose_engine, default_workers, local
 from tpuembed.export.execute import stream_tables
 from tpuembed.export.plan import ExportPlan, plan_export
@@ -102,7 +103,7 @@ def test_workers_write_the_table_and_report(tmp_path: Path, plan: ExportPlan, va
 def test_results_come_in_the_order_of_their_shards(tmp_path: Path, plan: ExportPlan) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stack_float32_16.data").touch()
-    job = Job(source=source_of(tmp_path / "ckpt"), folder=tmp_path / "out")
+    job = Job(source=source_of(tmp_path / "ckpt"), place=FolderPlace(tmp_path / "out"))
     results = choose_engine("local", 3).run(plan.shards[::-1], job)
     assert [result.index for result in results] == list(range(6))
 
@@ -214,9 +215,10 @@ def test_an_orphaned_worker_ends_at_its_next_chunk(tmp_path: Path, plan: ExportP
     """Its pipes may be held open by others: it asks who its parent is."""
     (tmp_path / "stack_float32_16.data").touch()
     source = dataclasses.asdict(source_of(tmp_path / "ckpt"))
-    for parent, outcome in ((os.getpid(), (0, "result")), (1, (1, ""))):
-        job = {"source": source, "folder": str(tmp_path), "parent": parent, "delay_seconds": 0}
-        lines = json.dumps(job) + "\n" + json.dumps(dataclasses.asdict(plan.shards[0])) + "\n"
+    for parent, outcome in ((os.getpid(), (0, "results")), (1, (1, ""))):
+        job = {"source": source, "parent": parent, "delay_seconds": 0}
+        batch = {"shards": [dataclasses.asdict(plan.shards[0])], "where": {"folder": str(tmp_path)}}
+        lines = json.dumps(job) + "\n" + json.dumps(batch) + "\n"
         command = [sys.executable, "-m", "tpuembed.export.worker"]
         ended = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=20, check=False)
         said = [key for line in ended.stdout.splitlines() for key in json.loads(line) if key != "progress"]

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
 from tpuembed.errors import TpuEmbedError, WorkerError
+from tpuembed.export.batch import Batch
 from tpuembed.export.engines.protocol import Job
 from tpuembed.export.failures import Failure
 from tpuembed.export.plan import ShardTask
@@ -66,7 +67,8 @@ class _Crew:
     """The workers of one run: at its end they finish, after an exception they are killed."""
 
     def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int) -> None:
-        self._waiting, self._job, self._count = deque(tasks), job, min(workers, len(tasks))
+        self._waiting, self._job = deque(job.place.batches(tasks)), job
+        self._count = min(workers, len(self._waiting))
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
         self._failures = Counter[int]()
@@ -104,14 +106,14 @@ class _Crew:
         for key, _ in self._selector.select():
             worker: _Worker = key.data
             try:
-                for result in worker.receive():
-                    yield result
+                for results in worker.receive():
+                    yield from results
                     if self._waiting:
                         worker.assign(self._waiting.popleft())
             except _MayPass as failure:
                 self._replace(worker, failure)
 
-    def _hire(self, task: ShardTask, delay_seconds: float = 0) -> None:
+    def _hire(self, task: Batch, delay_seconds: float = 0) -> None:
         worker = _Worker(self._job, delay_seconds)
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
@@ -135,17 +137,18 @@ class _Crew:
 class _MayPass(Exception):  # noqa: N818 - the error is inside
     """What happened to `task` need not happen again."""
 
-    def __init__(self, task: ShardTask, error: TpuEmbedError) -> None:
+    def __init__(self, task: Batch, error: TpuEmbedError) -> None:
         super().__init__()
         self.task, self.error = task, error
 
 
 class _Worker:
-    """A worker process and the task it is at."""
+    """A worker process and the batch it is at."""
 
     def __init__(self, job: Job, delay_seconds: float) -> None:
         self.written = 0
-        self._task: ShardTask | None = None
+        self._job = job
+        self._task: Batch | None = None
         self._unread = b""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill
         self._process = _spawn(self._stderr)
@@ -153,15 +156,15 @@ class _Worker:
         assert self._process.stdout
         self._tasks, self.replies = self._process.stdin, self._process.stdout
         source = dataclasses.asdict(job.source)
-        self._send({"source": source, "folder": str(job.folder), "parent": os.getpid(), "delay_seconds": delay_seconds})
+        self._send({"source": source, "parent": os.getpid(), "delay_seconds": delay_seconds})
 
-    def assign(self, task: ShardTask) -> None:
-        """Give it its next task."""
+    def assign(self, task: Batch) -> None:
+        """Give it its next batch."""
         self._task, self.written = task, 0
-        self._send(dataclasses.asdict(task))
+        self._send({**dataclasses.asdict(task), "where": self._job.place.where(task)})
 
-    def receive(self) -> Iterator[ShardResult]:
-        """The results among what it has said; waits until it says something.
+    def receive(self) -> Iterator[list[ShardResult]]:
+        """The results of batches among what it has said; waits until it says something.
 
         Raises:
             TpuEmbedError: its task failed.
@@ -194,14 +197,14 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):
             self._tasks.write(json.dumps(message).encode() + b"\n")
 
-    def _understand(self, message: Mapping[str, Any]) -> Iterator[ShardResult]:
+    def _understand(self, message: Mapping[str, Any]) -> Iterator[list[ShardResult]]:
         if "error" in message:
             self._raise_failure(Failure(**message["error"]))
         if "progress" in message:
             self.written = message["progress"]
-        if "result" in message:
+        if "results" in message:
             self.written = 0
-            yield ShardResult(**message["result"])
+            yield [ShardResult(**result) for result in message["results"]]
 
     def _raise_failure(self, failure: Failure) -> NoReturn:
         assert self._task

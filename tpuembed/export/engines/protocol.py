@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
+from tpuembed.export.batch import Place
 from tpuembed.export.plan import ShardTask
 from tpuembed.export.stream import ShardResult, Source, ignore
 
@@ -17,15 +17,15 @@ class Job:
 
     Attributes:
         source: the checkpoint.
-        folder: where the data files lie, each of its full size already.
+        place: where the data files lie.
     """
 
     source: Source
-    folder: Path
+    place: Place
 
 
 class Engine(Protocol):
-    """Runs `tpuembed.export.stream.run_shard` for every task, in any order and on any machine that sees the job.
+    """Runs `tpuembed.export.batch.run_batch` for every batch of tasks, in any order and on any machine that sees the job.
 
     It may run a task again that failed or got lost: the same bytes are written to the same place.
     """

@@ -1,6 +1,7 @@
 """Shards on a Ray cluster: Ray schedules them, retries what got lost with a worker or a node, and moves no table bytes.
 
-The checkpoint and MODEL_DIR lie on storage that every node sees under the same path. tpuembed is installed on every node.
+The checkpoint and MODEL_DIR lie on storage that every node sees under the same path, or in object stores. tpuembed is installed
+on every node.
 """
 
 import contextlib
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ExportError, MissingExtraError, TpuEmbedError, WorkerError, one_line
+from tpuembed.export.batch import Batch, Where, flush_batch, run_batch
 from tpuembed.export.engines.protocol import Job
 from tpuembed.export.failures import Failure
 from tpuembed.export.plan import ShardTask
-from tpuembed.export.stream import ShardResult, Source, ignore, run_shard
+from tpuembed.export.stream import ShardResult, Source, ignore
 
 __all__ = ["RayEngine"]
 
@@ -42,11 +44,11 @@ class RayEngine:
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
-        """See Engine.run. Progress is told shard by shard."""
+        """See Engine.run. Progress is told batch by batch."""
         with _connected(self._address) as ray:
             run = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=[_MayPassError])(_run)
             results = list[ShardResult]()
-            for result in _results(ray, run, tasks, job, self._workers):
+            for result in _results(ray, run, job.place.batches(tasks), job, self._workers):
                 results.append(result)
                 on_result(result)
                 on_progress(sum(result.bytes for result in results))
@@ -57,46 +59,43 @@ class _MayPassError(Exception):
     """Raised in a worker for what Ray is to try again."""
 
 
-def _run(task: Mapping[str, Any], source: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """One shard, in a worker of Ray: its result or its failure, as JSON values."""
-    shard = ShardTask(**task)
+def _run(fields: Sequence[Mapping[str, Any]], where: Where, source: Mapping[str, Any]) -> dict[str, Any]:
+    """One batch, in a worker of Ray: its results or its failure, as JSON values."""
+    shards = [ShardTask(**task) for task in fields]
     try:
-        result = run_shard(shard, Source(**source), Path(folder))
-        _flush(Path(folder, shard.file))
+        results = run_batch(shards, where, Source(**source))
+        flush_batch(shards, where)
     except Exception as error:
         failure = Failure.of(error)
         if failure.may_pass:
             raise _MayPassError(failure.message) from None
         return {"failure": dataclasses.asdict(failure)}
-    return {"result": dataclasses.asdict(result)}
+    return {"results": [dataclasses.asdict(result) for result in results]}
 
 
-def _flush(path: Path) -> None:
-    """Here: what another machine flushes is what it has itself."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _results(ray: Any, run: Any, tasks: Sequence[ShardTask], job: Job, at_once: int) -> Iterator[ShardResult]:
+def _results(ray: Any, run: Any, batches: Sequence[Batch], job: Job, at_once: int) -> Iterator[ShardResult]:
     """Results as they come; after an exception the tasks under way are cancelled."""
-    waiting, source = iter(tasks), dataclasses.asdict(job.source)
+    waiting, source = iter(batches), dataclasses.asdict(job.source)
 
-    def submit(count: int) -> dict[Any, ShardTask]:
-        return {run.remote(vars(task), source, str(job.folder)): task for task in islice(waiting, count)}
+    def submit(count: int) -> dict[Any, Batch]:
+        return {
+            run.remote([vars(task) for task in batch.shards], job.place.where(batch), source): batch
+            for batch in islice(waiting, count)
+        }
 
     running = submit(at_once)
     try:
         while running:
             done, _ = ray.wait(list(running), num_returns=1)
             for reference in done:
-                yield _result(ray, reference, running.pop(reference), job)
+                yield from _result(ray, reference, running.pop(reference), job)
             running |= submit(len(done))
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
 
 
-def _result(ray: Any, reference: Any, task: ShardTask, job: Job) -> ShardResult:
+def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult]:
     try:
         reply = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -107,12 +106,12 @@ def _result(ray: Any, reference: Any, task: ShardTask, job: Job) -> ShardResult:
         ) from None
     if "failure" in reply:
         raise _with_hint(Failure(**reply["failure"]).error(task), job)
-    return ShardResult(**reply["result"])
+    return [ShardResult(**result) for result in reply["results"]]
 
 
 def _with_hint(error: TpuEmbedError, job: Job) -> TpuEmbedError:
-    if isinstance(error, ExportError) and "No such file" in str(error):
-        error.args = (f"{error}; every node of the cluster must see {job.folder.parent.parent} under this path",)
+    if job.place.hint and isinstance(error, ExportError) and "No such file" in str(error):
+        error.args = (f"{error}; {job.place.hint}",)
     return error
 
 
