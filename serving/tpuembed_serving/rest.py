@@ -11,7 +11,16 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeVar
 
-from tpuembed_serving.json_codec import decode_inputs, encode_error, encode_outputs, parse_document, signature_name
+from tpuembed_serving.inference import Method
+from tpuembed_serving.json_codec import (
+    decode_examples,
+    decode_inputs,
+    encode_error,
+    encode_outputs,
+    encode_result,
+    parse_document,
+    signature_name,
+)
 from tpuembed_serving.repository import VersionStatus
 from tpuembed_serving.servable import Servable, Signature
 from tpuembed_serving.service import DEFAULT_SIGNATURE, ModelMetadata, ModelSpec, PredictionService
@@ -57,6 +66,7 @@ _MODEL = rb"/([^/:?]+)"  # a query never matches
 _CHOICE = rb"(?:(?:/versions/([0-9]+))|(?:/labels/([^/:?]+)))?"
 _POST = re.compile(rb"(?i)/v1/models" + _MODEL + _CHOICE + rb":(classify|regress|predict)")
 _GET = re.compile(rb"(?i)/v1/models(?:" + _MODEL + rb")?" + _CHOICE + rb"(?:/(metadata))?")
+_INFERENCE = {b"classify": Method.CLASSIFY, b"regress": Method.REGRESS}
 _ORIGIN = re.compile(rb"https?://")
 
 
@@ -130,9 +140,8 @@ class RestApi:
             return _Reply(_BODY_TOO_LARGE, encode_error(text))
         if method == b"predict":
             return _Reply(200, await self._predict(spec, body))
-        if method in (b"classify", b"regress"):
-            text = f"{method.decode('ascii')} is not implemented by this server; predict is"
-            raise StatusError(Code.UNIMPLEMENTED, text)
+        if method in _INFERENCE:
+            return _Reply(200, await self._infer(spec, _INFERENCE[method], body))
         raise _malformed("POST", _target(scope))
 
     async def _predict(self, spec: ModelSpec, body: bytes) -> bytes:
@@ -144,6 +153,16 @@ class RestApi:
             inputs = await run(decode_inputs, document, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return await run(encode_outputs, outputs, signature, inputs.row_form)
+
+    async def _infer(self, spec: ModelSpec, method: Method, body: bytes) -> bytes:
+        """Unlike predict's, the request is read to its end before the model is looked up."""
+        run = _run_inline if len(body) <= _MAX_INLINE_BYTES else asyncio.to_thread
+        document = await run(parse_document, body)
+        name = signature_name(document)
+        examples = await run(decode_examples, document)
+        with self._service.lease(spec) as loaded:
+            result = await self._service.infer(loaded.servable, name, method, examples)
+        return await run(encode_result, result)
 
     def _get(self, match: re.Match[bytes]) -> bytes:
         if match[1] is None:
@@ -234,9 +253,10 @@ def _version_status(status: VersionStatus) -> dict[str, Any]:
 
 
 def _metadata_json(metadata: ModelMetadata) -> bytes:
-    spec = {"name": metadata.name, "signature_name": "", "version": str(metadata.version)}
-    signatures = {"signature_def": dict(metadata.signature_defs)}
-    return _message({"model_spec": spec, "metadata": {"signature_def": signatures}})
+    """Two messages, put together by hand (http_rest_api_util.cc, ToJsonString)."""
+    spec = _message({"name": metadata.name, "signature_name": "", "version": str(metadata.version)})
+    signatures = _message({"signature_def": dict(metadata.signature_defs)})
+    return b'{\n"model_spec":%b,\n"metadata": {"signature_def": %b}\n}\n' % (spec, signatures)
 
 
 def _message(value: Any) -> bytes:

@@ -1,16 +1,18 @@
-"""What the server does, free of any transport: REST (and later gRPC) decode a request, call this, encode the answer."""
+"""What the server does, free of any transport: REST and gRPC decode a request, call this, encode the answer."""
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tpuembed_serving.executor import ModelExecutor
+from tpuembed_serving.inference import InferenceResult, Method, check_signature, interpret, to_tensor
 from tpuembed_serving.repository import LoadedVersion, ModelRepository, VersionStatus
 from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
-__all__ = ["DEFAULT_SIGNATURE", "ModelMetadata", "ModelSpec", "PredictionService"]
+__all__ = ["DEFAULT_SIGNATURE", "InferenceTask", "ModelMetadata", "ModelSpec", "PredictionService"]
 
 DEFAULT_SIGNATURE = "serving_default"
 
@@ -22,6 +24,15 @@ class ModelSpec:
     name: str
     version: int | None = None
     label: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceTask:
+    """One of the tasks that MultiInference does on the same examples; the default signature where the name is empty."""
+
+    model: str
+    signature_name: str
+    method: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +64,49 @@ class PredictionService:
         """
         if not spec.name:
             raise invalid_argument("ModelSpec has no name specified.")
-        if spec.label is not None:  # no version carries a label yet
-            raise invalid_argument(f"Unrecognized servable version label: {spec.label}")
-        return self._repository.lease(spec.name, spec.version)
+        return self._repository.lease(spec.name, spec.version, spec.label)
 
     async def predict(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> dict[str, Array]:
         """The signature's outputs by alias; `inputs` in the signature's order."""
         outputs = await self._executor.run(servable, signature, inputs)
         return dict(zip((info.alias for info in signature.outputs), outputs, strict=True))
+
+    async def infer(
+        self, servable: Servable, signature_name: str, method: Method, examples: Sequence[bytes]
+    ) -> InferenceResult:
+        """Classify or regress serialized tf.Examples.
+
+        Raises:
+            StatusError: the signature is not there or is none for `method`; there are no examples; the run failed.
+        """
+        name = signature_name or DEFAULT_SIGNATURE
+        signature = servable.signatures.get(name)
+        if signature is None:
+            raise invalid_argument(f"No signature was found with the name: {name}")
+        check_signature(servable, signature, method)
+        outputs = await self.predict(servable, signature, [to_tensor(examples)])
+        return interpret(method, signature, outputs, len(examples))
+
+    async def multi_infer(
+        self, servable: Servable, tasks: Sequence[InferenceTask], examples: Sequence[bytes]
+    ) -> list[InferenceResult]:
+        """Every task on the same examples, at once; all tasks are checked before any runs.
+
+        Raises:
+            StatusError: a task is refused, there are no examples, or a run failed.
+        """
+        methods = list(_checked(servable, tasks))
+        inputs = [to_tensor(examples)]
+        runs = (self.predict(servable, signature, inputs) for _, signature in methods)
+        # Waits for all: none may run on once the servable is given back.
+        results = []
+        for (method, signature), found in zip(
+            methods, await asyncio.gather(*runs, return_exceptions=True), strict=True
+        ):
+            if isinstance(found, BaseException):
+                raise found
+            results.append(interpret(method, signature, found, len(examples)))
+        return results
 
     def status(self, spec: ModelSpec) -> list[VersionStatus]:
         """The version that `spec` names, or every version, newest first; a label is not looked at, as in theirs.
@@ -84,3 +130,23 @@ class PredictionService:
         """
         with self.lease(spec) as loaded:
             return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs)
+
+
+def _checked(servable: Servable, tasks: Sequence[InferenceTask]) -> Iterator[tuple[Method, Signature]]:
+    """The method and the signature of each task."""
+    seen: set[str] = set()
+    for task in tasks:
+        if not task.model:
+            raise invalid_argument("Found ModelSpec with an empty model name.")
+        if task.model != tasks[0].model:
+            raise invalid_argument("All ModelSpecs in a MultiInferenceRequest must access the same model name.")
+        name = task.signature_name or DEFAULT_SIGNATURE
+        if name in seen:
+            raise invalid_argument(f"Duplicate evaluation of signature: {name}")
+        seen.add(name)
+        signature = servable.signatures.get(name)
+        if signature is None:
+            raise invalid_argument(f"Requested signature not found in model graph: {name}")
+        method = Method.named(task.method)
+        check_signature(servable, signature, method)
+        yield method, signature

@@ -56,12 +56,13 @@ def _parse(body: bytes) -> Any:
 
 def _count_members(root: dict[str, Any]) -> int:
     """Members in plain sight. Each has a colon, so that as many colons in the body prove that no key is repeated."""
-    instances, inputs = root.get("instances"), root.get("inputs")
     count = len(root)
-    if type(instances) is list:
-        count += sum([len(element) for element in instances if type(element) is dict])
-    if type(inputs) is dict:
-        count += len(inputs)
+    for key in ("instances", "examples"):
+        if type(rows := root.get(key)) is list:
+            count += sum([len(row) for row in rows if type(row) is dict])
+    for key in ("inputs", "context"):
+        if type(members := root.get(key)) is dict:
+            count += len(members)
     return count
 
 

@@ -16,14 +16,19 @@ __all__ = ["JsonObject", "parse", "to_integer"]
 
 
 class JsonObject(dict[str, Any]):
-    """An object of which the first of two equal keys counts; `repeated` says that there were some."""
+    """An object of which the first of two equal keys counts; the others are in `repeats`."""
 
-    repeated = False
+    repeats: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a key came twice."""
+        return bool(self.repeats)
 
     def add(self, key: str, value: Any) -> None:
         """Append a member."""
         if key in self:
-            self.repeated = True
+            self.repeats += ((key, value),)
         else:
             self[key] = value
 

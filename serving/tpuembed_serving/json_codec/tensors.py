@@ -11,7 +11,7 @@ from tpuembed_serving.json_codec.document import format_error
 from tpuembed_serving.servable import Array, TensorInfo
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
-__all__ = ["MAX_RANK", "dense_shape", "fast_tensor", "fill", "is_base64_object", "to_array"]
+__all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "is_base64_object", "to_array"]
 
 MAX_RANK = 64
 """Of a numpy array; TensorFlow's own limit is 254."""
@@ -136,7 +136,7 @@ def _leaf(value: Any, info: TensorInfo) -> Any:
     if isinstance(value, dict):
         if dtype != "string":
             raise _type_error(value, info)
-        return _base64_decode(value)
+        return base64_decode(value)
     if dtype not in _INT_RANGES and dtype not in _FLOATS and dtype not in ("string", "bool"):
         text = f"Conversion of JSON Value: {debug_string(value)} to type: {dtype}"
         raise StatusError(Code.UNIMPLEMENTED, text)
@@ -159,8 +159,8 @@ def _type_error(value: Any, info: TensorInfo) -> StatusError:
     return format_error(value, f"Type: {type_name(value)} is not of expected type: {info.dtype}")
 
 
-def _base64_decode(value: dict[str, Any]) -> bytes:
-    """Space is ignored and padding may be left out, as `absl::Base64Unescape` has it."""
+def base64_decode(value: dict[str, Any]) -> bytes:
+    """The bytes of {"b64": string}. Space is ignored and padding may be left out, as `absl::Base64Unescape` has it."""
     if not is_base64_object(value):
         raise format_error(value, "not formatted correctly for base64 data")
     text = "".join(value["b64"].split())

@@ -160,10 +160,17 @@ def test_anything_else_is_malformed(app: ServingApp, method: str, target: str) -
         ),
         ("POST", "/v1/models/m%20x:predict", "{}", 400, "Missing 'inputs' or 'instances' key"),
         (
-            "POST", "/v1/models/m%20x:classify", "{}", 501,
-            "classify is not implemented by this server; predict is",
+            "POST", "/v1/models/m%20x:classify", "{}", 400,
+            "JSON Value: {} When method is classify, key 'examples' is expected and was not found",
         ),
-        ("POST", "/v1/models/m%20x:regress", "{}", 501, "regress is not implemented by this server; predict is"),
+        (
+            "POST", "/v1/models/m%20x:regress", "{}", 400,
+            "JSON Value: {} When method is classify, key 'examples' is expected and was not found",
+        ),
+        (
+            "POST", "/v1/models/m%20x:regress", '{"signature_name": "g", "examples": [{}]}', 400,
+            "No signature was found with the name: g",
+        ),
     ],
 )  # fmt: skip
 def test_errors(app: ServingApp, method: str, target: str, body: str, status: int, message: str) -> None:

@@ -1,0 +1,146 @@
+"""The gRPC server: TensorFlow Serving's services, health and reflection, on the event loop that the REST API runs on.
+
+Requests reach their method as bytes, so that the port listens before TensorFlow, which has the messages, is imported.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tpuembed.errors import ServingError
+from tpuembed_serving.service import ModelSpec, PredictionService
+from tpuembed_serving.status import Code, StatusError
+
+__all__ = ["GrpcServer", "truncated"]
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[[bytes], Awaitable[bytes]]
+
+_PREDICTION = "tensorflow.serving.PredictionService"
+_MODEL = "tensorflow.serving.ModelService"
+_METHODS: Final = {
+    _PREDICTION: ("Predict", "Classify", "Regress", "MultiInference", "GetModelMetadata"),
+    _MODEL: ("GetModelStatus", "HandleReloadConfigRequest"),
+}
+_INT32_MAX: Final = 2**31 - 1
+_MAX_TEXT: Final = 1024
+_STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def truncated(message: str) -> str:
+    """A message as TensorFlow Serving sends it over gRPC (grpc_status_util.cc)."""
+    data = message.encode("utf-8", "surrogateescape")
+    text = data[:_MAX_TEXT].decode("utf-8", "replace")
+    return f"{text}...TRUNCATED" if len(data) > _MAX_TEXT else text
+
+
+class GrpcServer:
+    """Listens from `start` to `stop`; both are called on the event loop that serves."""
+
+    def __init__(self, service: PredictionService, load: Callable[[], Mapping[str, Mapping[str, Method]]]) -> None:
+        """`load` imports what answers requests: service -> method name -> method. It is called once, in a thread."""
+        self._load = load
+        self._loading: asyncio.Task[Mapping[str, Mapping[str, Method]]] | None = None
+        self._server: grpc.aio.Server | None = None
+        self._health = _Health(service)
+
+    async def start(self, host: str, port: int, max_request_bytes: int | None = None) -> int:
+        """Listen; the port, which 0 leaves to the system.
+
+        Raises:
+            ServingError: the port cannot be bound.
+        """
+        options = [
+            ("grpc.max_receive_message_length", max_request_bytes or _INT32_MAX),
+            ("grpc.max_send_message_length", _INT32_MAX),
+        ]
+        server = grpc.aio.server(options=options)
+        for service, names in _METHODS.items():
+            handlers = {name: grpc.unary_unary_rpc_method_handler(self._handler(service, name)) for name in names}
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        bound = _bind(server, host, port)
+        await self._health.begin()
+        await server.start()
+        self._server = server
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        return bound
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no new calls, and wait so long for those in progress."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        await self._health.enter_graceful_shutdown()
+        await server.stop(grace_seconds)
+
+    def _handler(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        async def handle(request: bytes, context: Any) -> bytes:
+            remaining = context.time_remaining()
+            if remaining is not None and remaining <= 0:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            try:
+                assert self._loading is not None
+                methods = await asyncio.shield(self._loading)
+                return await methods[service][name](request)
+            except StatusError as error:
+                status = error
+            except Exception:
+                logger.exception("a call of %s failed", name)
+                status = StatusError(Code.INTERNAL, "internal error")
+            await context.abort(_STATUS_CODES[status.code], truncated(status.message))
+            raise AssertionError("abort raises")
+
+        return handle
+
+
+def _bind(server: Any, host: str, port: int) -> int:
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return int(server.add_insecure_port(address))
+    except RuntimeError:
+        raise ServingError(f"cannot listen on {address} for gRPC; choose another port with --grpc-port") from None
+
+
+class _Health(health.aio.HealthServicer):
+    """grpc.health.v1: the services serve from the start, as TensorFlow Serving's; a model does once it is available."""
+
+    def __init__(self, service: PredictionService) -> None:
+        super().__init__()
+        self._service = service
+        self._stopping = False
+
+    async def begin(self) -> None:
+        """Both names of each service: theirs, and the full one."""
+        for service in _METHODS:
+            for name in (service, service.rpartition(".")[2]):
+                await self.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def enter_graceful_shutdown(self) -> None:
+        """Nothing serves any more."""
+        self._stopping = True
+        await super().enter_graceful_shutdown()
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The status of a service, or of a model by its name."""
+        available = self._available(request.service)
+        if available is None:
+            return await super().Check(request, context)
+        serving = available and not self._stopping
+        response = health_pb2.HealthCheckResponse
+        return response(status=response.SERVING if serving else response.NOT_SERVING)
+
+    def _available(self, name: str) -> bool | None:
+        """Whether the newest version of a model answers; None where there is no such model."""
+        try:
+            statuses = self._service.status(ModelSpec(name))
+        except StatusError:
+            return None
+        return any(status.state.name == "AVAILABLE" for status in statuses)
