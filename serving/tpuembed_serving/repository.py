@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tpuembed.errors import ConfigError
 from tpuembed_serving.served_model import Lease, LoadedVersion, Loader, ServedModel, State, VersionStatus
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models
-from tpuembed_serving.status import Code, Status, StatusError
+from tpuembed_serving.status import Code, StatusError
 
 __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State", "VersionStatus"]
 
@@ -82,33 +82,34 @@ class ModelRepository:
         model = self._models.get(name) or self._removed.get(name)
         return model.statuses() if model else []
 
-    def reload(self, models: Sequence[ModelSettings]) -> Status:
+    def reload(self, models: Sequence[ModelSettings]) -> None:
         """Serve `models` and no others; returns when their versions are loaded, or have failed.
 
-        A label may only name a version that is available now (see LoadSettings); else nothing is changed. Of new models at
-        least one version is to load: the status says which ones did not, and they are tried again as at the start.
+        A label may only name a version that is available now (see LoadSettings). Of new models at least one version is to load.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, and nothing is changed; UNKNOWN, `models` are served but for the
+                new ones that it names, which are tried again as at the start; CANCELLED, the server stops.
         """
         with self._reloading:
-            if fault := self._fault(models):
-                return fault
+            self._check(models)
             new = [model.name for model in models if model.name not in self._models]
             self._assign_labels(models)
             if not self._look_again(models):
-                return Status(Code.CANCELLED, "the server stops")
-            return self._outcome(new)
+                raise StatusError(Code.CANCELLED, "the server stops")
+            self._check_available(new)
 
-    def _fault(self, models: Iterable[ModelSettings]) -> Status | None:
+    def _check(self, models: Iterable[ModelSettings]) -> None:
         try:
             check_models(models)
         except ConfigError as error:
-            return Status(Code.INVALID_ARGUMENT, str(error))
+            raise StatusError(Code.INVALID_ARGUMENT, str(error)) from None
         for model in models:
             served = self._models.get(model.name) or self._model(
                 ModelSettings(name=model.name, base_path=model.base_path)
             )
             if text := served.label_fault(model.labels):
-                return Status(Code.FAILED_PRECONDITION, text)
-        return None
+                raise StatusError(Code.FAILED_PRECONDITION, text)
 
     def _assign_labels(self, models: Iterable[ModelSettings]) -> None:
         for model in models:
@@ -126,14 +127,13 @@ class ModelRepository:
             self._looks.wait_for(lambda: self._done >= mine or self._stopping)
             return self._done >= mine
 
-    def _outcome(self, new: Iterable[str]) -> Status:
+    def _check_available(self, new: Iterable[str]) -> None:
         """WaitUntilModelsAvailable of TensorFlow Serving's server_core.cc."""
         reasons = [_why_not(model) for name in new if not (model := self._models[name]).available]
         reasons += [_why_not(model) for model in self._successors.values()]
-        if not reasons:
-            return Status()
-        listed = "".join(f"{{{reason}}}, " for reason in reasons)
-        return Status(Code.UNKNOWN, f"{len(reasons)} model(s) did not become available: {{{listed}}}")
+        if reasons:
+            listed = "".join(f"{{{reason}}}, " for reason in reasons)
+            raise StatusError(Code.UNKNOWN, f"{len(reasons)} model(s) did not become available: {{{listed}}}")
 
     def _model(self, settings: ModelSettings) -> ServedModel:
         return ServedModel(settings, self._load, self._wake.set, options=self._options, changed=self._changed)

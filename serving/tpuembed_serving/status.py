@@ -1,11 +1,10 @@
 """Canonical status codes and the error that carries one, free of any transport."""
 
-import dataclasses
 import enum
 
 from tpuembed.errors import ServingError
 
-__all__ = ["Code", "Status", "StatusError", "invalid_argument"]
+__all__ = ["Code", "StatusError", "invalid_argument"]
 
 
 class Code(enum.IntEnum):
@@ -30,19 +29,6 @@ class Code(enum.IntEnum):
     UNAUTHENTICATED = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Status:
-    """How something ended: `absl::Status`."""
-
-    code: Code = Code.OK
-    message: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether it succeeded."""
-        return self.code is Code.OK
-
-
 class StatusError(ServingError):
     """A request, or the load of a version, that ends in a status other than OK."""
 
@@ -50,6 +36,10 @@ class StatusError(ServingError):
         super().__init__(message)
         self.code = code
         self.message = message
+
+    def __reduce__(self) -> tuple[type["StatusError"], tuple[Code, str]]:
+        """Pickled with its code: processes of one server tell each other."""
+        return type(self), (self.code, self.message)
 
     def to_string(self) -> str:
         """Code and message, as `absl::Status::ToString` writes them."""
