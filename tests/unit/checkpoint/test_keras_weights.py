@@ -489,7 +489,7 @@ def test_two_terabytes_of_nothing(tmp_path: Path) -> None:
         assert checkpoint.tables()["user"].rows == rows
         np.testing.assert_array_equal(checkpoint.read("user", rows - 2, rows), [last * 0, last])
         assert not checkpoint.read("user", 2**32 + 5, 2**32 + 9).any()
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 30, "no more than what is there is read"
 
 
 # ---- verify
