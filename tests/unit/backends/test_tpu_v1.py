@@ -1,5 +1,6 @@
 """What the V1 accelerator's backend keeps on the hosts: checkpoints written and read, rows written. The TPUs are stand-ins."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ class Accelerator:
                 shard.assign(rows)
 
 
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
+@contextlib.contextmanager
+def stand_ins() -> Iterator[Accelerator]:
+    """Three hosts whose TPUs are an `Accelerator`."""
     made = Accelerator()
     create = tpu_embedding_v2.TPUEmbedding._create_variables_and_slots
 
@@ -58,6 +60,12 @@ def accelerator() -> Iterator[Accelerator]:
         mock.patch.object(HardwareEngine, "_retrieve_variables", lambda engine: made.retrieve(engine)),
         mock.patch.object(tpu_v1, "_claim"),  # several layers, one after another
     ):
+        yield made
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with stand_ins() as made:
         yield made
 
 
