@@ -1,6 +1,7 @@
 """Signatures and servables that need no TensorFlow."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,29 @@ def make_version(base_path: Path, name: str | int) -> Path:
     path.mkdir(parents=True)
     (path / "saved_model.pb").write_bytes(b"graph")
     return path
+
+
+class FakeLoader:
+    """Loads folders into doubles, and remembers them; folders whose names are in `broken` raise."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, DoublingServable] = {}
+        self.calls: list[str] = []
+        self.broken: dict[str, Exception] = {}
+        self.during: Callable[[], None] = lambda: None
+
+    def __call__(self, path: Path) -> DoublingServable:
+        self.calls.append(path.name)
+        self.during()
+        if path.name in self.broken:
+            raise self.broken[path.name]
+        self.loaded[path.name] = DoublingServable()
+        return self.loaded[path.name]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until `condition` holds, which something else brings about."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited a minute"
+        time.sleep(0.005)

@@ -1,34 +1,14 @@
 """Versions come and go on disk; requests always have one to run on."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.doubles import DoublingServable, make_version
+from tests.unit.serving.doubles import FakeLoader, make_version, wait_for
 from tpuembed_serving.repository import ModelRepository, ServedModel, State
-from tpuembed_serving.servable import Servable
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.status import Code, StatusError
-
-
-class FakeLoader:
-    """Remembers what it loaded; folders in `broken` raise."""
-
-    def __init__(self) -> None:
-        self.loaded: dict[str, DoublingServable] = {}
-        self.calls: list[str] = []
-        self.broken: dict[str, Exception] = {}
-        self.during: Callable[[], None] = lambda: None
-
-    def __call__(self, path: Path) -> Servable:
-        self.calls.append(path.name)
-        self.during()
-        if path.name in self.broken:
-            raise self.broken[path.name]
-        self.loaded[path.name] = DoublingServable()
-        return self.loaded[path.name]
 
 
 @pytest.fixture
@@ -143,7 +123,31 @@ def test_an_unexpected_exception_is_a_failed_load(model: ServedModel, loader: Fa
     assert status.error.to_string() == "UNKNOWN: version 1: MemoryError: no room"
 
 
-def test_a_failed_load_is_tried_again_after_a_minute(
+def test_a_failed_load_is_tried_again_five_times_a_minute_apart(
+    model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("tpuembed_serving.served_model.time.monotonic", lambda: now)
+    make_version(base_path, 1)
+    loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
+    model.poll()
+    for tries in range(1, 6):
+        now += 59
+        model.poll()
+        assert len(loader.calls) == tries
+        now += 2
+        model.poll()
+        assert len(loader.calls) == tries + 1
+    now += 1000
+    model.poll()
+    assert len(loader.calls) == 6, "one load and five retries"
+    (base_path / "1" / "saved_model.pb").write_bytes(b"written anew")
+    loader.broken.clear()
+    model.poll()
+    assert served(model) == 1
+
+
+def test_a_retry_that_succeeds(
     model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -152,10 +156,7 @@ def test_a_failed_load_is_tried_again_after_a_minute(
     loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
     model.poll()
     loader.broken.clear()
-    now += 59
-    model.poll()
-    assert not model.available
-    now += 2
+    now += 61
     model.poll()
     assert served(model) == 1
 
@@ -218,12 +219,3 @@ def test_the_last_request_wakes_the_watch(loader: FakeLoader, base_path: Path) -
         wait_for(lambda: repository.statuses("m")[-1].state is State.UNLOADING)
     wait_for(loader.loaded["1"].closed.is_set)
     repository.stop()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    import time
-
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "waited 10 seconds"
-        time.sleep(0.005)
