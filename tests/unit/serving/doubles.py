@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuembed_serving.servable import Array, Signature, TensorInfo
+from tpuembed_serving.servable import Array, Servable, Signature, TensorInfo
 
 NUMPY = {"float": "float32", "double": "float64", "string": "object", "half": "float16"}
 
@@ -65,7 +65,7 @@ class FakeLoader:
         self.broken: dict[str, Exception] = {}
         self.during: Callable[[], None] = lambda: None
 
-    def __call__(self, path: Path) -> DoublingServable:
+    def __call__(self, path: Path) -> Servable:
         self.calls.append(path.name)
         self.during()
         if path.name in self.broken:

@@ -228,14 +228,16 @@ def test_a_stop_ends_a_reload_that_waits(first: ModelSettings, loader: FakeLoade
 
 def test_every_change_of_state_is_told(first: ModelSettings, loader: FakeLoader, tmp_path: Path) -> None:
     seen: list[dict[int, State]] = []
-    repository = ModelRepository(
-        [first], loader, poll_seconds=3600, changed=lambda: seen.append(states(repository, "m"))
-    )
-    repository.start()
-    wait_for(lambda: repository.ready)
+
+    def note() -> None:
+        seen.append(states(watched, "m"))
+
+    watched = ModelRepository([first], loader, poll_seconds=3600, changed=note)
+    watched.start()
+    wait_for(lambda: watched.ready)
     make_version(first.base_path, 2)
-    repository.reload([first])
-    repository.stop()
+    watched.reload([first])
+    watched.stop()
     up = [{1: State.LOADING}, {1: State.AVAILABLE}]
     over = [{2: State.LOADING, 1: State.AVAILABLE}, {2: State.AVAILABLE, 1: State.AVAILABLE}]
     down = [{2: State.AVAILABLE, 1: State.UNLOADING}, {2: State.AVAILABLE, 1: State.END}]
