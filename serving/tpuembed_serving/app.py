@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -19,6 +19,10 @@ from tpuembed_serving.servable import Servable
 from tpuembed_serving.service import PredictionService
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
+
+if TYPE_CHECKING:
+    from tpuembed_serving.rpc_server import GrpcServer
 
 __all__ = ["ServingApp", "create_app"]
 
@@ -33,11 +37,30 @@ class ServingApp(FastAPI):
         self.executor = ModelExecutor(
             settings.run_threads, settings.max_queued_requests, settings.rest_timeout_ms / 1000
         )
-        service = PredictionService(self.repository, self.executor)
-        self._rest = RestApi(service, settings.max_body_bytes)
+        self.service = PredictionService(self.repository, self.executor)
+        self.settings = settings
+        self._grpc: GrpcServer | None = None
+        self._grpc_stop: asyncio.Task[None] | None = None
+        self._rest = RestApi(self.service, settings.max_body_bytes)
         super().__init__(title="tpuembed serving", lifespan=_lifespan)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
         self.add_api_route("/readyz", self._readyz, summary="Every model has an available version")
+
+    async def start_grpc(self) -> None:
+        """Listen for gRPC calls, where the settings name a port."""
+        settings = self.settings
+        if settings.grpc_port is not None:
+            from tpuembed_serving.rpc_server import GrpcServer
+
+            self._grpc = GrpcServer(self.service, self.repository)
+            await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes)
+
+    async def stop_grpc(self) -> None:
+        """Take no new calls, and return once those in progress are done. Whoever asks again waits for the same."""
+        if self._grpc is not None:
+            if self._grpc_stop is None:
+                self._grpc_stop = asyncio.create_task(self._grpc.stop(self.settings.drain_seconds))
+            await self._grpc_stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""
@@ -66,10 +89,12 @@ async def _healthz() -> dict[str, str]:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Load and watch in the background for as long as the server runs."""
     assert isinstance(app, ServingApp)
+    await app.start_grpc()
     app.repository.start()
     try:
         yield
     finally:
+        await app.stop_grpc()
         app.stopping.set()
         app.executor.close()
         await asyncio.to_thread(app.repository.stop)
@@ -85,7 +110,8 @@ def create_app(settings: ServerSettings, load: Loader | None = None) -> ServingA
 
 def _load_saved_model(version_dir: Path, *, settings: ServerSettings, stopping: threading.Event) -> Servable:
     """TensorFlow is imported here, by the thread that loads: the port answers long before."""
-    from tpuembed_serving import runtime
+    with IMPORTING_TENSORFLOW:
+        from tpuembed_serving import runtime
 
     def give_up(_: int) -> None:
         if stopping.is_set():

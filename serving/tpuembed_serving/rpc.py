@@ -14,7 +14,7 @@ from tensorflow_serving.apis import (
     get_model_metadata_pb2,
     inference_pb2,
     predict_pb2,
-    prediction_service_pb2,
+    prediction_service_pb2,  # noqa: F401  # what reflection tells of
     regression_pb2,
 )
 
@@ -67,8 +67,6 @@ def _spec(spec: Any) -> ModelSpec:
 
 class PredictionApi:
     """The methods of PredictionService, called as they are called there."""
-
-    SERVICE = prediction_service_pb2.DESCRIPTOR.services_by_name["PredictionService"].full_name
 
     def __init__(self, service: PredictionService) -> None:
         self._service = service

@@ -5,7 +5,11 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tensorflow_serving.apis import get_model_status_pb2, model_management_pb2, model_service_pb2
+from tensorflow_serving.apis import (
+    get_model_status_pb2,
+    model_management_pb2,
+    model_service_pb2,  # noqa: F401  # what reflection tells of
+)
 
 from tpuembed.errors import ConfigError
 from tpuembed_serving.models_config import models_from_message
@@ -32,8 +36,6 @@ class Reloadable(Protocol):
 
 class ModelApi:
     """The methods of ModelService."""
-
-    SERVICE = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 
     def __init__(self, service: PredictionService, models: Reloadable) -> None:
         self._service = service

@@ -6,7 +6,7 @@ Requests reach their method as bytes, so that the port listens before TensorFlow
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,6 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from tpuembed.errors import ServingError
 from tpuembed_serving.service import ModelSpec, PredictionService
 from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
+
+if TYPE_CHECKING:
+    from tpuembed_serving.rpc_models import Reloadable
 
 __all__ = ["GrpcServer", "truncated"]
 
@@ -43,11 +47,11 @@ def truncated(message: str) -> str:
 class GrpcServer:
     """Listens from `start` to `stop`; both are called on the event loop that serves."""
 
-    def __init__(self, service: PredictionService, load: Callable[[], Mapping[str, Mapping[str, Method]]]) -> None:
-        """`load` imports what answers requests: service -> method name -> method. It is called once, in a thread."""
-        self._load = load
+    def __init__(self, service: PredictionService, models: "Reloadable") -> None:
+        self._service = service
+        self._models = models
         self._loading: asyncio.Task[Mapping[str, Mapping[str, Method]]] | None = None
-        self._server: grpc.aio.Server | None = None
+        self._server: Any = None
         self._health = _Health(service)
 
     async def start(self, host: str, port: int, max_request_bytes: int | None = None) -> int:
@@ -80,6 +84,17 @@ class GrpcServer:
         server, self._server = self._server, None
         await self._health.enter_graceful_shutdown()
         await server.stop(grace_seconds)
+
+    def _load(self) -> dict[str, Mapping[str, Method]]:
+        """service -> method name -> method. The import takes seconds where nothing has imported TensorFlow yet."""
+        with IMPORTING_TENSORFLOW:
+            from tpuembed_serving.rpc import PredictionApi
+            from tpuembed_serving.rpc_models import ModelApi
+
+        return {
+            _PREDICTION: PredictionApi(self._service).methods,
+            _MODEL: ModelApi(self._service, self._models).methods,
+        }
 
     def _handler(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def handle(request: bytes, context: Any) -> bytes:

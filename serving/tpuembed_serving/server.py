@@ -1,6 +1,8 @@
 """Runs the application on a port until it is told to stop."""
 
+import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -14,7 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from tpuembed.errors import ServingError
-from tpuembed_serving.app import create_app
+from tpuembed_serving.app import ServingApp, create_app
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.versions import GRAPH_FILE, find_versions
 
@@ -37,9 +39,16 @@ def serve(settings: ServerSettings) -> None:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     empty = [model for model in settings.models if not _find_versions(model.base_path)]
-    with _stop_on_signals() as stop, _bind(settings.host, settings.rest_port) as listener:
+    with (
+        _stop_on_signals() as stop,
+        _bind(settings.host, settings.rest_port) as listener,
+        _reserve_grpc_port(settings) as (grpc_port, no_grpc),
+    ):
+        settings = dataclasses.replace(settings, grpc_port=grpc_port)
         _log_to_stderr()
         _announce(settings, listener)
+        if no_grpc:
+            logger.warning("gRPC is off: %s", no_grpc)
         for model in empty:
             logger.warning("no version of %s under %s yet; waiting for one", model.name, model.base_path)
         stop.run(_server(settings), listener)
@@ -58,14 +67,38 @@ def _find_versions(base_path: Path) -> dict[int, Path]:
     return versions
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, option: str = "--rest-port") -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         # create_server puts the address into strerror; a resolver's error number is none of the system's.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise ServingError(f"cannot listen on {host} port {port}: {reason}; choose another with --rest-port") from None
+        raise ServingError(f"cannot listen on {host} port {port}: {reason}; choose another with {option}") from None
+
+
+@contextlib.contextmanager
+def _reserve_grpc_port(settings: ServerSettings) -> Iterator[tuple[int | None, str]]:
+    """The port for gRPC, held for as long as the block runs, or None; and why there is none though one was asked for.
+
+    gRPC binds its port itself, and shares it with whoever does so too (SO_REUSEPORT). So the port is first bound alone,
+    which says whether it is free, and then held by a socket that does not listen.
+    """
+    if settings.grpc_port is None:
+        yield None, ""
+        return
+    try:
+        with _bind(settings.host, settings.grpc_port, "--grpc-port") as alone:
+            family, address = alone.family, alone.getsockname()
+    except ServingError as error:
+        if not settings.grpc_optional:
+            raise
+        yield None, str(error)
+        return
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(address)
+        yield int(address[1]), ""
 
 
 def _log_to_stderr() -> None:
@@ -79,11 +112,12 @@ def _log_to_stderr() -> None:
 
 def _announce(settings: ServerSettings, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
-    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    shown = f"[{host}]" if ":" in host else host
     for model in settings.models:
-        logger.info(
-            "serving %s at http://%s/v1/models/%s", model.name, authority, urllib.parse.quote(model.name, safe="")
-        )
+        name = urllib.parse.quote(model.name, safe="")
+        logger.info("serving %s at http://%s:%d/v1/models/%s", model.name, shown, port, name)
+    if settings.grpc_port is not None:
+        logger.info("gRPC at %s:%d", shown, settings.grpc_port)
 
 
 class _Stop:
@@ -122,9 +156,24 @@ def _stop_on_signals() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
+class _Server(uvicorn.Server):
+    """A server that takes no new gRPC calls either once it takes no new connections."""
+
+    def __init__(self, app: ServingApp, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what is in progress; the application's own shutdown, at the end of it, waits for gRPC's calls."""
+        stopping = asyncio.create_task(self._app.stop_grpc())
+        await super().shutdown(sockets)
+        await stopping
+
+
 def _server(settings: ServerSettings) -> uvicorn.Server:
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         access_log=False,
         log_level="warning",
         lifespan="on",
@@ -133,4 +182,4 @@ def _server(settings: ServerSettings) -> uvicorn.Server:
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
     )
-    return uvicorn.Server(config)
+    return _Server(app, config)

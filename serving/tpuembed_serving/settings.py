@@ -64,6 +64,8 @@ class ServerSettings:
         workers: how many processes answer requests.
         verify_on_load: compare every file of a version that has a manifest with its checksum before it is loaded.
         host, rest_port: where the REST API listens; port 0 picks a free one.
+        grpc_port: where the gRPC API listens, on the same host; None is nowhere.
+        grpc_optional: go on without gRPC where its port is taken.
         poll_seconds: the pause between two looks at the models' folders.
         rest_timeout_ms: how long a request may take before it is answered 504.
         run_threads: how many TensorFlow runs are in progress at once.
@@ -82,6 +84,8 @@ class ServerSettings:
     verify_on_load: bool = False
     host: str = "127.0.0.1"
     rest_port: int = 8501
+    grpc_port: int | None = None
+    grpc_optional: bool = False
     poll_seconds: float = 1.0
     rest_timeout_ms: int = 30_000
     run_threads: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
@@ -95,8 +99,8 @@ class ServerSettings:
         if not self.models:
             raise ConfigError("no model to serve: give at least one")
         check_models(self.models)
-        if not 0 <= self.rest_port <= 65535:
-            raise ConfigError(f"rest_port is {self.rest_port}: give a port from 0 (any free one) to 65535")
+        for name in ("rest_port", "grpc_port"):
+            _check_port(name, getattr(self, name))
         for name in (
             "poll_seconds",
             "rest_timeout_ms",
@@ -126,6 +130,11 @@ def check_models(models: Iterable[ModelSettings]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"model names must differ: {', '.join(twice)} is given more than once")
+
+
+def _check_port(name: str, port: int | None) -> None:
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigError(f"{name} is {port}: give a port from 0 (any free one) to 65535")
 
 
 def _check_positive(name: str, value: float) -> None:

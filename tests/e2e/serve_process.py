@@ -21,7 +21,8 @@ class ServerProcess:
 
     def __init__(self, model_dir: Path, log: Path, *options: str) -> None:
         self._log = log
-        command = [str(SCRIPT), "serve", str(model_dir), "--rest-port", "0", "--poll-seconds", "0.05", *options]
+        grpc = [] if "--grpc-port" in options else ["--no-grpc"]
+        command = [str(SCRIPT), "serve", str(model_dir), "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)
         self.model_url = self._announced_url()

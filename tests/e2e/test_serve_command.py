@@ -66,7 +66,7 @@ def test_bad_usage_exits_2(tmp_path: Path, options: tuple[str, str]) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("options", [("--grpc-port", "8500"), ("--config", "models.config"), ("--workers", "2")])
+@pytest.mark.parametrize("options", [("--config", "models.config"), ("--workers", "2")])
 def test_what_is_not_built_exits_2_and_says_so(tmp_path: Path, options: tuple[str, str]) -> None:
     result = run_command("serve", tmp_path, *options)
     assert result.returncode == 2
