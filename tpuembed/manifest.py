@@ -5,6 +5,7 @@ The manifest lies at `<version>/assets.extra/tpuembed.json`; TensorFlow Serving 
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
@@ -23,6 +24,7 @@ __all__ = [
     "PackedInput",
     "PackedOutput",
     "Packing",
+    "QuantizationEntry",
     "StackEntry",
     "TableEntry",
     "TensorSpec",
@@ -116,8 +118,31 @@ class FileEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizationEntry:
+    """What the accelerator rounded a table's values to while it was trained: `num_buckets` levels from `lower` to `upper`."""
+
+    num_buckets: int
+    lower: float
+    upper: float
+
+    def __post_init__(self) -> None:
+        _check_integers(self, num_buckets=2)
+        bounds = [self.lower, self.upper]
+        if (
+            not all(type(bound) in (int, float) and math.isfinite(bound) for bound in bounds)
+            or self.lower >= self.upper
+        ):
+            raise ConfigError(f"QuantizationEntry {self}: lower and upper are no two numbers, of which lower is less")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
-    """A table's place in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on."""
+    """A table's place in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on.
+
+    Attributes:
+        quantization: what its values were passed through before they were stored; None where they were not, or where the
+            export is older than this field.
+    """
 
     name: str
     rows: int
@@ -126,6 +151,7 @@ class TableEntry:
     stack: str
     row_offset: int
     first_row: int = 0
+    quantization: QuantizationEntry | None = None
 
     def __post_init__(self) -> None:
         _check_integers(self, rows=1, dim=1, row_offset=0, first_row=0)
@@ -242,7 +268,7 @@ class Manifest:
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
         if value.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        value["tables"] = tuple(TableEntry(**entry) for entry in value["tables"])
+        value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(StackEntry(**entry) for entry in value["stacks"])
         value["files"] = {path: FileEntry(**entry) for path, entry in value["files"].items()}
         value["features"] = tuple(FeatureEntry(**entry) for entry in value.get("features", ()))
@@ -250,6 +276,12 @@ class Manifest:
             value["packing"] = _packing(value["packing"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
         return cls(**value)
+
+
+def _table(value: Mapping[str, Any]) -> TableEntry:
+    quantization = value.get("quantization")
+    found = None if quantization is None else QuantizationEntry(**quantization)
+    return TableEntry(**{**value, "quantization": found})
 
 
 def _packing(value: Mapping[str, Any]) -> Packing:

@@ -52,7 +52,10 @@ def _checkpoint_table(description: "CheckpointDescription") -> "Table":
 
 
 def _export_tables(found: dict[str, Any]) -> list["Table"]:
-    rows = [{**table, "bytes": with_unit(table["bytes"])} for table in found["tables"]]
+    rows = [
+        {**table, "quantization": _levels(table["quantization"]), "bytes": with_unit(table["bytes"])}
+        for table in found["tables"]
+    ]
     stacks = [
         {**stack, "size": with_unit(stack["size"]), "crc32c": f"{stack['crc32c']:#010x}"} for stack in found["stacks"]
     ]
@@ -65,3 +68,8 @@ def _export_tables(found: dict[str, Any]) -> list["Table"]:
         ]
         tables.append(table_of(f"signature {name}", rows))
     return tables
+
+
+def _levels(quantization: dict[str, Any] | None) -> str | None:
+    """What a table's values were rounded to in training."""
+    return "{num_buckets} levels, {lower} to {upper}".format(**quantization) if quantization else None

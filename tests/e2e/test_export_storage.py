@@ -16,7 +16,8 @@ from tests.e2e import capi
 from tpuembed import FeatureConfig, QuantizationConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.backends import host
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
-from tpuembed.manifest import Manifest
+from tpuembed.manifest import Manifest, QuantizationEntry
+from tpuembed_cli.describe import describe as describe_command
 from tpuembed_cli.export import export as export_command
 
 Array = npt.NDArray[Any]
@@ -199,6 +200,19 @@ def test_served_rows_are_those_that_training_looked_up(quantized: Any, tmp_path:
     np.testing.assert_allclose(found["mean"], total / [[2], [1], [3]], atol=1e-6)
     np.testing.assert_allclose(found["zeros"], [rows[4], np.zeros(6), np.zeros(6)], atol=1e-6)
     assert report.errors["users"].max_abs < 1e-6
+
+
+def test_the_manifest_says_which_tables_were_quantized(quantized: Any, tmp_path: Path) -> None:
+    report = export_saved_model(quantized[0], tmp_path / "m")
+    manifest = Manifest.read(report.path)
+    assert manifest is not None
+    assert [table.quantization for table in manifest.tables] == [
+        QuantizationEntry(num_buckets=16, lower=-0.5, upper=0.75)
+    ]
+    shown = CliRunner().invoke(describe_command, [str(report.path)])
+    assert "16 levels, -0.5 to 0.75" in shown.stdout
+    told = json.loads(CliRunner().invoke(describe_command, [str(report.path), "--json"]).stdout)
+    assert told["tables"][0]["quantization"] == {"num_buckets": 16, "lower": -0.5, "upper": 0.75}
 
 
 def test_a_serving_config_says_what_a_foreign_checkpoint_does_not(source: Any, tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ def of_table(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda content: content["tables"][0].update(fields)
 
 
+def test_a_table_of_an_older_export_says_nothing_of_quantization(tmp_path: Path) -> None:
+    spoil(written(tmp_path), lambda content: [table.pop("quantization") for table in content["tables"]])
+    found = Manifest.read(tmp_path)
+    assert found is not None
+    assert {table.quantization for table in found.tables} == {None}
+
+
 INSIDE = ["/etc/passwd", "../1/x", "variables/../../x", "a/./b", "./a", "a//b", "a/", "", ".", "..", "a\0b", 5, None]
 
 
@@ -74,6 +81,11 @@ def test_other_files_too(tmp_path: Path, file: str) -> None:
         (of_table(rows=2), "stack 'a' has 3 rows and its tables 2"),
         (of_table(rows=4), "stack 'a' has 3 rows and its tables 4"),
         (of_table(dim=5), "has width 5 and its stack 'a' 4"),
+        (of_table(quantization={"num_buckets": 1, "lower": 0.0, "upper": 1.0}), "num_buckets is 1"),
+        (of_table(quantization={"num_buckets": 2, "lower": 1.0, "upper": 1.0}), "of which lower is less"),
+        (of_table(quantization={"num_buckets": 2, "lower": 0.0, "upper": "1"}), "no two numbers"),
+        (of_table(quantization={"num_buckets": 2, "lower": 0.0}), "upper"),
+        (of_table(quantization=[]), "not a tpuembed manifest"),
         (of_table(name="t_b"), "table 't_b' is there twice"),
         (lambda content: content["tables"].append(content["tables"][0] | {"name": "more"}), "starts at row 0 of 'a', not at 3"),
         (lambda content: content["tables"].pop(), "its tables 0"),

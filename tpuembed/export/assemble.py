@@ -16,7 +16,16 @@ from tpuembed.export.layouts import Layout, graph_keys, stored_shape
 from tpuembed.export.plan import ExportPlan, StackPlan
 from tpuembed.export.staging import Staging
 from tpuembed.export.storage import STORAGES
-from tpuembed.manifest import FeatureEntry, FileEntry, Manifest, Packing, StackEntry, TableEntry, TensorSpec
+from tpuembed.manifest import (
+    FeatureEntry,
+    FileEntry,
+    Manifest,
+    Packing,
+    QuantizationEntry,
+    StackEntry,
+    TableEntry,
+    TensorSpec,
+)
 from tpuembed.saved_model import file_crc32c
 from tpuembed.tensor_bundle import (
     Bundle,
@@ -175,6 +184,7 @@ def _table_entries(stack: StackPlan) -> list[TableEntry]:
             stack=stack.name,
             row_offset=table.row_offset,
             first_row=table.first_row,
+            quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
         )
         for table in stack.tables
     ]
