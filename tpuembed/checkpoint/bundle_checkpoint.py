@@ -1,6 +1,6 @@
 """Checkpoints whose tables lie in a tensor bundle; how each one's rows lie there, its `RowLayout` knows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -12,8 +12,9 @@ from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.not_tables import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.checkpoint.partitioned import PARTITION_STRATEGIES
+from tpuembed.checkpoint.read_sums import DealtReader, is_as_stated
 from tpuembed.checkpoint.table_keys import table_info
-from tpuembed.checkpoint.types import Array, TableInfo
+from tpuembed.checkpoint.types import Array, ReadSum, SummedReader, TableInfo
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.files import FilePath
@@ -140,6 +141,21 @@ class BundleCheckpoint:
         entry = self.bundle.entries[self._key(table, slot)]
         return self._keys[table].rows.checksum(entry)
 
+    def summed(self, table: str) -> SummedReader | None:
+        """A reader of a table whose rows are dealt out; see SummedReads."""
+        key = self._key(table, None)
+        dealt = self._keys[table].rows.dealt
+        return None if dealt is None else DealtReader(dealt, self.bundle, key)
+
+    def proven(self, tables: Collection[str], met: Mapping[str, ReadSum]) -> Mapping[str, bool]:
+        """By the sums of readers that `summed` gave; see SummedReads."""
+        found: dict[str, bool] = {}
+        for key, names in _grouped(tables, lambda table: self._key(table, None)).items():
+            dealt = [(self._keys[name].rows.dealt, self._tables[name].rows) for name in names]
+            answer = is_as_stated(self.bundle, key, dealt, met.get(key, ReadSum()))
+            found |= {} if answer is None else dict.fromkeys(names, answer)
+        return found
+
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See ReadBuffers.
 
@@ -195,3 +211,10 @@ def _read_graph(bundle: Bundle) -> ObjectGraph | None:
     if OBJECT_GRAPH_KEY not in bundle.entries:
         return None
     return ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY))
+
+
+def _grouped(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(key(name), []).append(name)
+    return groups

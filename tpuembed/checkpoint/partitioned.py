@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from tpuembed.checkpoint.interleaved import Interleaved
 from tpuembed.checkpoint.rows import DENSE, DenseRows, RowLayout, dealt_bytes, read_dealt_rows
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointFormatError
@@ -61,6 +62,11 @@ class ModRows(DenseRows):
 
     def checksum(self, entry: Entry) -> None:
         """The parts' checksums are over rows in another order."""
+
+    @property
+    def dealt(self) -> Interleaved:
+        """To the parts."""
+        return self
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """A block of the runs of some parts."""

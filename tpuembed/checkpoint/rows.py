@@ -4,7 +4,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from tpuembed.checkpoint.interleaved import DISK, STORE, Interleaved, buffer_bytes, read_interleaved
+from tpuembed.checkpoint.interleaved import DISK, STORE, Interleaved, ReadRuns, buffer_bytes, read_interleaved
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import IN_FLIGHT_BYTES
 from tpuembed.tensor_bundle import Bundle, Entry, crc
@@ -37,6 +37,10 @@ class RowLayout(Protocol):
     def checksum(self, entry: Entry) -> int | None:
         """CRC32C, unmasked, of the table's rows one after another; None where the tensor's entry does not say."""
 
+    @property
+    def dealt(self) -> Interleaved | None:
+        """How the rows are dealt out, where they are: then the tensor's checksums are over runs of rows in another order."""
+
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """The most that reading `rows` rows holds beside them; not less for more rows."""
 
@@ -45,6 +49,11 @@ class DenseRows:
     """Row = id, whatever slices and data files hold the tensor."""
 
     format: ClassVar[str] = "dense"
+
+    @property
+    def dealt(self) -> Interleaved | None:
+        """They are not."""
+        return None
 
     def shape(self, entry: Entry) -> tuple[int, int]:
         """That of the tensor."""
@@ -86,7 +95,12 @@ def _transfer_bytes(bundle: Bundle) -> int:
     return 0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES
 
 
-def read_dealt_rows(source: Interleaved, bundle: Bundle, key: str, start: int, out: Array) -> None:
-    """Fill `out`, [n, dim], with the rows [start, start + n) that are dealt out in tensor `key` as `source` says."""
+def read_dealt_rows(
+    source: Interleaved, bundle: Bundle, key: str, start: int, out: Array, read: ReadRuns | None = None
+) -> None:
+    """Fill `out`, [n, dim], with the rows [start, start + n) that are dealt out in tensor `key` as `source` says.
+
+    `read` reads the tensor, where it is not the bundle itself.
+    """
     sizes = DISK if isinstance(bundle.prefix, Path) else STORE
-    read_interleaved(source, start, out, partial(bundle.read_runs, key), sizes)
+    read_interleaved(source, start, out, read or partial(bundle.read_runs, key), sizes)

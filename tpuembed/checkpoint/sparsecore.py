@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
+from tpuembed.checkpoint.interleaved import Interleaved
 from tpuembed.checkpoint.mid_level_variables import mid_level_variables
 from tpuembed.checkpoint.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.rows import dealt_bytes, read_dealt_rows
@@ -49,6 +50,11 @@ class SparseCoreRows:
 
     def checksum(self, entry: Entry) -> None:
         """The stack's checksums are over rows in another order."""
+
+    @property
+    def dealt(self) -> Interleaved:
+        """To the SparseCores."""
+        return self.layout
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """A block of the runs of some SparseCores."""

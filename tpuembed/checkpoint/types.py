@@ -1,13 +1,13 @@
 """What every checkpoint reader offers, whatever is on disk."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-__all__ = ["Array", "Checkpoint", "PieceAdvice", "ReadBuffers", "TableInfo"]
+__all__ = ["Array", "Checkpoint", "PieceAdvice", "ReadBuffers", "ReadSum", "SummedReader", "SummedReads", "TableInfo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -31,6 +31,22 @@ class TableInfo:
     dtype: np.dtype[Any]
     slots: tuple[str, ...] = ()
     layout: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadSum:
+    """What reads met of a tensor; sums of different pieces add up.
+
+    Attributes:
+        checksum: the pieces' contribution to its CRC32C; see `tpuembed.tensor_bundle.crc_pieces`.
+        bytes: how many.
+    """
+
+    checksum: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "ReadSum") -> "ReadSum":
+        return ReadSum(self.checksum ^ other.checksum, self.bytes + other.bytes)
 
 
 @runtime_checkable
@@ -110,6 +126,37 @@ class ReadBuffers(Protocol):
         """The most that one thread holds, beside the rows and between reads, that reads `table` `rows` rows at a time.
 
         Not less for more rows.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+
+
+class SummedReader(Protocol):
+    """Reads one table, each row once, and adds up what it met."""
+
+    def read_into(self, start: int, out: Array) -> None:
+        """As Checkpoint.read_into."""
+
+    def sums(self) -> Mapping[str, ReadSum]:
+        """What it met so far, by tensor."""
+
+
+@runtime_checkable
+class SummedReads(Protocol):
+    """What a checkpoint offers beside whose checksums are over bytes in another order than a table's rows."""
+
+    def summed(self, table: str) -> SummedReader | None:
+        """A reader of `table`; None where `checksum` proves it, or nothing does.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+
+    def proven(self, tables: Collection[str], met: Mapping[str, ReadSum]) -> Mapping[str, bool]:
+        """Which of `tables`, all of whose rows were read, are as the files' checksums say, and which are not.
+
+        What else the checksums cover is read here. Tables of which `met` cannot say it are left out.
 
         Raises:
             UnknownTableError: there is no such table.

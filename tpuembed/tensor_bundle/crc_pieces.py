@@ -1,0 +1,54 @@
+"""The CRC32C of bytes that are met in pieces, in any order.
+
+`crc.combine` is linear: the CRC of a concatenation is the XOR of its pieces' CRCs, each multiplied by x^8 for every byte after
+it. A piece's product does not depend on the others, so that whoever meets pieces adds theirs up, and sums add up too.
+"""
+
+import functools
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.tensor_bundle import crc
+
+__all__ = ["sum_of_pieces"]
+
+_BYTES: Final = np.arange(256, dtype=np.uint32)
+
+
+def sum_of_pieces(checksums: npt.NDArray[Any], bytes_after: npt.NDArray[Any]) -> int:
+    """What pieces contribute to the CRC32C of the bytes that they are of; 0 for no pieces. XOR of all pieces' sums is that CRC.
+
+    Args:
+        checksums: uint32 [n], of each piece.
+        bytes_after: int64 [n], how many bytes follow it.
+    """
+    products, left = checksums.astype(np.uint32), bytes_after.astype(np.int64)
+    power = 0
+    while left.any():
+        odd = np.flatnonzero(left & 1)
+        products[odd] = _multiply(products[odd], power)
+        left >>= 1
+        power += 1
+    return int(np.bitwise_xor.reduce(products)) if len(products) else 0
+
+
+def _multiply(values: npt.NDArray[np.uint32], power: int) -> npt.NDArray[np.uint32]:
+    """`values` times x^(8 * 2^power) modulo P: four look-ups for each."""
+    tables = _tables(power)
+    found = tables[0][values & 255]
+    for number in (1, 2, 3):
+        found ^= tables[number][values >> np.uint32(8 * number) & 255]
+    return found
+
+
+@functools.cache
+def _tables(power: int) -> npt.NDArray[np.uint32]:
+    """uint32 [4, 256]: the products of each value of each byte."""
+    tables = np.zeros((4, 256), np.uint32)
+    for bit in range(32):
+        column = np.uint32(crc.combine(1 << bit, 0, 1 << power))
+        number, shift = divmod(bit, 8)
+        tables[number] ^= np.where(_BYTES >> np.uint32(shift) & 1, column, np.uint32(0))
+    return tables
