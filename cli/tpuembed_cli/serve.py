@@ -1,6 +1,7 @@
 """`tpuembed serve`: a SavedModel folder over TensorFlow Serving's REST and gRPC APIs."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(short_help="Serve the models under MODEL_DIR over HTTP.")
-@click.argument("model_dir", type=click.Path(path_type=Path))
+@click.argument("model_dir", type=click.Path(path_type=Path), required=False)
 @click.option("--name", help="What URLs call the model; the default is the folder's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--rest-port", type=click.IntRange(0, 65535), default=8501, show_default=True, help="0 picks a free one.")
@@ -27,10 +28,11 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--grpc-port", type=click.IntRange(0, 65535), help=f"0 picks a free one.  [default: {_GRPC_PORT}, if it is free]"
 )
 @click.option("--no-grpc", is_flag=True, help="Serve the REST API alone.")
-@click.option("--config", type=click.Path(path_type=Path), help="A models.config of several models. Not built yet.")
+@click.option("--config", type=click.Path(path_type=Path), help="A models.config, instead of MODEL_DIR.")
 @click.option(
-    "--workers", type=_POSITIVE, default=1, show_default=True, help="Processes; more than 1 is not built yet."
+    "--config-poll-seconds", type=_POSITIVE_FLOAT, help="Pause between looks at --config.  [default: it is read once]"
 )
+@click.option("--workers", type=_POSITIVE, default=1, show_default=True, help="Processes that share the ports.")
 @click.option(
     "--poll-seconds",
     type=_POSITIVE_FLOAT,
@@ -41,7 +43,24 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--rest-timeout-ms", type=_POSITIVE, default=30_000, show_default=True, help="After this a request is answered 504."
 )
-@click.option("--run-threads", type=_POSITIVE, help="Runs of the model at once.  [default: the number of CPUs]")
+@click.option(
+    "--max-load-retries",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="How often a version that fails to load is tried again.",
+)
+@click.option(
+    "--load-retry-seconds", type=_POSITIVE_FLOAT, default=60.0, show_default=True, help="The pause before each retry."
+)
+@click.option(
+    "--allow-version-labels-for-unavailable-models",
+    "--allow_version_labels_for_unavailable_models",
+    "labels_for_unavailable",
+    is_flag=True,
+    help="New labels may name versions that are not loaded.",
+)
+@click.option("--run-threads", type=_POSITIVE, help="Runs of the model at once, per worker.  [default: CPUs / workers]")
 @click.option(
     "--max-queued-requests", type=_POSITIVE, default=1000, show_default=True, help="More waiting are answered 503."
 )
@@ -53,31 +72,45 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--prewarm", is_flag=True, help="Read mapped tables, and check their checksums, before a version is available."
 )
 @click.option(
+    "--verify-on-load", is_flag=True, help="Check the checksum of every file of an export before it is loaded."
+)
+@click.option(
     "--random-access", is_flag=True, help="Read one page, without readahead, where a mapped table is not in memory."
 )
 def serve(
-    model_dir: Path,
+    model_dir: Path | None,
+    name: str | None,
     grpc_port: int | None,
     no_grpc: bool,
     config: Path | None,
-    workers: int,
+    max_load_retries: int,
+    load_retry_seconds: float,
+    labels_for_unavailable: bool,
     run_threads: int | None,
     **options: Any,
 ) -> None:
-    """Serve MODEL_DIR/<version>/ over TensorFlow Serving's REST and gRPC APIs.
+    """Serve MODEL_DIR/<version>/, or the models of --config, over TensorFlow Serving's REST and gRPC APIs.
 
     The newest version is loaded, and a newer one takes over without a gap once it appears. The ports listen at once;
     GET /readyz is 200 when the model is loaded. SIGTERM finishes the requests in progress and exits 0.
     """
-    _refuse_unbuilt(config, workers)
+    _check_what(model_dir, name, config, options["config_poll_seconds"])
     options |= _grpc_options(grpc_port, no_grpc)
     _check_extra(() if no_grpc else _GRPC_PACKAGES)
-    from tpuembed_serving import ServerSettings
+    from tpuembed_serving import LoadSettings, ServerSettings
     from tpuembed_serving import serve as run_server
 
-    if run_threads is not None:
-        options["run_threads"] = run_threads
-    run_server(ServerSettings.for_model_dir(model_dir, **options))
+    options["run_threads"] = run_threads or max(1, (os.cpu_count() or 1) // options["workers"])
+    options["load"] = LoadSettings(
+        max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
+    )
+    if config is None:
+        assert model_dir is not None
+        run_server(ServerSettings.for_model_dir(model_dir, name=name, **options))
+    else:
+        from tpuembed_serving.models_config import read_models
+
+        run_server(ServerSettings(models=read_models(config), config_file=config, **options))
 
 
 def _grpc_options(port: int | None, off: bool) -> dict[str, Any]:
@@ -89,11 +122,13 @@ def _grpc_options(port: int | None, off: bool) -> dict[str, Any]:
     return {"grpc_port": _GRPC_PORT if port is None else port, "grpc_optional": port is None}
 
 
-def _refuse_unbuilt(config: Path | None, workers: int) -> None:
-    asked = {"--config": config is not None, "--workers above 1": workers > 1}
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise click.UsageError(f"{option} is not built yet; leave it out")
+def _check_what(model_dir: Path | None, name: str | None, config: Path | None, poll_seconds: float | None) -> None:
+    if (model_dir is None) == (config is None):
+        raise click.UsageError("give either MODEL_DIR or --config")
+    if config is not None and name is not None:
+        raise click.UsageError("--name is for MODEL_DIR; the models of --config have their names there")
+    if config is None and poll_seconds is not None:
+        raise click.UsageError("--config-poll-seconds needs --config")
 
 
 def _check_extra(more: Sequence[str]) -> None:

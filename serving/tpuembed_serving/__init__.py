@@ -1,13 +1,15 @@
-"""Serve SavedModels over TensorFlow Serving's REST API.
+"""Serve SavedModels over TensorFlow Serving's REST and gRPC APIs.
 
-settings    what a server is told
-versions    which folders are versions, and whether one is whole
-repository  versions loaded, swapped, unloaded, while requests hold the one they run on
-runtime     a SavedModel in a TensorFlow session (the only module that imports TensorFlow)
-executor    runs on a few threads, with a bounded queue and a deadline
-service     predict, status, metadata, free of any transport
-json_codec  TensorFlow Serving's JSON to arrays and back
-rest        the /v1/ API as raw ASGI; app puts FastAPI around it; server runs it
+settings      what a server is told; models_config reads it from a models.config, policies say which versions are served
+versions      which folders are versions, and whether one is whole
+served_model  versions of one model loaded, swapped, unloaded, while requests hold the one they run on
+repository    all models, and the replacement of their config
+runtime       a SavedModel in a TensorFlow session (the only module that imports TensorFlow)
+executor      runs on a few threads, with a bounded queue and a deadline
+service       predict, status, metadata, free of any transport
+json_codec    TensorFlow Serving's JSON to arrays and back
+rest, rpc     the /v1/ API as raw ASGI, and gRPC; app puts FastAPI around it; http_server runs it
+server        one process, or a supervisor of several workers; fleet has what these tell each other
 """
 
 import importlib
@@ -15,18 +17,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpuembed_serving.app import ServingApp, create_app
+    from tpuembed_serving.models_config import read_models
+    from tpuembed_serving.policies import AllVersions, LatestVersions, SpecificVersions
     from tpuembed_serving.server import serve
-    from tpuembed_serving.settings import ModelSettings, ServerSettings
+    from tpuembed_serving.settings import LoadSettings, ModelSettings, ServerSettings
 
 _HOME = {
+    "AllVersions": "tpuembed_serving.policies",
+    "LatestVersions": "tpuembed_serving.policies",
+    "LoadSettings": "tpuembed_serving.settings",
     "ModelSettings": "tpuembed_serving.settings",
     "ServerSettings": "tpuembed_serving.settings",
+    "SpecificVersions": "tpuembed_serving.policies",
+    "read_models": "tpuembed_serving.models_config",
     "ServingApp": "tpuembed_serving.app",
     "create_app": "tpuembed_serving.app",
     "serve": "tpuembed_serving.server",
 }
 
-__all__ = ["ModelSettings", "ServerSettings", "ServingApp", "create_app", "serve"]
+__all__ = [
+    "AllVersions",
+    "LatestVersions",
+    "LoadSettings",
+    "ModelSettings",
+    "ServerSettings",
+    "ServingApp",
+    "SpecificVersions",
+    "create_app",
+    "read_models",
+    "serve",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,8 @@ from tpuembed_serving.service import PredictionService
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
+from tpuembed_serving.worker_link import WorkerLink
+from tpuembed_serving.worker_repository import WorkerRepository
 
 if TYPE_CHECKING:
     from tpuembed_serving.rpc_server import GrpcServer
@@ -30,12 +32,16 @@ __all__ = ["ServingApp", "create_app"]
 class ServingApp(FastAPI):
     """FastAPI, past which the requests of TensorFlow Serving's API go straight to their own handler."""
 
-    def __init__(self, settings: ServerSettings, load: Loader | None) -> None:
+    def __init__(
+        self, settings: ServerSettings, load: Loader | None, link: WorkerLink | None = None, load_first: bool = False
+    ) -> None:
         self.stopping = threading.Event()
         load = load or functools.partial(_load_saved_model, settings=settings, stopping=self.stopping)
-        self.repository = ModelRepository(settings.models, load, settings.poll_seconds)
+        repository = functools.partial(WorkerRepository, link) if link else ModelRepository
+        self.repository = repository(settings.models, load, settings.poll_seconds, options=settings.load)
+        self._load_first = load_first
         self.executor = ModelExecutor(
-            settings.run_threads, settings.max_queued_requests, settings.rest_timeout_ms / 1000
+            settings.run_threads, settings.max_queued_requests, settings.rest_timeout_ms / 1000, settings.batching
         )
         self.service = PredictionService(self.repository, self.executor)
         self.settings = settings
@@ -45,6 +51,11 @@ class ServingApp(FastAPI):
         super().__init__(title="tpuembed serving", lifespan=_lifespan)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
         self.add_api_route("/readyz", self._readyz, summary="Every model has an available version")
+
+    async def load_first(self) -> None:
+        """Return once what is there is loaded, where others answer meanwhile."""
+        if self._load_first:
+            await asyncio.to_thread(self.repository.wait_for_look, self.stopping.is_set)
 
     async def start_grpc(self) -> None:
         """Listen for gRPC calls, where the settings name a port."""
@@ -89,9 +100,10 @@ async def _healthz() -> dict[str, str]:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Load and watch in the background for as long as the server runs."""
     assert isinstance(app, ServingApp)
-    await app.start_grpc()
     app.repository.start()
     try:
+        await app.load_first()
+        await app.start_grpc()
         yield
     finally:
         await app.stop_grpc()
@@ -100,12 +112,18 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(app.repository.stop)
 
 
-def create_app(settings: ServerSettings, load: Loader | None = None) -> ServingApp:
+def create_app(
+    settings: ServerSettings, load: Loader | None = None, *, link: WorkerLink | None = None, load_first: bool = False
+) -> ServingApp:
     """The ASGI application that serves `settings.models`.
 
-    `load` turns a version's folder into a servable; the default loads SavedModels with TensorFlow.
+    Args:
+        settings: what it serves, and how.
+        load: turns a version's folder into a servable; the default loads SavedModels with TensorFlow.
+        link: to the other processes of this server, where it is one of several.
+        load_first: start up only once the versions that are there are loaded, or have failed.
     """
-    return ServingApp(settings, load)
+    return ServingApp(settings, load, link, load_first)
 
 
 def _load_saved_model(version_dir: Path, *, settings: ServerSettings, stopping: threading.Event) -> Servable:
@@ -117,4 +135,15 @@ def _load_saved_model(version_dir: Path, *, settings: ServerSettings, stopping: 
         if stopping.is_set():
             raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server stops")
 
-    return runtime.load(version_dir, prewarm=settings.prewarm, random_access=settings.random_access, on_read=give_up)
+    options = runtime.RunOptions(
+        timeout_ms=settings.rest_timeout_ms,
+        threads=settings.run_threads,
+        per_model_batching=settings.batching.per_model,
+    )
+    return runtime.load(
+        version_dir,
+        prewarm=settings.prewarm,
+        random_access=settings.random_access,
+        on_read=give_up,
+        options=options,
+    )

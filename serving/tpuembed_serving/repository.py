@@ -40,7 +40,7 @@ class ModelRepository:
         self._stopping = False
         self._reloading = threading.Lock()
         self._looks = threading.Condition()
-        self._asked, self._done = 0, 0
+        self._asked, self._done, self._looked = 0, 0, False
         self._configured = tuple(models)
         self._models = {model.name: self._model(model) for model in models}
         self._successors: dict[str, ServedModel] = {}
@@ -82,6 +82,16 @@ class ModelRepository:
         model = self._models.get(name) or self._removed.get(name)
         return model.statuses() if model else []
 
+    def all_statuses(self) -> dict[str, list[VersionStatus]]:
+        """Model -> every version of it ever seen, in this process; of models that were removed too."""
+        return {name: model.statuses() for name, model in [*self._removed.items(), *self._models.items()]}
+
+    def wait_for_look(self, stopping: Callable[[], bool]) -> None:
+        """Return once every folder was looked at, and what it holds was loaded or has failed; or where `stopping` says so."""
+        with self._looks:
+            while not self._looked and not stopping():
+                self._looks.wait(0.1)
+
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """Serve `models` and no others; returns when their versions are loaded, or have failed.
 
@@ -92,14 +102,15 @@ class ModelRepository:
                 new ones that it names, which are tried again as at the start; CANCELLED, the server stops.
         """
         with self._reloading:
-            self._check(models)
+            self.check(models)
             new = [model.name for model in models if model.name not in self._models]
             self._assign_labels(models)
             if not self._look_again(models):
                 raise StatusError(Code.CANCELLED, "the server stops")
             self._check_available(new)
 
-    def _check(self, models: Iterable[ModelSettings]) -> None:
+    def check(self, models: Sequence[ModelSettings]) -> None:
+        """Raise StatusError, INVALID_ARGUMENT or FAILED_PRECONDITION, where `reload` would refuse `models`."""
         try:
             check_models(models)
         except ConfigError as error:
@@ -148,7 +159,7 @@ class ModelRepository:
                 adopted = configured
             self._look()
             with self._looks:
-                self._done = asked
+                self._done, self._looked = asked, True
                 self._looks.notify_all()
             self._wake.wait(self._poll_seconds)
             self._wake.clear()

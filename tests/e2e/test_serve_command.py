@@ -66,12 +66,34 @@ def test_bad_usage_exits_2(tmp_path: Path, options: tuple[str, str]) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("options", [("--config", "models.config"), ("--workers", "2")])
-def test_what_is_not_built_exits_2_and_says_so(tmp_path: Path, options: tuple[str, str]) -> None:
-    result = run_command("serve", tmp_path, *options)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either MODEL_DIR or --config"),
+        (("DIR", "--config", "models.config"), "give either MODEL_DIR or --config"),
+        (("DIR", "--config-poll-seconds", "1"), "--config-poll-seconds needs --config"),
+        (("--config", "models.config", "--name", "m"), "--name is for MODEL_DIR"),
+    ],
+)
+def test_a_folder_and_a_config_exclude_each_other(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run_command("serve", *(str(tmp_path) if one == "DIR" else one for one in arguments))
     assert result.returncode == 2
-    assert options[0] in result.stderr
-    assert "not built yet" in result.stderr
+    assert message in result.stderr
+
+
+def test_a_config_that_is_broken(tmp_path: Path) -> None:
+    path = tmp_path / "models.config"
+    result = run_command("serve", "--config", path)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [f"Error: config {path}: cannot be read: No such file or directory"]
+    path.write_text('model_config_list {\n  config { name: "m" basepath: "/m" }\n}', encoding="utf-8")
+    result = run_command("serve", "--config", path)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: config {path}, line 2, column 22: ")
+    assert 'no field named "basepath"' in line
+    path.write_text("model_config_list {}", encoding="utf-8")
+    assert run_command("serve", "--config", path).stderr.splitlines() == ["Error: no model to serve: give at least one"]
 
 
 def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: Path) -> None:
@@ -107,10 +129,12 @@ from pathlib import Path
 import tpuembed_serving.server as server
 from tpuembed_serving import ServerSettings
 class Thing: pass
+real = server.create_app
 def create_app(settings):
     thing = Thing()
     reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
     del thing
+    return real(settings)
 server.create_app = create_app
 server.serve(ServerSettings.for_model_dir(Path(sys.argv[1]), rest_port=0))
 """

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from tpuembed.errors import MissingExtraError
 from tpuembed_cli import serve as command
-from tpuembed_serving import ServerSettings
+from tpuembed_serving import LoadSettings, ModelSettings, ServerSettings
 
 HEAVY = ("tensorflow", "fastapi", "uvicorn", "numpy", "orjson")
 
@@ -39,15 +39,40 @@ def test_every_option_reaches_the_settings(tmp_path: Path, monkeypatch: pytest.M
     served: list[ServerSettings] = []
     monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
     arguments = "--name n --host ::1 --rest-port 1 --poll-seconds 2 --rest-timeout-ms 3 --run-threads 4"
-    arguments += " --max-queued-requests 5 --max-body-bytes 6 --drain-seconds 7"
+    arguments += " --max-queued-requests 5 --max-body-bytes 6 --drain-seconds 7 --grpc-port 8 --workers 9"
+    arguments += " --max-load-retries 0 --load-retry-seconds 11 --verify-on-load"
+    arguments += " --allow_version_labels_for_unavailable_models"
     result = CliRunner().invoke(command.serve, [str(tmp_path), *arguments.split()])
     assert result.exception is None
     assert served == [
         ServerSettings.for_model_dir(
             tmp_path, name="n", host="::1", rest_port=1, poll_seconds=2, rest_timeout_ms=3, run_threads=4,
-            max_queued_requests=5, max_body_bytes=6, drain_seconds=7,
+            max_queued_requests=5, max_body_bytes=6, drain_seconds=7, grpc_port=8, workers=9, verify_on_load=True,
+            load=LoadSettings(max_retries=0, retry_seconds=11, labels_for_unavailable=True),
         )
     ]  # fmt: skip
+
+
+def test_a_config_is_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
+    config = tmp_path / "models.config"
+    config.write_text(
+        'model_config_list { config { name: "m" base_path: "/m" model_platform: "tensorflow" } }', encoding="utf-8"
+    )
+    result = CliRunner().invoke(command.serve, ["--config", str(config), "--config-poll-seconds", "2"])
+    assert result.exception is None
+    assert served[0].models == (ModelSettings(name="m", base_path=Path("/m")),)
+    assert (served[0].config_file, served[0].config_poll_seconds) == (config, 2.0)
+
+
+def test_workers_share_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for workers in (1, 3, 16):
+        CliRunner().invoke(command.serve, [str(tmp_path), "--workers", str(workers)])
+    assert [settings.run_threads for settings in served] == [8, 2, 1]
 
 
 def test_every_option_has_help() -> None:

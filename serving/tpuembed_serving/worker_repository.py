@@ -1,0 +1,49 @@
+"""The repository of one worker among several: it loads for itself, and speaks for all."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tpuembed_serving.fleet import RELOAD, States
+from tpuembed_serving.repository import ModelRepository
+from tpuembed_serving.served_model import VersionStatus
+from tpuembed_serving.settings import ModelSettings
+from tpuembed_serving.worker_link import WorkerLink
+
+__all__ = ["WorkerRepository"]
+
+_CHECK = "check"
+
+
+class WorkerRepository(ModelRepository):
+    """`statuses`, `ready` and `reload` are those of all workers; requests run on what this one has loaded."""
+
+    def __init__(self, link: WorkerLink, *args: Any, **options: Any) -> None:
+        """`args` and `options` are those of ModelRepository."""
+        self._link = link
+        self._pushing = threading.Lock()
+        super().__init__(*args, changed=self._push, **options)
+        link.register(_CHECK, self.check)
+        link.register(RELOAD, self._reload_here)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model has an available version in every worker."""
+        return self._link.view.ready
+
+    def statuses(self, name: str) -> list[VersionStatus]:
+        """Every version, as far as the worker is that is least far."""
+        return list(self._link.view.models.get(name, ()))
+
+    def reload(self, models: Sequence[ModelSettings]) -> None:
+        """See ModelRepository.reload; returns when every worker is done. What one of them refuses changes none."""
+        self._link.gather(_CHECK, tuple(models))
+        self._link.gather(RELOAD, tuple(models))
+
+    def _reload_here(self, models: Sequence[ModelSettings]) -> None:
+        super().reload(models)
+        self._push()
+
+    def _push(self) -> None:
+        with self._pushing:
+            self._link.push(States(self.all_statuses(), super().ready))
