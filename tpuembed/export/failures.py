@@ -57,6 +57,7 @@ class Failure:
                 f"{task}: {self.message}; this is a defect of the reader or of tpuembed, please report it"
             )
         error: TpuEmbedError = kind.__new__(kind, self.message)  # without __init__: some build their message from parts
+        error.args = (self.message,)  # which OSError's __new__ leaves to __init__
         return error
 
 
