@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tpuembed.export.run as steps
@@ -22,14 +23,16 @@ def open_logged(path: str, **options: Any) -> Checkpoint:
     return opened
 
 
-def main() -> None:
+def slow_down(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Have exports of this process read slowly, in small shards, and record them soon; `put` sets what decides that."""
     opener = "tests.e2e.killed_export:open_logged"  # workers open the source so
-    for module, name, value in (
-        (planner, "_SHARD_BYTES", SHARD_BYTES),
-        (recording, "_SECONDS_BETWEEN_FLUSHES", 0.05),
-        (steps, "Source", functools.partial(Source, opener=opener)),
-    ):
-        setattr(module, name, value)
+    put(planner, "_SHARD_BYTES", SHARD_BYTES)
+    put(recording, "_SECONDS_BETWEEN_FLUSHES", 0.05)
+    put(steps, "Source", functools.partial(Source, opener=opener))
+
+
+def main() -> None:
+    slow_down()
     print("started", flush=True)
     report = export_saved_model(sys.argv[1], sys.argv[2], serving_config=sys.argv[3], workers=2)
     print(report.bytes_reused, flush=True)

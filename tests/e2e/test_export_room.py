@@ -1,0 +1,158 @@
+"""Full disks, sources that fail and workers that die while an export streams: what is said, what is left, what goes on."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e import capi
+from tests.e2e.full_disk import CONFIG
+from tests.e2e.killed_export import SHARD_BYTES, slow_down
+from tests.unit.export.fakes import random_table, write_checkpoint
+from tests.unit.export.test_local_engine import children
+from tpuembed import export_saved_model
+from tpuembed.errors import CheckpointError, CheckpointNotFoundError, ExportError, TpuEmbedError, WorkerError
+from tpuembed.export.engines import local
+from tpuembed.export.record import read_record
+from tpuembed.tensor_bundle import shard_path
+
+ROOT = Path(__file__).parents[2]
+LARGE = random_table(12 * SHARD_BYTES // 32, 8)
+"""Of twelve shards, where exports are slowed down."""
+
+
+def export(checkpoint: Path, model_dir: Path, **options: Any) -> Any:
+    return export_saved_model(checkpoint, model_dir, serving_config=CONFIG, workers=1, **options)
+
+
+class Trouble:
+    """Calls `make` with the process id of the worker whenever there is news, once a shard is recorded; `times` times."""
+
+    def __init__(self, model_dir: Path, make: Callable[[int], None], times: int = 1) -> None:
+        self._model_dir, self._make, self._left = model_dir, make, times
+        self._others = set(children(os.getpid()))
+
+    def __call__(self, done: int, total: int) -> None:
+        workers = set(children(os.getpid())) - self._others
+        records = map(read_record, self._model_dir.glob(".staging-*/tables"))
+        if self._left and workers and any(record and record.finished for record in records):
+            self._left -= 1
+            self._make(workers.pop())
+
+    def check_no_worker_is_left(self) -> None:
+        assert set(children(os.getpid())) <= self._others
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint that is slow to read."""
+    slow_down(monkeypatch.setattr)
+    monkeypatch.setattr(local, "_RETRY_SECONDS", (0.0, 0.0))
+    (tmp_path / "source").mkdir()
+    write_checkpoint(tmp_path / "source" / "ckpt", {"t": LARGE})
+    return tmp_path / "source" / "ckpt"
+
+
+def fails(checkpoint: Path, model_dir: Path, trouble: Trouble, error: type[TpuEmbedError], message: str) -> None:
+    """The export fails with this error, and leaves nothing but what it can go on with."""
+    with pytest.raises(error, match=message):
+        export(checkpoint, model_dir, on_progress=trouble)
+    trouble.check_no_worker_is_left()
+    assert all(path.name.startswith(".staging-") for path in model_dir.iterdir())
+
+
+def goes_on(checkpoint: Path, model_dir: Path) -> None:
+    """The next one goes on, to the right rows."""
+    report = export(checkpoint, model_dir)
+    assert 0 < report.bytes_reused < LARGE.nbytes
+    assert [path.name for path in model_dir.iterdir()] == ["1"]
+    ids = np.arange(0, len(LARGE), 7)
+    np.testing.assert_array_equal(capi.predict(report.path, {"x": ids})["x"], LARGE[ids])
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """A real one, of 16 MiB; the file systems that a process mounts for itself alone are gone with it."""
+    (tmp_path / "disk").mkdir()
+    mount = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    script = f'mount -t tmpfs -o size=16m tmpfs "{tmp_path / "disk"}" && exec "$@"'
+    if not shutil.which("unshare") or subprocess.run([*mount, script, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare and user namespaces, to mount a small file system")
+    write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
+    command = [sys.executable, "-m", "tests.e2e.full_disk", str(tmp_path / "ckpt"), str(tmp_path / "disk")]
+    done = subprocess.run([*mount, script, "sh", *command], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "No space left on device; free space or fix the disk" in found["message"]
+    assert f"{tmp_path / 'disk'}/.staging-1-" in found["message"]
+    assert "finished shards are kept, and the same export goes on from them" in found["message"]
+    assert (found["left"], found["children"]) == ([".staging", "filler"], [])
+    assert 0 < found["reused"] < LARGE.nbytes
+    assert found["after"] == ["1"]
+    assert (tmp_path / "ckpt.copy").read_bytes() == LARGE.tobytes()
+
+
+def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
+    """The kernel refuses a worker's write: a limit on the size of files, as a quota would."""
+
+    def limit(worker: int) -> None:
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (SHARD_BYTES, resource.RLIM_INFINITY))
+
+    message = r"^data file .*/m/\.staging-1-.*stack_float32_8\.data: cannot be written: File too large; free space"
+    fails(large, tmp_path / "m", Trouble(tmp_path / "m", limit), ExportError, message)
+    goes_on(large, tmp_path / "m")
+
+
+def test_a_worker_that_is_killed_once(large: Path, tmp_path: Path) -> None:
+    trouble = Trouble(tmp_path / "m", lambda worker: os.kill(worker, signal.SIGKILL))
+    with pytest.warns(UserWarning, match="was killed by SIGKILL .*; it is tried again"):
+        report = export(large, tmp_path / "m", on_progress=trouble)
+    trouble.check_no_worker_is_left()
+    found = capi.predict(report.path, {"x": np.arange(len(LARGE))})["x"]
+    np.testing.assert_array_equal(found, LARGE)
+
+
+def test_a_worker_that_is_killed_again_and_again(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(worker: int) -> None:
+        os.kill(worker, signal.SIGKILL)
+        # The next ones before they have read anything: a worker that waits says nothing.
+        monkeypatch.setattr(local, "_spawn", lambda stderr: _dead(spawn(stderr)))
+
+    spawn = local._spawn
+    trouble = Trouble(tmp_path / "m", kill)
+    with pytest.warns(UserWarning, match="it is tried again"):
+        fails(large, tmp_path / "m", trouble, WorkerError, r"killed by SIGKILL .*; it was tried 3 times; .* are kept")
+    monkeypatch.setattr(local, "_spawn", spawn)
+    goes_on(large, tmp_path / "m")
+
+
+def _dead(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
+    process.kill()
+    return process
+
+
+def test_a_source_that_is_gone(large: Path, tmp_path: Path) -> None:
+    def unmount(worker: int) -> None:
+        large.parent.rename(tmp_path / "elsewhere")
+        os.kill(worker, signal.SIGKILL)  # the next one opens the files anew
+
+    with pytest.warns(UserWarning, match="it is tried again"):
+        fails(large, tmp_path / "m", Trouble(tmp_path / "m", unmount), CheckpointNotFoundError, f"{large}.* are kept")
+    (tmp_path / "elsewhere").rename(large.parent)
+    goes_on(large, tmp_path / "m")
+
+
+def test_a_source_that_is_cut_short(large: Path, tmp_path: Path) -> None:
+    """What was read of it is worth nothing any more."""
+    data = shard_path(large, 0, 1)
+    trouble = Trouble(tmp_path / "m", lambda _: os.truncate(data, LARGE.nbytes // 2))
+    fails(large, tmp_path / "m", trouble, CheckpointError, f"data file {data}")
+    assert list((tmp_path / "m").iterdir()) == []
