@@ -15,13 +15,14 @@ from tpuembed.export.request import make_request
 from tpuembed.export.row_ranges import RowRanges
 from tpuembed.export.run import Progress, check_place, make_plan, run_export
 from tpuembed.export.storage_choice import Storage
+from tpuembed.files import FilePath
 
 __all__ = ["ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]
 
 
 def export_saved_model(
     checkpoint: str | Path,
-    model_dir: str | Path,
+    model_dir: str | FilePath,
     *,
     serving_config: Any = None,
     model: Any = None,
@@ -44,11 +45,11 @@ def export_saved_model(
     """Write `model_dir`/<version>/, a SavedModel that TensorFlow Serving, Python and the C API load.
 
     The tables are streamed from the checkpoint by processes that never import TensorFlow, in bounded memory; the version
-    appears by one rename when every byte of it is on the disk.
+    appears by one rename when every byte of it is on the disk. In a store, `saved_model.pb` is written last, if no other is there.
 
     Args:
         checkpoint: a prefix, a directory, or any file or folder that a reader recognises.
-        model_dir: made where missing.
+        model_dir: a folder, made where missing, or s3://BUCKET/KEY, whose bucket exists.
         serving_config: what to answer (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested structure of
             FeatureConfig. None: the features of the layer that wrote the checkpoint.
         model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
@@ -90,12 +91,12 @@ def export_saved_model(
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         request = make_request(opened, serving_config, model, tables, features)
-        return run_export(opened, request, Path(model_dir), options, on_progress=on_progress)
+        return run_export(opened, request, model_dir, options, on_progress=on_progress)
 
 
 def plan_saved_model(
     checkpoint: str | Path,
-    model_dir: str | Path | None = None,
+    model_dir: str | FilePath | None = None,
     *,
     serving_config: Any = None,
     model: Any = None,
@@ -132,5 +133,5 @@ def plan_saved_model(
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         plan = make_plan(opened, make_request(opened, serving_config, model, tables, features), options)
         if model_dir is not None:
-            check_place(opened, plan, Path(model_dir), options)
+            check_place(opened, plan, model_dir, options)
     return plan

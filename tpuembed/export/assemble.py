@@ -8,14 +8,16 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tpuembed
 from tpuembed.errors import ExportError
+from tpuembed.export.bundle_files import BUNDLE
 from tpuembed.export.execute import StreamReport
 from tpuembed.export.layouts import Layout, graph_keys, stored_shape
 from tpuembed.export.plan import ExportPlan, StackPlan
-from tpuembed.export.staging import Staging
 from tpuembed.export.storage import STORAGES
+from tpuembed.files import FilePath
 from tpuembed.manifest import (
     FeatureEntry,
     FileEntry,
@@ -38,15 +40,16 @@ from tpuembed.tensor_bundle import (
     write_index,
 )
 
-__all__ = ["assemble"]
+if TYPE_CHECKING:  # which knows where reports come from
+    from tpuembed.export.destinations import Stage
 
-_PREFIX = Path("variables", "variables")
+__all__ = ["assemble"]
 
 Signatures = Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
 
 
 def assemble(
-    staging: Staging,
+    staging: "Stage",
     plan: ExportPlan,
     streamed: StreamReport,
     *,
@@ -57,12 +60,12 @@ def assemble(
     tables_key: str = "",
     features: tuple[FeatureEntry, ...] = (),
     packing: Packing | None = None,
-) -> Path:
+) -> FilePath:
     """Complete the SavedModel in `staging.path` with the tables in `streamed.folder`, and commit it.
 
     Args:
         staging: holds what `tf.saved_model.save` wrote, its stacked variables uninitialised.
-        plan, streamed: the tables; `streamed.folder` lies on the file system of the staging folder.
+        plan, streamed: the tables; `streamed.folder` lies on the file system of `staging.path`.
         layout: of the plan, which settles where the version will be served.
         stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
         signatures, source, tables_key, features, packing: for the manifest.
@@ -73,7 +76,7 @@ def assemble(
     Raises:
         ExportError: graph and tables do not fit together, or the version cannot be committed; nothing is published.
     """
-    prefix = staging.path / _PREFIX
+    prefix = staging.path / BUNDLE
     _check_names(plan, stack_keys)
     layout.check(staging.path, plan.stacks, stack_keys)
     dense = read_index(index_path(prefix))
@@ -144,7 +147,7 @@ def _check_bundle(prefix: Path, expected: BundleIndex) -> None:
 
 def _file(stack: StackPlan, merged: BundleIndex, stack_keys: Mapping[str, str]) -> str:
     """The data file of `stack`, inside the version."""
-    return str(shard_path(_PREFIX, merged.entries[stack_keys[stack.name]].shard, merged.num_shards))
+    return str(shard_path(BUNDLE, merged.entries[stack_keys[stack.name]].shard, merged.num_shards))
 
 
 def _other_files(version: Path, manifest: Manifest) -> dict[str, FileEntry]:

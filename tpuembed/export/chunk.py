@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.checkpoint.types import ReadSum, SummedReader, SummedReads
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ExportError
 from tpuembed.export.storage import SOURCE_DTYPES, STORAGES, RowEncoder, is_exact, scratch_bytes
@@ -62,6 +63,7 @@ class Chunk:
         quantization = None if task.quantization is None else QuantizationConfig(**task.quantization)
         self.errors = ErrorSums()
         self._task, self._codec = task, STORAGES[task.storage]
+        self._reader: SummedReader | None = None
         self._read: _Array = np.empty((task.chunk_rows, task.dim), SOURCE_DTYPES[task.source_dtype])
         self._stored: _Array | None = None
         if task.source_dtype != task.storage or quantization is not None:
@@ -75,13 +77,25 @@ class Chunk:
             ExportError: the storage cannot hold a row.
         """
         rows = self._read[: stop - start]
-        checkpoint.read_into(self._task.table, start, rows)
+        self._read_into(checkpoint, start, rows)
         if self._stored is None:
             read = _bytes_of(rows)
             return read, read
         stored = self._stored[: stop - start]
         self._store(rows, stored, start)
         return _bytes_of(rows), _bytes_of(stored)
+
+    def _read_into(self, checkpoint: "Checkpoint", start: int, rows: _Array) -> None:
+        if self._reader is None and isinstance(checkpoint, SummedReads):
+            self._reader = checkpoint.summed(self._task.table)
+        if self._reader is None:
+            checkpoint.read_into(self._task.table, start, rows)
+        else:
+            self._reader.read_into(start, rows)
+
+    def source_sums(self) -> dict[str, ReadSum]:
+        """What was met of the checkpoint's tensors, where it offers that; see SummedReads."""
+        return {} if self._reader is None else dict(self._reader.sums())
 
     def _store(self, rows: _Array, stored: _Array, start: int) -> None:
         try:

@@ -1,9 +1,6 @@
 """Execute a plan: make the data files, have an engine fill them, prove that they are complete."""
 
 import dataclasses
-import errno
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -12,25 +9,26 @@ from operator import attrgetter
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
+from tpuembed.checkpoint.types import ReadSum, SummedReads
 from tpuembed.errors import CheckpointCorruptError, ExportError
-from tpuembed.export.batch import FolderPlace
 from tpuembed.export.engines import Engine, Job
 from tpuembed.export.error_bound import table_errors
-from tpuembed.export.plan import ExportPlan, ShardTask
-from tpuembed.export.record import Header, Record, Recorder, read_record, start_record
+from tpuembed.export.plan import ExportPlan
+from tpuembed.export.record import Header
 from tpuembed.export.storage_error import TableError
 from tpuembed.export.stream import ShardResult, Source, ignore, open_source
+from tpuembed.export.tables import FolderTables, Tables
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["StreamReport", "stream_tables"]
+__all__ = ["StreamReport", "stream_into", "stream_tables"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamReport:
-    """The table data of a plan, on the disk.
+    """The table data of a plan, where it stays.
 
     Attributes:
-        folder: that holds one file per stack, named StackPlan.file.
+        folder: that holds one file per stack, named StackPlan.file; of holes where the bytes lie in a store.
         crc32c: of each stack's bytes, by its name; unmasked.
         bytes_written: of table data.
         bytes_reused: of them, what an earlier export had written.
@@ -60,7 +58,22 @@ def stream_tables(
     """Write the tables of `plan` from `source` into `folder`, made where missing, and fsync them.
 
     Shards that an earlier call for the same export has recorded there are not written again if their bytes still have the
-    checksum; anything else in the folder is removed.
+    checksum; anything else in the folder is removed. For the rest see `stream_into`.
+    """
+    return stream_into(plan, source, FolderTables(folder), engine, on_progress=on_progress, on_result=on_result)
+
+
+def stream_into(
+    plan: ExportPlan,
+    source: Source,
+    tables: Tables,
+    engine: Engine,
+    *,
+    on_progress: Callable[[int, int], None] = ignore,
+    on_result: Callable[[ShardResult], None] = ignore,
+) -> StreamReport:
+    """Write the tables of `plan` from `source` into `tables`, but what lies there already.
+
     `on_progress` is called with the bytes done and the bytes in all, `on_result` with every shard that is finished.
 
     Raises:
@@ -68,86 +81,30 @@ def stream_tables(
         ExportError: a file cannot be written, or a worker died.
     """
     started, total = time.monotonic(), plan.table_bytes
-    record = _prepare(folder, plan, Header.of(plan, source))
-    with Recorder(folder, record) as recorder:
+    tasks = tables.prepare(plan, Header.of(plan, source))
+    before = total - sum(task.size for task in tasks)
+    with tables.recording() as recording:
 
         def finish(result: ShardResult) -> None:
             if not result.is_reused:
-                recorder.add(plan.shards[result.index].file, result)
+                recording.add(plan.shards[result.index].file, result)
             on_result(result)
 
-        results = engine.run(
-            [_known(task, record) for task in plan.shards],
-            Job(source=source, place=FolderPlace(folder)),
-            on_result=finish,
-            on_progress=lambda done: on_progress(done, total),
-        )
-        by_index = _complete(plan, [_recorded(result, record) for result in results])
+        job = Job(source=source, place=tables.place)
+        streamed = engine.run(tasks, job, on_result=finish, on_progress=lambda done: on_progress(before + done, total))
+    results = tables.results(streamed)
+    by_index = _complete(plan, results)
     with open_source(source) as checkpoint:  # raises if it changed meanwhile
         _check_source(checkpoint, plan, by_index)
     return StreamReport(
-        folder=folder,
+        folder=tables.folder,
         crc32c=_stack_checksums(plan, by_index),
         bytes_written=total,
         bytes_reused=sum(result.bytes for result in results if result.is_reused),
         errors=table_errors(plan.shards, by_index),
         seconds=time.monotonic() - started,
-        worker_peak_rss_bytes=max(result.peak_rss_bytes for result in results),
+        worker_peak_rss_bytes=max((result.peak_rss_bytes for result in streamed), default=0),
     )
-
-
-def _prepare(folder: Path, plan: ExportPlan, header: Header) -> Record:
-    """The record of `folder`, whose data files have their sizes: what it held of the export of `header`, or nothing."""
-    found = read_record(folder)
-    files = {stack.file: stack.size for stack in plan.stacks}
-    if found is None or found.header != header or not _has(folder, files):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        found = None
-    for file, size in files.items():
-        _allocate(folder / file, size)
-    if found is None:
-        return start_record(folder, header)
-    return found
-
-
-def _has(folder: Path, files: Mapping[str, int]) -> bool:
-    """Whether the folder has the files in their sizes."""
-    return all((folder / file).is_file() and (folder / file).stat().st_size == size for file, size in files.items())
-
-
-def _known(task: ShardTask, record: Record) -> ShardTask:
-    """`task`, with the checksum of what is there where the record has one."""
-    result = record.finished.get(task.index)
-    return task if result is None else dataclasses.replace(task, written_crc32c=result.crc32c)
-
-
-def _recorded(result: ShardResult, record: Record) -> ShardResult:
-    """`result`, with what only the process that wrote the shard could know."""
-    if not result.is_reused:
-        return result
-    return dataclasses.replace(record.finished[result.index], peak_rss_bytes=result.peak_rss_bytes, is_reused=True)
-
-
-def _allocate(path: Path, size: int) -> None:
-    """A file of `size` bytes whose blocks are reserved where the file system can do that: a full disk shows now."""
-    with open(path, "ab") as file:
-        try:
-            _reserve(file.fileno(), size)
-        except OSError as error:
-            raise ExportError(
-                f"data file {path}: {size} bytes cannot be reserved: {error.strerror}; "
-                "free space or export fewer tables"
-            ) from None
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.truncate(descriptor, size)
 
 
 def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, ShardResult]:
@@ -163,26 +120,49 @@ def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, Sha
 def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:
     """Raise CheckpointCorruptError where the rows read of a table are not those that the checkpoint states a checksum of.
 
-    The checksums of tables that do not lie in order are over other bytes than rows: their files are read once more. Of a
-    table of which a part is exported nothing is proven, for that would take reading all of it.
+    Of a table of which a part is exported nothing is proven, for that would take reading all of it.
     """
-    unproven = []
+    unproven, met = list[str](), dict[str, ReadSum]()
     whole = {place.table for stack in plan.stacks for place in stack.tables if place.is_whole}
-    for table, tasks in groupby(plan.shards, key=attrgetter("table")):
-        read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
+    for table, group in groupby(plan.shards, key=attrgetter("table")):
+        tasks = list(group)
         if table not in whole:
             continue
         stated = checkpoint.checksum(table)
         if stated is None:
             unproven.append(table)
-        elif stated != read:
+            _add_up(met, (results[task.index] for task in tasks))
+            continue
+        read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
+        if stated != read:
             checkpoint.verify([table])  # names the file and the tensor
-            raise CheckpointCorruptError(
-                f"checkpoint {checkpoint.path}: table {table!r}: its bytes had the CRC32C {read:#010x} when they were "
-                f"exported, the index says {stated:#010x}, and a second reading finds no damage; export again, and if "
-                "it happens again, check the disk and the memory of this machine"
+            raise _misread(
+                checkpoint, table, f"had the CRC32C {read:#010x} when they were exported, the index says {stated:#010x}"
             )
-    checkpoint.verify(unproven)
+    _check_sums(checkpoint, unproven, met)
+
+
+def _add_up(met: dict[str, ReadSum], results: Iterable[ShardResult]) -> None:
+    for result in results:
+        for key, fields in result.source_sums.items():
+            met[key] = met.get(key, ReadSum()) + ReadSum(*fields)
+
+
+def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], met: Mapping[str, ReadSum]) -> None:
+    """Of `tables` whose files have checksums over other bytes than rows: files of which the reads do not prove that they are
+    whole are read once more."""
+    proven = checkpoint.proven(tables, met) if isinstance(checkpoint, SummedReads) else {}
+    checkpoint.verify([table for table in tables if not proven.get(table)])
+    for table, is_right in proven.items():
+        if not is_right:
+            raise _misread(checkpoint, table, "did not have the checksums of the index when they were exported")
+
+
+def _misread(checkpoint: Checkpoint, table: str, what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"checkpoint {checkpoint.path}: table {table!r}: its bytes {what}, and a second reading finds no damage; export again, "
+        "and if it happens again, check the disk and the memory of this machine"
+    )
 
 
 def _stack_checksums(plan: ExportPlan, results: Mapping[int, ShardResult]) -> dict[str, int]:

@@ -55,10 +55,18 @@ def check_layout(layout: str, serving_root: str | None) -> None:
     check_root(serving_root)
 
 
-def choose_layout(layout: str, model_dir: Path, serving_root: str | None) -> Layout:
-    """The layout of that name, of exports that are served from `model_dir`, or from `serving_root` where it is given."""
+def choose_layout(layout: str, model_dir: Path | None, serving_root: str | None) -> Layout:
+    """The layout of that name, of exports that are served from `model_dir`, or from `serving_root` where it is given.
+
+    One of both is given where the layout is `mmap`.
+    """
     check_layout(layout, serving_root)
-    return _Mapped(serving_root or str(model_dir.absolute())) if layout == "mmap" else _Variables()
+    if layout != "mmap":
+        return _Variables()
+    if serving_root is None:
+        assert model_dir is not None
+        serving_root = str(model_dir.absolute())
+    return _Mapped(serving_root)
 
 
 class _Variables:

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tpuembed.export.storage_error import TableError
+from tpuembed.files import FilePath
 
 __all__ = ["ExportReport"]
 
@@ -28,7 +28,7 @@ class ExportReport:
         worker_peak_rss_bytes: the largest of the processes that streamed.
     """
 
-    path: Path
+    path: FilePath
     version: int
     tables: tuple[str, ...]
     dropped_features: tuple[str, ...]

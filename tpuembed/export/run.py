@@ -8,24 +8,24 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
 from tpuembed.errors import TpuEmbedError
 from tpuembed.export.assemble import assemble
+from tpuembed.export.destinations import Stage, choose_destination
 from tpuembed.export.engines import Engine, check_engine, choose_engine, default_workers
 from tpuembed.export.error_bound import ErrorBound
-from tpuembed.export.execute import StreamReport, stream_tables
-from tpuembed.export.layouts import check_layout, choose_layout
+from tpuembed.export.execute import StreamReport, stream_into
+from tpuembed.export.layouts import check_layout
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan import ExportPlan, plan_export
 from tpuembed.export.record import Header
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import Request
-from tpuembed.export.same_tables import find_same_tables, share_tables, tables_key
-from tpuembed.export.staging import Staging, check_free, ensure_space
+from tpuembed.export.same_tables import tables_key
 from tpuembed.export.stream import Source, ignore, peak_rss_bytes
+from tpuembed.files import FilePath
 
 __all__ = ["Progress", "check_place", "make_plan", "resumable", "run_export", "source_of"]
 
@@ -61,19 +61,18 @@ def source_of(checkpoint: Checkpoint) -> Source:
     )
 
 
-def check_place(checkpoint: Checkpoint, plan: ExportPlan, model_dir: Path, options: ExportOptions) -> None:
+def check_place(checkpoint: Checkpoint, plan: ExportPlan, model_dir: str | FilePath, options: ExportOptions) -> None:
     """Raise ExportError where the export by `plan` would not find room, or its version, in `model_dir`."""
-    check_free(model_dir, options.version)
-    source = source_of(checkpoint)
-    if options.resume and find_same_tables(model_dir, tables_key(plan, source)):
-        return
-    ensure_space(model_dir, plan.table_bytes, Header.of(plan, source), restart=not options.resume)
+    destination, source = choose_destination(model_dir), source_of(checkpoint)
+    destination.check(plan, options)
+    is_shared = options.resume and destination.same_tables(tables_key(plan, source)) is not None
+    destination.check_room(plan, Header.of(plan, source), options, is_shared=is_shared)
 
 
 def run_export(
     checkpoint: Checkpoint,
     request: Request,
-    model_dir: Path,
+    model_dir: str | FilePath,
     options: ExportOptions,
     *,
     source: Source | None = None,
@@ -94,27 +93,27 @@ def run_export(
     source = source or source_of(checkpoint)
     header = Header.of(plan, source) if source.lasts else None
     key = tables_key(plan, source) if source.lasts else ""
-    same = find_same_tables(model_dir, key) if options.resume and key else None
-    if same is None:
-        ensure_space(model_dir, plan.table_bytes, header, restart=not options.resume)
+    destination = choose_destination(model_dir)
+    destination.check(plan, options)
+    same = destination.same_tables(key) if options.resume and key else None
+    destination.check_room(plan, header, options, is_shared=same is not None)
     _pass_advice_on(checkpoint, plan)
-    with Staging(model_dir, options.version, header, restart=not options.resume) as staging, resumable(staging):
+    with destination.stage(options, header) as staging, resumable(staging):
         _name_kept(staging)
         graph = request.save_graph(plan, staging.path)
         bound = ErrorBound(plan.shards, options.max_error)
         on_progress = on_progress or ignore
-        streamed = share_tables(same, plan, staging.folder / "shared", on_progress) if same else None
+        streamed = destination.share(same, plan, staging, on_progress) if same else None
         if streamed is None:
             running = engine or choose_engine(options.engine, plan.workers, options.ray_address)
-            streamed = stream_tables(
-                plan, source, staging.tables, running, on_progress=on_progress, on_result=bound.check_shard
-            )
+            tables = staging.open_tables(plan)
+            streamed = stream_into(plan, source, tables, running, on_progress=on_progress, on_result=bound.check_shard)
         bound.check(streamed.errors)
         path = assemble(
             staging,
             plan,
             streamed,
-            layout=choose_layout(options.layout, model_dir, options.serving_root),
+            layout=destination.layout(options),
             stack_keys=graph.stack_keys,
             signatures=graph.signatures,
             features=graph.features,
@@ -126,7 +125,7 @@ def run_export(
 
 
 @contextlib.contextmanager
-def resumable(staging: Staging) -> Iterator[None]:
+def resumable(staging: Stage) -> Iterator[None]:
     """Have an error say what is not lost."""
     try:
         yield
@@ -138,16 +137,16 @@ def resumable(staging: Staging) -> Iterator[None]:
         raise
 
 
-def _name_kept(staging: Staging) -> None:
+def _name_kept(staging: Stage) -> None:
     for unfinished in staging.kept:
         warnings.warn(
             f"MODEL_DIR {staging.model_dir}: an unfinished export of something else is kept for a week: {unfinished}; "
-            "the same export goes on with it; remove the folder if nobody will",
+            "the same export goes on with it; remove it if nobody will",
             stacklevel=4,
         )
 
 
-def _report(path: Path, plan: ExportPlan, request: Request, streamed: StreamReport, seconds: float) -> ExportReport:
+def _report(path: FilePath, plan: ExportPlan, request: Request, streamed: StreamReport, seconds: float) -> ExportReport:
     return ExportReport(
         path=path,
         version=int(path.name),

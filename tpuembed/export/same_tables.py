@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,7 @@ def share_tables(
         done += size
         on_progress(done, plan.table_bytes)
 
+    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed while it did the same
     folder.mkdir()
     for stack in plan.stacks:
         if not _share(same.version, stacks[stack.name], folder / stack.file, count):

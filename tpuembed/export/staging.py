@@ -16,17 +16,28 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from tpuembed.config.checks import check_count
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, ExportError
+from tpuembed.export.plan import ExportPlan
 from tpuembed.export.record import Header, flush, read_record
+from tpuembed.export.tables import FolderTables
 from tpuembed.export.unfinished import PREFIX, TABLES, VERSION, Sorted, Unfinished, sort_out
 from tpuembed.export.units import format_bytes
 
-__all__ = ["MAX_VERSION", "Staging", "check_free", "ensure_space", "next_version", "sync_tree"]
+__all__ = [
+    "MAX_VERSION",
+    "Staging",
+    "check_free",
+    "check_version",
+    "ensure_space",
+    "next_version",
+    "sync_tree",
+    "versions_among",
+]
 
 _SPOILING = (CheckpointCorruptError, CheckpointMismatchError)
 """Errors that say that what was streamed is worth nothing."""
@@ -48,7 +59,7 @@ def check_free(model_dir: Path, version: int | None) -> None:
     Raises:
         ConfigError: it is no positive integer that a server can read.
     """
-    _check_version(version)
+    check_version(version)
     if model_dir.is_dir() and version in _versions(model_dir):
         raise ExportError(
             f"MODEL_DIR {model_dir}: version {version} exists; choose another one, {next_version(model_dir)} is free"
@@ -155,6 +166,10 @@ class Staging:
         """Whether the next export can go on with what there is."""
         return self._can_go_on and not isinstance(error, _SPOILING) and self.finished > 0
 
+    def open_tables(self, plan: ExportPlan) -> FolderTables:  # noqa: ARG002 - as Stage
+        """Where the tables of `plan` are streamed to."""
+        return FolderTables(self.tables)
+
     @property
     def finished(self) -> int:
         """Shards that a next export need not stream again."""
@@ -190,7 +205,8 @@ class Staging:
                     raise  # else it was taken a moment ago, by an exporter that no lock keeps apart
 
 
-def _check_version(version: int | None) -> None:
+def check_version(version: int | None) -> None:
+    """Raise ConfigError unless it is None, or a positive integer that a server can read."""
     if version is not None:
         check_count("version", version)
         if version > MAX_VERSION:
@@ -198,7 +214,12 @@ def _check_version(version: int | None) -> None:
 
 
 def _versions(model_dir: Path) -> set[int]:
-    numbers = {int(path.name) for path in model_dir.iterdir() if _INTEGER.fullmatch(path.name)}
+    return versions_among(path.name for path in model_dir.iterdir())
+
+
+def versions_among(names: Iterable[str]) -> set[int]:
+    """The numbers that TensorFlow Serving takes these names of folders for, where it does."""
+    numbers = {int(name) for name in names if _INTEGER.fullmatch(name)}
     return {number for number in numbers if number <= MAX_VERSION}
 
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from tpuembed.tensor_bundle import crc
 if TYPE_CHECKING:  # the source names what opens it
     from tpuembed.checkpoint import Checkpoint
 
-__all__ = ["ShardResult", "Source", "ignore", "open_source", "peak_rss_bytes", "run_shard"]
+__all__ = ["DataFile", "ShardResult", "Source", "ignore", "open_source", "peak_rss_bytes", "run_shard", "write_shard"]
 
 _Array = npt.NDArray[Any]
 _Bytes = npt.NDArray[np.uint8]
@@ -72,6 +72,8 @@ class ShardResult:
         peak_rss_bytes: of the process since it started.
         is_reused: it was there already, as its task said; `source_crc32c` is then unknown, 0, and `errors` too.
         errors: fields of ErrorSums: how far what is stored is from float32.
+        source_sums: fields of ReadSum by tensor, where the checkpoint offers SummedReads.
+        tag: in a store, what it calls the part that the shard lies in.
     """
 
     index: int
@@ -82,6 +84,18 @@ class ShardResult:
     peak_rss_bytes: int
     is_reused: bool = False
     errors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source_sums: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    tag: str = ""
+
+
+class DataFile(Protocol):
+    """Takes what shards write."""
+
+    def write(self, data: _Bytes, offset: int) -> None:
+        """Write all of `data` at `offset` of the file."""
+
+    def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:
+        """CRC32C of what lies where `task` writes; of less, where the file ends early."""
 
 
 def run_shard(
@@ -100,22 +114,32 @@ def run_shard(
         CheckpointError: the source cannot be read, or is not what the export was planned from.
         ExportError: the file cannot be written.
     """
+    with _LocalFile(folder / task.file) as data_file:
+        return write_shard(task, source, data_file, on_chunk, checkpoint)
+
+
+def write_shard(
+    task: ShardTask,
+    source: Source,
+    data_file: DataFile,
+    on_chunk: Callable[[int], None] = ignore,
+    checkpoint: "Checkpoint | None" = None,
+) -> ShardResult:
+    """`run_shard`, into any data file."""
     started = time.monotonic()
-    with _DataFile(folder / task.file) as data_file:
-        is_reused = task.written_crc32c is not None and data_file.checksum(task, on_chunk) == task.written_crc32c
-        if is_reused:
-            written, read, errors = task.written_crc32c or 0, 0, ErrorSums()
-        else:
-            written, read, errors = _stream(task, checkpoint or _cached_source(source), data_file, on_chunk)
+    is_reused = task.written_crc32c is not None and data_file.checksum(task, on_chunk) == task.written_crc32c
+    found: dict[str, Any]
+    if is_reused:
+        found = {"crc32c": task.written_crc32c, "source_crc32c": 0, "errors": dataclasses.asdict(ErrorSums())}
+    else:
+        found = _stream(task, checkpoint or _cached_source(source), data_file, on_chunk)
     return ShardResult(
         index=task.index,
-        crc32c=written,
-        source_crc32c=read,
         bytes=task.size,
         seconds=time.monotonic() - started,
         peak_rss_bytes=peak_rss_bytes(),
         is_reused=is_reused,
-        errors=dataclasses.asdict(errors),
+        **found,
     )
 
 
@@ -153,9 +177,9 @@ def peak_rss_bytes() -> int:
 
 
 def _stream(
-    task: ShardTask, checkpoint: "Checkpoint", data_file: "_DataFile", on_chunk: Callable[[int], None]
-) -> tuple[int, int, ErrorSums]:
-    """The checksums of what was written and of what was read for it, and how far they are apart."""
+    task: ShardTask, checkpoint: "Checkpoint", data_file: DataFile, on_chunk: Callable[[int], None]
+) -> dict[str, Any]:
+    """What a ShardResult says of the bytes."""
     chunk = Chunk(task)
     stored_crc = read_crc = written = 0
     for start in range(task.start, task.stop, task.chunk_rows):
@@ -165,10 +189,15 @@ def _stream(
         data_file.write(stored, task.file_offset + written)
         written += len(stored)
         on_chunk(written)
-    return stored_crc, read_crc, chunk.errors
+    return {
+        "crc32c": stored_crc,
+        "source_crc32c": read_crc,
+        "errors": dataclasses.asdict(chunk.errors),
+        "source_sums": {key: (met.checksum, met.bytes) for key, met in chunk.source_sums().items()},
+    }
 
 
-class _DataFile:
+class _LocalFile:
     """An existing file, written at offsets; a failure names it and the remedy."""
 
     def __init__(self, path: Path) -> None:
@@ -178,7 +207,7 @@ class _DataFile:
         except OSError as error:
             raise self._failed(error) from None
 
-    def __enter__(self) -> "_DataFile":
+    def __enter__(self) -> "_LocalFile":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -196,7 +225,7 @@ class _DataFile:
             raise self._failed(error) from None
 
     def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:
-        """CRC32C of what lies where `task` writes; of less, where the file ends early."""
+        """See DataFile."""
         buffer, checksum, done = bytearray(min(task.chunk_bytes, _CHECK_BYTES)), 0, 0
         try:
             while done < task.size:

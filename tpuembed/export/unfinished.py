@@ -17,12 +17,13 @@ from typing import Final
 from tpuembed.export.record import Header, Record, read_record
 from tpuembed.export.units import format_bytes
 
-__all__ = ["PREFIX", "TABLES", "VERSION", "Sorted", "Unfinished", "sort_out"]
+__all__ = ["MAX_AGE_SECONDS", "PREFIX", "TABLES", "VERSION", "Sorted", "Unfinished", "sort_out"]
 
 PREFIX: Final = ".staging-"
 TABLES: Final = "tables"
 VERSION: Final = "version"
-_MAX_AGE_SECONDS: Final = 7 * 86400
+MAX_AGE_SECONDS: Final = 7 * 86400
+"""An unfinished export to which nothing was added for so long is litter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Unfinished:
 
     def is_litter(self, header: Header | None) -> bool:
         """Whether nobody will resume it, as the export of `header` can tell."""
-        if self.record is None or self._is_published or time.time() - self.record.written > _MAX_AGE_SECONDS:
+        if self.record is None or self._is_published or time.time() - self.record.written > MAX_AGE_SECONDS:
             return True
         its = self.record.header
         return header is not None and its.source == header.source and its.fingerprint != header.fingerprint

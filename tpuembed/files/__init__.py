@@ -26,6 +26,7 @@ __all__ = [
     "MissingBucketError",
     "UrlPath",
     "as_path",
+    "in_parallel",
     "open_bytes",
     "open_stream",
     "read_all",

@@ -7,12 +7,12 @@ callback  an export every so many epochs of `fit`
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.report import ExportReport
 from tpuembed.export.run import Progress, run_export
+from tpuembed.files import FilePath
 from tpuembed.live.engine import ThreadEngine
 from tpuembed.live.request import request_of
 from tpuembed.live.tables import lent, live_checkpoint
@@ -22,7 +22,7 @@ __all__ = ["export_model"]
 
 def export_model(
     model: Any,
-    model_dir: str | Path,
+    model_dir: str | FilePath,
     *,
     serving_config: Any = None,
     tables: Sequence[str] | None = None,
@@ -39,7 +39,7 @@ def export_model(
     Args:
         model: a Keras model with `TPUEmbedding` layers, whose inputs and outputs become the signature's; a subclassed one
             as (model, {input name: tf.TensorSpec}). Or a `TPUEmbedding` layer, for lookups.
-        model_dir: made where missing.
+        model_dir: a folder, made where missing, or s3://BUCKET/KEY.
         serving_config: for a layer: the features to answer, as `export_saved_model` takes them; None for the layer's own.
             A model's signature must agree with it.
         tables, features: for a layer: export these only, with the features that look up in them and the tables that they
@@ -55,6 +55,4 @@ def export_model(
     with live_checkpoint(model) as checkpoint, lent(checkpoint) as source:
         request = request_of(checkpoint, model, serving_config, tables, features)
         engine = ThreadEngine(checkpoint, chosen.workers)
-        return run_export(
-            checkpoint, request, Path(model_dir), chosen, source=source, engine=engine, on_progress=on_progress
-        )
+        return run_export(checkpoint, request, model_dir, chosen, source=source, engine=engine, on_progress=on_progress)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +10,7 @@ from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError, TpuEmbedError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.report import ExportReport
+from tpuembed.files import FilePath, as_path
 from tpuembed.live import export_model
 
 __all__ = ["ExportCallback"]
@@ -40,7 +40,7 @@ class ExportCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        model_dir: str | Path,
+        model_dir: str | FilePath,
         every_epochs: int = 1,
         *,
         at_end: bool = False,
@@ -55,7 +55,7 @@ class ExportCallback(keras.callbacks.Callback):
             raise ConfigError("ExportCallback: version: every export has a version of its own; leave it out")
         ExportOptions.of("ExportCallback", _export_options(options), without=("engine", "ray_address"))
         self.reports: list[ExportReport] = []
-        self._model_dir, self._every, self._at_end = Path(model_dir), int(every_epochs), at_end
+        self._model_dir, self._every, self._at_end = as_path(model_dir), int(every_epochs), at_end
         self._input_specs, self._on_error, self._options = input_specs, on_error, options
         self._unexported = 0
 

@@ -1,0 +1,274 @@
+"""A bucket of S3, or of a store that speaks its API, that is written: objects, conditional writes, uploads in parts.
+
+Amazon's own client does it, which finds credentials, region and endpoint as Amazon's tools do. Whatever fails raises an OSError
+with one line as its `strerror`.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import email.utils
+import errno
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tpuembed.errors import MissingExtraError, one_line
+from tpuembed.files.types import MissingBucketError
+
+__all__ = ["Bucket", "Part", "Stored", "content_md5", "md5"]
+
+_TRIES: Final = 8
+"""Of a request that fails in a way that may pass: 500, 503, time-outs, broken connections."""
+_CONNECT_SECONDS: Final = 10
+_READ_SECONDS: Final = 300
+"""Putting thousands of parts together takes minutes."""
+_CONNECTIONS: Final = 16
+_SIGNED_SECONDS: Final = 6 * 3600
+_MAX_PUT_BYTES: Final = 5 << 30
+_DELETED_AT_ONCE: Final = 1000
+_DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401")
+_NO_CREDENTIALS: Final = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An object.
+
+    Attributes:
+        data: its bytes.
+        tag: its ETag.
+        age_seconds: since it was written, both by the store's clock.
+    """
+
+    data: bytes
+    tag: str
+    age_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A finished part of an upload."""
+
+    tag: str
+    size: int
+
+
+class Bucket:
+    """The bucket called `name`; any thread may use it.
+
+    Raises:
+        MissingBucketError: there is none.
+        OSError: it cannot be reached, or not with these credentials.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._client = _client(None)
+        with self._failing(""):
+            region = self._region()
+            if region and region != self._client.meta.region_name:
+                self._client = _client(region)
+
+    def _region(self) -> str:
+        """Where the store says that the bucket is; it answers that even where it refuses the rest."""
+        from botocore.exceptions import ClientError
+
+        try:
+            answer = self._client.head_bucket(Bucket=self.name)
+        except ClientError as error:
+            answer = error.response
+            if answer["ResponseMetadata"]["HTTPStatusCode"] not in (301, 400):
+                raise
+        return str(answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", ""))
+
+    def create(self, key: str, data: bytes) -> str:
+        """Write an object that is not there yet; its ETag. FileExistsError where another one is."""
+        try:
+            return self._put(key, data, IfNoneMatch="*")
+        except FileExistsError:
+            # The client tries again where an answer was lost: then it is ours.
+            found = self.get(key)
+            if found is None or found.data != data:
+                raise
+            return found.tag
+
+    def replace(self, key: str, data: bytes, tag: str) -> str:
+        """Write an object over the one of ETag `tag`; its ETag. FileExistsError where it is another one by now, or none."""
+        try:
+            return self._put(key, data, IfMatch=tag)
+        except (FileExistsError, FileNotFoundError) as error:
+            found = self.get(key)
+            if found is None or found.data != data:
+                raise FileExistsError(errno.EEXIST, error.strerror, self._url(key)) from None
+            return found.tag
+
+    def put(self, key: str, path: Path) -> None:
+        """Write the bytes of a file."""
+        if path.stat().st_size > _MAX_PUT_BYTES:
+            raise OSError(errno.EFBIG, f"{path.name} is larger than {_MAX_PUT_BYTES} bytes", self._url(key))
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, md5).digest()
+            file.seek(0)
+            with self._failing(key):
+                self._client.put_object(Bucket=self.name, Key=key, Body=file, ContentMD5=content_md5(digest))
+
+    def _put(self, key: str, data: bytes, **conditions: str) -> str:
+        with self._failing(key):
+            digest = content_md5(md5(data).digest())
+            answer = self._client.put_object(Bucket=self.name, Key=key, Body=data, ContentMD5=digest, **conditions)
+        return str(answer["ETag"])
+
+    def get(self, key: str) -> Stored | None:
+        """The object; None where there is none."""
+        with contextlib.suppress(FileNotFoundError), self._failing(key):
+            answer = self._client.get_object(Bucket=self.name, Key=key)
+            data = answer["Body"].read()
+            now = email.utils.parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+            return Stored(data, str(answer["ETag"]), (now - answer["LastModified"]).total_seconds())
+        return None
+
+    def head(self, key: str) -> Part | None:
+        """ETag and size of the object; None where there is none."""
+        with contextlib.suppress(FileNotFoundError), self._failing(key):
+            answer = self._client.head_object(Bucket=self.name, Key=key)
+            return Part(str(answer["ETag"]), int(answer["ContentLength"]))
+        return None
+
+    def children(self, prefix: str) -> list[str]:
+        """The names right below `prefix`, which ends in a slash or is empty: of objects and of what would be folders."""
+        names = list[str]()
+        with self._failing(prefix):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.name, Prefix=prefix, Delimiter="/"
+            )
+            for page in pages:
+                names += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+                names += [entry["Key"] for entry in page.get("Contents", ())]
+        return [name.removeprefix(prefix).rstrip("/") for name in names if name != prefix]
+
+    def keys(self, prefix: str) -> list[str]:
+        """All objects whose keys begin so."""
+        with self._failing(prefix):
+            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+            return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove these objects, where they are there."""
+        for key in keys:
+            with self._failing(key):
+                self._client.delete_object(Bucket=self.name, Key=key)
+
+    def begin_upload(self, key: str) -> str:
+        """Begin an object that is uploaded in parts, and seen when it is completed; the upload's id."""
+        with self._failing(key):
+            return str(self._client.create_multipart_upload(Bucket=self.name, Key=key)["UploadId"])
+
+    def uploads(self, prefix: str) -> list[tuple[str, str]]:
+        """(key, id) of the uploads under way whose keys begin so."""
+        with self._failing(prefix):
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.name, Prefix=prefix)
+            found = [(entry["Key"], entry["UploadId"]) for page in pages for entry in page.get("Uploads", ())]
+        return [(key, upload) for key, upload in found if key.startswith(prefix)]
+
+    def parts(self, key: str, upload: str) -> Mapping[int, Part] | None:
+        """The finished parts of an upload by number; None where there is no such upload, perhaps no longer."""
+        with contextlib.suppress(FileNotFoundError), self._failing(key):
+            pages = self._client.get_paginator("list_parts").paginate(Bucket=self.name, Key=key, UploadId=upload)
+            found = [entry for page in pages for entry in page.get("Parts", ())]
+            return {entry["PartNumber"]: Part(entry["ETag"], entry["Size"]) for entry in found}
+        return None
+
+    def sign_part(self, key: str, upload: str, number: int) -> str:
+        """A URL that whoever has it may PUT the part to, for some hours."""
+        asked = {"Bucket": self.name, "Key": key, "UploadId": upload, "PartNumber": number}
+        with self._failing(key):
+            return str(self._client.generate_presigned_url("upload_part", Params=asked, ExpiresIn=_SIGNED_SECONDS))
+
+    def complete_upload(self, key: str, upload: str, tags: Sequence[str]) -> None:
+        """Make the object of the parts of these ETags, in their order. FileNotFoundError where there is no such upload."""
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
+        with self._failing(key):
+            self._client.complete_multipart_upload(
+                Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": parts}
+            )
+
+    def abort_upload(self, key: str, upload: str) -> None:
+        """Forget an upload and its parts, where it is there."""
+        with contextlib.suppress(FileNotFoundError), self._failing(key):
+            self._client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload)
+
+    def _url(self, key: str) -> str:
+        return f"s3://{self.name}/{key}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _failing(self, key: str) -> Iterator[None]:
+        """Turn the client's errors into the operating system's terms."""
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+
+        try:
+            yield
+        except ClientError as error:
+            raise self._meaning(error, key) from None
+        except (NoCredentialsError, PartialCredentialsError):
+            raise PermissionError(errno.EACCES, _NO_CREDENTIALS, self._url(key)) from None
+        except BotoCoreError as error:
+            raise OSError(errno.EIO, one_line(error), self._url(key)) from None
+
+    def _meaning(self, error: Any, key: str) -> OSError:
+        said = error.response.get("Error", {})
+        code, status = said.get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
+        line, url = f"the store answers {status} {code}: {said.get('Message', '')}", self._url(key)
+        if code == "NoSuchBucket" or (status == 404 and not key):
+            return MissingBucketError(errno.ENOENT, f"there is no bucket {self.name!r}", url)
+        if status == 404:
+            return FileNotFoundError(errno.ENOENT, line, url)
+        if status in (409, 412):
+            return FileExistsError(errno.EEXIST, line, url)
+        if status in (401, 403) or code in _DENIED:
+            return PermissionError(errno.EACCES, line, url)
+        return OSError(errno.EIO, line, url)
+
+
+def md5(data: bytes = b"") -> Any:
+    """The hash that S3's API checks bodies by, on machines too whose policies forbid it for secrets."""
+    return hashlib.md5(data, usedforsecurity=False)
+
+
+def content_md5(digest: bytes) -> str:
+    """The header of a digest."""
+    return base64.b64encode(digest).decode()
+
+
+def _client(region: str | None) -> Any:
+    try:
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("writing to s3://", str(error.name), "cloud") from None
+    config = Config(
+        signature_version=UNSIGNED if _is_set("AWS_SKIP_SIGNATURE") else "s3v4",
+        retries={"mode": "standard", "max_attempts": _TRIES},
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=_READ_SECONDS,
+        max_pool_connections=_CONNECTIONS,
+        # Bodies carry Content-MD5, which every store checks; a signed URL must ask for no checksum that nobody sends.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": _addressing()},
+    )
+    named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return boto3.session.Session().client("s3", region_name=named or "us-east-1", config=config)
+
+
+def _addressing() -> str:
+    """Where buckets are in a URL: other stores than Amazon's have them in the path."""
+    other = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return "path" if other and not _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes")

@@ -1,0 +1,101 @@
+"""A PUT of an open file to a URL, tried again for as long as that may help: what workers need of a store, and no more.
+
+The standard library does it, in two megabytes of memory; Amazon's client would take more than a worker has.
+"""
+
+import errno
+import functools
+import http.client
+import os
+import random
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, Final
+
+__all__ = ["put_file"]
+
+_PAUSES_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Between tries, of which there is one more."""
+_TIMEOUT_SECONDS: Final = 60.0
+_BLOCK_BYTES: Final = 256 << 10
+_MAY_PASS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_EXPIRED: Final = (b"ExpiredToken", b"Request has expired", b"TokenRefreshRequired", b"RequestTimeTooSkewed")
+_MAX_BODY_BYTES: Final = 2000
+
+
+def put_file(
+    url: str, file: BinaryIO, size: int, headers: Mapping[str, str], on_block: Callable[[], None] = lambda: None
+) -> str:
+    """PUT the first `size` bytes of `file`; the ETag of the answer. `on_block` is called again and again meanwhile.
+
+    Raises:
+        TimeoutError: it failed in a way that may pass, too often; or the URL has expired.
+        PermissionError: the store refuses it.
+        FileNotFoundError: what the URL is of is gone.
+        OSError: anything else.
+    """
+    for pause in (*_PAUSES_SECONDS, None):
+        failure = ""
+        try:
+            return _put(url, file, size, headers, on_block)
+        except urllib.error.HTTPError as error:
+            with error:
+                failure = _meaning(error)
+        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+            failure = _reason(error)
+        if pause is not None:
+            time.sleep(pause * random.uniform(0.5, 1.5))
+    raise TimeoutError(errno.ETIMEDOUT, f"{failure}; it was tried {len(_PAUSES_SECONDS) + 1} times")
+
+
+def _put(url: str, file: BinaryIO, size: int, headers: Mapping[str, str], on_block: Callable[[], None]) -> str:
+    # A body of form data, which is what a request without a type has, is taken apart by some servers.
+    fields = {"Content-Type": "application/octet-stream", **headers, "Content-Length": str(size)}
+    request = urllib.request.Request(url, data=_blocks(file, size, on_block), headers=fields, method="PUT")
+    with _opener().open(request, timeout=_TIMEOUT_SECONDS) as answer:
+        answer.read(_MAX_BODY_BYTES)
+        return str(answer.headers["ETag"] or "")
+
+
+def _blocks(file: BinaryIO, size: int, on_block: Callable[[], None]) -> Iterator[Any]:
+    file.seek(0)
+    buffer, left = memoryview(bytearray(_BLOCK_BYTES)), size
+    while left:
+        count = file.readinto(buffer[:left])  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(errno.EIO, f"a temporary file ends {left} bytes early")
+        left -= count
+        yield buffer[:count]
+        on_block()
+
+
+@functools.cache
+def _opener() -> Any:
+    """Of http and https, through the proxies that the environment names."""
+    context = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
+    return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+
+
+def _meaning(error: urllib.error.HTTPError) -> str:
+    """What the store says, where another try may help; raises otherwise."""
+    body = error.read(_MAX_BODY_BYTES)
+    line = f"the store answers {error.code}: {' '.join(body.decode(errors='replace').split())[:300]}"
+    if error.code in _MAY_PASS or b"RequestTimeout" in body or b"BadDigest" in body:
+        return line
+    if any(code in body for code in _EXPIRED):
+        raise TimeoutError(errno.ETIMEDOUT, line)  # whoever signs anew may go on
+    if error.code in (401, 403):
+        raise PermissionError(errno.EACCES, line)
+    if error.code == 404:
+        raise FileNotFoundError(errno.ENOENT, line)
+    raise OSError(errno.EINVAL, line)
+
+
+def _reason(error: Exception) -> str:
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        raise PermissionError(errno.EACCES, f"{reason.verify_message}; set AWS_CA_BUNDLE")
+    return f"{type(reason).__name__}: {reason}"
