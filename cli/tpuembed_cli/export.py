@@ -1,7 +1,6 @@
 """`tpuembed export`: options, one library call, its report."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ __all__ = ["export"]
 
 @click.command()
 @click.argument("checkpoint")
-@click.argument("model_dir", type=click.Path(path_type=Path))
+@click.argument("model_dir")
 @click.option(
     "--serving-config", metavar="FILE", help="Features to answer, as YAML or JSON. Default: the checkpoint's own."
 )
@@ -44,7 +43,7 @@ __all__ = ["export"]
 @click.option(
     "--serving-root",
     metavar="ROOT",
-    help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine.",
+    help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine; of a store, there is none.",
 )
 @click.option(
     "--max-memory", type=SIZE, default="512MiB", show_default=True, help="Bound on all workers' buffers together."
@@ -55,7 +54,7 @@ __all__ = ["export"]
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="Processes of this machine, or a Ray cluster whose nodes all see CHECKPOINT and MODEL_DIR.",
+    help="Processes of this machine, or a Ray cluster whose nodes all see CHECKPOINT and MODEL_DIR, or reach the store.",
 )
 @click.option(
     "--ray-address", metavar="ADDRESS", help="The cluster. Default: that of RAY_ADDRESS, or a new one on this machine."
@@ -72,7 +71,7 @@ __all__ = ["export"]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def export(
     checkpoint: str,
-    model_dir: Path,
+    model_dir: str,
     tables: tuple[str, ...],
     features: tuple[str, ...],
     max_memory: int,
@@ -82,10 +81,10 @@ def export(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Write MODEL_DIR/<version>/, a SavedModel of CHECKPOINT's tables.
+    """Write MODEL_DIR/<version>/, a SavedModel of CHECKPOINT's tables. MODEL_DIR is a folder, or s3://BUCKET/KEY.
 
     CHECKPOINT is a prefix such as ckpt-1, a directory (its latest), or any file of a checkpoint. The version appears by one
-    rename when it is complete.
+    rename when it is complete; in a store, saved_model.pb is written last.
     """
     request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
     request |= {"model_dir": model_dir, "version": version, "resume": resume}

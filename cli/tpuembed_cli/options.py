@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 __all__ = [
+    "FOLDER",
     "SIZE",
     "STORAGE_TYPES",
     "Size",
@@ -46,6 +48,24 @@ class Size(click.ParamType[int]):
 
 
 SIZE = Size()
+
+
+class _Folder(click.Path):
+    """A folder of this machine."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; a URL is refused by name."""
+        if "://" in str(value):
+            self.fail(
+                f"{value} is in a store, and models are served from disks alone; copy the version to a disk, saved_model.pb "
+                "last, or mount the bucket",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+FOLDER = _Folder(path_type=Path)
 
 
 def _as_mapping(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:

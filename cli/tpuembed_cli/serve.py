@@ -9,18 +9,19 @@ from typing import Any
 import click
 
 from tpuembed.errors import MissingExtraError
+from tpuembed_cli.options import FOLDER
 
 __all__ = ["serve"]
 
-_PACKAGES = ("tensorflow", "fastapi", "uvicorn", "orjson")
-_GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection", "tensorflow_serving")
+_PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
+_GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 _GRPC_PORT = 8500
 _POSITIVE = click.IntRange(min=1)
 _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(short_help="Serve the models under MODEL_DIR over HTTP.")
-@click.argument("model_dir", type=click.Path(path_type=Path), required=False)
+@click.argument("model_dir", type=FOLDER, required=False)
 @click.option("--name", help="What URLs call the model; the default is the folder's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--rest-port", type=click.IntRange(0, 65535), default=8501, show_default=True, help="0 picks a free one.")
