@@ -20,6 +20,8 @@ from tpuembed_serving.service import PredictionService
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
+from tpuembed_serving.verification import verify_checksums
+from tpuembed_serving.warmup import warm_up
 from tpuembed_serving.worker_link import WorkerLink
 from tpuembed_serving.worker_repository import WorkerRepository
 
@@ -140,10 +142,18 @@ def _load_saved_model(version_dir: Path, *, settings: ServerSettings, stopping: 
         threads=settings.run_threads,
         per_model_batching=settings.batching.per_model,
     )
-    return runtime.load(
+    if settings.verify_on_load:
+        verify_checksums(version_dir, give_up)
+    servable = runtime.load(
         version_dir,
         prewarm=settings.prewarm,
         random_access=settings.random_access,
         on_read=give_up,
         options=options,
     )
+    try:
+        warm_up(version_dir, servable, lambda: give_up(0))
+    except BaseException:
+        servable.close()
+        raise
+    return servable
