@@ -195,6 +195,7 @@ def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
         StatusError: UNIMPLEMENTED, the dtype has no such field here.
     """
     proto.dtype = types_pb2.DataType.Value(f"DT_{dtype.upper()}")
+    proto.tensor_shape.SetInParent()  # a scalar's is there, and empty
     for size in array.shape:
         proto.tensor_shape.dim.add().size = size
     if proto.dtype == types_pb2.DT_STRING:

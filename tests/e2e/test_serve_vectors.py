@@ -1,18 +1,30 @@
 """Requests over real sockets against the answers that TensorFlow Serving's API page states; see vector_server for the form."""
 
+import base64
 import gzip
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
+import numpy as np
 import pytest
+import tensorflow as tf
+from google.protobuf import json_format, message_factory  # type: ignore[import-untyped]
+from tensorflow_serving.apis import (
+    get_model_metadata_pb2,
+    model_service_pb2,
+    predict_pb2,
+    prediction_service_pb2,
+)
 
 from tests.e2e.vector_models import save_models
 from tests.e2e.vector_server import VectorServer, read_vectors
 
 REST = list(read_vectors("rest_*.yaml"))
+GRPC = list(read_vectors("grpc_*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +87,145 @@ def test_rest(client: httpx.Client, vector: dict[str, Any]) -> None:
 def test_there_are_enough_vectors() -> None:
     assert len(REST) >= 250
     assert len({(one.get("method"), one["path"], one["send"], str(one.get("headers"))) for one in REST}) == len(REST)
+
+
+def with_shapes(value: Any) -> Any:
+    """`shape: [2, 3]` as a tensor_shape."""
+    if isinstance(value, list):
+        return [with_shapes(element) for element in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: with_shapes(member) for key, member in value.items() if key != "shape"}
+    if "shape" in value:
+        found["tensor_shape"] = {"dim": [{"size": str(size)} for size in value["shape"]]}
+    return found
+
+
+class Caller:
+    """Calls methods by their names."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        files = (prediction_service_pb2, model_service_pb2)
+        self._services = {name: one for file in files for name, one in file.DESCRIPTOR.services_by_name.items()}
+
+    def messages(self, rpc: str) -> tuple[Any, Any]:
+        """The classes of a method's request and response."""
+        service, _, name = rpc.partition("/")
+        method = self._services[service].methods_by_name[name]
+        return message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(method.output_type)
+
+    def call(self, rpc: str, request: bytes, timeout: float = 60) -> tuple[str, str, Any]:
+        """Code, text and response."""
+        method = self._channel.unary_unary(f"/tensorflow.serving.{rpc}", None, self.messages(rpc)[1].FromString)
+        try:
+            return "OK", "", method(request, timeout=timeout)
+        except grpc.RpcError as error:
+            return error.code().name, error.details(), None
+
+    def ask(self, rpc: str, request: dict[str, Any]) -> tuple[str, str, Any]:
+        """The same for a request in JSON form."""
+        message = json_format.ParseDict(with_shapes(request), self.messages(rpc)[0]())
+        return self.call(rpc, message.SerializeToString())
+
+
+@pytest.fixture(scope="module")
+def caller(server: VectorServer) -> Iterator[Caller]:
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        yield Caller(channel)
+
+
+@pytest.mark.parametrize("vector", GRPC, ids=lambda vector: vector["name"])
+def test_grpc(caller: Caller, vector: dict[str, Any]) -> None:
+    rpc = vector["rpc"]
+    if "raw" in vector:
+        code, text, response = caller.call(rpc, bytes.fromhex(vector["raw"]))
+    else:
+        code, text, response = caller.ask(rpc, vector["send"])
+    assert (code, "" if code == "OK" else text) == (vector["code"], vector.get("text", text))
+    if "text_like" in vector:
+        assert re.fullmatch(vector["text_like"], text, re.DOTALL), text
+    if "answer" in vector:
+        wanted = json_format.ParseDict(with_shapes(vector["answer"]), caller.messages(rpc)[1]())
+        assert str(response) == str(wanted)
+
+
+def signature_inputs(caller: Caller, model: str, signature: str) -> dict[str, Any]:
+    """TensorFlow's dtype of each input, as GetModelMetadata says."""
+    request = {"model_spec": {"name": model}, "metadata_field": ["signature_def"]}
+    _, _, response = caller.ask("PredictionService/GetModelMetadata", request)
+    signatures = get_model_metadata_pb2.SignatureDefMap()
+    assert response.metadata["signature_def"].Unpack(signatures)
+    definition = signatures.signature_def[signature or "serving_default"]
+    return {alias: tf.as_dtype(info.dtype) for alias, info in definition.inputs.items()}
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict) and not (set(value) == {"b64"} and isinstance(value["b64"], str))
+
+
+def columns(body: dict[str, Any], dtypes: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a REST request, in either form, by alias."""
+    if "inputs" in body:
+        inputs = body["inputs"] if is_object(body["inputs"]) else dict.fromkeys(dtypes, body["inputs"])
+        return {alias: inputs[alias] for alias in dtypes}
+    rows = body["instances"]
+    return {alias: [row[alias] if is_object(row) else row for row in rows] for alias in dtypes}
+
+
+def tensor(value: Any, dtype: Any) -> Any:
+    def leaf(text: Any) -> Any:
+        if isinstance(text, list):
+            return [leaf(element) for element in text]
+        return base64.b64decode(text["b64"] + "==") if isinstance(text, dict) else text.encode()
+
+    if dtype == tf.string:
+        return tf.make_tensor_proto(np.array(leaf(value), dtype=object), dtype)
+    with np.errstate(over="ignore"):  # the narrow integers wrap, and what is too large is infinite
+        wide = np.array(value, np.float64 if dtype.is_floating else np.uint64 if dtype == tf.uint64 else np.int64)
+        return tf.make_tensor_proto(wide.astype(dtype.as_numpy_dtype), dtype)
+
+
+def numbers(alias: str, value: Any) -> Any:
+    """A REST output as numpy has the tensor."""
+    if isinstance(value, list):
+        return [numbers(alias, element) for element in value]
+    if isinstance(value, dict):
+        return base64.b64decode(value["b64"])
+    return value.encode() if isinstance(value, str) else value
+
+
+PREDICTED = [
+    one for one in REST if one["status"] == 200 and one["name"][:4] != "urls" and one["path"].endswith(":predict")
+]
+PREDICTED = [one for one in PREDICTED if one.get("method") != "OPTIONS"]
+
+
+def first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return dict(reversed(pairs))
+
+
+@pytest.mark.parametrize("vector", PREDICTED, ids=lambda vector: vector["name"])
+def test_rest_and_grpc_answer_alike(client: httpx.Client, caller: Caller, vector: dict[str, Any]) -> None:
+    body, _ = json.JSONDecoder(object_pairs_hook=first_wins).raw_decode(
+        vector["send"].strip().replace("Inf]", "Infinity]")
+    )
+    model = vector["path"].removeprefix("/v1/models/").removesuffix(":predict")
+    name = body.get("signature_name", "")
+    dtypes = signature_inputs(caller, model, name)
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name, request.model_spec.signature_name = model, name
+    for alias, value in columns(body, dtypes).items():
+        request.inputs[alias].CopyFrom(tensor(value, dtypes[alias]))
+    code, text, response = caller.call("PredictionService/Predict", request.SerializeToString())
+    assert code == "OK", text
+    outputs = {alias: tf.make_ndarray(proto) for alias, proto in response.outputs.items()}
+    answer = ask(client, vector).json()
+    found = answer["outputs"] if "outputs" in answer else answer["predictions"]
+    if len(outputs) == 1:
+        found = dict.fromkeys(outputs, found)
+    elif "predictions" in answer:
+        found = {alias: [row[alias] for row in found] for alias in outputs}
+    for alias, array in outputs.items():
+        wanted = np.array(numbers(alias, found[alias]), dtype=array.dtype)
+        np.testing.assert_array_equal(array, wanted.reshape(array.shape))
