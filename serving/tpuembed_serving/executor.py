@@ -1,57 +1,238 @@
-"""Runs of models on a few threads, with a bounded queue and a deadline; the event loop never waits for one."""
+"""Runs of models on a few threads, with a bounded queue and deadlines; the event loop never waits for one.
+
+Batching has no timer: a run starts as soon as a thread is free, with all that waits for the same. While few requests come each
+runs at once; the more there are, the more of them share a run.
+"""
 
 import asyncio
+import collections
 import concurrent.futures
-import threading
+import time
+import weakref
 from collections.abc import Sequence
+from typing import Any, Final
 
+from tpuembed_serving.batch_lane import Lane, Request
+from tpuembed_serving.batch_runner import Outcome
 from tpuembed_serving.servable import Array, Servable, Signature
+from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError
 
 __all__ = ["ModelExecutor"]
 
+_INLINE_SECONDS: Final = 0.0003
+"""A run that is known to be shorter stays on the event loop's thread: to hand it over and back costs about as much."""
+
 
 class ModelExecutor:
-    """Starts a run as soon as a thread is free, in order of arrival."""
+    """Starts runs in order of arrival. Its methods belong to one event loop at a time."""
 
-    def __init__(self, threads: int, max_queued: int, timeout_seconds: float) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="model-run")
-        self._max_pending = threads + max_queued
+    def __init__(
+        self, threads: int, max_queued: int, timeout_seconds: float, batching: BatchingSettings | None = None
+    ) -> None:
+        """At most `threads` runs are in progress, and `max_queued` more requests wait."""
+        self._batching = batching or BatchingSettings()
+        of_all = self._batching.parameters
+        threads = (of_all and of_all.num_batch_threads) or threads
+        name = (of_all and of_all.thread_pool_name) or "model-run"
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = threads
         self._max_queued = max_queued
         self._timeout_seconds = timeout_seconds
-        self._lock = threading.Lock()
-        self._pending = 0
+        self._lanes: dict[int, dict[str, Lane]] = {}
+        self._groups: dict[Any, collections.deque[Request]] = {}
+        self._waiting = 0
+        self._enter(None)
 
-    async def run(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """What `servable.run` returns or raises.
+    def _enter(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """What was planned belongs to the loop that ends with it."""
+        self._loop = loop
+        self._open: set[Request] = set()
+        self._will_start = False
+        self._expiry: asyncio.TimerHandle | None = None
+
+    async def run(
+        self,
+        servable: Servable,
+        signature: Signature,
+        inputs: Sequence[Array],
+        *,
+        timeout_seconds: float | None = None,
+    ) -> list[Array]:
+        """What `servable.run` returns or raises for `inputs`.
+
+        Args:
+            timeout_seconds: how long the caller waits, where that is less than every request may take.
 
         Raises:
-            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time.
+            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows than
+                the operator's parameters allow.
         """
-        if self._pending >= self._max_pending:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._enter(loop)
+        seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
+        lane = self._lane(servable, signature)
+        request = lane.request(servable, inputs, loop.create_future(), loop.time(), seconds)
+        if self._waiting >= self._max_queued + self._free:
             raise self._full()
-        future = self._pool.submit(servable.run, signature, inputs)
-        self._count(+1)
-        future.add_done_callback(lambda _: self._count(-1))
+        self._add(request)
+        self._expect(request.deadline)
+        if self._free and not self._will_start:
+            # Not now: what else this turn of the loop brings may share the run.
+            self._will_start = True
+            loop.call_soon(self._start_runs)
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            # TensorFlow's text for a Session::Run that outlives RunOptions.timeout_in_ms.
-            raise StatusError(Code.DEADLINE_EXCEEDED, "Timed out waiting for notification") from None
+            return await request.future
+        except asyncio.CancelledError:
+            self._leave(request)
+            raise
 
     def close(self) -> None:
         """Drop what waits. What still runs has outlived its deadline, and ends when its servable is closed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for request in list(self._open) if self._loop and not self._loop.is_closed() else ():
+            if request.is_waiting:
+                self._fail(request, StatusError(Code.UNAVAILABLE, "the server stops"))
 
-    def _count(self, change: int) -> None:
-        """Called by the thread that ends a run as well: one that outlives its deadline still occupies its thread."""
-        with self._lock:
-            self._pending += change
+    # ---- what waits
+
+    def _lane(self, servable: Servable, signature: Signature) -> Lane:
+        lanes = self._lanes.get(id(servable))
+        if lanes is None:
+            lanes = self._lanes[id(servable)] = {}
+            weakref.finalize(servable, self._lanes.pop, id(servable), None)
+        lane = lanes.get(signature.name)
+        if lane is None:
+            lane = lanes[signature.name] = Lane.of(servable, signature, self._batching)
+        return lane
+
+    def _add(self, request: Request) -> None:
+        request.lane.check_room(request)
+        group = self._groups.get(request.group)
+        if group is None:
+            group = self._groups[request.group] = collections.deque()
+        group.append(request)
+        self._open.add(request)
+        request.enter()
+        self._waiting += 1
+
+    def _leave(self, request: Request) -> None:
+        """It is taken, or nobody waits for it any more; what is left of it in its group is passed over."""
+        if request.is_waiting:
+            request.leave()
+            self._waiting -= 1
 
     def _full(self) -> StatusError:
         return StatusError(
             Code.UNAVAILABLE,
             "The batch scheduling queue to which this task was submitted is full; currently "
-            f"{self._pending} requests are running or queued and at most {self._max_queued} may wait",
+            f"{self._waiting} requests are waiting and at most {self._max_queued} may",
         )
+
+    # ---- deadlines: one timer for all
+
+    def _expect(self, deadline: float) -> None:
+        assert self._loop is not None
+        if self._expiry is None or deadline < self._expiry.when():
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._expiry = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        assert self._loop is not None
+        self._expiry = None
+        now = self._loop.time()
+        for request in list(self._open):
+            if request.deadline <= now:
+                # TensorFlow's text for a Session::Run that outlives RunOptions.timeout_in_ms.
+                self._fail(request, StatusError(Code.DEADLINE_EXCEEDED, "Timed out waiting for notification"))
+        if self._open:
+            self._expect(min(request.deadline for request in self._open))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._open.discard(request)
+        self._leave(request)
+        if not request.is_over:
+            request.future.set_exception(error)
+
+    # ---- runs
+
+    def _start_runs(self) -> None:
+        self._will_start = False
+        for group in list(self._groups):
+            while self._free and group in self._groups and self._is_due(group):
+                self._start(self._take(group))
+
+    def _is_due(self, group: Any) -> bool:
+        """Whether the group's requests have waited for others as long as the operator wants them to; mostly not at all."""
+        requests = self._groups[group]
+        lane = requests[0].lane
+        if not lane.wait_seconds or sum(request.rows or 0 for request in requests) >= lane.run_rows:
+            return True
+        assert self._loop is not None
+        start = requests[0].entered + lane.wait_seconds
+        if start <= self._loop.time():
+            return True
+        self._loop.call_at(start, self._start_runs)
+        return False
+
+    def _take(self, group: Any) -> list[Request]:
+        """Requests for one run; its group goes to the end of the line with what is left of it."""
+        requests = self._groups.pop(group)
+        taken: list[Request] = []
+        room = requests[0].lane.run_rows
+        while requests and (not taken or (requests[0].rows or 0) <= room):
+            request = requests.popleft()
+            if request.is_waiting:
+                self._leave(request)
+                taken.append(request)
+                room -= request.rows or 0
+        if requests:
+            self._groups[group] = requests
+        return taken
+
+    def _start(self, requests: list[Request]) -> None:
+        if not requests:
+            return
+        lane = requests[0].lane
+        if lane.expected_seconds(requests) < _INLINE_SECONDS:
+            self._deliver(requests, *_run(requests))
+            return
+        self._free -= 1
+        assert self._loop is not None
+        self._pool.submit(self._work, self._loop, requests)
+
+    def _work(self, loop: asyncio.AbstractEventLoop, requests: list[Request]) -> None:
+        """On a thread of the pool."""
+        outcomes, seconds = _run(requests)
+        try:
+            loop.call_soon_threadsafe(self._finish, requests, outcomes, seconds)
+        except RuntimeError:  # the loop is closed, and with it whoever waited
+            self._free += 1
+
+    def _finish(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
+        self._free += 1
+        self._deliver(requests, outcomes, seconds)
+        if self._groups:
+            self._start_runs()
+
+    def _deliver(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
+        requests[0].lane.learn_seconds(requests, seconds)
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._fail(request, outcome)
+            else:
+                self._open.discard(request)
+                if outcome is not None and not request.is_over:
+                    request.future.set_result(outcome)
+
+
+def _run(requests: list[Request]) -> tuple[Sequence[Outcome], float]:
+    started = time.perf_counter()
+    outcomes: Sequence[Outcome]
+    try:
+        outcomes = requests[0].lane.runner.run(requests[0].servable, requests)
+    except Exception as error:  # none that a model raised: those are outcomes
+        outcomes = [error] * len(requests)
+    return outcomes, time.perf_counter() - started

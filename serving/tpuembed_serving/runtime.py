@@ -5,7 +5,9 @@ graph decide about a rank that differs from the signature's, as TensorFlow Servi
 `Session.make_callable` refuse such a feed in Python; `_make_callable_from_options` hands it on.
 """
 
+import dataclasses
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,35 +23,73 @@ from tensorflow.python.saved_model import loader_impl
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
+from tpuembed_serving.batching_parameters import MODEL_FILE, BatchingParameters, read_parameters
 from tpuembed_serving.mapped_files import advise_random_access, read_ahead
-from tpuembed_serving.servable import Array, Signature, TensorInfo
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.model_merging import find_merging
+from tpuembed_serving.packed_call import PackedCall, is_worth_packing
+from tpuembed_serving.servable import Array, Merging, Signature, TensorInfo
+from tpuembed_serving.status import Code, StatusError, invalid_argument
 from tpuembed_serving.versions import INDEX_FILE, check_files
 
-__all__ = ["SavedModelServable", "load"]
+__all__ = ["RunOptions", "SavedModelServable", "load"]
 
 logger = logging.getLogger(__name__)
 
 _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+_LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
+_PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
 def _ignore(_: int) -> None:
     """Nobody listens."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a model's signatures are run.
+
+    Attributes:
+        timeout_ms: after which TensorFlow gives up a run that may take any time; 0 is never.
+        threads: of TensorFlow's own pool, on which such runs are. All others stay on the thread that calls them, where a timeout
+            has no effect (TensorFlow looks at it when the run is over, measured), and spare the hand-over to the pool.
+        per_model_batching: whether the version's own batching parameters count.
+    """
+
+    timeout_ms: int = 0
+    threads: int = 1
+    per_model_batching: bool = False
+
+
 class SavedModelServable:
     """A loaded SavedModel; see `tpuembed_serving.servable.Servable`."""
 
-    def __init__(self, session: Any, meta_graph: Any) -> None:
-        self._session = session
+    def __init__(
+        self,
+        session: Any,
+        meta_graph: Any,
+        manifest: Manifest | None,
+        options: RunOptions,
+        parameters: BatchingParameters | None,
+    ) -> None:
+        self._session, self._manifest = session, manifest
+        is_steady = _is_steady(meta_graph.graph_def, manifest)
+        self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
             name: _signature(name, sig) for name, sig in meta_graph.signature_def.items()
         }
         self.signature_defs: Mapping[str, Any] = {
             name: _signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
         }
+        self._merging = {
+            name: find_merging(self.signatures[name], _shapes(definition), manifest, parameters, is_steady=is_steady)
+            for name, definition in meta_graph.signature_def.items()
+        }
         self._callables: dict[str, Callable[..., list[Any]]] = {}
         self._prepare()
+
+    def merging(self, signature: Signature) -> Merging | None:
+        """How requests of `signature` may share a run."""
+        return self._merging[signature.name]
 
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
         """The outputs for `inputs`; TensorFlow's errors come as StatusError."""
@@ -77,15 +117,28 @@ class SavedModelServable:
     def _callable(self, signature: Signature) -> Callable[..., list[Any]]:
         found = self._callables.get(signature.name)
         if found is None:
-            options = config_pb2.CallableOptions(
-                feed=[info.tensor for info in signature.inputs], fetch=[info.tensor for info in signature.outputs]
-            )
-            found = self._callables[signature.name] = self._session._make_callable_from_options(options)
+            found = self._make_callable(signature)
+            if self._manifest is not None and is_worth_packing(self._manifest, signature):
+                packed = self._make_callable(self.signatures["packed"])
+                found = PackedCall(self._manifest.packing, signature, packed, found)
+            self._callables[signature.name] = found
         return found
+
+    def _make_callable(self, signature: Signature) -> Callable[..., list[Any]]:
+        options = config_pb2.CallableOptions(
+            feed=[info.tensor for info in signature.inputs], fetch=[info.tensor for info in signature.outputs]
+        )
+        options.run_options.timeout_in_ms = self._timeout_ms
+        return self._session._make_callable_from_options(options)
 
 
 def load(
-    version_dir: Path, *, prewarm: bool = False, random_access: bool = False, on_read: Callable[[int], None] = _ignore
+    version_dir: Path,
+    *,
+    prewarm: bool = False,
+    random_access: bool = False,
+    on_read: Callable[[int], None] = _ignore,
+    options: RunOptions | None = None,
 ) -> SavedModelServable:
     """Load the SavedModel at `version_dir`.
 
@@ -96,6 +149,7 @@ def load(
         prewarm: read the files of mapped tables first, and compare them with their checksums.
         random_access: have a fault in a mapped table read one page.
         on_read: told how many bytes `prewarm` has just read; it may raise to give up.
+        options: how its signatures are run.
 
     Raises:
         StatusError: it is incomplete, is not a SavedModel, or TensorFlow cannot load it.
@@ -103,10 +157,12 @@ def load(
     gc.freeze()  # what was there before, TensorFlow's half a million objects, is no garbage of this load
     manifest = check_files(version_dir)
     mapped = manifest if manifest is not None and manifest.layout == "mmap" else None
+    options = options or RunOptions()
+    parameters = _model_parameters(version_dir) if options.per_model_batching else None
     try:
         if mapped and prewarm:
             read_ahead(version_dir, mapped, on_read)
-        servable = SavedModelServable(*_restore(version_dir, mapped))
+        servable = SavedModelServable(*_restore(version_dir, manifest, options), manifest, options, parameters)
         if mapped and random_access:
             advise_random_access(version_dir / stack.file for stack in mapped.stacks)
     except tf.errors.OpError as error:
@@ -119,14 +175,26 @@ def load(
     return servable
 
 
-def _restore(version_dir: Path, mapped: Manifest | None) -> tuple[Any, Any]:
+def _model_parameters(version_dir: Path) -> BatchingParameters | None:
+    path = version_dir / MODEL_FILE
+    try:
+        return read_parameters(path, of_one_model=True) if path.exists() else None
+    except ConfigError as error:
+        raise _without_path(invalid_argument(str(error)), version_dir) from None
+
+
+def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) -> tuple[Any, Any]:
     loader = loader_impl.SavedModelLoader(str(version_dir))
-    if mapped:
-        loader.saved_model.ParseFromString(_mapped_graph(version_dir, mapped))
+    if manifest is not None and manifest.layout == "mmap":
+        loader.saved_model.ParseFromString(_mapped_graph(version_dir, manifest))
     meta_graph = loader.get_meta_graph_def_from_tags([tf.saved_model.SERVING])
     _check_variables(version_dir, meta_graph)
-    # Each run stays on the thread that calls it: for small batches the hand-over to a pool costs more than it gains.
-    config = config_pb2.ConfigProto(inter_op_parallelism_threads=-1, intra_op_parallelism_threads=1)
+    on_caller = not options.timeout_ms or _is_steady(meta_graph.graph_def, manifest)
+    config = config_pb2.ConfigProto(
+        inter_op_parallelism_threads=-1 if on_caller else options.threads,
+        intra_op_parallelism_threads=1,
+        use_per_session_threads=True,
+    )
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
         with session.graph.as_default():
@@ -153,6 +221,18 @@ def _check_variables(version_dir: Path, meta_graph: Any) -> None:
         if node.op in _VARIABLE_OPS:
             what = f"{INDEX_FILE} is missing though the graph has variables ({node.name})"
             raise StatusError(Code.NOT_FOUND, f"version {version_dir.name}: {what}; write the version again")
+
+
+def _is_steady(graph: Any, manifest: Manifest | None) -> bool:
+    """Whether the time of a run depends on the shapes of its inputs alone: an export, without loops and calls of Python."""
+    nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
+    return manifest is not None and not any(node.op in _LOOP_OPS or node.op in _PYTHON_OPS for node in nodes)
+
+
+def _shapes(definition: Any) -> list[list[int] | None]:
+    """Of all inputs and outputs."""
+    shapes = [info.tensor_shape for info in (*definition.inputs.values(), *definition.outputs.values())]
+    return [None if shape.unknown_rank else [dim.size for dim in shape.dim] for shape in shapes]
 
 
 def _as_array(value: Any) -> Array:

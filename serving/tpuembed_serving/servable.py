@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Servable", "Signature", "TensorInfo"]
+from tpuembed_serving.batching_parameters import BatchingParameters
+
+__all__ = ["Array", "IdRange", "Merging", "Servable", "Signature", "TensorInfo"]
 
 Array = npt.NDArray[Any]
 
@@ -38,6 +40,37 @@ class Signature:
     outputs: tuple[TensorInfo, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class IdRange:
+    """The ids that an input may hold: from `start` up to and without `stop`."""
+
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merging:
+    """How requests of one signature may share a run: rows of all inputs behind each other, and the outputs' rows taken apart.
+
+    Attributes:
+        is_ours: whether tpuembed exported the model.
+        is_proven: whether a row of the outputs is known to depend on the same row of the inputs alone. Where it is not, the
+            first runs are compared with runs of each request alone.
+        is_steady: whether the time of a run depends on the shapes of its inputs alone.
+        padding: by input, in the signature's order, what may stand behind the values of a row without a change of the result;
+            None where nothing may. Empty where that is so of every input.
+        id_ranges: by input, the ids that do not fail the run; None where any value is accepted. Empty where it is not known.
+        parameters: of this model alone.
+    """
+
+    is_ours: bool
+    is_proven: bool = False
+    is_steady: bool = False
+    padding: tuple[int | None, ...] = ()
+    id_ranges: tuple[IdRange | None, ...] = ()
+    parameters: BatchingParameters | None = None
+
+
 class Servable(Protocol):
     """One loaded version of a model.
 
@@ -55,6 +88,9 @@ class Servable(Protocol):
         Raises:
             StatusError: with TensorFlow's code and message.
         """
+
+    def merging(self, signature: Signature) -> Merging | None:
+        """How requests of `signature` may share a run; None where they may not."""
 
     def close(self) -> None:
         """Free its memory; nothing runs it any more."""

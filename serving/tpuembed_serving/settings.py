@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError
+from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.policies import LatestVersions, VersionPolicy
 
-__all__ = ["DEFAULT_LOAD", "LoadSettings", "ModelSettings", "ServerSettings", "check_models"]
+__all__ = ["DEFAULT_LOAD", "BatchingSettings", "LoadSettings", "ModelSettings", "ServerSettings", "check_models"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,36 @@ class LoadSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchingSettings:
+    """Which models' requests share runs, and how many.
+
+    Attributes:
+        enabled: of all models, or of none; None is of those that tpuembed exported.
+        parameters: TensorFlow Serving's, of all models that have none of their own.
+        per_model: whether a version may bring its own, in a file `batching_params.pbtxt`.
+        max_rows: of a run of several requests, where there are no parameters.
+    """
+
+    enabled: bool | None = None
+    parameters: BatchingParameters | None = None
+    per_model: bool = False
+    max_rows: int = 512
+
+    def __post_init__(self) -> None:
+        _check_positive("max_rows", self.max_rows)
+        if self.parameters is not None and not self.enabled:
+            raise ConfigError("batching parameters are given and batching is not enabled; give --enable-batching as well")
+        if self.per_model and not self.enabled:
+            raise ConfigError(
+                "batching parameters of each model are asked for and batching is not enabled; give --enable-batching as well"
+            )
+
+    def covers(self, is_ours: bool) -> bool:
+        """Whether requests of a model that tpuembed exported, or of another, share runs."""
+        return is_ours if self.enabled is None else self.enabled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """One server.
 
@@ -74,6 +105,7 @@ class ServerSettings:
         drain_seconds: how long requests in progress may take to finish after SIGTERM.
         prewarm: read mapped tables, and compare them with their checksums, before a version is available.
         random_access: have a lookup in a mapped table that is not in memory read one page, without the disk's readahead.
+        batching: which requests share runs.
     """
 
     models: tuple[ModelSettings, ...]
@@ -94,6 +126,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     prewarm: bool = False
     random_access: bool = False
+    batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
 
     def __post_init__(self) -> None:
         if not self.models:

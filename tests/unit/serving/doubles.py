@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuembed_serving.servable import Array, Servable, Signature, TensorInfo
+from tpuembed_serving.servable import Array, Merging, Servable, Signature, TensorInfo
 
 NUMPY = {"float": "float32", "double": "float64", "string": "object", "half": "float16"}
 
@@ -43,6 +43,9 @@ class DoublingServable:
         self._run_hook()
         assert not self.closed.is_set(), "a servable was closed while it ran"
         return [inputs[0] * self._factor]
+
+    def merging(self, signature: Signature) -> Merging | None:  # noqa: ARG002 - of the protocol
+        return None
 
     def close(self) -> None:
         self.closed.set()

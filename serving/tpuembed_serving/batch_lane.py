@@ -1,0 +1,149 @@
+"""Requests of one signature of one version on their way to a run."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Self
+
+from tpuembed_serving.batch_runner import BatchRunner
+from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.merging import count_rows, trailing_shapes
+from tpuembed_serving.servable import Array, Merging, Servable, Signature
+from tpuembed_serving.settings import BatchingSettings
+from tpuembed_serving.status import Code, StatusError, invalid_argument
+
+__all__ = ["Lane", "Request"]
+
+
+class Request:
+    """One that waits, or runs.
+
+    Attributes:
+        servable: what it runs on.
+        rows: of its inputs; None where they do not agree about it.
+        group: equal for requests that may share a run.
+        deadline: when it is answered that it took too long, by the event loop's clock.
+        entered: when it began to wait.
+        is_waiting: whether it does.
+    """
+
+    __slots__ = ("deadline", "entered", "future", "group", "inputs", "is_waiting", "lane", "rows", "servable")
+
+    def __init__(
+        self, lane: "Lane", servable: Servable, inputs: Sequence[Array], future: "asyncio.Future[list[Array]]"
+    ) -> None:
+        self.lane, self.servable, self.inputs, self.future = lane, servable, inputs, future
+        self.rows = count_rows(inputs)
+        self.group: Any = None
+        self.deadline = self.entered = 0.0
+        self.is_waiting = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for its outcome any more."""
+        return self.future.done()
+
+    def enter(self) -> None:
+        """Begin to wait."""
+        self.is_waiting = True
+        self.lane.waiting_rows += self.rows or 1
+
+    def leave(self) -> None:
+        """Wait no longer."""
+        self.is_waiting = False
+        self.lane.waiting_rows -= self.rows or 1
+
+
+class Lane:
+    """See the module.
+
+    Attributes:
+        runner: runs its requests.
+        run_rows: the most rows of a run of several requests.
+        wait_seconds: how long a request waits for others though a thread is free.
+        waiting_rows: of all its requests that wait.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        merging: Merging | None,
+        defaults: BatchingParameters,
+        chosen: BatchingParameters | None,
+    ) -> None:
+        """`chosen` are the operator's parameters, or the model's, and `defaults` hold where there are none."""
+        self.runner = BatchRunner(signature, merging, chosen or defaults)
+        self.run_rows = (chosen or defaults).run_rows
+        self.wait_seconds = (chosen or defaults).batch_timeout_micros / 1e6
+        self.waiting_rows = 0
+        self._chosen = chosen if merging else None
+        self._dtypes = [info.numpy_dtype for info in signature.inputs]
+        self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]
+        self._is_steady = merging is not None and merging.is_steady
+        self._seconds: dict[int, float] = {}
+
+    @classmethod
+    def of(cls, servable: Servable, signature: Signature, settings: BatchingSettings) -> Self:
+        """The lane of a signature: merged where the model is one of ours, or the operator says so of all."""
+        merging = servable.merging(signature)
+        if merging is not None and not settings.covers(merging.is_ours):
+            merging = None
+        chosen = (merging.parameters if merging else None) or settings.parameters
+        return cls(signature, merging, BatchingParameters(max_batch_size=settings.max_rows), chosen)
+
+    def _pads(self, merging: Merging | None, index: int) -> bool:
+        padding = merging.padding[index] if merging and merging.padding else None
+        return padding is not None or (self._chosen is not None and self._chosen.pad_variable_length_inputs)
+
+    def request(
+        self,
+        servable: Servable,
+        inputs: Sequence[Array],
+        future: "asyncio.Future[list[Array]]",
+        now: float,
+        seconds: float,
+    ) -> Request:
+        """A request for `inputs`, which waits from `now` on for at most so many seconds.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT, it has more rows than the operator allows.
+        """
+        request = Request(self, servable, inputs, future)
+        request.entered, request.deadline = now, now + seconds
+        if self._chosen is not None and (request.rows or 0) > self._chosen.max_batch_size:
+            sizes = f"{request.rows} is larger than maximum input batch size {self._chosen.max_batch_size}"
+            raise invalid_argument(f"Task size {sizes}")
+        request.group = self._group(inputs, request.rows)
+        return request
+
+    def _group(self, inputs: Sequence[Array], rows: int | None) -> Any:
+        if not self.runner.merges or not rows or [array.dtype for array in inputs] != self._dtypes:
+            return object()
+        return self, trailing_shapes(inputs, self._padded)
+
+    def check_room(self, request: Request) -> None:
+        """Raise StatusError, UNAVAILABLE, where the operator's bound on what waits is reached."""
+        most = self._chosen.max_enqueued_batches if self._chosen else None
+        if most is None or self.waiting_rows + (request.rows or 1) <= most * self.run_rows:
+            return
+        raise StatusError(
+            Code.UNAVAILABLE,
+            "The batch scheduling queue to which this task was submitted is full; currently "
+            f"{-(-self.waiting_rows // self.run_rows)} batches enqueued and max_enqueued_batches is {most}",
+        )
+
+    # ---- how long runs take
+
+    def expected_seconds(self, requests: Sequence[Request]) -> float:
+        """Of a run of `requests`; infinite where that is not known, or depends on more than sizes."""
+        return self._seconds.get(_magnitude(requests), float("inf")) if self._is_steady else float("inf")
+
+    def learn_seconds(self, requests: Sequence[Request], seconds: float) -> None:
+        """A run of `requests` took so long. What took much longer than others was mostly not the run itself."""
+        key = _magnitude(requests)
+        before = self._seconds.get(key, seconds)
+        self._seconds[key] = 0.8 * before + 0.2 * min(seconds, 4 * before)
+
+
+def _magnitude(requests: Sequence[Request]) -> int:
+    """Of the inputs' sizes."""
+    return sum([array.size for request in requests for array in request.inputs]).bit_length()

@@ -1,0 +1,178 @@
+"""TensorFlow Serving's batching parameters: a BatchingParameters message as text, and what it must not say.
+
+Source: tensorflow_serving/servables/tensorflow/session_bundle_config.proto; the rules are those of its comments and of
+TensorFlow's shared_batch_scheduler.h.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Final
+
+from tpuembed.errors import ConfigError
+
+__all__ = ["MODEL_FILE", "BatchingParameters", "read_parameters"]
+
+MODEL_FILE: Final = "batching_params.pbtxt"
+"""In a version's folder: the parameters of that version alone."""
+
+_ROWS = 512
+_OF_ALL_MODELS: Final = ("num_batch_threads", "thread_pool_name")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchingParameters:
+    """How requests are put together; sizes are in rows.
+
+    Attributes:
+        max_batch_size: of a run; of a request too, where that is larger it is refused.
+        batch_timeout_micros: how long the first request of a run may wait for others while a thread is free.
+        max_enqueued_batches: how many runs of this size may wait, of each signature; None leaves it to the server's own bound.
+        num_batch_threads: runs at once; None leaves it to the server's own number.
+        thread_pool_name: of those threads; None leaves it to the server.
+        allowed_batch_sizes: the sizes of runs, which are filled up to the next one; any size where it is empty.
+        pad_variable_length_inputs: whether inputs that differ behind the first dimension are made equal.
+        enable_large_batch_splitting: whether a request of up to `max_batch_size` may take several runs.
+        max_execution_batch_size: of a run, where requests are split.
+    """
+
+    max_batch_size: int = _ROWS
+    batch_timeout_micros: int = 0
+    max_enqueued_batches: int | None = None
+    num_batch_threads: int | None = None
+    thread_pool_name: str | None = None
+    allowed_batch_sizes: tuple[int, ...] = ()
+    pad_variable_length_inputs: bool = False
+    enable_large_batch_splitting: bool = False
+    max_execution_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_enqueued_batches", "num_batch_threads", "max_execution_batch_size"):
+            _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("batch_timeout_micros", self.batch_timeout_micros, 0)
+        self._check_splitting()
+        self._check_allowed()
+
+    @property
+    def run_rows(self) -> int:
+        """The largest run."""
+        return self.max_execution_batch_size or self.max_batch_size
+
+    def _check_splitting(self) -> None:
+        largest = self.max_execution_batch_size
+        if largest is None:
+            return
+        if not self.enable_large_batch_splitting:
+            raise ConfigError(
+                f"max_execution_batch_size is {largest} and enable_large_batch_splitting is not true; set it, or leave "
+                f"max_execution_batch_size out"
+            )
+        if largest > self.max_batch_size:
+            raise ConfigError(
+                f"max_execution_batch_size is {largest} and max_batch_size is {self.max_batch_size}; it must not be larger"
+            )
+
+    def _check_allowed(self) -> None:
+        sizes = self.allowed_batch_sizes
+        if not sizes:
+            return
+        if list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+            raise ConfigError(f"allowed_batch_sizes are {_list(sizes)}; they must be above 0 and increase")
+        if sizes[-1] != self.run_rows:
+            name = "max_batch_size" if self.max_execution_batch_size is None else "max_execution_batch_size"
+            raise ConfigError(f"the last of allowed_batch_sizes is {sizes[-1]}; it must be {name}, {self.run_rows}")
+
+
+def read_parameters(path: Path, *, of_one_model: bool = False) -> BatchingParameters:
+    """The parameters in the file at `path`.
+
+    Args:
+        path: a BatchingParameters message in protobuf's text format.
+        of_one_model: whether what concerns all models is refused.
+
+    Raises:
+        ConfigError: it cannot be read, or a field is unknown or wrong; the message names the file and the field.
+    """
+    try:
+        return _parse(path.read_text(encoding="utf-8"), of_one_model)
+    except OSError as error:
+        raise ConfigError(f"batching parameters {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"batching parameters {path}: is no text in UTF-8") from None
+    except ConfigError as error:
+        raise ConfigError(f"batching parameters {path}: {error}") from None
+
+
+def _parse(text: str, of_one_model: bool) -> BatchingParameters:
+    from google.protobuf import text_format  # type: ignore[import-untyped]
+
+    try:
+        message = text_format.Parse(text, _message_class()())
+    except text_format.ParseError as error:
+        raise ConfigError(str(error)) from None
+    fields = {field.name: _plain(field.name, value) for field, value in message.ListFields()}
+    for name in _OF_ALL_MODELS if of_one_model else ():
+        if name in fields:
+            raise ConfigError(f"{name} concerns all models; give it with --batching-parameters-file")
+    return BatchingParameters(**fields)
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name == "allowed_batch_sizes":
+        return tuple(value)
+    return value if isinstance(value, bool) else value.value
+
+
+@functools.cache
+def _message_class() -> Any:
+    """The message's class. tensorflow-serving-api leaves this one out, so it is described here."""
+    from google.protobuf import (
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+        wrappers_pb2,
+    )
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(wrappers_pb2.DESCRIPTOR.serialized_pb)
+    file = descriptor_pb2.FileDescriptorProto(
+        name="tpuembed/batching_parameters.proto",
+        package="tensorflow.serving",
+        syntax="proto3",
+        dependency=["google/protobuf/wrappers.proto"],
+    )
+    message = file.message_type.add(name="BatchingParameters")
+    kinds = descriptor_pb2.FieldDescriptorProto
+    for number, (name, kind) in _FIELDS.items():
+        field = message.field.add(name=name, number=number, label=kinds.LABEL_OPTIONAL)
+        if kind == "repeated":
+            field.type, field.label = kinds.TYPE_INT64, kinds.LABEL_REPEATED
+        elif kind == "bool":
+            field.type = kinds.TYPE_BOOL
+        else:
+            field.type, field.type_name = kinds.TYPE_MESSAGE, f".google.protobuf.{kind}"
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.serving.BatchingParameters"))
+
+
+_FIELDS: Final = {
+    1: ("max_batch_size", "Int64Value"),
+    2: ("batch_timeout_micros", "Int64Value"),
+    3: ("max_enqueued_batches", "Int64Value"),
+    4: ("num_batch_threads", "Int64Value"),
+    5: ("thread_pool_name", "StringValue"),
+    6: ("allowed_batch_sizes", "repeated"),
+    7: ("pad_variable_length_inputs", "bool"),
+    8: ("enable_large_batch_splitting", "BoolValue"),
+    9: ("max_execution_batch_size", "Int64Value"),
+}
+"""By number. Text names fields, so that a number which differs from theirs does no harm."""
+
+
+def _check_at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{name} is {value}; give {least} or more")
+
+
+def _list(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values))

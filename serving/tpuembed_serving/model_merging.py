@@ -1,0 +1,73 @@
+"""What is known of a SavedModel about requests that share a run: from its signatures, and from the manifest of an export."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from tpuembed.manifest import FeatureEntry, Manifest
+from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.servable import IdRange, Merging, Signature
+
+__all__ = ["find_merging"]
+
+_PADDING: Final = -1
+"""Of lists of ids, in every export of lookups."""
+
+Shape = Sequence[int] | None
+"""As a signature has it: -1 is an unknown size, and None an unknown rank."""
+
+
+def find_merging(
+    signature: Signature,
+    shapes: Sequence[Shape],
+    manifest: Manifest | None,
+    parameters: BatchingParameters | None,
+    *,
+    is_steady: bool,
+) -> Merging | None:
+    """How requests of `signature` may share a run; None where they may not.
+
+    Args:
+        shapes: of all its inputs and outputs. The first size of each must be left open.
+        manifest: of an export.
+        parameters: of this model alone.
+        is_steady: whether the time of its graph depends on shapes alone. That of strings depends on what is in them.
+    """
+    if not signature.inputs or not all(shape is None or (len(shape) > 0 and shape[0] == -1) for shape in shapes):
+        return None
+    is_numeric = all(info.dtype != "string" for info in signature.inputs)
+    merging = Merging(
+        is_ours=manifest is not None,
+        is_steady=is_steady and is_numeric,
+        parameters=parameters,
+    )
+    return _of_lookups(merging, signature, manifest) if manifest is not None and manifest.features else merging
+
+
+def _of_lookups(merging: Merging, signature: Signature, manifest: Manifest) -> Merging:
+    """Each row of the outputs is looked up by the ids of the same row, and by nothing else."""
+    if signature.name != "serving_default":
+        return dataclasses.replace(merging, is_proven=True)
+    features = {feature.name: feature for feature in manifest.features}
+    weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
+    stops = {table.name: table.first_row + table.rows for table in manifest.tables}
+    aliases = [info.alias for info in signature.inputs]
+    return dataclasses.replace(
+        merging,
+        is_proven=True,
+        padding=tuple(_padding(features.get(alias), weights.get(alias)) for alias in aliases),
+        id_ranges=tuple(_id_range(features.get(alias), stops) for alias in aliases),
+    )
+
+
+def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | None:
+    if ids is not None:
+        return _PADDING if ids.input == "ids" else None
+    return 0 if weights is not None and weights.input == "ids" else None
+
+
+def _id_range(feature: FeatureEntry | None, stops: Mapping[str, int]) -> IdRange | None:
+    """Not too narrow: of a table that starts above 0, ids below its start are found to fail only when they do."""
+    if feature is None or feature.out_of_vocabulary != "error":
+        return None
+    return IdRange(_PADDING if feature.input == "ids" else 0, stops[feature.table])
