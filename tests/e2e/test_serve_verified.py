@@ -22,9 +22,10 @@ CONFIG = {"features": {name: {"table": name, "combiner": "sum"} for name in SHAP
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verified")
     write_checkpoint(folder / "ckpt", {name: random_table(*shape, seed=1) for name, shape in SHAPES.items()})
-    return export_saved_model(
+    report = export_saved_model(
         folder / "ckpt", folder / "m", serving_config=CONFIG, layout=request.param, workers=1
-    ).path
+    )
+    return Path(str(report.path))
 
 
 @pytest.fixture
