@@ -19,10 +19,12 @@ START_SECONDS = 120.0
 class ServerProcess:
     """A running server on a free port; `with` stops it."""
 
-    def __init__(self, model_dir: Path, log: Path, *options: str) -> None:
+    def __init__(self, model_dir: Path | None, log: Path, *options: str) -> None:
+        """`model_dir` is None where the options have a config; the model of `predict` and others is its first."""
         self._log = log
+        what = [] if model_dir is None else [str(model_dir)]
         grpc = [] if "--grpc-port" in options else ["--no-grpc"]
-        command = [str(SCRIPT), "serve", str(model_dir), "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
+        command = [str(SCRIPT), "serve", *what, "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)
         self.model_url = self._announced_url()

@@ -34,7 +34,7 @@ def resident_mib(server: ServerProcess) -> float:
 def swap(model_dir: Path, tmp_path: Path, swaps: int, connections: int, values: int) -> tuple[Load, list[float]]:
     """All that was asked, checked; and the server's memory after each swap."""
     appeared, gone, resident = {1: publish(model_dir, 1, values)}, {}, []
-    with ServerProcess(model_dir, tmp_path / "server.log", "--no-grpc") as server:
+    with ServerProcess(model_dir, tmp_path / "server.log") as server:
         server.wait_for(1)
         with Load(server, connections) as load:
             for version in range(2, swaps + 2):
