@@ -20,6 +20,7 @@ from tpuembed_serving.service import PredictionService
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
+from tpuembed_serving.tf_serving import RemoteExecutor, RemoteModels
 from tpuembed_serving.verification import verify_checksums
 from tpuembed_serving.warmup import warm_up
 from tpuembed_serving.worker_link import WorkerLink
@@ -39,12 +40,9 @@ class ServingApp(FastAPI):
     ) -> None:
         self.stopping = threading.Event()
         load = load or functools.partial(_load_saved_model, settings=settings, stopping=self.stopping)
-        repository = functools.partial(WorkerRepository, link) if link else ModelRepository
-        self.repository = repository(settings.models, load, settings.poll_seconds, options=settings.load)
+        self.repository = _models(settings, load, link)
         self._load_first = load_first
-        self.executor = ModelExecutor(
-            settings.run_threads, settings.max_queued_requests, settings.rest_timeout_ms / 1000, settings.batching
-        )
+        self.executor = _executor(settings)
         self.service = PredictionService(self.repository, self.executor)
         self.settings = settings
         self._grpc: GrpcServer | None = None
@@ -92,6 +90,20 @@ class ServingApp(FastAPI):
         if self.repository.ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready"}, status_code=503)
+
+
+def _models(settings: ServerSettings, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels:
+    if settings.target is not None:
+        return RemoteModels([model.name for model in settings.models], settings.target, settings.poll_seconds)
+    repository = functools.partial(WorkerRepository, link) if link else ModelRepository
+    return repository(settings.models, load, settings.poll_seconds, options=settings.load)
+
+
+def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
+    timeout_seconds = settings.rest_timeout_ms / 1000
+    if settings.target is not None:
+        return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests)
+    return ModelExecutor(settings.run_threads, settings.max_queued_requests, timeout_seconds, settings.batching)
 
 
 async def _healthz() -> dict[str, str]:

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf import json_format  # type: ignore[import-untyped]
-from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.saved_model import loader_impl
 
@@ -27,7 +25,8 @@ from tpuembed_serving.batching_parameters import MODEL_FILE, BatchingParameters,
 from tpuembed_serving.mapped_files import advise_random_access, read_ahead
 from tpuembed_serving.model_merging import find_merging
 from tpuembed_serving.packed_call import PackedCall, is_worth_packing
-from tpuembed_serving.servable import Array, Merging, Signature, TensorInfo
+from tpuembed_serving.servable import Array, Merging, Signature
+from tpuembed_serving.signature_defs import signature_json, signature_of
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 from tpuembed_serving.versions import INDEX_FILE, check_files
 
@@ -75,10 +74,10 @@ class SavedModelServable:
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
-            name: _signature(name, sig) for name, sig in meta_graph.signature_def.items()
+            name: signature_of(name, sig) for name, sig in meta_graph.signature_def.items()
         }
         self.signature_defs: Mapping[str, Any] = {
-            name: _signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
+            name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
         }
         self._merging = {
             name: find_merging(self.signatures[name], _shapes(definition), manifest, parameters, is_steady=is_steady)
@@ -238,46 +237,6 @@ def _shapes(definition: Any) -> list[list[int] | None]:
 def _as_array(value: Any) -> Array:
     """A scalar string comes as bytes, which numpy would cut at trailing zeros."""
     return np.array(value, dtype=object) if isinstance(value, bytes) else np.asarray(value)
-
-
-def _signature(name: str, definition: Any) -> Signature:
-    return Signature(name, _tensor_infos(definition.inputs), _tensor_infos(definition.outputs))
-
-
-def _tensor_infos(infos: Mapping[str, Any]) -> tuple[TensorInfo, ...]:
-    return tuple(_tensor_info(alias, infos[alias]) for alias in sorted(infos))
-
-
-def _tensor_info(alias: str, info: Any) -> TensorInfo:
-    try:
-        numpy_dtype = np.dtype(tf.as_dtype(info.dtype).as_numpy_dtype)
-    except (KeyError, TypeError):  # resource, variant
-        numpy_dtype = None
-    return TensorInfo(alias, info.name, types_pb2.DataType.Name(info.dtype).removeprefix("DT_").lower(), numpy_dtype)
-
-
-def _signature_json(definition: Any) -> dict[str, Any]:
-    """As protobuf's C++ printer writes a SignatureDef when told to print every field."""
-    return {
-        "inputs": {alias: _info_json(definition.inputs[alias]) for alias in sorted(definition.inputs)},
-        "outputs": {alias: _info_json(definition.outputs[alias]) for alias in sorted(definition.outputs)},
-        "method_name": definition.method_name,
-        "defaults": {alias: _as_dict(definition.defaults[alias]) for alias in sorted(definition.defaults)},
-    }
-
-
-def _info_json(info: Any) -> dict[str, Any]:
-    shape = info.tensor_shape
-    dims = [{"size": str(dim.size), "name": dim.name} for dim in shape.dim]
-    fields = {
-        "dtype": types_pb2.DataType.Name(info.dtype),
-        "tensor_shape": {"dim": dims, "unknown_rank": shape.unknown_rank},
-    }
-    return {**_as_dict(info), **fields} if info.WhichOneof("encoding") != "name" else {**fields, "name": info.name}
-
-
-def _as_dict(message: Any) -> dict[str, Any]:
-    return json_format.MessageToDict(message, preserving_proto_field_name=True)
 
 
 def _status(error: Any) -> StatusError:

@@ -32,7 +32,8 @@ def serve(settings: ServerSettings) -> None:
         ServingError: a model's folder is missing, unreadable or no model folder; or the port cannot be bound.
     """
     quiet_tensorflow()
-    empty = [model for model in settings.models if not _find_versions(model.base_path)]
+    here = () if settings.target else settings.models
+    empty = [model for model in here if not _find_versions(model.base_path)]
     with (
         stop_on_signals() as stop,
         _listener(settings) as listener,

@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.inference import InferenceResult, Method, check_signature, interpret, to_tensor
-from tpuembed_serving.repository import LoadedVersion, ModelRepository, VersionStatus
 from tpuembed_serving.servable import Array, Servable, Signature
+from tpuembed_serving.served_model import LoadedVersion, VersionStatus
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
 __all__ = ["DEFAULT_SIGNATURE", "InferenceTask", "ModelMetadata", "ModelSpec", "PredictionService"]
@@ -44,10 +43,33 @@ class ModelMetadata:
     signature_defs: Mapping[str, Any]
 
 
-class PredictionService:
-    """Predict, status and metadata over the models of a repository."""
+class Models(Protocol):
+    """Where versions come from: a ModelRepository, or RemoteModels."""
 
-    def __init__(self, repository: ModelRepository, executor: ModelExecutor) -> None:
+    @property
+    def ready(self) -> bool:
+        """Whether every model has an available version."""
+
+    def lease(
+        self, name: str, version: int | None, label: str | None = None
+    ) -> contextlib.AbstractContextManager[LoadedVersion]:
+        """A version, for as long as the context is open."""
+
+    def statuses(self, name: str) -> list[VersionStatus]:
+        """Every version, newest first."""
+
+
+class Executor(Protocol):
+    """What runs them: a ModelExecutor, or a RemoteExecutor."""
+
+    async def run(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        """The signature's outputs."""
+
+
+class PredictionService:
+    """Predict, status and metadata over models."""
+
+    def __init__(self, repository: Models, executor: Executor) -> None:
         self._repository = repository
         self._executor = executor
 

@@ -73,7 +73,9 @@ class BatchingSettings:
     def __post_init__(self) -> None:
         _check_positive("max_rows", self.max_rows)
         if self.parameters is not None and not self.enabled:
-            raise ConfigError("batching parameters are given and batching is not enabled; give --enable-batching as well")
+            raise ConfigError(
+                "batching parameters are given and batching is not enabled; give --enable-batching as well"
+            )
         if self.per_model and not self.enabled:
             raise ConfigError(
                 "batching parameters of each model are asked for and batching is not enabled; give --enable-batching as well"
@@ -106,6 +108,8 @@ class ServerSettings:
         prewarm: read mapped tables, and compare them with their checksums, before a version is available.
         random_access: have a lookup in a mapped table that is not in memory read one page, without the disk's readahead.
         batching: which requests share runs.
+        target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models, which are here by name alone; None runs
+            them here.
     """
 
     models: tuple[ModelSettings, ...]
@@ -127,6 +131,7 @@ class ServerSettings:
     prewarm: bool = False
     random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
+    target: str | None = None
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -146,6 +151,11 @@ class ServerSettings:
         for name in ("max_body_bytes", "config_poll_seconds"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+
+    @classmethod
+    def for_target(cls, target: str, *, name: str, **options: Any) -> "ServerSettings":
+        """Settings for one model that runs in the TensorFlow Serving at `target`, HOST:PORT of its gRPC API."""
+        return cls(models=(ModelSettings(name=name, base_path=Path()),), target=target, **options)
 
     @classmethod
     def for_model_dir(
