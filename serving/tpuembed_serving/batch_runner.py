@@ -32,10 +32,15 @@ Outcome = list[Array] | Exception | None
 
 
 class Waiting(Protocol):
-    """A request: inputs in the signature's order, and how many rows they have; None where they do not agree about it."""
+    """A request."""
 
-    inputs: Sequence[Array]
-    rows: int | None
+    @property
+    def inputs(self) -> Sequence[Array]:
+        """In the signature's order."""
+
+    @property
+    def rows(self) -> int | None:
+        """Of its inputs; None where they do not agree about it."""
 
     @property
     def is_over(self) -> bool:

@@ -26,19 +26,25 @@ class IdGuard:
 
     def suspects(self, merged: Merged) -> set[int]:
         """Requests, by their index, that hold an id which may fail."""
-        bounds = self._bounds
-        if merged.block is not None:
-            block = merged.block
-            if (block >= bounds.lowest).all() and (block <= bounds.highest).all():
-                return set()
-            outside = ((block < bounds.lowest) | (block > bounds.highest)).any(0)
-        else:
-            outside = np.zeros(merged.rows, bool)
-            for array, low, high in zip(merged.inputs, bounds.lowest[:, 0], bounds.highest[:, 0], strict=True):
-                if array.dtype.kind in "iu":
-                    outside |= ((array < low) | (array > high)).reshape(merged.rows, -1).any(1)
-        rows = np.flatnonzero(outside)
+        outside = self._outside(merged)
+        if outside is None:
+            return set()
+        rows = np.flatnonzero(outside[: merged.stops[-1]])  # those that fill a run up are copies
         return set(np.searchsorted(merged.stops, rows, side="right").tolist())
+
+    def _outside(self, merged: Merged) -> Array | None:
+        """bool [rows], which rows hold such an id; None where none does."""
+        lowest, highest = self._bounds.lowest, self._bounds.highest
+        block = merged.block
+        if block is not None:
+            if (block >= lowest).all() and (block <= highest).all():
+                return None
+            return np.any((block < lowest) | (block > highest), axis=0)
+        outside = np.zeros(merged.rows, bool)
+        for array, low, high in zip(merged.inputs, lowest[:, 0], highest[:, 0], strict=True):
+            if array.dtype.kind in "iu":
+                outside |= np.any(((array < low) | (array > high)).reshape(merged.rows, -1), axis=1)
+        return outside
 
     def learn(self, inputs: Sequence[Array]) -> None:
         """These inputs did not fail."""

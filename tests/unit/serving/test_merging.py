@@ -1,0 +1,82 @@
+"""Arrays of requests are put together and taken apart."""
+
+from typing import Any
+
+import numpy as np
+
+from tpuembed_serving.merging import count_rows, equal_results, merge, split, trailing_shapes
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def floats(values: Any, dtype: Any = np.float32) -> Any:
+    return np.array(values, dtype)
+
+
+def test_rows_are_counted_where_inputs_agree() -> None:
+    assert count_rows([ids(1, 2), np.zeros((2, 5))]) == 2
+    assert count_rows([ids(1, 2), np.zeros((3, 5))]) is None
+    assert count_rows([np.array(1), ids(1)]) is None
+    assert count_rows([np.array(1)]) is None
+    assert count_rows([np.zeros((0, 3))]) == 0
+
+
+def test_ids_of_many_inputs_are_joined_input_by_input() -> None:
+    merged = merge([[ids(1, 2), ids(10, 20)], [ids(3), ids(30)]], (), False, ())
+    assert [array.tolist() for array in merged.inputs] == [[1, 2, 3], [10, 20, 30]]
+    assert (merged.stops, merged.rows) == ([2, 3], 3)
+
+
+def test_dtypes_are_kept() -> None:
+    text = np.array([b"a", b"bc\0"], dtype=object)
+    merged = merge([[floats([[1, 2]] * 2), text], [floats([[3, 4]] * 2), text]], (), False, ())
+    assert [array.dtype for array in merged.inputs] == [np.float32, object]
+    np.testing.assert_array_equal(merged.inputs[0], [[1, 2], [1, 2], [3, 4], [3, 4]])
+    assert merged.inputs[1].tolist() == [b"a", b"bc\0", b"a", b"bc\0"]
+
+
+def test_lists_are_padded_where_padding_changes_nothing() -> None:
+    one, other = np.array([[1], [2]]), np.array([[3, 4, 5]])
+    assert trailing_shapes([one], [True]) == trailing_shapes([other], [True])
+    assert trailing_shapes([one], [False]) != trailing_shapes([other], [False])
+    merged = merge([[one], [other]], (-1,), False, ())
+    assert merged.inputs[0].tolist() == [[1, -1, -1], [2, -1, -1], [3, 4, 5]]
+
+
+def test_inputs_are_widened_by_their_own_first_element_as_theirs_are() -> None:
+    one, other = np.array([[[7, 8]]]), np.array([[[1], [2]]])
+    merged = merge([[one], [other]], (), True, ())
+    assert merged.inputs[0].tolist() == [[[7, 8], [7, 7]], [[1, 1], [2, 1]]]
+    text = merge([[np.array([[b"a"]], dtype=object)], [np.array([[b"b", b"c"]], dtype=object)]], (), True, ())
+    assert text.inputs[0].tolist() == [[b"a", b"a"], [b"b", b"c"]]
+    empty = merge([[np.zeros((1, 0), np.float32)], [floats([[1, 2]])]], (), True, ())
+    assert empty.inputs[0].tolist() == [[0, 0], [1, 2]]
+
+
+def test_a_run_is_filled_up_with_the_last_requests_first_row() -> None:
+    merged = merge([[ids(1, 2)], [ids(3, 4, 5)]], (), False, (4, 8))
+    assert merged.inputs[0].tolist() == [1, 2, 3, 4, 5, 3, 3, 3]
+    assert (merged.stops, merged.rows) == ([2, 5], 8)
+    parts = split([merged.inputs[0] * 10], merged)
+    assert parts is not None
+    assert [part[0].tolist() for part in parts] == [[10, 20], [30, 40, 50]]
+    assert merge([[ids(1, 2)], [ids(3, 4)]], (), False, (4, 8)).rows == 4
+
+
+def test_outputs_of_other_rows_are_not_split() -> None:
+    merged = merge([[ids(1, 2)], [ids(3)]], (), False, ())
+    assert split([np.zeros(3), np.zeros(2)], merged) is None
+    assert split([np.array(0.0)], merged) is None
+
+
+def test_results_are_equal_but_for_rounding() -> None:
+    a = floats([1, np.nan, np.inf])
+    assert equal_results([a], [a * np.float32(1 + 1e-6)])
+    assert not equal_results([a], [a * np.float32(1.1)])
+    assert not equal_results([np.array([1])], [np.array([2])])
+    assert not equal_results([a], [a[:2]])
+    assert equal_results([floats([0.5], np.float16)], [floats([0.501], np.float16)])
+    assert equal_results([np.array([b"x"], object)], [np.array([b"x"], object)])
+    assert not equal_results([np.array([b"x"], object)], [np.array([b"y"], object)])
