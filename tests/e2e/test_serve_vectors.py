@@ -160,6 +160,27 @@ def signature_inputs(caller: Caller, model: str, signature: str) -> dict[str, An
     return {alias: tf.as_dtype(info.dtype) for alias, info in definition.inputs.items()}
 
 
+@pytest.mark.parametrize("model", ["zoo", "half", "examples", "more", "ours"])
+def test_metadata_and_status_are_equal_through_both(client: httpx.Client, caller: Caller, model: str) -> None:
+    """protobuf's own printer has REST's JSON of what gRPC sends."""
+    request = {"model_spec": {"name": model}, "metadata_field": ["signature_def"]}
+    _, _, metadata = caller.ask("PredictionService/GetModelMetadata", request)
+    signatures = get_model_metadata_pb2.SignatureDefMap()
+    assert metadata.metadata["signature_def"].Unpack(signatures)
+    printed = {
+        "model_spec": printed_json(metadata.model_spec),
+        "metadata": {"signature_def": printed_json(signatures)},
+    }
+    assert client.get(f"/v1/models/{model}/metadata").json() == printed
+    _, _, status = caller.ask("ModelService/GetModelStatus", {"model_spec": {"name": model}})
+    assert client.get(f"/v1/models/{model}").json() == printed_json(status)
+
+
+def printed_json(message: Any) -> Any:
+    options = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
+    return json_format.MessageToDict(message, **options)
+
+
 def is_object(value: Any) -> bool:
     return isinstance(value, dict) and not (set(value) == {"b64"} and isinstance(value["b64"], str))
 
