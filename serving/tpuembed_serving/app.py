@@ -23,7 +23,7 @@ from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving import RemoteExecutor, RemoteModels
 from tpuembed_serving.verification import verify_checksums
 from tpuembed_serving.warmup import warm_up
-from tpuembed_serving.worker_link import WorkerLink
+from tpuembed_serving.worker_link import Alone, Peers, WorkerLink
 from tpuembed_serving.worker_repository import WorkerRepository
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class ServingApp(FastAPI):
         self.stopping = threading.Event()
         load = load or functools.partial(_load_saved_model, settings=settings, stopping=self.stopping)
         self.repository = _models(settings, load, link)
+        self.peers: Peers = link or Alone()
         self._load_first = load_first
         self.executor = _executor(settings)
         self.service = PredictionService(self.repository, self.executor)

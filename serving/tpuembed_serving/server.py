@@ -41,7 +41,6 @@ def serve(settings: ServerSettings) -> None:
     ):
         settings = dataclasses.replace(settings, rest_port=listener.getsockname()[1], grpc_port=grpc_port)
         log_to_stderr()
-        _announce(settings)
         if no_grpc:
             logger.warning("gRPC is off: %s", no_grpc)
         for model in empty:
@@ -49,6 +48,7 @@ def serve(settings: ServerSettings) -> None:
         if settings.workers > 1:
             _supervise(settings, stop)
         else:
+            _announce(settings)
             _serve_here(settings, listener, stop)
 
 
@@ -64,7 +64,7 @@ def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop) -
 
 
 def _supervise(settings: ServerSettings, stop: Stop) -> None:
-    supervisor = Supervisor(settings)
+    supervisor = Supervisor(settings, on_listening=lambda: _announce(settings))
     stop.call(supervisor.stop)
     with _following_config(settings, supervisor.reload):
         supervisor.run()

@@ -71,9 +71,13 @@ class Supervisor:
     """Everything happens in the thread that calls `run`; `stop` and `reload` may be called from others."""
 
     def __init__(
-        self, settings: ServerSettings, start: Callable[[int, "queue.SimpleQueue[Any]"], WorkerProcess] = WorkerProcess
+        self,
+        settings: ServerSettings,
+        on_listening: Callable[[], None],
+        start: Callable[[int, "queue.SimpleQueue[Any]"], WorkerProcess] = WorkerProcess,
     ) -> None:
-        self._settings = settings
+        """`on_listening` is called once, when the first worker listens."""
+        self._settings, self._on_listening = settings, on_listening
         self._start_process = start
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._slots = [_Slot(index) for index in range(settings.workers)]
@@ -147,6 +151,8 @@ class Supervisor:
             case Listening():
                 slot.listening = True
                 self._tell_view()
+                self._on_listening()
+                self._on_listening = _said
             case Call(number, topic, payload):
                 self._ask_all(topic, payload, lambda payloads: process.send(Result(number, payloads)))
             case Answer(number, payload):
@@ -220,6 +226,10 @@ class Supervisor:
             for process in self._processes():
                 logger.warning("worker %d does not end; it is killed", process.index)
                 process.kill()
+
+
+def _said() -> None:
+    """Instead of what was called before."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,15 +5,40 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tpuembed_serving.fleet import Answer, Ask, Call, Channel, Listening, Result, States, View
 
-__all__ = ["WorkerLink"]
+__all__ = ["Alone", "Peers", "WorkerLink"]
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Any], Any]
+
+
+class Peers(Protocol):
+    """All processes of one server, as each of them sees them."""
+
+    def register(self, topic: str, handler: Handler) -> None:
+        """Answer questions about `topic` with what `handler` returns or raises; before the server starts."""
+
+    def gather(self, topic: str, payload: Any = None) -> list[Any]:
+        """What every process answers; blocks. The first exception among them is raised."""
+
+
+class Alone:
+    """The peers of the only process."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+
+    def register(self, topic: str, handler: Handler) -> None:
+        """See Peers."""
+        self._handlers[topic] = handler
+
+    def gather(self, topic: str, payload: Any = None) -> list[Any]:
+        """See Peers."""
+        return [self._handlers[topic](payload)]
 
 
 class WorkerLink:

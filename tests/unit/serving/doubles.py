@@ -77,9 +77,9 @@ class FakeLoader:
         return self.loaded[path.name]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Until `condition` holds, which something else brings about."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited a minute"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s"
         time.sleep(0.005)

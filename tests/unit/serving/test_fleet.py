@@ -11,7 +11,7 @@ from tests.unit.serving.doubles import wait_for
 from tpuembed_serving.fleet import Answer, Ask, Call, Channel, Listening, Result, States, View, merged, together
 from tpuembed_serving.served_model import State, VersionStatus
 from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.worker_link import WorkerLink
+from tpuembed_serving.worker_link import Alone, WorkerLink
 
 TORN = StatusError(Code.DATA_LOSS, "torn")
 
@@ -142,3 +142,9 @@ def test_one_exception_among_the_answers_is_raised(pair: Pair) -> None:
     supervisor.connection.send(Result(call.number, (None, StatusError(Code.UNKNOWN, "no"))))
     thread.join()
     assert errors[0].to_string() == "UNKNOWN: no"
+
+
+def test_the_only_process_asks_itself() -> None:
+    peers = Alone()
+    peers.register("double", lambda number: 2 * number)
+    assert peers.gather("double", 4) == [8]

@@ -60,7 +60,8 @@ class Fleet:
         self.started: list[FakeProcess] = []
         self.model = ModelSettings(name="m", base_path=Path("/m"))
         settings = ServerSettings(models=(self.model,), workers=workers, drain_seconds=drain_seconds)
-        self.supervisor = Supervisor(settings, self._start)
+        self.announced: list[bool] = []
+        self.supervisor = Supervisor(settings, lambda: self.announced.append(True), self._start)
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()
         wait_for(lambda: len(self.started) == workers and all(one.received for one in self.started))
@@ -106,6 +107,7 @@ def test_all_see_the_least_of_all(fleets: Fleets) -> None:
     fleet.view(False, LOADING)
     two.says(States(AVAILABLE, ready=True))
     fleet.view(True, AVAILABLE)
+    assert fleet.announced == [True], "once, by whoever listens first"
 
 
 def test_a_worker_that_dies_is_started_anew_and_counts_once_it_listens(

@@ -1,0 +1,154 @@
+"""Two worker processes behind one port: they agree, survive each other's death, and end together."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import text_format  # type: ignore[import-untyped]
+from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
+
+from tests.e2e.serve_load import Load
+from tests.e2e.serve_models import save_scale
+from tests.e2e.serve_process import ServerProcess, run_command
+from tests.unit.serving.doubles import wait_for
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Version n multiplies by n."""
+    folder = tmp_path_factory.mktemp("workers_saved")
+    for version in (1, 2, 3):
+        save_scale(folder / str(version), float(version))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, saved: Path) -> Path:
+    path = tmp_path_factory.mktemp("workers") / "scale"
+    publish(saved, path, 1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Iterator[ServerProcess]:
+    options = ("--workers", "2", "--grpc-port", "0", "--drain-seconds", "5")
+    with ServerProcess(model_dir, model_dir.with_name("server.log"), *options) as running:
+        running.wait_for(1)
+        yield running
+        for worker in workers(running):
+            os.kill(worker, signal.SIGKILL)
+
+
+def publish(saved: Path, model_dir: Path, version: int) -> None:
+    shutil.copytree(saved / str(version), model_dir / f".staging-{version}")
+    (model_dir / f".staging-{version}").rename(model_dir / str(version))
+
+
+def workers(server: ServerProcess) -> list[int]:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+def ask(server: ServerProcess, times: int, target: str = "") -> set[object]:
+    """The answers over as many new connections, which the kernel shares out."""
+    answers: set[object] = set()
+    for _ in range(times):
+        status, answer = server.predict({"instances": [1.0]}, target)
+        answers.add(answer["predictions"][0] if status == 200 else (status, answer["error"]))
+    return answers
+
+
+def test_the_port_is_taken(server: ServerProcess, model_dir: Path) -> None:
+    for count in ("1", "2"):
+        result = run_command("serve", model_dir, "--rest-port", str(server.port), "--workers", count)
+        assert result.returncode == 1
+        assert "Address already in use" in result.stderr
+
+
+def test_both_load_and_answer(server: ServerProcess) -> None:
+    assert len(workers(server)) == 2
+    for worker in (0, 1):
+        assert f"worker {worker}: model scale version 1 loaded" in server.log
+    with Load(server, 32) as load:
+        wait_for(lambda: len(load.asked) > 500)
+    assert load.failed == []
+    assert {one.version for one in load.asked} == {1.0}
+
+
+def test_a_version_is_available_once_every_worker_has_it(server: ServerProcess, saved: Path, model_dir: Path) -> None:
+    publish(saved, model_dir, 2)
+    server.wait_for(2)
+    assert ask(server, 40, "/versions/2") == {2.0}
+    server.wait_for(1, "END")
+    assert ask(server, 40) == {2.0}
+
+
+def test_a_reload_is_answered_once_every_worker_is_done(server: ServerProcess, model_dir: Path) -> None:
+    labels = 'version_labels { key: "stable" value: 1 } version_labels { key: "canary" value: 2 }'
+    for more in ("", labels):
+        text = f"""model_config_list {{ config {{ name: "scale" base_path: "{model_dir}" model_platform: "tensorflow"
+            model_version_policy {{ all {{}} }} {more} }} }}"""
+        request = model_management_pb2.ReloadConfigRequest()
+        text_format.Parse(text, request.config)
+        port = next(line for line in server.log.splitlines() if line.startswith("gRPC at ")).rsplit(":", 1)[1]
+        with grpc.insecure_channel(f"{server.host}:{port}") as channel:
+            model_service_pb2_grpc.ModelServiceStub(channel).HandleReloadConfigRequest(request, timeout=120)
+        assert ask(server, 40, "/versions/1") == {1.0}
+    assert ask(server, 40, "/labels/stable") == {1.0}
+    assert ask(server, 40, "/labels/canary") == {2.0}
+
+
+def test_one_that_is_killed_under_load_comes_back(server: ServerProcess, saved: Path, model_dir: Path) -> None:
+    killed, _ = workers(server)
+    with Load(server, 16) as load:
+        wait_for(lambda: len(load.asked) > 200)
+        os.kill(killed, signal.SIGKILL)
+        dead_at = time.monotonic()
+        wait_for(lambda: sum(one.sent > dead_at for one in load.asked) > 200)
+        wait_for(lambda: server.log.count("model scale version 2 loaded") == 3, seconds=120)
+        wait_for(lambda: len(workers(server)) == 2 and killed not in workers(server))
+        again_at = time.monotonic()
+        wait_for(lambda: sum(one.sent > again_at for one in load.asked) > 200)
+    assert "was killed by signal 9; started anew in 0.1 s" in server.log
+    assert {one.status for one in load.failed} <= {0}, "only connections of the dead one were lost"
+    assert len(load.failed) <= 16, "each at most once"
+    assert {one.sent < dead_at + 1 for one in load.failed} <= {True}
+    print(f"{len(load.failed)} of {len(load.asked)} requests lost")
+    # What was reloaded while the dead one lived holds for the new one too.
+    server.wait_for(1)
+    assert ask(server, 40, "/labels/stable") == {1.0}
+    publish(saved, model_dir, 3)
+    server.wait_for(3)
+    assert ask(server, 40) == {3.0}
+
+
+def test_a_stop_ends_all_with_0(server: ServerProcess) -> None:
+    pids = workers(server)
+    assert len(pids) == 2
+    assert server.stop() == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert "Traceback" not in server.log
+    assert "is killed" not in server.log
+
+
+def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with ServerProcess(tmp_path / "empty", tmp_path / "server.log", "--workers", "2") as server:
+        wait_for(lambda: len(workers(server)) == 2)
+        pids = workers(server)
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: not any(running(pid) for pid in pids), seconds=120)
+
+
+def running(pid: int) -> bool:
+    """Not so for a process that has ended and that nobody has asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
