@@ -1,9 +1,12 @@
 """Object stores on this machine: moto's S3, and a stub of Google Cloud Storage's XML API, which its client speaks."""
 
+import base64
 import contextlib
 import functools
 import hashlib
+import http.client
 import http.server
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +14,10 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-__all__ = ["S3", "GcsStub", "moto_server"]
+__all__ = ["S3", "GcsStub", "S3Proxy", "S3Request", "moto_server"]
 
 
 class S3:
@@ -48,6 +51,27 @@ class S3:
     def delete(self, bucket: str, key: str) -> None:
         self._client.delete_object(Bucket=bucket, Key=key)
 
+    def get(self, bucket: str, key: str) -> bytes:
+        data: bytes = self._client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        return data
+
+    def keys(self, bucket: str, prefix: str = "") -> list[str]:
+        return [
+            found["Key"] for found in self._client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", ())
+        ]
+
+    def uploads(self, bucket: str) -> list[str]:
+        """Keys of the uploads that are neither completed nor aborted."""
+        return [found["Key"] for found in self._client.list_multipart_uploads(Bucket=bucket).get("Uploads", ())]
+
+    def download(self, bucket: str, prefix: str, folder: Path) -> Path:
+        """Every object below `prefix`/ as a file below `folder`, which it returns."""
+        for key in self.keys(bucket, f"{prefix}/"):
+            path = folder / key.removeprefix(f"{prefix}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.get(bucket, key))
+        return folder
+
     def upload(self, folder: Path, bucket: str, prefix: str) -> str:
         """Every file below `folder`, as `prefix`/...; the URL of what then is the folder."""
         for path in sorted(folder.rglob("*")):
@@ -57,10 +81,12 @@ class S3:
 
 
 @contextlib.contextmanager
-def moto_server() -> Iterator[S3]:
-    """A process of moto's server on a free port of the loopback."""
+def moto_server(min_part_bytes: int = 5 << 20) -> Iterator[S3]:
+    """A process of moto's server on a free port of the loopback, which takes no smaller parts but an upload's last."""
+    environment = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": str(min_part_bytes)}
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as server:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stderr=pipe, stdout=subprocess.DEVNULL, text=True, env=environment) as server:
         assert server.stderr is not None
         for line in server.stderr:
             if found := re.search(r"Running on (http://127\.0\.0\.1:\d+)", line):
@@ -75,6 +101,127 @@ def moto_server() -> Iterator[S3]:
         finally:
             server.terminate()
             reader.join()
+
+
+class S3Request(NamedTuple):
+    """A request as it came.
+
+    Attributes:
+        number: how many came before it.
+        part: of an upload; 0 where it is of none.
+    """
+
+    number: int
+    method: str
+    key: str
+    part: int
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: bytes
+
+
+class S3Proxy:
+    """In front of a store: it checks Content-MD5, as Amazon's does and moto does not, and can misbehave.
+
+    Attributes:
+        requests: all that came, their bodies left out.
+        fault: asked about every request: a status and an error code to answer with instead; a body of "drop" for
+            a connection that ends without an answer.
+        damage: what a body is on its way.
+        forgets: a header that it does not pass on.
+        loses: whether a request's answer is lost.
+        environment: what points clients here.
+    """
+
+    def __init__(self, store: S3) -> None:
+        self.requests: list[S3Request] = []
+        self.fault: Callable[[S3Request], tuple[int, str] | None] = lambda _: None
+        self.damage: Callable[[S3Request], bytes] = lambda request: request.body
+        self.forgets = ""
+        self.loses: Callable[[S3Request], bool] = lambda _: False
+        self.upstream = urllib.parse.urlsplit(store.environment["AWS_ENDPOINT_URL"]).netloc
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _ProxyRequest)
+        self._server.daemon_threads = True
+        self._server.proxy = self  # type: ignore[attr-defined]
+        url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.environment = {**store.environment, "AWS_ENDPOINT_URL": url}
+
+    def __enter__(self) -> "S3Proxy":
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _ProxyRequest(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
+        pass
+
+    def _handle(self) -> None:
+        proxy: S3Proxy = self.server.proxy  # type: ignore[attr-defined]
+        if self.headers.get("Expect", "") == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        place = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(place.query, keep_blank_values=True))
+        key = urllib.parse.unquote(place.path).lstrip("/").partition("/")[2]
+        part = int(query.get("partNumber", 0))
+        request = S3Request(len(proxy.requests), self.command, key, part, query, dict(self.headers), body)
+        proxy.requests.append(request._replace(body=b""))
+        fault = proxy.fault(request)
+        if fault is not None:
+            self._answer_fault(*fault)
+            return
+        body = proxy.damage(request)
+        stated = self.headers.get("Content-MD5")
+        if stated and stated != base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode():
+            self._answer_fault(400, "BadDigest")
+            return
+        reply, content = self._forward(proxy, body)
+        if proxy.loses(request):
+            self.close_connection = True
+        else:
+            self._answer(reply.status, dict(reply.getheaders()), content)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _handle  # noqa: N815 - their names there
+
+    def _answer_fault(self, status: int, code: str) -> None:
+        if code == "drop":
+            self.close_connection = True
+            return
+        self._answer(status, {}, f"<Error><Code>{code}</Code><Message>as the test wants it</Message></Error>".encode())
+
+    def _forward(self, proxy: S3Proxy, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+        connection = http.client.HTTPConnection(proxy.upstream, timeout=60)
+        try:
+            headers = {name: value for name, value in self.headers.items() if name not in ("Expect", proxy.forgets)}
+            connection.request(self.command, self.path, body, headers)
+            reply = connection.getresponse()
+            return reply, reply.read()
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                self.send_header(name, value)
+        size = (
+            headers.get("content-length", headers.get("Content-Length", "0")) if self.command == "HEAD" else len(body)
+        )
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        if self.command != "HEAD":
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
 
 
 Fault = Callable[["_Request"], bool]

@@ -84,8 +84,6 @@ class StoreStaging:
         if self._is_visible:
             self._root.bucket.delete([self._root.record_key(version)])
             return
-        if self._is_committing:
-            self._root.remove_version(version)
         if error is not None and self.is_kept_after(error):
             self._keeper.update(owner=None)
         else:

@@ -1,0 +1,141 @@
+"""Stores that fail, for a moment or for good."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.stores import S3, S3Proxy, S3Request
+from tests.unit.export.store.exports import assert_complete, export, leftovers
+from tpuembed.errors import CheckpointCorruptError, ExportError
+from tpuembed.export.store.staging import StoreStaging
+
+Trouble = Callable[[S3Request], tuple[int, str] | None]
+
+
+def once_per_part(status: int, code: str) -> Trouble:
+    """Every part fails once, whoever sends it."""
+    seen = set[tuple[str, int]]()
+
+    def fault(request: S3Request) -> tuple[int, str] | None:
+        if request.method != "PUT" or not request.part or (request.key, request.part) in seen:
+            return None
+        seen.add((request.key, request.part))
+        return status, code
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(503, "SlowDown"), (500, "InternalError"), (400, "RequestTimeout"), (0, "drop")]
+)
+def test_parts_are_sent_again_after_what_may_pass(
+    server: S3, proxy: S3Proxy, bucket: str, prefix: Path, status: int, code: str
+) -> None:
+    proxy.fault = once_per_part(status, code)
+    export(f"s3://{bucket}/m", prefix)
+    assert_complete(server, bucket, "m/1")
+
+
+def test_a_part_that_was_damaged_on_its_way_is_refused_by_the_store(
+    server: S3, proxy: S3Proxy, bucket: str, prefix: Path
+) -> None:
+    damaged = set[tuple[str, int]]()
+
+    def damage(request: S3Request) -> bytes:
+        if not request.part or (request.key, request.part) in damaged:
+            return request.body
+        damaged.add((request.key, request.part))
+        return b"\xff" + request.body[1:]
+
+    proxy.damage = damage
+    export(f"s3://{bucket}/m", prefix)
+    assert damaged
+    assert_complete(server, bucket, "m/1")
+
+
+def test_what_does_not_pass_is_told_and_the_next_export_goes_on(
+    server: S3, proxy: S3Proxy, bucket: str, prefix: Path
+) -> None:
+    proxy.fault = lambda request: (403, "AccessDenied") if request.part == 3 else None
+    with pytest.raises(ExportError, match=r"part 3: cannot be uploaded: the store answers 403: .*AccessDenied"):
+        export(f"s3://{bucket}/m", prefix)
+    assert [key for key in server.keys(bucket) if not key.startswith("m/.staging-1/")] == []
+    sent = [(one.key, one.part) for one in proxy.requests if one.part and one.part != 3]
+    proxy.fault, before = lambda _: None, len(proxy.requests)
+    url, report = export(f"s3://{bucket}/m", prefix)
+    assert url == f"s3://{bucket}/m/1"
+    assert report.bytes_reused > 0
+    assert not set(sent) & {(one.key, one.part) for one in proxy.requests[before:] if one.part}
+    assert_complete(server, bucket, "m/1")
+    assert leftovers(server, bucket) == []
+
+
+def test_a_damaged_source_leaves_nothing(server: S3, bucket: str, prefix: Path) -> None:
+    def find_damage(_: StoreStaging) -> None:
+        raise CheckpointCorruptError("as a checksum says")
+
+    with pytest.raises(CheckpointCorruptError):
+        export(f"s3://{bucket}/m", prefix, meanwhile=find_damage)
+    assert server.keys(bucket) == []
+    assert server.uploads(bucket) == []
+
+
+def test_a_failed_commit_leaves_no_object_of_the_version(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
+    proxy.fault = lambda request: (403, "AccessDenied") if request.key.endswith("variables.index") else None
+    with pytest.raises(ExportError, match="cannot be written: the store answers 403 AccessDenied"):
+        export(f"s3://{bucket}/m", prefix)
+    assert server.keys(bucket) == []
+    assert server.uploads(bucket) == []
+
+
+def test_an_answer_that_was_lost_is_no_conflict(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
+    """The client tries again, and meets what it has written."""
+    lost = set[str]()
+
+    def loses(request: S3Request) -> bool:
+        """Once per object, of what the main process writes."""
+        if request.method not in ("PUT", "POST") or request.part or request.key in lost:
+            return False
+        lost.add(request.key)
+        return True
+
+    proxy.loses = loses
+    export(f"s3://{bucket}/m", prefix)
+    assert {"m/.staging-1/record", "m/1/saved_model.pb"} <= lost
+    assert_complete(server, bucket, "m/1")
+
+
+NO_KEYS = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+@pytest.mark.parametrize(
+    ("url", "changes", "message"),
+    [
+        ("s3://no-such-bucket/m", {}, "there is no bucket 'no-such-bucket'; make it, or name another"),
+        ("s3://{}/m", NO_KEYS, "no credentials: set AWS_ACCESS_KEY_ID"),
+        ("s3://{}/m", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Could not connect to the endpoint URL"),
+    ],
+)
+def test_a_store_that_cannot_be_written_is_told_at_once(
+    bucket: str, prefix: Path, url: str, changes: Mapping[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpuembed.files.bucket._TRIES", 1)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(prefix))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(prefix))
+    for name, value in changes.items():
+        if value:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name)
+    with pytest.raises(ExportError, match=message):
+        export(url.format(bucket), prefix)
+
+
+def test_a_store_that_refuses_is_told_at_once(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
+    proxy.fault = lambda _: (403, "AccessDenied")
+    with pytest.raises(
+        ExportError, match=r"answers 403 .*these credentials must be allowed to list, read, write and delete"
+    ):
+        export(f"s3://{bucket}/m", prefix)
+    assert not any(request.part for request in proxy.requests)
