@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from tpuembed.errors import MissingExtraError
+from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.options import FOLDER
 
 __all__ = ["serve"]
@@ -16,6 +18,14 @@ __all__ = ["serve"]
 _PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
 _GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 _GRPC_PORT = 8500
+_TF_SERVING = "tf-serving"
+_FORWARDED = {"backend", "target", "name", "host", "rest_port", "grpc_port", "no_grpc", "workers", "poll_seconds"} | {
+    "rest_timeout_ms",
+    "max_queued_requests",
+    "max_body_bytes",
+    "drain_seconds",
+}
+"""Options that hold where another server runs the models."""
 _POSITIVE = click.IntRange(min=1)
 _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
@@ -78,9 +88,23 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--random-access", is_flag=True, help="Read one page, without readahead, where a mapped table is not in memory."
 )
+@batching_options
+@click.option(
+    "--backend",
+    type=click.Choice(("tensorflow", _TF_SERVING)),
+    default="tensorflow",
+    show_default=True,
+    help="What runs the model: this server, or a TensorFlow Serving at --target that it stands in front of.",
+)
+@click.option("--target", help="HOST:PORT of TensorFlow Serving's gRPC API, for --backend tf-serving.")
+@click.pass_context
 def serve(
+    context: click.Context,
+    /,
     model_dir: Path | None,
     name: str | None,
+    backend: str,
+    target: str | None,
     grpc_port: int | None,
     no_grpc: bool,
     config: Path | None,
@@ -95,17 +119,26 @@ def serve(
     The newest version is loaded, and a newer one takes over without a gap once it appears. The ports listen at once;
     GET /readyz is 200 when the model is loaded. SIGTERM finishes the requests in progress and exits 0.
     """
-    _check_what(model_dir, name, config, options["config_poll_seconds"])
+    if backend == _TF_SERVING:
+        _check_target(context, model_dir, name, target)
+    elif target is not None:
+        raise click.UsageError(f"--target needs --backend {_TF_SERVING}")
+    else:
+        _check_what(model_dir, name, config, options["config_poll_seconds"])
     options |= _grpc_options(grpc_port, no_grpc)
     _check_extra(() if no_grpc else _GRPC_PACKAGES)
     from tpuembed_serving import LoadSettings, ServerSettings
     from tpuembed_serving import serve as run_server
 
+    options["batching"] = take_batching(options)
     options["run_threads"] = run_threads or max(1, (os.cpu_count() or 1) // options["workers"])
     options["load"] = LoadSettings(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
     )
-    if config is None:
+    if target is not None:
+        assert name is not None
+        run_server(ServerSettings.for_target(target, name=name, **options))
+    elif config is None:
         assert model_dir is not None
         run_server(ServerSettings.for_model_dir(model_dir, name=name, **options))
     else:
@@ -130,6 +163,25 @@ def _check_what(model_dir: Path | None, name: str | None, config: Path | None, p
         raise click.UsageError("--name is for MODEL_DIR; the models of --config have their names there")
     if config is None and poll_seconds is not None:
         raise click.UsageError("--config-poll-seconds needs --config")
+
+
+def _check_target(context: click.Context, model_dir: Path | None, name: str | None, target: str | None) -> None:
+    """Options about how models are loaded and run are for the server that does it."""
+    for option, value in (("--target", target), ("--name", name)):
+        if not value:
+            raise click.UsageError(f"--backend {_TF_SERVING} needs {option}")
+    host, _, port = (target or "").rpartition(":")
+    if not host or not port.isdecimal():
+        raise click.UsageError(f"--target is {target!r}: give HOST:PORT of TensorFlow Serving's gRPC API")
+    given = [] if model_dir is None else ["MODEL_DIR"]
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if is_given and isinstance(parameter, click.Option) and parameter.name not in _FORWARDED:
+            given.append(parameter.opts[0])
+    if given:
+        raise click.UsageError(
+            f"{', '.join(given)}: not for --backend {_TF_SERVING}, where another server loads the models"
+        )
 
 
 def _check_extra(more: Sequence[str]) -> None:

@@ -112,7 +112,8 @@ def _predict_request(model: str, version: int, signature: Signature, inputs: Seq
     request.model_spec.name, request.model_spec.version.value = model, version
     request.model_spec.signature_name = signature.name
     for info, array in zip(signature.inputs, inputs, strict=True):
-        encode_tensor(array, info.dtype, request.inputs[info.alias])
+        # Serialized examples are text, whatever the signature takes: the other server says so.
+        encode_tensor(array, "string" if array.dtype == object else info.dtype, request.inputs[info.alias])
     return bytes(request.SerializeToString())
 
 

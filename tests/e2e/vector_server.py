@@ -35,7 +35,7 @@ import json, sys
 from pathlib import Path
 from tpuembed_serving import ModelSettings, ServerSettings, serve
 models = tuple(ModelSettings(name=name, base_path=Path(path)) for name, path in json.loads(sys.argv[1]).items())
-serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05))
+serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05, target=json.loads(sys.argv[2])))
 """
 
 
@@ -56,13 +56,13 @@ def _joined(common: Mapping[str, Any], vector: Mapping[str, Any]) -> dict[str, A
 
 
 class VectorServer:
-    """A running server; `with` ends it."""
+    """A running server, of models that it loads or that the server at `target` has; `with` ends it."""
 
-    def __init__(self, models: Mapping[str, Path], log: Path) -> None:
+    def __init__(self, models: Mapping[str, Path], log: Path, target: str | None = None) -> None:
         self._log = log
-        argument = json.dumps({name: str(path) for name, path in models.items()})
+        arguments = [json.dumps({name: str(path) for name, path in models.items()}), json.dumps(target)]
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, argument], stderr=stderr)
+            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, *arguments], stderr=stderr)
         names = list(models)
         self._wait_for(lambda: "gRPC at" in self.log)
         self.url = self._announced(f"serving {names[0]} at ").partition("/v1/")[0]
