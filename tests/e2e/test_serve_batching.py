@@ -1,0 +1,208 @@
+"""Requests that share runs of TensorFlow get what TensorFlow answers to each alone; over HTTP, from many clients at once."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.e2e.serve_process import ServerProcess
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed_serving import runtime
+from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.settings import BatchingSettings
+from tpuembed_serving.status import StatusError
+
+ROWS = {"users": 50, "items": 300}
+DIM = 8
+CLIENTS, REQUESTS = 16, 25
+CONFIG = """
+model_config_list {{
+  config {{ name: "ids" base_path: "{root}/ids" model_platform: "tensorflow" }}
+  config {{ name: "lists" base_path: "{root}/lists" model_platform: "tensorflow" }}
+  config {{ name: "ranking" base_path: "{root}/ranking" model_platform: "tensorflow" }}
+  config {{ name: "centred" base_path: "{root}/centred" model_platform: "tensorflow" }}
+}}
+"""
+
+
+def ranking() -> Any:
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in ROWS}
+    tables = {name: FeatureConfig(TableConfig(rows, DIM, name)) for name, rows in ROWS.items()}
+    found = TPUEmbedding(tables, optimizer="sgd")(inputs)
+    together = keras.ops.concatenate([found[name] for name in sorted(found)], -1)
+    return keras.Model(inputs, {"score": keras.layers.Dense(1, activation="sigmoid")(together)})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lookups of ids and of lists, a whole model, and a model of which each row depends on all."""
+    root = tmp_path_factory.mktemp("batching")
+    keras.utils.set_random_seed(3)
+    prefix = tf.train.Checkpoint(model=ranking()).write(str(root / "ckpt"))
+    ids = {name: {"table": name, "input": "id"} for name in ROWS}
+    lists = {"watched": {"table": "items", "combiner": "mean"}, "rated": {"table": "items", "weighted": True}}
+    export_saved_model(prefix, root / "ids", serving_config={"features": ids})
+    export_saved_model(prefix, root / "lists", serving_config={"features": {**lists, "who": {"table": "users"}}})
+    export_saved_model(prefix, root / "ranking", model=ranking)
+    centred = tf.function(lambda x: {"y": x - tf.reduce_mean(x)}).get_concrete_function(tf.TensorSpec([None], name="x"))
+    tf.saved_model.save(tf.Module(), str(root / "centred" / "1"), signatures={"serving_default": centred})
+    (root / "models.config").write_text(CONFIG.format(root=root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(models: Path) -> Iterator[ServerProcess]:
+    options = ("--config", str(models / "models.config"), "--enable-batching", "--run-threads", "1")
+    with ServerProcess(None, models / "server.log", *options) as running:
+        while running.request("GET", "/readyz")[0] != 200:
+            time.sleep(0.05)
+        yield running
+
+
+def predict(connection: http.client.HTTPConnection, model: str, inputs: dict[str, Any]) -> tuple[int, Any]:
+    columns = {name: np.asarray(values).tolist() for name, values in inputs.items()}
+    connection.request("POST", f"/v1/models/{model}:predict", json.dumps({"inputs": columns}))
+    reply = connection.getresponse()
+    return reply.status, json.loads(reply.read())
+
+
+def ask_all(
+    server: ServerProcess, model: str, requests: Sequence[Sequence[dict[str, Any]]]
+) -> list[list[tuple[int, Any]]]:
+    """What each client's requests are answered, all clients at once."""
+
+    def ask(mine: Sequence[dict[str, Any]]) -> list[tuple[int, Any]]:
+        with contextlib.closing(server.connect()) as connection:
+            return [predict(connection, model, inputs) for inputs in mine]
+
+    with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(ask, requests))
+
+
+def draw_ids(rng: np.random.Generator) -> dict[str, Any]:
+    count = rng.integers(1, 5)
+    return {name: rng.integers(0, rows, count) for name, rows in ROWS.items()}
+
+
+def draw_lists(rng: np.random.Generator) -> dict[str, Any]:
+    count, hot, other = rng.integers(1, 4, 3)
+    lists = {
+        "watched": rng.integers(0, ROWS["items"], (count, hot)),
+        "rated": rng.integers(0, ROWS["items"], (count, other)),
+    }
+    lists["watched"][rng.random((count, hot)) < 0.3] = -1
+    weights = {"rated_weights": rng.random((count, other)).astype(np.float32)}
+    return {**lists, **weights, "who": rng.integers(0, ROWS["users"], (count, 1))}
+
+
+def draw_numbers(rng: np.random.Generator) -> dict[str, Any]:
+    return {"x": rng.integers(0, 100, rng.integers(1, 4)).astype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("model", "draw", "tolerance"),
+    [("ids", draw_ids, 0), ("lists", draw_lists, 1e-6), ("ranking", draw_ids, 1e-6), ("centred", draw_numbers, 1e-4)],
+)
+def test_each_request_gets_what_tensorflow_answers_to_it(
+    server: ServerProcess, models: Path, model: str, draw: Any, tolerance: float
+) -> None:
+    rng = np.random.default_rng(1)
+    requests = [[draw(rng) for _ in range(REQUESTS)] for _ in range(CLIENTS)]
+    call = tf.saved_model.load(str(models / model / "1")).signatures["serving_default"]
+    for mine, answers in zip(requests, ask_all(server, model, requests), strict=True):
+        for inputs, (status, answer) in zip(mine, answers, strict=True):
+            assert status == 200, answer
+            wanted = {name: value.numpy() for name, value in call(**to_tensors(call, inputs)).items()}
+            found = answer["outputs"] if len(wanted) > 1 else {next(iter(wanted)): answer["outputs"]}
+            for name, want in wanted.items():
+                got = np.asarray(found[name], np.float32)
+                if tolerance:
+                    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+                else:
+                    np.testing.assert_array_equal(got, want)
+
+
+def to_tensors(call: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    specs = call.structured_input_signature[1]
+    return {name: tf.constant(values, specs[name].dtype) for name, values in inputs.items()}
+
+
+@pytest.mark.parametrize("model", ["ids", "ranking"])
+def test_bad_ids_have_their_own_text_and_fail_nobody_else(server: ServerProcess, model: str) -> None:
+    rng = np.random.default_rng(2)
+    requests = [[draw_ids(rng) for _ in range(REQUESTS)] for _ in range(CLIENTS)]
+    for number, mine in enumerate(requests[:3]):
+        for inputs in mine:
+            inputs["items"][-1] = ROWS["items"] + number
+    answers = ask_all(server, model, requests)
+    assert {status for mine in answers[3:] for status, _ in mine} == {200}
+    for mine, found in zip(requests[:3], answers[:3], strict=True):
+        for inputs, (status, answer) in zip(mine, found, strict=True):
+            lowest, highest = inputs["items"].min(), inputs["items"].max()
+            wanted = rf"ids of table items must be in \[0, 300\); these go from\W+{lowest}\W+to\W+{highest}"
+            assert (status, bool(re.search(wanted, answer["error"]))) == (400, True), answer
+
+
+def test_rows_that_look_at_each_other_are_told_apart(server: ServerProcess) -> None:
+    assert "signature serving_default: requests are not put together" in server.log
+
+
+def test_the_operators_parameters(tmp_path: Path) -> None:
+    (tmp_path / "batching.pbtxt").write_text("max_batch_size { value: 64 } allowed_batch_sizes: [8, 64]")
+    means = tf.function(lambda x: {"y": tf.reduce_mean(x, 1), "n": tf.fill(tf.shape(x)[:1], tf.shape(x)[0])})
+    concrete = means.get_concrete_function(tf.TensorSpec([None, None], name="x"))
+    tf.saved_model.save(tf.Module(), str(tmp_path / "m" / "1"), signatures={"serving_default": concrete})
+    options = ("--enable-batching", "--batching-parameters-file", str(tmp_path / "batching.pbtxt"))
+    with ServerProcess(tmp_path / "m", tmp_path / "log", *options) as server:
+        server.wait_for(1)
+        status, answer = server.predict({"inputs": [[1.0, 3.0], [1.0, 1.0]]})
+        assert (status, answer["outputs"]) == (200, {"y": [2.0, 1.0], "n": [8, 8]}), "the run is filled up to 8 rows"
+        status, answer = server.predict({"inputs": [[1.0]] * 65})
+        text = "Task size 65 is larger than maximum input batch size 64"
+        assert (status, answer["error"]) == (400, text)
+
+
+def test_parameters_of_a_version_that_are_wrong_fail_its_load(tmp_path: Path) -> None:
+    identity = tf.function(lambda x: {"y": x + 0}).get_concrete_function(tf.TensorSpec([None], name="x"))
+    tf.saved_model.save(tf.Module(), str(tmp_path / "1"), signatures={"serving_default": identity})
+    options = runtime.RunOptions(per_model_batching=True)
+    for text, message in (
+        ("max_batch_size { value: 0 }", "max_batch_size is 0"),
+        ("num_batch_threads { value: 1 }", "num_batch_threads concerns all models"),
+    ):
+        (tmp_path / "1" / "batching_params.pbtxt").write_text(text)
+        with pytest.raises(StatusError, match=message):
+            runtime.load(tmp_path / "1", options=options)
+    (tmp_path / "1" / "batching_params.pbtxt").write_text("max_batch_size { value: 3 }")
+    servable = runtime.load(tmp_path / "1", options=options)
+    merging = servable.merging(servable.signatures["serving_default"])
+    assert merging is not None
+    assert merging.parameters == BatchingParameters(max_batch_size=3)
+
+
+def test_packed_inputs_are_the_named_ones(models: Path) -> None:
+    """In the process: what the server runs for names is `packed`, and what does not fit is left to the graph."""
+    servable = runtime.load(models / "ids" / "1")
+    signature = servable.signatures["serving_default"]
+    call = tf.saved_model.load(str(models / "ids" / "1")).signatures["serving_default"]
+    for rows in (0, 1, 70):
+        inputs = [np.random.default_rng(rows).integers(0, ROWS[info.alias], rows) for info in signature.inputs]
+        named = call(**{info.alias: tf.constant(x) for info, x in zip(signature.inputs, inputs, strict=True)})
+        for info, found in zip(signature.outputs, servable.run(signature, inputs), strict=True):
+            np.testing.assert_array_equal(found, named[info.alias])
+    merging = servable.merging(signature)
+    assert merging is not None
+    assert (merging.is_ours, merging.is_proven, merging.is_steady) == (True, True, True)
+    assert BatchingSettings().covers(merging.is_ours)
+    with pytest.raises(Exception, match=r"(?i)dimension 0|shapes"):
+        servable.run(signature, [np.array([1, 2]), np.array([1])])
