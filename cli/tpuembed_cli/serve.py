@@ -4,7 +4,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -12,6 +12,9 @@ from click.core import ParameterSource
 from tpuembed.errors import MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.options import FOLDER
+
+if TYPE_CHECKING:  # the server's package is imported by its command alone
+    from tpuembed_serving import ServerSettings
 
 __all__ = ["serve"]
 
@@ -97,6 +100,12 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     help="What runs the model: this server, or a TensorFlow Serving at --target that it stands in front of.",
 )
 @click.option("--target", help="HOST:PORT of TensorFlow Serving's gRPC API, for --backend tf-serving.")
+@click.option(
+    "--print-tf-serving",
+    "prints",
+    is_flag=True,
+    help="Print how TensorFlow Serving is started to serve the same: command, config and compose file; serve nothing.",
+)
 @click.pass_context
 def serve(
     context: click.Context,
@@ -105,6 +114,7 @@ def serve(
     name: str | None,
     backend: str,
     target: str | None,
+    prints: bool,
     grpc_port: int | None,
     no_grpc: bool,
     config: Path | None,
@@ -126,9 +136,11 @@ def serve(
     else:
         _check_what(model_dir, name, config, options["config_poll_seconds"])
     options |= _grpc_options(grpc_port, no_grpc)
-    _check_extra(() if no_grpc else _GRPC_PACKAGES)
+    if not prints:
+        _check_extra(() if no_grpc else _GRPC_PACKAGES)
     from tpuembed_serving import LoadSettings, ServerSettings
-    from tpuembed_serving import serve as run_server
+
+    run = _print_tf_serving if prints else _serve
 
     options["batching"] = take_batching(options)
     options["run_threads"] = run_threads or max(1, (os.cpu_count() or 1) // options["workers"])
@@ -137,14 +149,26 @@ def serve(
     )
     if target is not None:
         assert name is not None
-        run_server(ServerSettings.for_target(target, name=name, **options))
+        run(ServerSettings.for_target(target, name=name, **options))
     elif config is None:
         assert model_dir is not None
-        run_server(ServerSettings.for_model_dir(model_dir, name=name, **options))
+        run(ServerSettings.for_model_dir(model_dir, name=name, **options))
     else:
         from tpuembed_serving.models_config import read_models
 
-        run_server(ServerSettings(models=read_models(config), config_file=config, **options))
+        run(ServerSettings(models=read_models(config), config_file=config, **options))
+
+
+def _serve(settings: "ServerSettings") -> None:
+    from tpuembed_serving import serve as run_server
+
+    run_server(settings)
+
+
+def _print_tf_serving(settings: "ServerSettings") -> None:
+    from tpuembed_serving.tf_serving_command import tf_serving_files
+
+    click.echo(tf_serving_files(settings), nl=False)
 
 
 def _grpc_options(port: int | None, off: bool) -> dict[str, Any]:
