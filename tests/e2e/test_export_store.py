@@ -1,0 +1,249 @@
+"""`tpuembed export CKPT s3://...` by the engines that users get: TensorFlow loads the result, which is a local export's."""
+
+import filecmp
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.e2e.serve_process import run_command
+from tests.e2e.test_export_stream_killed import wait_for_end
+from tests.stores import S3, S3Proxy, S3Request, moto_server
+from tests.unit.export.fakes import random_table, write_checkpoint
+from tpuembed import export_saved_model
+from tpuembed.files import UrlPath, remote
+
+TABLES = {f"small{i}": random_table(3 + i, 64, seed=i) for i in range(10)}
+TABLES |= {"large": random_table(100_000, 64, seed=100), "narrow": random_table(100, 8)}
+"""24 MiB in shards of 7, of which the store wants parts of 5 MiB at least."""
+TABLE_BYTES = sum(table.nbytes for table in TABLES.values())
+CONFIG: dict[str, Any] = {"features": {name: {"table": name, "input": "id"} for name in TABLES}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    with moto_server() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server: S3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A new one, where clients find it."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tpuembed.export.plan._SHARD_BYTES", 7 << 20)
+    name = re.sub(r"\W|_", "-", request.node.name).strip("-")[:60]
+    server.make_bucket(name)
+    remote._store.cache_clear()
+    yield name
+    remote._store.cache_clear()
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "ckpt", TABLES)
+    return tmp_path / "ckpt"
+
+
+def export(prefix: Path | str, url: str | Path, **options: Any) -> Any:
+    return export_saved_model(prefix, url, **{"serving_config": CONFIG, "workers": 2, **options})
+
+
+def assert_answers(version: Path) -> None:
+    """TensorFlow finds the rows of the source in `version`."""
+    signature = tf.saved_model.load(str(version)).signatures["serving_default"]
+    ids = {name: np.array([0, len(rows) - 1, len(rows) // 2]) for name, rows in TABLES.items()}
+    found = signature(**{name: tf.constant(rows) for name, rows in ids.items()})
+    assert found.keys() == TABLES.keys()
+    for name, rows in TABLES.items():
+        np.testing.assert_array_equal(found[name], rows[ids[name]])
+
+
+def assert_same_files(version: Path, other: Path) -> None:
+    """Data files and index, bit by bit."""
+    names = sorted(path.name for path in (version / "variables").iterdir())
+    assert names == sorted(path.name for path in (other / "variables").iterdir())
+    tables = [name for name in names if "data-00000" not in name]
+    assert len(tables) == 3
+    same, _, _ = filecmp.cmpfiles(version / "variables", other / "variables", tables, shallow=False)
+    assert sorted(same) == tables
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_tensorflow_loads_what_a_local_export_would_have_written(
+    prefix: Path, server: S3, bucket: str, tmp_path: Path
+) -> None:
+    report = export(prefix, f"s3://{bucket}/models/ranker")
+    assert report.path == UrlPath("s3", bucket, "models/ranker/1")
+    assert (report.version, report.bytes_written) == (1, TABLE_BYTES)
+    assert 0 < report.worker_peak_rss_bytes < 64_000_000
+    version = server.download(bucket, "models/ranker/1", tmp_path / "there" / "1")
+    assert_answers(version)
+    local = export(prefix, tmp_path / "models")
+    assert_same_files(version, local.path)
+    assert files_in(version) == files_in(local.path)
+    done = run_command("verify", version)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert server.uploads(bucket) == []
+    assert all(key.startswith("models/ranker/1/") for key in server.keys(bucket))
+
+
+def test_from_a_store_into_a_store(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
+    source = server.upload(prefix.parent, bucket, "checkpoints")
+    report = export(f"{source}/ckpt", f"s3://{bucket}/models")
+    assert_answers(server.download(bucket, "models/1", tmp_path / "there"))
+    assert report.bytes_written == TABLE_BYTES
+
+
+@pytest.mark.long
+def test_two_exports_at_once(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
+    """Of one process: the graphs are saved one after another, the tables at once."""
+    reports, tables = list[Any](), {}
+    for name in ("a", "b"):
+        write_checkpoint(tmp_path / name, TABLES)
+        tables[name] = tmp_path / name
+    threads = [
+        threading.Thread(target=lambda path=path: reports.append(export(path, f"s3://{bucket}/m")))
+        for path in tables.values()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(report.version for report in reports) == [1, 2]
+    for version in ("1", "2"):
+        assert_answers(server.download(bucket, f"m/{version}", tmp_path / "there" / version))
+    assert server.uploads(bucket) == []
+
+
+def test_mapped_tables_lie_where_the_version_will_be_copied_to(
+    prefix: Path, server: S3, bucket: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "served"
+    export(prefix, f"s3://{bucket}/m", layout="mmap", serving_root=str(root))
+    server.download(bucket, "m/1", tmp_path / "elsewhere")
+    (root).mkdir()
+    (tmp_path / "elsewhere").rename(root / "1")
+    assert_answers(root / "1")
+
+
+def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    arguments = (prefix, f"s3://{bucket}/m", "--serving-config", tmp_path / "config.json")
+    planned = run_command("export", *arguments, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert server.keys(bucket) == []
+    done = run_command("export", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] == f"s3://{bucket}/m/1"
+    assert_answers(server.download(bucket, "m/1", tmp_path / "there"))
+    again = run_command("export", *arguments, "--version", "1", "--dry-run")
+    assert again.returncode == 1
+    assert "version 1 exists; choose another one, 2 is free" in again.stderr
+
+
+def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    for url, said in (
+        (f"gs://{bucket}/m", "exports are written to disks and to s3:// alone"),
+        (f"ftp://{bucket}/m", "copy it to a disk"),
+        ("s3://no-such-bucket-here/m", "there is no bucket 'no-such-bucket-here'"),
+    ):
+        done = run_command("export", prefix, url, "--serving-config", tmp_path / "config.json")
+        assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    served = run_command("serve", f"s3://{bucket}/m")
+    assert served.returncode == 2
+    assert "copy the version to a disk" in served.stderr
+
+
+def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(
+    prefix: Path, server: S3, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of the main process, when a part of the large table is there and recorded, and another one is held up."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    arguments = [str(prefix), f"s3://{bucket}/m", "--serving-config", str(tmp_path / "config.json"), "--json"]
+    held = threading.Event()
+
+    def hold(request: S3Request) -> tuple[int, str] | None:
+        if request.part == 3:
+            held.wait(60)
+        return None
+
+    with S3Proxy(server) as proxy:
+        proxy.fault = hold
+        command = [sys.executable, "-c", SLOW_COMMAND, "export", *arguments, "--workers", "1"]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **proxy.environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            wait_until_recorded(server, bucket, process)
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+            process.communicate()
+            held.set()
+        wait_for_end(process.pid, 30)
+    assert [key for key in server.keys(bucket) if not key.startswith("m/.staging-1/")] == []
+    assert server.uploads(bucket) != []
+    report = export(prefix, f"s3://{bucket}/m", serving_config=str(tmp_path / "config.json"))
+    assert (report.version, report.bytes_reused >= 7_000_000) == (1, True)
+    assert_answers(server.download(bucket, "m/1", tmp_path / "there"))
+    assert server.uploads(bucket) == []
+    assert all(key.startswith("m/1/") for key in server.keys(bucket))
+
+
+SLOW_COMMAND = """
+from tpuembed.export import plan
+from tpuembed.export.store import keeper
+from tpuembed_cli.main import main
+plan._SHARD_BYTES = 7 << 20
+keeper._SECONDS_BETWEEN_WRITES = 0.05
+main()
+"""
+
+
+def wait_until_recorded(server: S3, bucket: str, process: "subprocess.Popen[bytes]") -> None:
+    """Until the record has a shard of the large table."""
+    pause = threading.Event()
+    for _ in range(2400):
+        assert process.poll() is None, process.communicate()[1].decode()
+        found = "m/.staging-1/record" in server.keys(bucket)
+        record = json.loads(server.get(bucket, "m/.staging-1/record")) if found else {"finished": []}
+        if any(result["bytes"] > 5 << 20 for result in record["finished"]):
+            return
+        pause.wait(0.05)
+    raise TimeoutError("no shard was recorded")
+
+
+def test_a_live_model_is_exported_into_a_store(server: S3, bucket: str, tmp_path: Path) -> None:
+    import tpuembed
+
+    table = tpuembed.TableConfig(50, 4, name="t")
+    layer = tpuembed.TPUEmbedding({"x": tpuembed.FeatureConfig(table)})
+    layer.build({"x": (None, 1)})
+    rows = layer.embedding_tables[table].numpy()
+    report = tpuembed.export_model(
+        layer, f"s3://{bucket}/m", serving_config={"features": {"x": {"table": "t", "input": "id"}}}
+    )
+    assert report.version == 1
+    loaded = tf.saved_model.load(str(server.download(bucket, "m/1", tmp_path / "there")))
+    found = loaded.signatures["serving_default"](x=tf.range(50, dtype=tf.int64))["x"]
+    np.testing.assert_array_equal(found, rows)
