@@ -3,13 +3,17 @@
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.e2e.serve_load import Load
 from tests.e2e.serve_models import spec
 from tests.e2e.serve_process import ServerProcess
+from tests.unit.export.fakes import write_checkpoint
+from tpuembed import export_saved_model
 
 
 def publish(model_dir: Path, version: int, values: int) -> float:
@@ -26,9 +30,9 @@ def publish(model_dir: Path, version: int, values: int) -> float:
     return started
 
 
-def resident_mib(server: ServerProcess) -> float:
+def resident_mib(server: ServerProcess, kind: str = "VmRSS") -> float:
     status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+    return int(status.split(f"{kind}:")[1].split()[0]) / 1024
 
 
 def swap(model_dir: Path, tmp_path: Path, swaps: int, connections: int, values: int) -> tuple[Load, list[float]]:
@@ -68,3 +72,35 @@ def test_a_hundred_swaps_under_load(tmp_path: Path) -> None:
     print(f"{len(load.asked)} requests; MiB after swaps 1, 10, 50, 100: {[resident[n - 1] for n in (1, 10, 50, 100)]}")
     assert len(load.asked) > 10_000
     assert resident[-1] < resident[9] + 80, "8 MB of each of 90 versions would be 700"
+
+
+def test_mapped_tables_swap_without_a_copy(tmp_path: Path) -> None:
+    """Of the two versions' 128 MB, memory of the process itself holds nothing; what it maps is the page cache's."""
+    model_dir, rows, dim = tmp_path / "mapped", 250_000, 64
+    config = {"features": {"t": {"table": "t", "combiner": "sum"}}}
+    export: dict[str, Any] = {"serving_config": config, "layout": "mmap", "workers": 1}
+    for version in (1, 2):
+        table = np.full((rows, dim), version, np.float32)
+        write_checkpoint(tmp_path / f"ckpt-{version}", {"t": table})
+        export_saved_model(tmp_path / f"ckpt-{version}", tmp_path / "exported", version=version, **export)
+    model_dir.mkdir()
+    (tmp_path / "exported" / "1").rename(model_dir / "1")
+    spread = np.arange(0, rows, 50).reshape(-1, 100).tolist()
+
+    def ask(server: ServerProcess) -> set[float]:
+        status, answer = server.predict({"inputs": {"t": spread}})
+        assert status == 200, answer
+        return {value for row in answer["outputs"] for value in row}
+
+    with ServerProcess(model_dir, tmp_path / "server.log") as server:
+        server.wait_for(1)
+        assert ask(server) == {100.0}
+        before = resident_mib(server, "RssAnon")
+        (tmp_path / "exported" / "2").rename(model_dir / "2")
+        server.wait_for(2)
+        server.wait_for(1, "END")
+        assert ask(server) == {200.0}
+        after = resident_mib(server, "RssAnon")
+        loads = [line for line in server.log.splitlines() if "loaded in" in line]
+    print(loads, f"own memory before and after: {before:.0f} and {after:.0f} MiB")
+    assert after < before + 20
