@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.serve_process import SCRIPT, run_command
+from tests.stores import S3Proxy, moto_server
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.batch import FolderPlace
@@ -171,3 +172,30 @@ def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
     engine = choose_engine("ray", 1, "local")
     with pytest.raises(ExportError, match="every node of the cluster must see"):
         engine.run(plan.shards, Job(source=source, place=FolderPlace(tmp_path / "elsewhere" / ".staging" / "tables")))
+
+
+@pytest.mark.long
+def test_a_cluster_writes_into_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main process hands out signed URLs; workers have no credentials, and table bytes go past it."""
+    rows = 1 << 21  # 512 MiB
+    write_checkpoint(tmp_path / "ckpt", rows)
+    config = tmp_path / "config.json"
+    config.write_text('{"features": {"f": {"table": "table", "input": "id"}}}', encoding="utf-8")
+    with moto_server() as server, cluster(tmp_path) as (address, _):
+        server.make_bucket("bucket")
+        with S3Proxy(server) as proxy:
+            command = [str(SCRIPT), "export", str(tmp_path / "ckpt"), "s3://bucket/m", "--json", "--workers", "2"]
+            command += ["--serving-config", str(config), "--engine", "ray", "--ray-address", address]
+            environment = {**ENVIRONMENT, **proxy.environment}
+            done = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        (key,) = (key for key in server.keys("bucket") if ".data-00001-of-" in key)
+        written = server.get("bucket", key)
+        assert server.uploads("bucket") == []
+    assert report["path"] == "s3://bucket/m/1"
+    assert report["worker_peak_rss_bytes"] < 200_000_000, "Ray's own worker is about 100 MB of it"
+    assert written == shard_path(tmp_path / "ckpt", 0, 1).read_bytes()
+    parts = [request for request in proxy.requests if request.part]
+    assert len(parts) == 8
+    assert all("Authorization" not in request.headers and "X-Amz-Signature" in request.query for request in parts)
