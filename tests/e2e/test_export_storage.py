@@ -232,7 +232,6 @@ def test_two_quantizations_of_a_table_are_refused(quantized: Any, tmp_path: Path
         export_saved_model(quantized[0], tmp_path / "m", serving_config=config)
 
 
-@pytest.mark.filterwarnings("ignore:no requests to warm up")  # its lists are of three ids
 def test_a_whole_model_looks_up_what_it_was_trained_with(quantized: Any, tmp_path: Path) -> None:
     import keras
 

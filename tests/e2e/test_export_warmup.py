@@ -97,6 +97,20 @@ def test_models_are_warmed_up_with_zeros(checkpoint: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(found, np.tile([1.0, 1, 1, 1, 0, 0, 0], (len(found), 1)))
 
 
+@pytest.mark.parametrize("form", ["sparse", "ragged"])
+def test_lists_of_a_known_width_are_warmed_up_in_it(checkpoint: str, tmp_path: Path, form: str) -> None:
+    def build() -> Any:
+        ids = keras.Input((3,), dtype="int64", name="ids", **{form: True})
+        table = TableConfig(ROWS, 4, "t", combiner="sum")
+        return keras.Model({"ids": ids}, TPUEmbedding({"ids": FeatureConfig(table)}, optimizer="sgd")({"ids": ids}))
+
+    path = export_saved_model(checkpoint, tmp_path / "m", model=build).path
+    loaded = tf.saved_model.load(str(path)).signatures
+    for (name, inputs), batch in zip(_requests(path), [1, 1, 1, 32, 32, 32], strict=True):
+        (found,) = loaded[name](**{key: tf.constant(value) for key, value in inputs.items()}).values()
+        np.testing.assert_array_equal(found, np.full((batch, 4), 3.0 if batch == 1 else 2.0))
+
+
 def test_a_model_that_fails_for_zeros_has_no_records(checkpoint: str, tmp_path: Path) -> None:
     """One failing record would keep the whole version from being served."""
     with pytest.warns(UserWarning, match="no requests to warm up: the model fails for zeros"):

@@ -96,13 +96,18 @@ def _functional(model: Any) -> "KerasModel":
     named = {path if by_key else tensor.name: tensor for path, tensor in flatten(structure)}
     if len(named) < len(model.inputs):
         raise ConfigError(f"model: two of its inputs are called the same, of {', '.join(named)}; rename one")
-    forms = {key: _InputForm(key, _is(tensor, "sparse"), _is(tensor, "ragged")) for key, tensor in named.items()}
+    forms = {key: _form(key, tensor) for key, tensor in named.items()}
     specs = {key: _spec(key, tensor, forms[key]) for key, tensor in named.items()}
 
     def pack(values: Mapping[str, Tensor]) -> Any:
         return pack_like(structure, [values[key] for key in named])
 
     return KerasModel(model, specs, forms, pack)
+
+
+def _form(key: str, tensor: Any) -> "_InputForm":
+    width = tensor.shape[1] if len(tensor.shape) == 2 else None
+    return _InputForm(key, _is(tensor, "sparse"), _is(tensor, "ragged"), width)
 
 
 def _is(tensor: Any, kind: str) -> bool:
@@ -120,10 +125,10 @@ def _check_vocabulary(node: Any) -> None:
 
 
 class _InputForm:
-    """How an input's padded matrix becomes what the model takes."""
+    """How an input's padded matrix becomes what the model takes; `width`: of a matrix that it was built for, if known."""
 
-    def __init__(self, name: str, sparse: bool, ragged: bool) -> None:
-        self.name, self.sparse, self.ragged = name, sparse, ragged
+    def __init__(self, name: str, sparse: bool, ragged: bool, width: int | None = None) -> None:
+        self.name, self.sparse, self.ragged, self.width = name, sparse, ragged, width
 
     @property
     def padded(self) -> bool:
@@ -178,7 +183,8 @@ class KerasModel:
         if any(spec.shape.rank is None for spec in self._specs.values()):
             return []
         padded = {name: 0 for name, form in self._forms.items() if form.padded}
-        requests = [sample_inputs(self._specs, padded, batch) for batch in BATCHES]
+        widths = {name: form.width for name, form in self._forms.items() if form.width}
+        requests = [sample_inputs(self._specs, padded, batch, widths) for batch in BATCHES]
         try:
             for request in requests:
                 self({name: tf.constant(value, self._specs[name].dtype) for name, value in request.items()})

@@ -27,14 +27,20 @@ _HOT = 2  # columns of a list
 _Array = npt.NDArray[Any]
 
 
-def sample_inputs(specs: Mapping[str, tf.TensorSpec], ids: Mapping[str, int], batch: int) -> dict[str, _Array]:
-    """Inputs of `specs`: `ids`' rows and zeros. In batches of more than one, lists end in padding."""
-    return {name: _sample(spec, ids.get(name, 0), name in ids, batch) for name, spec in specs.items()}
+def sample_inputs(
+    specs: Mapping[str, tf.TensorSpec], ids: Mapping[str, int], batch: int, widths: Mapping[str, int] | None = None
+) -> dict[str, _Array]:
+    """Inputs of `specs`: `ids`' rows and zeros. In batches of more than one, lists end in padding.
+
+    `widths`: columns of lists that are not to have just any number of them.
+    """
+    columns = {name: (widths or {}).get(name, _HOT) for name in specs}
+    return {name: _sample(spec, ids.get(name, 0), name in ids, batch, columns[name]) for name, spec in specs.items()}
 
 
-def _sample(spec: tf.TensorSpec, fill: int, is_feature: bool, batch: int) -> _Array:
+def _sample(spec: tf.TensorSpec, fill: int, is_feature: bool, batch: int, columns: int) -> _Array:
     known = spec.shape.as_list()
-    shape = [(_HOT if index else batch) if size is None else size for index, size in enumerate(known)]
+    shape = [(columns if index else batch) if size is None else size for index, size in enumerate(known)]
     if spec.dtype == tf.string:
         return np.full(shape, b"", np.object_)
     values = np.full(shape, fill, spec.dtype.as_numpy_dtype)
