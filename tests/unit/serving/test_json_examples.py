@@ -1,0 +1,133 @@
+"""tf.Examples from JSON, read back by TensorFlow's own class; answers of classify and regress, byte for byte."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import json_format  # type: ignore[import-untyped]
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorflow.core.example import example_pb2
+
+from tpuembed_serving.inference import Classification, Regression, to_tensor
+from tpuembed_serving.json_codec import decode_examples, encode_result, parse_document
+from tpuembed_serving.status import Code, StatusError
+
+
+def examples(body: str | bytes) -> list[dict[str, Any]]:
+    """Each example's features as {name: (kind, values)}."""
+    raw = body.encode() if isinstance(body, str) else body
+    return [features(data) for data in decode_examples(parse_document(raw))]
+
+
+def features(data: bytes) -> dict[str, Any]:
+    message = example_pb2.Example.FromString(data)
+    found = {}
+    for name, feature in message.features.feature.items():
+        kind = feature.WhichOneof("kind")
+        found[name] = (kind, list(getattr(feature, kind).value)) if kind else (None, [])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("feature", "wanted"),
+    [
+        ("1", ("int64_list", [1])),
+        ("[1, -2, 9223372036854775807, -9223372036854775808]", ("int64_list", [1, -2, 2**63 - 1, -(2**63)])),
+        ("true", ("int64_list", [1])),
+        ("[true, 5, false]", ("int64_list", [1, 5, 0])),
+        ("1.0", ("float_list", [1.0])),
+        ("[0.5, -1e3]", ("float_list", [0.5, -1000.0])),
+        ("1e40", ("float_list", [float("inf")])),
+        ("-Infinity", ("float_list", [float("-inf")])),
+        ("18446744073709551616", ("float_list", [2.0**64])),
+        ('"a"', ("bytes_list", [b"a"])),
+        ('["a", {"b64": "AP8="}, ""]', ("bytes_list", [b"a", b"\x00\xff", b""])),
+        ('{"b64": "aGk"}', ("bytes_list", [b"hi"])),
+        ("[]", (None, [])),
+    ],
+)
+def test_features(feature: str, wanted: Any) -> None:
+    assert examples(f'{{"examples": [{{"F": {feature}}}]}}') == [{"F": wanted}]
+
+
+def test_names_and_bytes_that_are_no_utf8() -> None:
+    (found,) = decode_examples(parse_document(b'{"examples": [{"\xc3\xa9": "\xff"}]}'))
+    assert features(found) == {"\u00e9": ("bytes_list", [b"\xff"])}
+
+
+def test_the_context_is_in_every_example_and_yields_to_it() -> None:
+    found = examples('{"context": {"c": 1, "x": 2}, "examples": [{"x": 3, "y": 4}, {}]}')
+    one, two, three, four = (("int64_list", [n]) for n in (1, 2, 3, 4))
+    assert found == [{"c": one, "x": three, "y": four}, {"c": one, "x": two}]
+
+
+def test_of_equal_features_the_last_counts_and_of_equal_keys_the_first() -> None:
+    found = examples('{"examples": [{"x": 1, "x": 2, "y": 3}], "examples": [{"x": 9}]}')
+    assert found == [{"x": ("int64_list", [2]), "y": ("int64_list", [3])}]
+
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOATS = st.floats(width=32, allow_nan=False)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
+ELEMENTS = (INT64, st.booleans() | INT64, FLOATS, TEXTS)
+VALUES = st.one_of(INT64, FLOATS, TEXTS, *(st.lists(elements, max_size=4) for elements in ELEMENTS))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(TEXTS, VALUES, max_size=3))
+def test_any_example_is_what_json_says(value: dict[str, Any]) -> None:
+    """Against TensorFlow's class, filled by its own methods."""
+    wanted = example_pb2.Example()
+    for name, given_values in value.items():
+        feature = wanted.features.feature[name]
+        values = given_values if isinstance(given_values, list) else [given_values]
+        if values and isinstance(values[0], str):
+            feature.bytes_list.value.extend(text.encode() for text in values)
+        elif values and isinstance(values[0], float):
+            feature.float_list.value.extend(values)
+        elif values:
+            feature.int64_list.value.extend(map(int, values))
+    (found,) = decode_examples(parse_document(json.dumps({"examples": [value]}).encode()))
+    message = example_pb2.Example.FromString(found)
+    assert json_format.MessageToDict(message).get("features", {}) == json_format.MessageToDict(wanted).get(
+        "features", {}
+    )
+
+
+def test_a_long_feature_that_mixes_kinds_names_the_first_that_differs() -> None:
+    with pytest.raises(StatusError) as caught:
+        examples('{"examples": [{"F": [1' + ", 2" * 1000 + ', "a", 2.5]}]}')
+    assert caught.value.code is Code.INVALID_ARGUMENT
+    assert caught.value.message == "Unexpected element type in feature: F expecting type: int64"
+
+
+def matrix(*rows: list[bytes]) -> Any:
+    array = np.empty((len(rows), len(rows[0])), object)
+    for index, row in enumerate(rows):
+        array[index] = row
+    return array
+
+
+def test_the_bytes_of_a_classification() -> None:
+    labels = matrix([b"a", b'"'], [b"\xff", b"\xc3\xa9"])
+    scores = np.array([[0.1, 1], [np.nan, -np.inf]], np.float32)
+    assert encode_result(Classification(labels, scores)) == (
+        b'{\n    "results": [[["a", 0.1], ["\\"", 1.0]], [["\xff", NaN], ["\xc3\xa9", -Infinity]]\n    ]\n}'
+    )
+
+
+def test_the_bytes_of_a_classification_without_classes() -> None:
+    empty = Classification(np.empty((2, 0), object), np.empty((2, 0), np.float32))
+    assert encode_result(empty) == b'{\n    "results": [[], []\n    ]\n}'
+
+
+def test_the_bytes_of_a_regression() -> None:
+    values = np.array([2.5, 3, 1e-7, np.inf], np.float32)
+    assert encode_result(Regression(values)) == b'{\n    "results": [2.5, 3.0, 1e-07, Infinity]\n}'
+
+
+def test_no_examples() -> None:
+    with pytest.raises(StatusError, match=r"^Input is empty\.$"):
+        to_tensor([])
