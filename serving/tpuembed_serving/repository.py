@@ -191,13 +191,18 @@ class ModelRepository:
                 self._poll(self._successors.get(name, model))
         for name, successor in list(self._successors.items()):
             if successor.available:
-                self._leave(self._models[name])
-                self._models = {**self._models, name: successor}
-                del self._successors[name]
+                self._succeed(name, successor)
         for model in self._leaving:
             model.retire()
             model.unload()
         self._leaving = [model for model in self._leaving if not model.idle]
+
+    def _succeed(self, name: str, successor: ServedModel) -> None:
+        before = self._models[name]
+        self._models = {**self._models, name: successor}
+        del self._successors[name]
+        self._leave(before)
+        self._changed()
 
     def _poll(self, model: ServedModel) -> None:
         try:

@@ -90,6 +90,36 @@ class Lease:
         self._model._give_back(self._record)
 
 
+class _Folder:
+    """Where a model's versions lie; says once what is wrong with it."""
+
+    def __init__(self, model: str, path: Path) -> None:
+        self._model, self._path = model, path
+        self._missing: frozenset[int] = frozenset()
+        self.error = ""
+
+    def versions(self) -> dict[int, Path] | None:
+        """Every version that is there; None where the folder cannot be listed."""
+        try:
+            found = find_versions(self._path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if not self.error:
+                logger.error("model %s: its folder cannot be listed (%s); serving what is loaded", self._model, reason)
+            self.error = reason
+            return None
+        self.error = ""
+        return found
+
+    def wanted(self, policy: VersionPolicy, found: Collection[int]) -> frozenset[int]:
+        """What `policy` takes of `found`."""
+        missing = policy.versions.difference(found) if isinstance(policy, SpecificVersions) else frozenset()
+        for number in sorted(missing - self._missing):
+            logger.warning("model %s: version %d, which its config names, is not in its folder", self._model, number)
+        self._missing = missing
+        return policy.wanted(found)
+
+
 def _nobody() -> None:
     """Nobody is told."""
 
@@ -118,14 +148,18 @@ class ServedModel:
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
         self._labels = VersionLabels(settings.name, settings.labels, allow_unavailable=options.labels_for_unavailable)
-        self._missing: frozenset[int] = frozenset()
-        self.listing_error = ""
+        self._folder = _Folder(settings.name, settings.base_path)
 
     @property
     def available(self) -> bool:
         """Whether any version answers requests."""
         with self._lock:
             return any(record.state is State.AVAILABLE for record in self._versions.values())
+
+    @property
+    def listing_error(self) -> str:
+        """Why the folder could not be listed at the last look; empty where it could."""
+        return self._folder.error
 
     @property
     def idle(self) -> bool:
@@ -182,10 +216,11 @@ class ServedModel:
 
     def poll(self) -> None:
         """Look at the folder once: load what is wanted and new, newest first; unload what nobody wants and uses."""
-        found = self._find()
+        found = self._folder.versions()
         if found is None:
+            self.unload()
             return
-        wanted = self._wanted(found)
+        wanted = self._folder.wanted(self._policy, found)
         self._retire_others(wanted)
         for number in sorted(wanted, reverse=True):
             self._ensure_loaded(number, found[number])
@@ -217,26 +252,6 @@ class ServedModel:
                 record.state = State.END
         if unused:
             self._changed()
-
-    def _find(self) -> dict[int, Path] | None:
-        try:
-            found = find_versions(self.base_path)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if not self.listing_error:
-                logger.error("model %s: its folder cannot be listed (%s); serving what is loaded", self.name, reason)
-            self.listing_error = reason
-            return None
-        self.listing_error = ""
-        return found
-
-    def _wanted(self, found: Collection[int]) -> frozenset[int]:
-        policy = self._policy
-        missing = policy.versions.difference(found) if isinstance(policy, SpecificVersions) else frozenset()
-        for number in sorted(missing - self._missing):
-            logger.warning("model %s: version %d, which its config names, is not in its folder", self.name, number)
-        self._missing = missing
-        return policy.wanted(found)
 
     def _ensure_loaded(self, number: int, path: Path) -> None:
         """Load `number` unless it is loaded; one that failed waits for its next try, or for other files."""

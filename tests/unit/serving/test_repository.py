@@ -190,6 +190,20 @@ def test_a_folder_that_cannot_be_listed_changes_nothing(model: ServedModel, base
     assert served(model) == 1
 
 
+def test_a_version_in_use_is_unloaded_afterwards_though_its_folder_is_gone(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    with model.lease(1):
+        make_version(base_path, 2)
+        model.poll()
+        base_path.rename(base_path.with_name("away"))
+    model.poll()
+    assert loader.loaded["1"].closed.is_set()
+    assert served(model) == 2
+
+
 def test_the_repository_watches_and_stops(loader: FakeLoader, base_path: Path) -> None:
     other = base_path.with_name("n")
     other.mkdir()
