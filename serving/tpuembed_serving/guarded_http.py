@@ -1,0 +1,141 @@
+"""uvicorn's HTTP connections with limits that it does not have: on their number, on headers, and on clients that take forever.
+
+A client that opens a connection and says nothing, that sends its request byte by byte, or that does not read its answer, holds
+memory and a file descriptor for as long as it likes. Here all three have a deadline. One look at every connection now and then
+is what that costs: a request sets two fields and no timer.
+
+The only module that knows uvicorn's protocol classes from the inside.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = ["ConnectionLimits", "close_slow_connections", "protocol_class"]
+
+_LOOK_SECONDS: Final = 1.0
+_TEXTS: Final = {
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """What one process accepts.
+
+    Attributes:
+        connections: open at once; more are answered 503 and closed. None is no limit but the system's own.
+        header_bytes: of a request's line and headers; more are answered 431.
+        receive_seconds: in which a request must have come, from the opening of the connection or its own first byte; and in which
+            a client must have taken some of its answer.
+    """
+
+    connections: int | None = None
+    header_bytes: int = 64 << 10
+    receive_seconds: float = 60.0
+
+
+def protocol_class(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
+    """What uvicorn takes as `http`: its own protocol, within `limits`."""
+    return type("GuardedProtocol", (_GuardedProtocol,), {"limits": limits})
+
+
+async def close_slow_connections(connections: Iterable[Any]) -> None:
+    """Look at uvicorn's set of connections again and again, and close those whose clients are too slow."""
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        now = time.monotonic()
+        for connection in [one for one in connections if isinstance(one, _GuardedProtocol)]:
+            connection.close_if_slow(now)
+
+
+class _GuardedProtocol(HttpToolsProtocol):
+    """See the module.
+
+    `_since` is when the client was last asked to send something, None while it need not; `_unread` what it had not read of its
+    answer at the last look, and since when it is so much.
+    """
+
+    limits: ConnectionLimits
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._since: float | None = None
+        self._unread, self._unread_since = 0, 0.0
+        self._header_bytes = 0
+        self._in_headers, self._is_refused = True, False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """See asyncio."""
+        super().connection_made(transport)
+        self._since = time.monotonic()
+        most = self.limits.connections
+        if most is not None and len(self.connections) > most:
+            self._refuse(503, f"{most} connections are open, and no more may be")
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self._is_refused:
+            return
+        self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > self.limits.header_bytes:
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        super().on_message_begin()
+        self._since = time.monotonic()
+
+    def on_headers_complete(self) -> None:
+        """Its headers came in one piece with what follows, or in several."""
+        self._in_headers = False
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.header_bytes:
+            self._refuse_headers()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of it."""
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Now it is our turn; the next bytes are of another request."""
+        self._since, self._in_headers, self._header_bytes = None, True, 0
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def close_if_slow(self, now: float) -> None:
+        """Whether the client keeps us waiting for too long, to send or to read."""
+        if self.transport.is_closing():
+            return
+        if self._since is not None and now - self._since > self.limits.receive_seconds:
+            self._refuse(408, f"the request did not come within {self.limits.receive_seconds:g} seconds")
+            return
+        unread = self.transport.get_write_buffer_size()
+        if unread != self._unread or not unread:
+            self._unread, self._unread_since = unread, now
+        elif now - self._unread_since > self.limits.receive_seconds:
+            self.transport.abort()
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"the request's line and headers are longer than {self.limits.header_bytes} bytes")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answer, unless another answer has begun, and close."""
+        self._is_refused = True
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body = f'{{\n    "error": "{text}"\n}}'.encode()
+            head = f"HTTP/1.1 {status} {_TEXTS[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            retry = "retry-after: 1\r\n" if status == 503 else ""
+            self.transport.write(f"{head}{retry}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self._unset_keepalive_if_required()
+        self.transport.close()
