@@ -8,14 +8,15 @@ The only module that knows uvicorn's protocol classes from the inside.
 """
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Iterable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-__all__ = ["ConnectionLimits", "close_slow_connections", "protocol_class"]
+from tpuembed_serving.security import ConnectionLimits
+
+__all__ = ["close_slow_connections", "protocol_class"]
 
 _LOOK_SECONDS: Final = 1.0
 _TEXTS: Final = {
@@ -23,22 +24,6 @@ _TEXTS: Final = {
     431: "Request Header Fields Too Large",
     503: "Service Unavailable",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConnectionLimits:
-    """What one process accepts.
-
-    Attributes:
-        connections: open at once; more are answered 503 and closed. None is no limit but the system's own.
-        header_bytes: of a request's line and headers; more are answered 431.
-        receive_seconds: in which a request must have come, from the opening of the connection or its own first byte; and in which
-            a client must have taken some of its answer.
-    """
-
-    connections: int | None = None
-    header_bytes: int = 64 << 10
-    receive_seconds: float = 60.0
 
 
 def protocol_class(limits: ConnectionLimits) -> type[HttpToolsProtocol]:

@@ -1,0 +1,48 @@
+"""Who may ask, over what, and how much: the settings. Everything is off that TensorFlow Serving does not have."""
+
+import dataclasses
+
+from tpuembed.errors import ConfigError
+from tpuembed_serving.api_keys import ApiKeys
+from tpuembed_serving.tls import TlsSettings
+
+__all__ = ["ConnectionLimits", "SecuritySettings"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """What one process accepts of HTTP.
+
+    Attributes:
+        connections: open at once; more are answered 503 and closed. None is no limit but the system's own.
+        header_bytes: of a request's line and headers; more are answered 431.
+        receive_seconds: in which a request must have come, from the opening of the connection or its own first byte; and in which
+            a client must have taken some of its answer.
+    """
+
+    connections: int | None = None
+    header_bytes: int = 64 << 10
+    receive_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("connections", "header_bytes", "receive_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}: give a number above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecuritySettings:
+    """Of both ports, but for what is HTTP's alone.
+
+    Attributes:
+        api_keys: one of them opens everything but health checks, which need none; None lets everybody in.
+        tls: None is plain text.
+        cors: whether pages of other sites may ask, as TensorFlow Serving's --rest_api_enable_cors_support.
+        limits: of connections.
+    """
+
+    api_keys: ApiKeys | None = None
+    tls: TlsSettings | None = None
+    cors: bool = False
+    limits: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
