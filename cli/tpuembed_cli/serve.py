@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from tpuembed.errors import MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.options import FOLDER
+from tpuembed_cli.telemetry_options import take_telemetry, telemetry_options
 
 if TYPE_CHECKING:  # the server's package is imported by its command alone
     from tpuembed_serving import ServerSettings
@@ -106,6 +107,7 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     is_flag=True,
     help="Print how TensorFlow Serving is started to serve the same: command, config and compose file; serve nothing.",
 )
+@telemetry_options
 @click.pass_context
 def serve(
     context: click.Context,
@@ -143,6 +145,7 @@ def serve(
     run = _print_tf_serving if prints else _serve
 
     options["batching"] = take_batching(options)
+    options["telemetry"] = take_telemetry(options)
     options["run_threads"] = run_threads or max(1, (os.cpu_count() or 1) // options["workers"])
     options["load"] = LoadSettings(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable

@@ -4,21 +4,24 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.executor import ModelExecutor
+from tpuembed_serving.http_endpoint import Receive, Scope, Send
 from tpuembed_serving.openapi import REST_PATHS
 from tpuembed_serving.repository import Loader, ModelRepository
-from tpuembed_serving.rest import Receive, RestApi, Scope, Send, is_api_request
+from tpuembed_serving.rest import RestApi, is_api_request
 from tpuembed_serving.servable import Servable
 from tpuembed_serving.service import PredictionService
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.telemetry import Telemetry
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving import RemoteExecutor, RemoteModels
 from tpuembed_serving.verification import verify_checksums
@@ -39,19 +42,24 @@ class ServingApp(FastAPI):
         self, settings: ServerSettings, load: Loader | None, link: WorkerLink | None = None, load_first: bool = False
     ) -> None:
         self.stopping = threading.Event()
-        load = load or functools.partial(_load_saved_model, settings=settings, stopping=self.stopping)
-        self.repository = _models(settings, load, link)
-        self.peers: Peers = link or Alone()
-        self._load_first = load_first
         self.executor = _executor(settings)
+        self.peers: Peers = link or Alone()
+        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.peers)
+        load = load or functools.partial(
+            _load_saved_model, settings=settings, stopping=self.stopping, telemetry=self.telemetry
+        )
+        self.repository = _models(settings, self.telemetry.watching(load), link)
+        self._load_first = load_first
         self.service = PredictionService(self.repository, self.executor)
         self.settings = settings
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
-        self._rest = RestApi(self.service, settings.max_body_bytes)
+        self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry)
         super().__init__(title="tpuembed serving", lifespan=_lifespan)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
         self.add_api_route("/readyz", self._readyz, summary="Every model has an available version")
+        if settings.telemetry.metrics_path is not None:
+            self.add_api_route(settings.telemetry.metrics_path, self._metrics, summary="Metrics for Prometheus")
 
     async def load_first(self) -> None:
         """Return once what is there is loaded, where others answer meanwhile."""
@@ -64,7 +72,7 @@ class ServingApp(FastAPI):
         if settings.grpc_port is not None:
             from tpuembed_serving.rpc_server import GrpcServer
 
-            self._grpc = GrpcServer(self.service, self.repository)
+            self._grpc = GrpcServer(self.service, self.repository, self.telemetry)
             await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes)
 
     async def stop_grpc(self) -> None:
@@ -86,6 +94,12 @@ class ServingApp(FastAPI):
         schema = super().openapi()
         schema["paths"].update(REST_PATHS)
         return schema
+
+    async def _metrics(self) -> PlainTextResponse:
+        try:
+            return PlainTextResponse(await self.telemetry.metrics_text())
+        except TimeoutError:
+            return PlainTextResponse("a worker is busy", status_code=503)
 
     async def _readyz(self) -> JSONResponse:
         if self.repository.ready:
@@ -125,6 +139,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.stopping.set()
         app.executor.close()
         await asyncio.to_thread(app.repository.stop)
+        await asyncio.to_thread(app.telemetry.close)
 
 
 def create_app(
@@ -141,7 +156,9 @@ def create_app(
     return ServingApp(settings, load, link, load_first)
 
 
-def _load_saved_model(version_dir: Path, *, settings: ServerSettings, stopping: threading.Event) -> Servable:
+def _load_saved_model(
+    version_dir: Path, *, settings: ServerSettings, stopping: threading.Event, telemetry: Telemetry
+) -> Servable:
     """TensorFlow is imported here, by the thread that loads: the port answers long before."""
     with IMPORTING_TENSORFLOW:
         from tpuembed_serving import runtime
@@ -165,8 +182,19 @@ def _load_saved_model(version_dir: Path, *, settings: ServerSettings, stopping: 
         options=options,
     )
     try:
-        warm_up(version_dir, servable, lambda: give_up(0))
+        _warm_up(version_dir, servable, lambda: give_up(0), telemetry)
     except BaseException:
         servable.close()
         raise
     return servable
+
+
+def _warm_up(version_dir: Path, servable: Servable, between: Callable[[], None], telemetry: Telemetry) -> None:
+    started = time.perf_counter()
+    try:
+        records = warm_up(version_dir, servable, between)
+    except StatusError as error:
+        telemetry.warmed_up(version_dir, time.perf_counter() - started, 0, error)
+        raise
+    if records:
+        telemetry.warmed_up(version_dir, time.perf_counter() - started, records, None)

@@ -7,6 +7,7 @@ from typing import Any, Self
 from tpuembed_serving.batch_runner import BatchRunner
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.merging import count_rows, trailing_shapes
+from tpuembed_serving.observation import current_record
 from tpuembed_serving.servable import Array, Merging, Servable, Signature
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError, invalid_argument
@@ -24,9 +25,10 @@ class Request:
         deadline: when it is answered that it took too long, by the event loop's clock.
         entered: when it began to wait.
         is_waiting: whether it does.
+        record: of the client's request that it is a part of, where one is kept.
     """
 
-    __slots__ = ("deadline", "entered", "future", "group", "inputs", "is_waiting", "lane", "rows", "servable")
+    __slots__ = ("deadline", "entered", "future", "group", "inputs", "is_waiting", "lane", "record", "rows", "servable")
 
     def __init__(
         self, lane: "Lane", servable: Servable, inputs: Sequence[Array], future: "asyncio.Future[list[Array]]"
@@ -36,6 +38,7 @@ class Request:
         self.group: Any = None
         self.deadline = self.entered = 0.0
         self.is_waiting = False
+        self.record = current_record()
 
     @property
     def is_over(self) -> bool:

@@ -9,7 +9,7 @@ import collections
 import concurrent.futures
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from tpuembed_serving.batch_lane import Lane, Request
@@ -25,7 +25,12 @@ _INLINE_SECONDS: Final = 0.0003
 
 
 class ModelExecutor:
-    """Starts runs in order of arrival. Its methods belong to one event loop at a time."""
+    """Starts runs in order of arrival. Its methods belong to one event loop at a time.
+
+    Attributes:
+        pool_name: of its threads.
+        watch: told of every run: its requests, how long it took, and when it was over by the loop's clock; None by default.
+    """
 
     def __init__(
         self, threads: int, max_queued: int, timeout_seconds: float, batching: BatchingSettings | None = None
@@ -34,8 +39,9 @@ class ModelExecutor:
         self._batching = batching or BatchingSettings()
         of_all = self._batching.parameters
         threads = (of_all and of_all.num_batch_threads) or threads
-        name = (of_all and of_all.thread_pool_name) or "model-run"
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self.pool_name = (of_all and of_all.thread_pool_name) or "model-run"
+        self.watch: Callable[[Sequence[Request], float, float], None] | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=self.pool_name)
         self._free = threads
         self._max_queued = max_queued
         self._timeout_seconds = timeout_seconds
@@ -96,6 +102,11 @@ class ModelExecutor:
                 self._fail(request, StatusError(Code.UNAVAILABLE, "the server stops"))
 
     # ---- what waits
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a run."""
+        return self._waiting
 
     def _lane(self, servable: Servable, signature: Signature) -> Lane:
         lanes = self._lanes.get(id(servable))
@@ -219,6 +230,8 @@ class ModelExecutor:
 
     def _deliver(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
         requests[0].lane.learn_seconds(requests, seconds)
+        if self.watch is not None and self._loop is not None:
+            self.watch(requests, seconds, self._loop.time())
         for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self._fail(request, outcome)

@@ -1,65 +1,43 @@
 """TensorFlow Serving's REST API under /v1/ as a raw ASGI application: URLs, status codes, bodies."""
 
 import asyncio
-import contextlib
-import dataclasses
 import json
-import logging
 import re
 import urllib.parse
-import zlib
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from tpuembed_serving.http_endpoint import (
+    HTTP_STATUS,
+    HttpEndpoint,
+    Receive,
+    Reply,
+    Scope,
+    header,
+    raw_path,
+    raw_target,
+)
 from tpuembed_serving.inference import Method
 from tpuembed_serving.json_codec import (
     decode_examples,
     decode_inputs,
-    encode_error,
     encode_outputs,
     encode_result,
     parse_document,
     signature_name,
 )
+from tpuembed_serving.observation import name_request
 from tpuembed_serving.repository import VersionStatus
 from tpuembed_serving.servable import Servable, Signature
 from tpuembed_serving.service import DEFAULT_SIGNATURE, ModelMetadata, ModelSpec, PredictionService
 from tpuembed_serving.status import Code, StatusError, invalid_argument
+from tpuembed_serving.telemetry import Telemetry
 from tpuembed_serving.versions import parse_version
 
-__all__ = ["HTTP_STATUS", "RestApi", "is_api_request"]
+__all__ = ["HTTP_STATUS", "RestApi", "find_signature", "is_api_request", "model_spec"]
 
-logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 _Result = TypeVar("_Result")
 
-HTTP_STATUS = {
-    Code.OK: 200,
-    Code.CANCELLED: 499,
-    Code.UNKNOWN: 500,
-    Code.INVALID_ARGUMENT: 400,
-    Code.DEADLINE_EXCEEDED: 504,
-    Code.NOT_FOUND: 404,
-    Code.ALREADY_EXISTS: 409,
-    Code.PERMISSION_DENIED: 403,
-    Code.RESOURCE_EXHAUSTED: 429,
-    Code.FAILED_PRECONDITION: 400,
-    Code.ABORTED: 409,
-    Code.OUT_OF_RANGE: 400,
-    Code.UNIMPLEMENTED: 501,
-    Code.INTERNAL: 500,
-    Code.UNAVAILABLE: 503,
-    Code.DATA_LOSS: 500,
-    Code.UNAUTHENTICATED: 401,
-}
-"""Of TensorFlow Serving's http_server.cc, ToHTTPStatusCode."""
-
-_BODY_TOO_LARGE = 413
-_MAX_INFLATED_BYTES = 100 * 2**20
 _MAX_INLINE_BYTES = 256 * 2**10
 """A larger body is decoded off the event loop, so that small requests do not wait for it."""
 _MODEL = rb"/([^/:?]+)"  # a query never matches
@@ -72,84 +50,46 @@ _ORIGIN = re.compile(rb"https?://")
 
 def is_api_request(scope: Scope) -> bool:
     """Whether a connection scope is an HTTP request that this module answers."""
-    return scope["type"] == "http" and _path(scope)[:4].lower() == b"/v1/"
+    return scope["type"] == "http" and raw_path(scope)[:4].lower() == b"/v1/"
 
 
-def _target(scope: Scope) -> bytes:
-    """Path and query as they were sent; theirs matches its patterns against both."""
-    path, query = _path(scope), scope.get("query_string", b"")
-    return path + b"?" + query if query else path
-
-
-def _path(scope: Scope) -> bytes:
-    return scope.get("raw_path") or urllib.parse.quote(scope["path"]).encode("ascii")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reply:
-    status: int
-    body: bytes
-
-
-class _DisconnectedError(Exception):
-    """The client left before its request was complete."""
-
-
-class RestApi:
+class RestApi(HttpEndpoint):
     """Decodes a request, calls the service, encodes the answer."""
 
-    def __init__(self, service: PredictionService, max_body_bytes: int | None) -> None:
+    def __init__(
+        self, service: PredictionService, max_body_bytes: int | None, telemetry: Telemetry | None = None
+    ) -> None:
+        super().__init__(max_body_bytes, telemetry)
         self._service = service
-        self._max_body_bytes = max_body_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request."""
-        with contextlib.suppress(_DisconnectedError):
-            reply = await self._reply(scope, receive)
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(reply.body))]
-            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-            await send({"type": "http.response.body", "body": reply.body})
-
-    async def _reply(self, scope: Scope, receive: Receive) -> _Reply:
-        try:
-            return await self._answer(scope, receive)
-        except StatusError as error:
-            return _Reply(HTTP_STATUS[error.code], encode_error(error.message))
-        except _DisconnectedError:
-            raise
-        except Exception:
-            logger.exception("a request failed")
-            return _Reply(HTTP_STATUS[Code.INTERNAL], encode_error("internal error"))
-
-    async def _answer(self, scope: Scope, receive: Receive) -> _Reply:
-        method, target = scope["method"], _target(scope)
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See HttpEndpoint."""
+        method, target = scope["method"], raw_target(scope)
         if method == "POST" and (match := _POST.fullmatch(target)):
             return await self._post(match, scope, receive)
         if method == "GET" and (match := _GET.fullmatch(target)):
-            return _Reply(200, self._get(match))
+            return Reply(200, self._get(match))
         if method == "OPTIONS":
-            origin = _header(scope, b"origin")
-            return _Reply(HTTP_STATUS[Code.OK if _ORIGIN.search(origin) else Code.FAILED_PRECONDITION], b"")
+            code = Code.OK if _ORIGIN.search(header(scope, b"origin")) else Code.FAILED_PRECONDITION
+            return Reply(HTTP_STATUS[code], b"", code)
         raise _malformed(method, target)
 
-    async def _post(self, match: re.Match[bytes], scope: Scope, receive: Receive) -> _Reply:
-        spec, method = _spec(match), match[4]
-        body = await self._read(scope, receive)
-        if body is None:
-            text = f"the request body is larger than the limit of {self._max_body_bytes} bytes"
-            return _Reply(_BODY_TOO_LARGE, encode_error(text))
+    async def _post(self, match: re.Match[bytes], scope: Scope, receive: Receive) -> Reply:
+        spec, method = model_spec(match), match[4]
+        name_request(spec.name, method.decode("ascii"))
+        body = await self.read(scope, receive)
         if method == b"predict":
-            return _Reply(200, await self._predict(spec, body))
+            return Reply(200, await self._predict(spec, body))
         if method in _INFERENCE:
-            return _Reply(200, await self._infer(spec, _INFERENCE[method], body))
-        raise _malformed("POST", _target(scope))
+            return Reply(200, await self._infer(spec, _INFERENCE[method], body))
+        raise _malformed("POST", raw_target(scope))
 
     async def _predict(self, spec: ModelSpec, body: bytes) -> bytes:
         run = _run_inline if len(body) <= _MAX_INLINE_BYTES else asyncio.to_thread
         document = await run(parse_document, body)
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
-            signature = _find_signature(loaded.servable, name)
+            signature = find_signature(loaded.servable, name)
             inputs = await run(decode_inputs, document, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return await run(encode_outputs, outputs, signature, inputs.row_form)
@@ -167,46 +107,16 @@ class RestApi:
     def _get(self, match: re.Match[bytes]) -> bytes:
         if match[1] is None:
             raise invalid_argument("Missing model name in request.")
-        spec = _spec(match)
+        spec = model_spec(match)
+        name_request(spec.name, "")
         # Compared as it was sent: "/METADATA" matches the pattern and is a status request.
         if match[4] == b"metadata":
             return _metadata_json(self._service.metadata(spec))
         return _status_json(self._service.status(spec))
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body, inflated where it is compressed; None where it is over the limit."""
-        parts: list[bytes] = []
-        size = 0
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _DisconnectedError
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if self._max_body_bytes is not None and size > self._max_body_bytes:
-                return None
-            more = message.get("more_body", False)
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
-        return _inflate(body) if b"gzip" in _header(scope, b"content-encoding") else body
-
 
 async def _run_inline(function: Callable[..., _Result], *args: Any) -> _Result:
     return function(*args)
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _inflate(body: bytes) -> bytes:
-    """Empty where it is no gzip or too large, which is then refused as an empty document, as theirs is."""
-    inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    try:
-        inflated = inflater.decompress(body, _MAX_INFLATED_BYTES)
-    except zlib.error:
-        return b""
-    return inflated if inflater.eof else b""
 
 
 def _malformed(method: str, target: bytes) -> StatusError:
@@ -217,7 +127,12 @@ def _text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
 
 
-def _spec(match: re.Match[bytes]) -> ModelSpec:
+def model_spec(match: re.Match[bytes]) -> ModelSpec:
+    """Of a URL's first three groups: name, version, label.
+
+    Raises:
+        StatusError: the version is no number.
+    """
     name, version, label = match[1], match[2], match[3]
     return ModelSpec(
         name=_text(urllib.parse.unquote_to_bytes(name)),
@@ -233,7 +148,12 @@ def _version(text: str) -> int:
     return version
 
 
-def _find_signature(servable: Servable, name: str) -> Signature:
+def find_signature(servable: Servable, name: str) -> Signature:
+    """The signature that a REST request names, or the default one.
+
+    Raises:
+        StatusError: it is not there, or has no inputs.
+    """
     signature = servable.signatures.get(name or DEFAULT_SIGNATURE)
     if signature is None:
         raise invalid_argument(f'Serving signature name: "{name or DEFAULT_SIGNATURE}" not found in signature def')

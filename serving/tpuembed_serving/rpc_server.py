@@ -13,8 +13,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tpuembed.errors import ServingError
+from tpuembed_serving.observation import GRPC, REQUEST_ID, Headers, RequestRecord, sane_request_id
 from tpuembed_serving.service import ModelSpec, PredictionService
 from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.telemetry import Telemetry
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
 
 if TYPE_CHECKING:
@@ -47,9 +49,10 @@ def truncated(message: str) -> str:
 class GrpcServer:
     """Listens from `start` to `stop`; both are called on the event loop that serves."""
 
-    def __init__(self, service: PredictionService, models: "Reloadable") -> None:
+    def __init__(self, service: PredictionService, models: "Reloadable", telemetry: Telemetry | None = None) -> None:
         self._service = service
         self._models = models
+        self._telemetry = telemetry if telemetry is not None and telemetry.observes else None
         self._loading: asyncio.Task[Mapping[str, Mapping[str, Method]]] | None = None
         self._server: Any = None
         self._health = _Health(service)
@@ -97,23 +100,64 @@ class GrpcServer:
         }
 
     def _handler(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        path = f"/{service}/{name}".encode("ascii")
+
         async def handle(request: bytes, context: Any) -> bytes:
-            remaining = context.time_remaining()
-            if remaining is not None and remaining <= 0:
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            record = self._begin(path, name, context, len(request))
             try:
-                assert self._loading is not None
-                methods = await asyncio.shield(self._loading)
-                return await methods[service][name](request)
+                response = await self._answer(service, name, request, context)
             except StatusError as error:
-                status = error
-            except Exception:
-                logger.exception("a call of %s failed", name)
-                status = StatusError(Code.INTERNAL, "internal error")
-            await context.abort(_STATUS_CODES[status.code], truncated(status.message))
-            raise AssertionError("abort raises")
+                self._finish(record, error.code, 0)
+                await context.abort(_STATUS_CODES[error.code], truncated(error.message))
+                raise AssertionError("abort raises") from None
+            except asyncio.CancelledError:
+                self._finish(record, Code.CANCELLED, 0)
+                raise
+            self._finish(record, Code.OK, len(response))
+            return response
 
         return handle
+
+    async def _answer(self, service: str, name: str, request: bytes, context: Any) -> bytes:
+        remaining = context.time_remaining()
+        if remaining is not None and remaining <= 0:
+            raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        try:
+            assert self._loading is not None
+            methods = await asyncio.shield(self._loading)
+            return await methods[service][name](request)
+        except StatusError:
+            raise
+        except Exception:
+            logger.exception("a call of %s failed", name)
+            raise StatusError(Code.INTERNAL, "internal error") from None
+
+    def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
+        """A record, where anybody observes; and the request's name for whoever gave it one."""
+        headers = _headers(context)
+        record = None
+        request_id = sane_request_id(next((value for key, value in headers if key == REQUEST_ID), b""))
+        if self._telemetry is not None:
+            record = self._telemetry.begin(GRPC, "POST", path, headers, name)
+            record.body(size)
+            request_id = record.request_id or request_id
+        if request_id:
+            context.set_trailing_metadata(((REQUEST_ID.decode("ascii"), request_id),))
+        return record
+
+    def _finish(self, record: RequestRecord | None, code: Code, size: int) -> None:
+        if record is not None and self._telemetry is not None:
+            record.answered(code, int(code), size)
+            self._telemetry.finish(record)
+
+
+def _headers(context: Any) -> Headers:
+    """A call's metadata; values that are text come as text."""
+    metadata = context.invocation_metadata() or ()
+    return [
+        (key.encode("ascii", "replace"), value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
+        for key, value in metadata
+    ]
 
 
 def _bind(server: Any, host: str, port: int) -> int:

@@ -16,6 +16,7 @@ from tpuembed_serving.listening import bind, reserve
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.stopping import Stop, stop_on_signals
 from tpuembed_serving.supervisor import Supervisor
+from tpuembed_serving.telemetry import check_telemetry
 from tpuembed_serving.versions import GRAPH_FILE, find_versions
 
 __all__ = ["serve"]
@@ -32,6 +33,7 @@ def serve(settings: ServerSettings) -> None:
         ServingError: a model's folder is missing, unreadable or no model folder; or the port cannot be bound.
     """
     quiet_tensorflow()
+    check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
     empty = [model for model in here if not _find_versions(model.base_path)]
     with (

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from tpuembed_serving.inference import InferenceResult, Method, check_signature, interpret, to_tensor
+from tpuembed_serving.observation import RequestRecord, current_record
 from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.served_model import LoadedVersion, VersionStatus
 from tpuembed_serving.status import Code, StatusError, invalid_argument
@@ -86,11 +88,15 @@ class PredictionService:
         """
         if not spec.name:
             raise invalid_argument("ModelSpec has no name specified.")
-        return self._repository.lease(spec.name, spec.version, spec.label)
+        lease = self._repository.lease(spec.name, spec.version, spec.label)
+        record = current_record()
+        return lease if record is None else _noted(lease, record, spec.name)
 
     async def predict(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> dict[str, Array]:
         """The signature's outputs by alias; `inputs` in the signature's order."""
-        outputs = await self._executor.run(servable, signature, inputs)
+        record = current_record()
+        run = self._executor.run(servable, signature, inputs)
+        outputs = await run if record is None else await _timed(run, record)
         return dict(zip((info.alias for info in signature.outputs), outputs, strict=True))
 
     async def infer(
@@ -152,6 +158,26 @@ class PredictionService:
         """
         with self.lease(spec) as loaded:
             return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs)
+
+
+async def _timed(run: Awaitable[list[Array]], record: RequestRecord) -> list[Array]:
+    """A run, which a record has the time of wherever it is."""
+    started = time.perf_counter()
+    outputs = await run
+    if not record.has_run:  # it ran elsewhere
+        record.ran(None, 0.0, time.perf_counter() - started)
+    return outputs
+
+
+@contextlib.contextmanager
+def _noted(
+    lease: contextlib.AbstractContextManager[LoadedVersion], record: RequestRecord, model: str
+) -> Iterator[LoadedVersion]:
+    """The lease; who observes requests learns of the model and the version."""
+    record.model = model
+    with lease as loaded:
+        record.version = loaded.version
+        yield loaded
 
 
 def _checked(servable: Servable, tasks: Sequence[InferenceTask]) -> Iterator[tuple[Method, Signature]]:

@@ -10,7 +10,15 @@ from tpuembed.errors import ConfigError
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.policies import LatestVersions, VersionPolicy
 
-__all__ = ["DEFAULT_LOAD", "BatchingSettings", "LoadSettings", "ModelSettings", "ServerSettings", "check_models"]
+__all__ = [
+    "DEFAULT_LOAD",
+    "BatchingSettings",
+    "LoadSettings",
+    "ModelSettings",
+    "ServerSettings",
+    "TelemetrySettings",
+    "check_models",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +95,31 @@ class BatchingSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TelemetrySettings:
+    """What operators see of requests; nothing by default.
+
+    Attributes:
+        metrics_path: where Prometheus finds metrics, on the REST port; None is nowhere.
+        access_log: the file that has a line of JSON for every request; "-" is stderr, None is nowhere.
+        traces: whether spans are made, and exported as the OTEL_* variables of the environment say.
+    """
+
+    metrics_path: str | None = None
+    access_log: str | None = None
+    traces: bool = False
+
+    def __post_init__(self) -> None:
+        path = self.metrics_path
+        if path is not None and (
+            not path.startswith("/") or path.lower().startswith(_OWN_PATHS) or set(path) & set("?{}")
+        ):
+            raise ConfigError(f"metrics_path is {path!r}: give a path that starts with / and that nothing else has")
+
+
+_OWN_PATHS: Final = ("/v1/", "/binary/", "/healthz", "/readyz", "/models", "/docs", "/openapi.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """One server.
 
@@ -110,6 +143,7 @@ class ServerSettings:
         batching: which requests share runs.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models, which are here by name alone; None runs
             them here.
+        telemetry: metrics, access log and traces.
     """
 
     models: tuple[ModelSettings, ...]
@@ -132,6 +166,7 @@ class ServerSettings:
     random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
+    telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
 
     def __post_init__(self) -> None:
         if not self.models:

@@ -1,0 +1,49 @@
+"""The options of `tpuembed serve` that say what operators see of requests; TensorFlow Serving's has its name too."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["take_telemetry", "telemetry_options"]
+
+_OPTIONS = [
+    click.option(
+        "--metrics", is_flag=True, help="Metrics for Prometheus at /monitoring/prometheus/metrics, on the REST port."
+    ),
+    click.option(
+        "--monitoring-config-file",
+        "--monitoring_config_file",
+        type=click.Path(path_type=Path),
+        help="TensorFlow Serving's MonitoringConfig, instead of --metrics.",
+    ),
+    click.option(
+        "--access-log", metavar="FILE", help="Append a line of JSON for every request; - is stderr.  [default: none]"
+    ),
+    click.option("--otel", is_flag=True, help="Export a trace of every request by OTLP, as the OTEL_* variables say."),
+]
+
+
+def telemetry_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the options."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def take_telemetry(options: dict[str, Any]) -> Any:
+    """The `tpuembed_serving.settings.TelemetrySettings` that `options` say, taken out of them.
+
+    Raises:
+        ConfigError: the file is not what it should be.
+    """
+    from tpuembed_serving.metrics import DEFAULT_PATH
+    from tpuembed_serving.monitoring_config import read_metrics_path
+    from tpuembed_serving.settings import TelemetrySettings
+
+    file, switch = options.pop("monitoring_config_file"), options.pop("metrics")
+    if file is not None and switch:
+        raise click.UsageError("--metrics and --monitoring-config-file both say where metrics are; leave one out")
+    path = DEFAULT_PATH if switch else None if file is None else read_metrics_path(file)
+    return TelemetrySettings(metrics_path=path, access_log=options.pop("access_log"), traces=options.pop("otel"))
