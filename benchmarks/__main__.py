@@ -12,7 +12,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-NAMES = ("train_step", "export", "load", "lookups", "serving", "read_checkpoint")
+NAMES = ("train_step", "export", "load", "lookups", "serve", "read_checkpoint")
 
 
 def main() -> None:

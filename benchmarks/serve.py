@@ -1,0 +1,314 @@
+"""Requests per second and latency of predict over loopback, beside other servers of the same model, in one run.
+
+    python -m benchmarks.serve [--rounds N] [--workers N] [--peers FOLDER] [--only NAME]...
+
+The client is `wrk` (a Debian package). The servers take turns within each round, and those whose turn it is not are stopped, so
+that a disturbance of the machine meets all of them; the figures are medians over the rounds, and the ratios medians of the
+rounds' own. FOLDER holds an environment for each peer; one that is missing is made there with pip, which takes minutes and some
+gigabytes. Without it the peers are the naive server and the echo alone.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.serve_model import FEATURES, NAMES, ROWS, export
+
+OURS = "tpuembed"
+PEERS = {"litserve": "litserve", "bentoml": "bentoml", "mlserver": "mlserver", "ray": "ray[serve]"}
+CASES = [(rows, connections) for rows in (1, 64) for connections in (1, 16, 64)]
+BODIES = 64
+_SCRIPT = Path(__file__).with_name("serve_peers.py")
+_UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
+
+
+def bodies(rows: int, form: str, bad: bool = False) -> list[str]:
+    """Requests of random ids; each `bad` one ends in an id that no table has."""
+    rng = np.random.default_rng(rows)
+    found = []
+    for _ in range(BODIES):
+        ids = rng.integers(0, ROWS, (rows, FEATURES))
+        ids[-1, -1] = ROWS if bad else ids[-1, -1]
+        found.append(
+            _v2(ids)
+            if form == "v2"
+            else json.dumps({"instances": [dict(zip(NAMES, row, strict=True)) for row in ids.tolist()]})
+        )
+    return found
+
+
+def _v2(ids: Any) -> str:
+    columns = ids.T.tolist()
+    inputs = [
+        {"name": name, "shape": [len(ids)], "datatype": "INT64", "data": column}
+        for name, column in zip(NAMES, columns, strict=True)
+    ]
+    return json.dumps({"inputs": inputs})
+
+
+def wrk_script(path: Path, requests: Sequence[str]) -> Path:
+    """A script for wrk that sends these bodies in turns."""
+    table = ",\n".join(f"[[{body}]]" for body in requests)
+    path.write_text(
+        f"local bodies = {{{table}}}\nlocal sent, at = {{}}, 0\n"
+        "function init(args) for i, body in ipairs(bodies) do\n"
+        '  sent[i] = wrk.format("POST", nil, {["Content-Type"] = "application/json"}, body)\n'
+        "end end\n"
+        "function request() at = at % #sent + 1; return sent[at] end\n"
+    )
+    return path
+
+
+class Server:
+    """A server in a process group of its own."""
+
+    def __init__(self, command: Sequence[str], port: int, path: str, form: str, environment: Mapping[str, str]) -> None:
+        self.port, self.url, self.form = port, f"http://127.0.0.1:{port}{path}", form
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **quiet, **environment},
+            start_new_session=True,
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def ask(self, body: str) -> bytes:
+        """One request."""
+        request = urllib.request.Request(self.url, body.encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return bytes(reply.read())
+
+    def wait(self) -> bytes:
+        """Until it answers; the answer."""
+        body = bodies(1, self.form)[0]
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                return self.ask(body)
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.2)
+        self._log.seek(0)
+        raise RuntimeError(f"{self.url} does not answer: {self._log.read()[-2000:].decode(errors='replace')}")
+
+    def signal(self, number: int) -> None:
+        """To the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def stop(self) -> None:
+        """End it."""
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            self.signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(15)
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+def wrk(server: Server, script: Path, connections: int, seconds: int) -> "subprocess.Popen[str]":
+    """Begin to load a server."""
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script), server.url]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def figures(running: "subprocess.Popen[str]") -> dict[str, float]:
+    """What wrk has measured."""
+    text, _ = running.communicate()
+    errors = sum(map(int, re.findall(r"Non-2xx or 3xx responses: (\d+)", text)))
+    rate = re.search(r"Requests/sec:\s+([\d.]+)", text)
+    assert rate, text
+    return {
+        "requests_per_second": float(rate[1]),
+        "p50_ms": _latency(text, "50"),
+        "p99_ms": _latency(text, "99"),
+        "errors": errors,
+    }
+
+
+def _latency(text: str, percent: str) -> float:
+    found = re.search(rf"{percent}%\s+([\d.]+)(us|ms|s|m)\s", text)
+    assert found, text
+    return float(found[1]) * _UNITS[found[2]]
+
+
+class Bench:
+    """The servers, and scripts of requests for them."""
+
+    def __init__(self, folder: Path, workers: int, peers: Path | None, only: Sequence[str]) -> None:
+        self._folder, self._workers, self._peers = folder, workers, peers
+        self._model_dir = export(folder)
+        self._stack = contextlib.ExitStack()
+        self.servers: dict[str, Server] = {}
+        echo = self._start(OURS).wait().decode()
+        names = ["echo", "naive", *(PEERS if peers else ())]
+        for name in [name for name in names if not only or name in only]:
+            self._start(name, ECHO_BODY=echo).wait()
+        for server in self.servers.values():
+            server.signal(signal.SIGSTOP)
+
+    def _start(self, name: str, **environment: str) -> Server:
+        port = _free_port()
+        arguments = [str(port), str(self._workers), str(self._model_dir)]
+        if name == OURS:
+            code = "from tpuembed_cli.main import main; main()"
+            ports = ["--rest-port", str(port), "--no-grpc", "--workers", str(self._workers)]
+            command = [sys.executable, "-c", code, "serve", str(self._model_dir), *ports]
+        else:
+            python = environment_of(name, self._peers) if name in PEERS and self._peers else sys.executable
+            command = [python, str(_SCRIPT), name, *arguments]
+        form = "v2" if name == "mlserver" else "rows"
+        path = "/v2/models/rec/infer" if form == "v2" else "/v1/models/rec:predict"
+        server = self.servers[name] = Server(command, port, path, form, environment)
+        self._stack.callback(server.stop)
+        return server
+
+    def close(self) -> None:
+        """End all servers."""
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def awake(self, name: str) -> Iterator[Server]:
+        """One server, which runs alone meanwhile."""
+        server = self.servers[name]
+        server.signal(signal.SIGCONT)
+        try:
+            yield server
+        finally:
+            server.signal(signal.SIGSTOP)
+
+    def script(self, form: str, rows: int, *, bad: bool = False) -> Path:
+        """A script for wrk."""
+        path = self._folder / f"{form}-{rows}-{bad}.lua"
+        return path if path.exists() else wrk_script(path, bodies(rows, form, bad))
+
+    def measure(self, name: str, rows: int, connections: int, seconds: int) -> dict[str, float]:
+        """One server under load."""
+        with self.awake(name) as server:
+            return figures(wrk(server, self.script(server.form, rows), connections, seconds))
+
+    def beside_bad(self, seconds: int) -> dict[str, float]:
+        """15 clients of ours beside one whose ids are good, and then beside one whose ids are bad."""
+        found = {}
+        with self.awake(OURS) as server:
+            for bad in (False, True):
+                good = wrk(server, self.script("rows", 1), 15, seconds)
+                other = wrk(server, self.script("rows", 1, bad=bad), 1, seconds)
+                found[bad] = figures(good)
+                other.communicate()
+        rates = [found[bad]["requests_per_second"] for bad in (True, False)]
+        return {"good requests failed": found[True]["errors"], "good throughput, ratio": rates[0] / rates[1]}
+
+    def call_ms(self) -> float:
+        """Median milliseconds of a call of 1 row in the process that calls."""
+        code = (
+            "import json, sys, time, numpy as np\nfrom pathlib import Path\nfrom tpuembed_serving import runtime\n"
+            f"servable = runtime.load(Path({str(self._model_dir / '1')!r}))\n"
+            "signature = servable.signatures['serving_default']\n"
+            "times = []\nfor number in range(3000):\n"
+            "    ids = [np.array([number * 31 % 100000]) for _ in signature.inputs]\n"
+            "    started = time.perf_counter(); servable.run(signature, ids); times.append(time.perf_counter() - started)\n"
+            "print(json.dumps(float(np.median(times) * 1e3)))"
+        )
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+        )
+        return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def environment_of(name: str, folder: Path) -> str:
+    """The Python of a peer's environment, which is made where it is missing."""
+    python = folder / name / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+        packages = [PEERS[name], "tensorflow>=2.19,<2.22"]
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+    return str(python)
+
+
+def run(
+    rounds: int = 5, workers: int = 1, peers: str | None = None, only: Sequence[str] = (), seconds: int = 2
+) -> dict[str, Any]:
+    """Measure every case on every server, `rounds` times.
+
+    Returns:
+        {case: {server: {"requests_per_second", "p50_ms", "p99_ms"}, "over SERVER": ratio}}; the ratios are of requests per
+        second, ours to the peer's. "best p99_ms" is ours of the best round.
+    """
+    if shutil.which("wrk") is None:
+        raise SystemExit("benchmarks.serve needs wrk: apt-get install wrk")
+    with tempfile.TemporaryDirectory(prefix="tpuembed-bench-") as folder:
+        bench = Bench(Path(folder), workers, Path(peers).absolute() if peers else None, only)
+        try:
+            for name in bench.servers:
+                bench.measure(name, 1, 16, 1)
+            found = [_round(bench, seconds) for _ in range(rounds)]
+            bad = [bench.beside_bad(seconds) for _ in range(rounds)]
+            calls = [bench.call_ms() for _ in range(min(rounds, 3))]
+        finally:
+            bench.close()
+    summary: dict[str, Any] = {_title(case): _summary([each[case] for each in found]) for case in CASES}
+    summary["1 of 16 clients sends bad ids"] = {
+        "good requests failed": sum(each["good requests failed"] for each in bad),
+        "good throughput, ratio": statistics.median(each["good throughput, ratio"] for each in bad),
+    }
+    summary["1 row, 1 connection"]["in-process call_ms"] = min(calls)
+    return {"workers": workers, "rounds": rounds, **summary}
+
+
+def _title(case: tuple[int, int]) -> str:
+    rows, connections = case
+    return f"{rows} row{'s' * (rows > 1)}, {connections} connection{'s' * (connections > 1)}"
+
+
+def _round(bench: Bench, seconds: int) -> dict[tuple[int, int], dict[str, dict[str, float]]]:
+    return {case: {name: bench.measure(name, *case, seconds) for name in bench.servers} for case in CASES}
+
+
+def _summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    summary: dict[str, Any] = {}
+    for name, values in rounds[0].items():
+        summary[name] = {key: statistics.median(each[name][key] for each in rounds) for key in values}
+    for name in [name for name in rounds[0] if name != OURS]:
+        key = "requests_per_second"
+        summary[f"over {name}"] = statistics.median(each[OURS][key] / each[name][key] for each in rounds)
+    summary["best p99_ms"] = min(each[OURS]["p99_ms"] for each in rounds)
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1, help="processes of each server")
+    parser.add_argument("--peers", help="a folder of environments of other servers")
+    parser.add_argument("--only", action="append", default=[], help="measure this peer; repeatable")
+    parser.add_argument("--seconds", type=int, default=2, help="of each measurement")
+    print(json.dumps(run(**vars(parser.parse_args())), indent=1))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
