@@ -35,7 +35,7 @@ def serve(settings: ServerSettings) -> None:
     quiet_tensorflow()
     check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
-    empty = [model for model in here if not _find_versions(model.base_path)]
+    empty = [model for model in here if not _find_versions(model.base_path, _source(settings, model))]
     with (
         stop_on_signals() as stop,
         _listener(settings) as listener,
@@ -85,14 +85,21 @@ def _following_config(settings: ServerSettings, reload: Callable[[Sequence[Model
         config.stop()
 
 
-def _find_versions(base_path: Path) -> dict[int, Path]:
+def _source(settings: ServerSettings, model: ModelSettings) -> str:
+    """What an error calls a model's folder."""
+    if settings.config_file is None:
+        return f"MODEL_DIR {model.base_path}"
+    return f"config {settings.config_file}, model {model.name}: base_path {model.base_path}"
+
+
+def _find_versions(base_path: Path, source: str) -> dict[int, Path]:
     try:
         versions = find_versions(base_path)
     except OSError as error:
-        raise ServingError(f"MODEL_DIR {base_path}: cannot be read: {error.strerror}") from None
+        raise ServingError(f"{source}: cannot be read: {error.strerror}") from None
     if not versions and (base_path / GRAPH_FILE).exists():
         raise ServingError(
-            f"MODEL_DIR {base_path}: holds a {GRAPH_FILE} itself, where a folder of versions (1/, 2/, ...) is wanted; "
+            f"{source}: holds a {GRAPH_FILE} itself, where a folder of versions (1/, 2/, ...) is wanted; "
             f"put the model into a folder named by an integer and serve the folder around it"
         )
     return versions
@@ -121,6 +128,9 @@ def _announce(settings: ServerSettings) -> None:
     shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     for model in settings.models:
         name = urllib.parse.quote(model.name, safe="")
-        logger.info("serving %s at http://%s:%d/v1/models/%s", model.name, shown, settings.rest_port, name)
+        scheme = "https" if settings.security.tls else "http"
+        logger.info("serving %s at %s://%s:%d/v1/models/%s", model.name, scheme, shown, settings.rest_port, name)
+    if not settings.models:
+        logger.info("serving no model yet at http://%s:%d", shown, settings.rest_port)
     if settings.grpc_port is not None:
         logger.info("gRPC at %s:%d", shown, settings.grpc_port)

@@ -9,6 +9,7 @@ from typing import Any, Final
 from tpuembed.errors import ConfigError
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.policies import LatestVersions, VersionPolicy
+from tpuembed_serving.security import SecuritySettings
 
 __all__ = [
     "DEFAULT_LOAD",
@@ -124,7 +125,7 @@ class ServerSettings:
     """One server.
 
     Attributes:
-        models: what it serves, each under its own name.
+        models: what it serves, each under its own name; none is fine for a server that is told over gRPC, or by its config.
         config_file: where `models` came from; read again every `config_poll_seconds`, and never where those are None.
         load: retries and labels.
         workers: how many processes answer requests.
@@ -144,6 +145,7 @@ class ServerSettings:
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models, which are here by name alone; None runs
             them here.
         telemetry: metrics, access log and traces.
+        security: API keys, TLS, other sites' pages, limits of connections.
     """
 
     models: tuple[ModelSettings, ...]
@@ -167,10 +169,9 @@ class ServerSettings:
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
     telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
+    security: SecuritySettings = dataclasses.field(default_factory=SecuritySettings)
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ConfigError("no model to serve: give at least one")
         check_models(self.models)
         for name in ("rest_port", "grpc_port"):
             _check_port(name, getattr(self, name))

@@ -92,8 +92,14 @@ def test_a_config_that_is_broken(tmp_path: Path) -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"Error: config {path}, line 2, column 22: ")
     assert 'no field named "basepath"' in line
-    path.write_text("model_config_list {}", encoding="utf-8")
-    assert run_command("serve", "--config", path).stderr.splitlines() == ["Error: no model to serve: give at least one"]
+    missing = tmp_path / "missing"
+    path.write_text(
+        f'model_config_list {{ config {{ name: "m" base_path: "{missing}" model_platform: "tensorflow" }} }}',
+        encoding="utf-8",
+    )
+    assert run_command("serve", "--config", path).stderr.splitlines() == [
+        f"Error: config {path}, model m: base_path {missing}: cannot be read: No such file or directory"
+    ]
 
 
 def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: Path) -> None:

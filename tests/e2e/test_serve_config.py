@@ -135,6 +135,13 @@ def test_the_file_is_followed_and_a_broken_one_is_not(server: ServerProcess, mod
     wait_for(lambda: states(server, "broken") == {"8": "END"} and server.request("GET", "/readyz")[0] == 200)
 
 
+def test_no_model_at_all_and_then_one(server: ServerProcess, models: Path) -> None:
+    assert reload(server, "model_config_list {}") == (grpc.StatusCode.OK, "")
+    assert ask(server, "rec") == (404, "Servable not found for request: Latest(rec)")
+    assert reload(server, config(models, "other")) == (grpc.StatusCode.OK, "")
+    assert ask(server, "other") == 7.0
+
+
 def test_a_stop(server: ServerProcess) -> None:
     assert server.stop() == 0
     assert "Traceback" not in server.log

@@ -202,6 +202,15 @@ def test_a_reload_is_what_later_workers_start_with(fleets: Fleets) -> None:
     assert fleet.started[1].last(Start).settings.models == models
 
 
+def test_a_reload_to_no_model_at_all(fleets: Fleets) -> None:
+    fleet = fleets(1)
+    fleet.started[0].says(Call(1, "reload", ()))
+    wait_for(lambda: fleet.started[0].last(Ask) is not None)
+    fleet.started[0].dies(1)
+    wait_for(lambda: len(fleet.started) == 2 and bool(fleet.started[1].received))
+    assert fleet.started[1].last(Start).settings.models == ()
+
+
 def test_a_stop_drains_every_worker_and_starts_none(fleets: Fleets) -> None:
     fleet = fleets(2)
     fleet.supervisor.stop()
