@@ -34,7 +34,7 @@ class ModelRepository:
         options: LoadSettings = DEFAULT_LOAD,
         changed: Callable[[], None] = _nobody,
     ) -> None:
-        """`changed` is called after every change of a version's state, by the thread that loads."""
+        """`changed` is called after every change of a version's state, and of the models, by the thread that loads."""
         self._load, self._poll_seconds, self._options, self._changed = load, poll_seconds, options, changed
         self._wake = threading.Event()
         self._stopping = False
@@ -154,10 +154,13 @@ class ModelRepository:
         while not self._stopping:
             with self._looks:
                 asked, configured = self._asked, self._configured
+            news = configured is not adopted or not self._looked
             if configured is not adopted:
                 self._adopt(configured)
                 adopted = configured
             self._look()
+            if news:
+                self._changed()
             with self._looks:
                 self._done, self._looked = asked, True
                 self._looks.notify_all()

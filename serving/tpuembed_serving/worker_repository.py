@@ -24,7 +24,7 @@ class WorkerRepository(ModelRepository):
         self._pushing = threading.Lock()
         super().__init__(*args, changed=self._push, **options)
         link.register(_CHECK, self.check)
-        link.register(RELOAD, self._reload_here)
+        link.register(RELOAD, super().reload)
 
     @property
     def ready(self) -> bool:
@@ -39,10 +39,6 @@ class WorkerRepository(ModelRepository):
         """See ModelRepository.reload; returns when every worker is done. What one of them refuses changes none."""
         self._link.gather(_CHECK, tuple(models))
         self._link.gather(RELOAD, tuple(models))
-
-    def _reload_here(self, models: Sequence[ModelSettings]) -> None:
-        super().reload(models)
-        self._push()
 
     def _push(self) -> None:
         with self._pushing:
