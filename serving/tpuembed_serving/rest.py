@@ -1,6 +1,7 @@
 """TensorFlow Serving's REST API under /v1/ as a raw ASGI application: URLs, status codes, bodies."""
 
 import asyncio
+import functools
 import json
 import re
 import urllib.parse
@@ -44,7 +45,7 @@ _MODEL = rb"/([^/:?]+)"  # a query never matches
 _CHOICE = rb"(?:(?:/versions/([0-9]+))|(?:/labels/([^/:?]+)))?"
 _POST = re.compile(rb"(?i)/v1/models" + _MODEL + _CHOICE + rb":(classify|regress|predict)")
 _GET = re.compile(rb"(?i)/v1/models(?:" + _MODEL + rb")?" + _CHOICE + rb"(?:/(metadata))?")
-_INFERENCE = {b"classify": Method.CLASSIFY, b"regress": Method.REGRESS}
+_INFERENCE = {"classify": Method.CLASSIFY, "regress": Method.REGRESS}
 _ORIGIN = re.compile(rb"https?://")
 
 
@@ -65,8 +66,8 @@ class RestApi(HttpEndpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See HttpEndpoint."""
         method, target = scope["method"], raw_target(scope)
-        if method == "POST" and (match := _POST.fullmatch(target)):
-            return await self._post(match, scope, receive)
+        if method == "POST" and (found := _find_post(target)):
+            return await self._post(*found, scope, receive)
         if method == "GET" and (match := _GET.fullmatch(target)):
             return Reply(200, self._get(match))
         if method == "OPTIONS":
@@ -74,25 +75,35 @@ class RestApi(HttpEndpoint):
             return Reply(HTTP_STATUS[code], b"", code)
         raise _malformed(method, target)
 
-    async def _post(self, match: re.Match[bytes], scope: Scope, receive: Receive) -> Reply:
-        spec, method = model_spec(match), match[4]
-        name_request(spec.name, method.decode("ascii"))
+    async def _post(self, spec: ModelSpec, method: str, scope: Scope, receive: Receive) -> Reply:
+        name_request(spec.name, method)
         body = await self.read(scope, receive)
-        if method == b"predict":
+        if method == "predict":
             return Reply(200, await self._predict(spec, body))
         if method in _INFERENCE:
             return Reply(200, await self._infer(spec, _INFERENCE[method], body))
         raise _malformed("POST", raw_target(scope))
 
     async def _predict(self, spec: ModelSpec, body: bytes) -> bytes:
-        run = _run_inline if len(body) <= _MAX_INLINE_BYTES else asyncio.to_thread
-        document = await run(parse_document, body)
+        if len(body) > _MAX_INLINE_BYTES:
+            return await self._predict_apart(spec, body)
+        document = parse_document(body)
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
-            inputs = await run(decode_inputs, document, signature)
+            inputs = decode_inputs(document, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
-        return await run(encode_outputs, outputs, signature, inputs.row_form)
+        return encode_outputs(outputs, signature, inputs.row_form)
+
+    async def _predict_apart(self, spec: ModelSpec, body: bytes) -> bytes:
+        """As `_predict`, with what takes long on a thread of its own."""
+        document = await asyncio.to_thread(parse_document, body)
+        name = signature_name(document)
+        with self._service.lease(spec) as loaded:
+            signature = find_signature(loaded.servable, name)
+            inputs = await asyncio.to_thread(decode_inputs, document, signature)
+            outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
+        return await asyncio.to_thread(encode_outputs, outputs, signature, inputs.row_form)
 
     async def _infer(self, spec: ModelSpec, method: Method, body: bytes) -> bytes:
         """Unlike predict's, the request is read to its end before the model is looked up."""
@@ -125,6 +136,13 @@ def _malformed(method: str, target: bytes) -> StatusError:
 
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "surrogateescape")
+
+
+@functools.lru_cache(maxsize=1024)  # few URLs take nearly all requests
+def _find_post(target: bytes) -> tuple[ModelSpec, str] | None:
+    """The model and the method that a URL names; None where it is malformed."""
+    match = _POST.fullmatch(target)
+    return (model_spec(match), match[4].decode("ascii")) if match else None
 
 
 def model_spec(match: re.Match[bytes]) -> ModelSpec:

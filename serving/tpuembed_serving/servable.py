@@ -1,7 +1,9 @@
 """What the server knows of a loaded SavedModel: its signatures, and that it runs. No TensorFlow here."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +40,14 @@ class Signature:
     name: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+
+    @functools.cached_property
+    def int64_row(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]] | None:
+        """The values of a row by alias, in order, where there are several inputs and all are int64; else None."""
+        aliases = [info.alias for info in self.inputs]
+        if len(aliases) < 2 or any(info.dtype != "int64" for info in self.inputs):
+            return None
+        return operator.itemgetter(*aliases)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,11 +63,12 @@ def _decode_rows(document: Document, signature: Signature) -> list[Array]:
     if len(signature.inputs) > 1 and not isinstance(rows[0], dict):
         text = "instances is a plain list, but expecting list of objects as multiple input tensors required as per "
         raise invalid_argument(f"{text}tensorinfo_map")
-    return _fast_rows(rows, signature.inputs) or _RowDecoder(signature.inputs).decode(rows)
+    return _fast_rows(rows, signature) or _RowDecoder(signature.inputs).decode(rows)
 
 
-def _fast_rows(rows: list[Any], inputs: Sequence[TensorInfo]) -> list[Array] | None:
+def _fast_rows(rows: list[Any], signature: Signature) -> list[Array] | None:
     """Whole columns at once; None where a row is not as the first promises."""
+    inputs = signature.inputs
     if type(rows[0]) is not dict:
         array = fast_tensor(rows, inputs[0])
         return None if array is None else [array]
@@ -76,7 +76,7 @@ def _fast_rows(rows: list[Any], inputs: Sequence[TensorInfo]) -> list[Array] | N
     try:
         if set(map(len, rows)) != {len(inputs)} or inputs[0].alias == "b64":
             return None
-        matrix = _int64_matrix(rows, inputs)
+        matrix = _int64_matrix(rows, signature)
         if matrix is not None:
             return list(matrix.T)
         for info in inputs:
@@ -89,12 +89,11 @@ def _fast_rows(rows: list[Any], inputs: Sequence[TensorInfo]) -> list[Array] | N
     return arrays
 
 
-def _int64_matrix(rows: list[Any], inputs: Sequence[TensorInfo]) -> Array | None:
+def _int64_matrix(rows: list[Any], signature: Signature) -> Array | None:
     """int64 [rows, inputs] where each value is one such number: the ids of a lookup, in one call instead of one per input."""
-    aliases = [info.alias for info in inputs]
-    if len(aliases) < 2 or any(info.dtype != "int64" for info in inputs):
+    if signature.int64_row is None:
         return None
-    values = list(map(operator.itemgetter(*aliases), rows))
+    values = list(map(signature.int64_row, rows))
     if set(map(type, itertools.chain.from_iterable(values))) != {int}:
         return None
     try:
