@@ -1,0 +1,89 @@
+"""The options of `tpuembed serve` that say who may ask, over what, and how much."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["security_options", "take_security"]
+
+_FILE = click.Path(path_type=Path)
+_OPTIONS = [
+    click.option(
+        "--api-key-file",
+        type=_FILE,
+        help="A file with a key a line; requests need one ('Authorization: Bearer KEY' or 'X-API-Key: KEY').",
+    ),
+    click.option("--tls-cert", type=_FILE, help="The server's certificate and its chain, PEM: TLS on both ports."),
+    click.option("--tls-key", type=_FILE, help="Its private key, PEM, without a password."),
+    click.option(
+        "--tls-client-ca",
+        type=_FILE,
+        help="Authorities, PEM; clients need a certificate of one of them.  [default: none]",
+    ),
+    click.option(
+        "--enable-cors",
+        "--rest_api_enable_cors_support",
+        "cors",
+        is_flag=True,
+        help="Let pages of other sites ask.",
+    ),
+    click.option(
+        "--max-connections",
+        type=click.IntRange(min=1),
+        help="Open at once, per worker; more are answered 503.  [default: any]",
+    ),
+    click.option(
+        "--max-header-bytes",
+        type=click.IntRange(min=1),
+        default=64 << 10,
+        show_default=True,
+        help="Longer request lines and headers are answered 431.",
+    ),
+    click.option(
+        "--receive-seconds",
+        type=click.FloatRange(min=0, min_open=True),
+        default=60.0,
+        show_default=True,
+        help="In which a request must have come, and a client have taken some of its answer.",
+    ),
+]
+
+
+def security_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the options."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def take_security(options: dict[str, Any]) -> Any:
+    """The `tpuembed_serving.security.SecuritySettings` that `options` say, taken out of them.
+
+    Raises:
+        ConfigError: a file is not what it should be.
+    """
+    from tpuembed_serving.api_keys import ApiKeys
+    from tpuembed_serving.security import ConnectionLimits, SecuritySettings
+
+    limits = ConnectionLimits(
+        connections=options.pop("max_connections"),
+        header_bytes=options.pop("max_header_bytes"),
+        receive_seconds=options.pop("receive_seconds"),
+    )
+    keys, tls = options.pop("api_key_file"), _take_tls(options)
+    return SecuritySettings(
+        api_keys=None if keys is None else ApiKeys.read(keys), tls=tls, cors=options.pop("cors"), limits=limits
+    )
+
+
+def _take_tls(options: dict[str, Any]) -> Any:
+    from tpuembed_serving.tls import TlsSettings
+
+    certificate, key, client_ca = (options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    if certificate is None and key is None and client_ca is None:
+        return None
+    if certificate is None or key is None:
+        raise click.UsageError("TLS needs both --tls-cert and --tls-key")
+    return TlsSettings(certificate=certificate, key=key, client_ca=client_ca)

@@ -1,0 +1,160 @@
+"""Both ports behind TLS, clients' certificates and API keys; and pages of other sites."""
+
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import tensorflow as tf
+import trustme
+from grpc_health.v1 import health_pb2
+from tensorflow_serving.apis import predict_pb2
+
+from tests.e2e.serve_models import save_scale
+from tests.e2e.serve_process import ServerProcess, run_command
+
+KEY = "the-key-of-this-test-0123456789"
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("security")
+    save_scale(folder / "scale" / "1", 2.0)
+    ours, others = trustme.CA(), trustme.CA()
+    ours.cert_pem.write_to_path(folder / "ca")
+    for name, authority in (("server", ours), ("client", ours), ("stranger", others)):
+        issued = authority.issue_cert("127.0.0.1")
+        issued.private_key_and_cert_chain_pem.write_to_path(folder / f"{name}.pem")
+    (folder / "keys").write_text(f"{KEY}\n")
+    return folder
+
+
+class Protected(ServerProcess):
+    """Asks for everything that can be asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        pem = str(folder / "server.pem")
+        tls = ["--tls-cert", pem, "--tls-key", pem, "--tls-client-ca", str(folder / "ca")]
+        more = ["--api-key-file", str(folder / "keys"), "--enable-cors", "--grpc-port", "0"]
+        super().__init__(folder / "scale", folder / "log", *tls, *more)
+
+    def client(self, certificate: str | None = "client", **headers: str) -> httpx.Client:
+        context = ssl.create_default_context(cafile=self.folder / "ca")
+        if certificate is not None:
+            context.load_cert_chain(self.folder / f"{certificate}.pem")
+        return httpx.Client(base_url=f"https://127.0.0.1:{self.port}", verify=context, timeout=60, headers=headers)
+
+    def channel(self, certificate: str | None = "client") -> Any:
+        (line,) = [line for line in self.log.splitlines() if line.startswith("gRPC at ")]
+        pair: tuple[bytes, bytes] | tuple[None, None] = (None, None)
+        if certificate is not None:
+            pem = (self.folder / f"{certificate}.pem").read_bytes()
+            pair = (pem, pem)
+        credentials = grpc.ssl_channel_credentials((self.folder / "ca").read_bytes(), *pair)
+        return grpc.secure_channel(line.removeprefix("gRPC at "), credentials)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Protected]:
+    with Protected(folder) as running, running.client() as client:
+        while client.get("/readyz").status_code != 200:
+            assert running.process.poll() is None, running.log
+        yield running
+
+
+def predict(client: httpx.Client, **headers: str) -> httpx.Response:
+    return client.post("/v1/models/scale:predict", content=b'{"instances": [1.5, 2]}', headers=headers)
+
+
+def test_rest_with_a_certificate_and_a_key(server: Protected) -> None:
+    assert server.model_url.startswith("https://")
+    with server.client() as client:
+        for headers in ({"x-api-key": KEY}, {"authorization": f"Bearer {KEY}"}):
+            assert predict(client, **headers).json() == {"predictions": [3.0, 4.0]}
+
+
+@pytest.mark.parametrize("certificate", [None, "stranger"])
+def test_rest_without_a_certificate_of_the_authority(server: Protected, certificate: str | None) -> None:
+    with server.client(certificate) as client, pytest.raises(httpx.TransportError):
+        predict(client, **{"x-api-key": KEY})
+
+
+def test_rest_without_a_key(server: Protected) -> None:
+    with server.client() as client:
+        for target in ("/v1/models/scale", "/v1/models/scale/metadata", "/docs", "/openapi.json", "/models", "/none"):
+            assert client.get(target).status_code == 401, target
+        for refused in (predict(client), predict(client, **{"x-api-key": KEY[:-1]})):
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert "no valid API key" in refused.json()["error"]
+            assert KEY not in refused.text
+        assert client.get("/healthz").status_code == 200
+        assert client.get("/readyz").status_code == 200
+    assert KEY not in server.log
+
+
+def test_pages_of_other_sites(server: Protected) -> None:
+    """A preflight carries no key, and is told which headers do."""
+    origin = {"origin": "https://shop.example"}
+    with server.client() as client:
+        preflight = client.options("/v1/models/scale:predict", headers=origin)
+        answer = predict(client, **origin, **{"x-api-key": KEY})
+    assert (preflight.status_code, answer.status_code) == (200, 200)
+    for reply in (preflight, answer):
+        assert reply.headers["access-control-allow-origin"] == "*"
+        assert reply.headers["access-control-allow-methods"] == "POST, GET"
+        assert reply.headers["access-control-allow-headers"] == "Content-Type, Authorization, X-API-Key"
+
+
+def call(channel: Any, *metadata: tuple[str, str]) -> Any:
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name = "scale"
+    request.inputs["x"].CopyFrom(tf.make_tensor_proto([1.5, 2], tf.float32))
+    method = channel.unary_unary(PREDICT, None, predict_pb2.PredictResponse.FromString)
+    return method(request.SerializeToString(), timeout=60, metadata=metadata)
+
+
+def test_grpc_with_and_without(server: Protected) -> None:
+    with server.channel() as channel:
+        for metadata in (("x-api-key", KEY), ("authorization", f"Bearer {KEY}")):
+            (output,) = call(channel, metadata).outputs.values()
+            assert list(output.float_val) == [3.0, 4.0]
+        with pytest.raises(grpc.RpcError) as refused:
+            call(channel, ("x-api-key", "wrong"))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        check = channel.unary_unary("/grpc.health.v1.Health/Check", None, health_pb2.HealthCheckResponse.FromString)
+        assert check(b"", timeout=60).status == health_pb2.HealthCheckResponse.SERVING
+        list_services = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        with pytest.raises(grpc.RpcError) as unknown:
+            list(list_services(iter([b""]), timeout=60))
+        assert unknown.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    for certificate in (None, "stranger"):
+        with server.channel(certificate) as channel, pytest.raises(grpc.RpcError) as nobody:
+            call(channel, ("x-api-key", KEY))
+        assert nobody.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--tls-cert", "server.pem"], 2, "both --tls-cert and --tls-key"),
+        (["--tls-client-ca", "ca"], 2, "both --tls-cert and --tls-key"),
+        (["--tls-cert", "none", "--tls-key", "none"], 1, "TLS certificate none with key none: No such file"),
+        (["--api-key-file", "none"], 1, "API key file none: cannot be read"),
+        (["--max-connections", "0"], 2, "--max-connections"),
+        (["--receive-seconds", "0"], 2, "--receive-seconds"),
+    ],
+)
+def test_options_that_protect_nothing_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: int, words: str
+) -> None:
+    monkeypatch.chdir(folder)
+    done = run_command("serve", "scale", "--rest-port", "0", "--no-grpc", *options)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) <= 5

@@ -1,0 +1,65 @@
+"""Files of keys, and headers that have one."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from tpuembed.errors import ConfigError
+from tpuembed_serving.api_keys import ApiKeys
+
+FIRST, SECOND = "first-key-0123456789", "second_key~9876543210"
+
+
+def test_any_key_of_the_file_opens_and_nothing_else_does(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# of the team\n{FIRST}\n\n  {SECOND}  \n")
+    keys = pickle.loads(pickle.dumps(ApiKeys.read(path)))
+    for headers in (
+        [(b"x-api-key", FIRST.encode())],
+        [(b"X-API-Key", SECOND.encode())],
+        [(b"authorization", f"Bearer {FIRST}".encode())],
+        [("authorization", f"bEARER  {SECOND} ")],
+        [(b"x-api-key", b"wrong"), (b"authorization", f"Bearer {FIRST}".encode())],
+    ):
+        assert keys.accept(headers), headers
+    for refused in (
+        [],
+        [(b"x-api-key", b"")],
+        [(b"x-api-key", FIRST[:-1].encode())],
+        [(b"x-api-key", FIRST.encode() + b"x")],
+        [(b"x-api-key", FIRST.upper().encode())],
+        [(b"x-api-key", b"# of the team")],
+        [(b"authorization", FIRST.encode())],
+        [(b"authorization", f"Basic {FIRST}".encode())],
+        [(b"api-key", FIRST.encode())],
+    ):
+        assert not keys.accept(refused), refused
+
+
+def test_the_keys_themselves_are_not_kept() -> None:
+    assert FIRST.encode() not in pickle.dumps(ApiKeys([FIRST]))
+    assert FIRST not in repr(vars(ApiKeys([FIRST])))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "has no key"),
+        ("# nothing\n\n", "has no key"),
+        (f"{FIRST}\nshort\n", "line 2: a key has at least 16 characters"),
+        ("two words in a single line\n", "line 1"),
+        ("schlüssel-0123456789\n", "not ASCII"),
+    ],
+)
+def test_files_that_protect_nothing_are_refused(tmp_path: Path, text: str, fault: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=fault) as refused:
+        ApiKeys.read(path)
+    assert "short" not in str(refused.value).replace("shorter", "")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"API key file .*none: cannot be read: No such file"):
+        ApiKeys.read(tmp_path / "none")
