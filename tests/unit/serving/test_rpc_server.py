@@ -169,6 +169,7 @@ def test_a_stop_lets_calls_finish_and_is_seen_by_health_checks(tmp_path: Path) -
             stop = asyncio.create_task(server.stop(30))
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             watch.cancel()
+            await asyncio.sleep(0.1)  # far less than what calls are given to finish
             assert not stop.done()
             model.go_on.set()
             assert await call == [8]
