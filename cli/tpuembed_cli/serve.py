@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from tpuembed.errors import MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.options import FOLDER
+from tpuembed_cli.security_options import security_options, take_security
 from tpuembed_cli.telemetry_options import take_telemetry, telemetry_options
 
 if TYPE_CHECKING:  # the server's package is imported by its command alone
@@ -23,13 +24,11 @@ _PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
 _GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 _GRPC_PORT = 8500
 _TF_SERVING = "tf-serving"
-_FORWARDED = {"backend", "target", "name", "host", "rest_port", "grpc_port", "no_grpc", "workers", "poll_seconds"} | {
-    "rest_timeout_ms",
-    "max_queued_requests",
-    "max_body_bytes",
-    "drain_seconds",
+_OF_LOADING = {"config", "config_poll_seconds", "max_load_retries", "load_retry_seconds", "labels_for_unavailable"} | {
+    *("run_threads", "prewarm", "verify_on_load", "random_access", "prints"),
+    *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
-"""Options that hold where another server runs the models."""
+"""Options that mean nothing where another server loads and runs the models."""
 _POSITIVE = click.IntRange(min=1)
 _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
@@ -108,6 +107,7 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     help="Print how TensorFlow Serving is started to serve the same: command, config and compose file; serve nothing.",
 )
 @telemetry_options
+@security_options
 @click.pass_context
 def serve(
     context: click.Context,
@@ -146,6 +146,7 @@ def serve(
 
     options["batching"] = take_batching(options)
     options["telemetry"] = take_telemetry(options)
+    options["security"] = take_security(options)
     options["run_threads"] = run_threads or max(1, (os.cpu_count() or 1) // options["workers"])
     options["load"] = LoadSettings(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
@@ -203,7 +204,7 @@ def _check_target(context: click.Context, model_dir: Path | None, name: str | No
     given = [] if model_dir is None else ["MODEL_DIR"]
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-        if is_given and isinstance(parameter, click.Option) and parameter.name not in _FORWARDED:
+        if is_given and parameter.name in _OF_LOADING:
             given.append(parameter.opts[0])
     if given:
         raise click.UsageError(

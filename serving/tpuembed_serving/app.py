@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from tpuembed_serving.door import Door
 from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.http_endpoint import Receive, Scope, Send
 from tpuembed_serving.openapi import REST_PATHS
@@ -52,6 +53,10 @@ class ServingApp(FastAPI):
         self._load_first = load_first
         self.service = PredictionService(self.repository, self.executor)
         self.settings = settings
+        guard = settings.security
+        self._enter = (
+            Door(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else self._route
+        )
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry)
@@ -73,7 +78,7 @@ class ServingApp(FastAPI):
             from tpuembed_serving.rpc_server import GrpcServer
 
             self._grpc = GrpcServer(self.service, self.repository, self.telemetry)
-            await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes)
+            await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes, settings.security)
 
     async def stop_grpc(self) -> None:
         """Take no new calls, and return once those in progress are done. Whoever asks again waits for the same."""
@@ -83,6 +88,10 @@ class ServingApp(FastAPI):
             await self._grpc_stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        await self._enter(scope, receive, send)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""
         if is_api_request(scope):
             await self._rest(scope, receive, send)

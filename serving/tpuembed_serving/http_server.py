@@ -11,6 +11,7 @@ from types import FrameType
 import uvicorn
 
 from tpuembed_serving.app import ServingApp
+from tpuembed_serving.guarded_http import close_slow_connections, protocol_class
 from tpuembed_serving.stopping import Stop
 
 __all__ = ["log_to_stderr", "quiet_tensorflow", "run_app"]
@@ -27,8 +28,11 @@ def _nobody() -> None:
 
 def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: Callable[[], None] = _nobody) -> None:
     """Serve on `listener` until `stop`; not at all where it was asked before. `on_listening` is called once it answers."""
+    tls = app.settings.security.tls
     config = uvicorn.Config(
         app,
+        http=protocol_class(app.settings.security.limits),
+        **(tls.uvicorn_options() if tls else {}),
         access_log=False,
         log_level="warning",
         lifespan="on",
@@ -80,6 +84,7 @@ class _Server(uvicorn.Server):
         """See uvicorn."""
         await super().startup(sockets)
         if self.started:
+            self._closing_slow = asyncio.create_task(close_slow_connections(self.server_state.connections))
             self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -87,3 +92,4 @@ class _Server(uvicorn.Server):
         stopping = asyncio.create_task(self._app.stop_grpc())
         await super().shutdown(sockets)
         await stopping
+        self._closing_slow.cancel()

@@ -13,11 +13,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tpuembed.errors import ServingError
+from tpuembed_serving.door import key_interceptor
 from tpuembed_serving.observation import GRPC, REQUEST_ID, Headers, RequestRecord, sane_request_id
+from tpuembed_serving.security import SecuritySettings
 from tpuembed_serving.service import ModelSpec, PredictionService
 from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.telemetry import Telemetry
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
+from tpuembed_serving.tls import TlsSettings
 
 if TYPE_CHECKING:
     from tpuembed_serving.rpc_models import Reloadable
@@ -36,6 +39,7 @@ _METHODS: Final = {
 }
 _INT32_MAX: Final = 2**31 - 1
 _MAX_TEXT: Final = 1024
+_OPEN: Final = SecuritySettings()
 _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -57,7 +61,9 @@ class GrpcServer:
         self._server: Any = None
         self._health = _Health(service)
 
-    async def start(self, host: str, port: int, max_request_bytes: int | None = None) -> int:
+    async def start(
+        self, host: str, port: int, max_request_bytes: int | None = None, security: SecuritySettings = _OPEN
+    ) -> int:
         """Listen; the port, which 0 leaves to the system.
 
         Raises:
@@ -67,13 +73,14 @@ class GrpcServer:
             ("grpc.max_receive_message_length", max_request_bytes or _INT32_MAX),
             ("grpc.max_send_message_length", _INT32_MAX),
         ]
-        server = grpc.aio.server(options=options)
+        keys = security.api_keys
+        server = grpc.aio.server(options=options, interceptors=[key_interceptor(keys)] if keys else [])
         for service, names in _METHODS.items():
             handlers = {name: grpc.unary_unary_rpc_method_handler(self._handler(service, name)) for name in names}
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        bound = _bind(server, host, port)
+        bound = _bind(server, host, port, security.tls)
         await self._health.begin()
         await server.start()
         self._server = server
@@ -160,9 +167,11 @@ def _headers(context: Any) -> Headers:
     ]
 
 
-def _bind(server: Any, host: str, port: int) -> int:
+def _bind(server: Any, host: str, port: int, tls: TlsSettings | None) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        if tls is not None:
+            return int(server.add_secure_port(address, tls.grpc_credentials()))
         return int(server.add_insecure_port(address))
     except RuntimeError:
         raise ServingError(f"cannot listen on {address} for gRPC; choose another port with --grpc-port") from None
