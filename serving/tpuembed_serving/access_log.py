@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Final
 import orjson
 
 from tpuembed.errors import ServingError
-from tpuembed_serving.observation import REST, RequestRecord
+from tpuembed_serving.observation import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.record_queue import RecordQueue
 
 __all__ = ["STDERR", "AccessLog", "check_writable", "entry"]
@@ -23,9 +23,13 @@ STDERR: Final = "-"
 """In the place of a file's path."""
 
 
-def entry(record: RequestRecord, wall_offset: float) -> dict[str, Any]:
-    """What is written of a request; `wall_offset` is what the wall clock is ahead of `time.perf_counter`, in seconds."""
-    stages = record.stages()
+def entry(record: RequestRecord, stages: Sequence[float], wall_offset: float) -> dict[str, Any]:
+    """What is written of a request.
+
+    Args:
+        stages: how many seconds each took.
+        wall_offset: what the wall clock is ahead of `time.perf_counter`, in seconds.
+    """
     started = dt.datetime.fromtimestamp(record.started + wall_offset, dt.UTC)
     return {
         "time": started.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -40,13 +44,7 @@ def entry(record: RequestRecord, wall_offset: float) -> dict[str, Any]:
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,
         "ms": _ms(record.ended - record.started),
-        "stages_ms": {
-            "read": _ms(stages.read),
-            "parse": _ms(stages.parse),
-            "queue": _ms(stages.queue),
-            "run": _ms(stages.run),
-            "encode": _ms(stages.encode),
-        },
+        "stages_ms": {name: _ms(seconds) for name, seconds in zip(STAGES, stages, strict=True)},
     }
 
 
@@ -97,7 +95,10 @@ class AccessLog:
 
     def _write(self, records: Sequence[RequestRecord], dropped: int) -> None:
         offset = time.time() - time.perf_counter()
-        lines = [orjson.dumps(entry(record, offset), option=orjson.OPT_APPEND_NEWLINE) for record in records]
+        lines = [
+            orjson.dumps(entry(record, stages, offset), option=orjson.OPT_APPEND_NEWLINE)
+            for record, stages in zip(records, stage_seconds(records).tolist(), strict=True)
+        ]
         if dropped:
             lines.append(orjson.dumps({"dropped": dropped}, option=orjson.OPT_APPEND_NEWLINE))
         try:

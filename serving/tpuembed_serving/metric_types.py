@@ -1,14 +1,17 @@
 """Counters, gauges and histograms, and Prometheus' text format of them.
 
-A cell has one writer, the event loop or the thread that loads, and needs no lock: readers copy it, and see a count that is at
-most one request old. Source of the format: TensorFlow Serving's util/prometheus_exporter.cc, and
+Observations are added many at once, and each cell has one writer at a time.
+
+Source of the format: TensorFlow Serving's util/prometheus_exporter.cc, and
 https://prometheus.io/docs/instrumenting/exposition_formats/.
 """
 
-import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["Counter", "Family", "Histogram", "HistogramCell", "Snapshot", "exponential", "merged", "to_text"]
 
@@ -66,17 +69,21 @@ class Counter:
 class HistogramCell:
     """How many observations fell into which bucket."""
 
-    __slots__ = ("_bounds", "counts", "sum")
-
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._bounds = np.array(bounds)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
 
-    def add(self, value: float) -> None:
-        """One observation."""
-        self.counts[bisect.bisect_left(self._bounds, value)] += 1
-        self.sum += value
+    def add(self, values: npt.ArrayLike) -> None:
+        """One observation, or several."""
+        observed = np.atleast_1d(np.asarray(values, np.float64))
+        places = np.searchsorted(self._bounds, observed, side="left")
+        self._counts += np.bincount(places, minlength=len(self._counts))
+        self._sum += float(observed.sum())
+
+    def numbers(self) -> tuple[float, ...]:
+        """Sum and counts, as `Values` has them."""
+        return self._sum, *self._counts.tolist()
 
 
 class Histogram:
@@ -95,7 +102,7 @@ class Histogram:
 
     def values(self) -> Values:
         """A copy."""
-        return {labels: (cell.sum, *cell.counts) for labels, cell in dict(self._cells).items()}
+        return {labels: cell.numbers() for labels, cell in dict(self._cells).items()}
 
 
 def merged(snapshots: Iterable[Snapshot]) -> dict[Family, dict[Labels, tuple[float, ...]]]:

@@ -5,11 +5,15 @@ Serving, and in cc/saved_model/loader.cc of TensorFlow; latencies are in microse
 do has no metric here: request_log_count, mlmd_map, padding_size.
 """
 
-from collections.abc import Callable
-from typing import Final
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from tpuembed_serving.metric_types import Counter, Family, Histogram, HistogramCell, Snapshot, exponential
-from tpuembed_serving.observation import GRPC, RequestRecord
+import numpy as np
+
+from tpuembed_serving.metric_types import Counter, Family, Histogram, Snapshot, exponential
+from tpuembed_serving.observation import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.status import Code, StatusError
 
 __all__ = ["DEFAULT_PATH", "ServerMetrics"]
@@ -20,44 +24,18 @@ _LATENCY: Final = exponential(10, 1.8, 33)
 _QUEUING: Final = exponential(100, 1.2, 52)
 _SIZES: Final = exponential(1, 2, 14)
 _EXAMPLES: Final = exponential(1, 2, 15)
-_STAGES: Final = ("read", "parse", "queue", "run", "encode")
 _INFERENCE: Final = {"predict": "Predict", "classify": "Classify", "regress": "Regress"}
 _COUNTED_CALLS: Final = frozenset({"Predict", "Classify", "Regress"})
 """Of gRPC, as in theirs."""
 _TAKE_EXAMPLES: Final = frozenset({"classify", "regress", "multiinference"})
-_MOST_SERIES: Final = 1000
+_MOST_NAMES: Final = 1000
 _OTHERS: Final = "(others)"
 """Clients may make up names of models without end; from so many on they are counted under this one."""
+_FOLDED_AT_ONCE: Final = 512
 _MICROS: Final = 1e6
 
-
-class _RequestCells:
-    """The cells of one model, API and entry point."""
-
-    def __init__(self, metrics: "ServerMetrics", model: str, api: str, entrypoint: str) -> None:
-        self.latency = metrics.request_latency.cell(model, api, entrypoint)
-        self._metrics = metrics
-        self._model = model
-        self._runtime = _INFERENCE.get(api.lower())
-        self._takes_examples = api.lower() in _TAKE_EXAMPLES
-        self._stages: list[HistogramCell] | None = None
-        self._run: HistogramCell | None = None
-
-    def add_run(self, record: RequestRecord) -> None:
-        """Stages and rows of a request that ran."""
-        stages = record.stages()
-        if self._stages is None:
-            self._stages = [self._metrics.stage_latency.cell(self._model, stage) for stage in _STAGES]
-            if self._runtime:
-                self._run = self._metrics.runtime_latency.cell(self._model, self._runtime, "TF1")
-        times = (stages.read, stages.parse, stages.queue, stages.run, stages.encode)
-        for cell, seconds in zip(self._stages, times, strict=True):
-            cell.add(seconds * _MICROS)
-        if self._run is not None:
-            self._run.add(stages.run * _MICROS)
-        if self._takes_examples and record.rows:
-            self._metrics.example_counts.cell(self._model).add(record.rows)
-            self._metrics.example_total.add((self._model,), record.rows)
+_Run = tuple[str, Sequence[int], Sequence[float]]
+"""The name of its pool; rows of each request, and seconds that it waited."""
 
 
 class ServerMetrics:
@@ -91,48 +69,78 @@ class ServerMetrics:
         self._all: list[Counter | Histogram] = [
             one for one in vars(self).values() if isinstance(one, Counter | Histogram)
         ]
-        self._cells: dict[tuple[str, str, str], _RequestCells] = {}
         self._names: set[str] = set()
-        self._queuing: HistogramCell | None = None
-        self._input_sizes, self._rows, self._requests = (
-            one.cell() for one in (self.input_batch_size, self.run_rows, self.run_requests)
-        )
+        self._folding = threading.Lock()
+        self._answered: collections.deque[RequestRecord] = collections.deque()
+        self._runs: collections.deque[_Run] = collections.deque()
 
     def finish(self, record: RequestRecord) -> None:
-        """See Observer. As in theirs, only what succeeds has a latency."""
-        if record.entrypoint == GRPC and record.api not in _COUNTED_CALLS:
-            return
-        model = record.model if record.model in self._names else self._name(record.model)
-        self.request_count.add((model, record.code.name))
-        if record.code is not Code.OK:
-            return
-        key = model, record.api, record.entrypoint
-        cells = self._cells.get(key)
-        if cells is None:
-            cells = self._cells[key] = _RequestCells(self, *key)
-        cells.latency.add((record.ended - record.started) * _MICROS)
-        if record.has_run:
-            cells.add_run(record)
+        """See Observer. Remembered now, and counted later with others: that is ten times cheaper."""
+        self._answered.append(record)
+        if len(self._answered) >= _FOLDED_AT_ONCE:
+            self._fold()
 
-    def _name(self, model: str) -> str:
-        if len(self._names) >= _MOST_SERIES:
-            return _OTHERS
-        self._names.add(model)
-        return model
+    def ran(self, pool: str, rows: Sequence[int], queue_seconds: Sequence[float]) -> None:
+        """Requests of so many rows each, which waited so long, shared a run."""
+        self._runs.append((pool, rows, queue_seconds))
+        if len(self._runs) >= _FOLDED_AT_ONCE:
+            self._fold()
 
     def close(self) -> None:
         """See Observer."""
 
-    def ran(self, pool: str, rows: list[int], queue_seconds: list[float]) -> None:
-        """Requests of so many rows each, which waited so long, shared a run."""
-        if self._queuing is None:
-            self._queuing = self.queuing_latency.cell(pool)
-        self.run_count.add(())
-        self._requests.add(len(rows))
-        self._rows.add(sum(rows))
-        for size, seconds in zip(rows, queue_seconds, strict=True):
-            self._input_sizes.add(size)
-            self._queuing.add(seconds * _MICROS)
+    # ---- what is remembered, counted
+
+    def _fold(self) -> None:
+        """By the event loop, or by whoever wants to see the numbers."""
+        with self._folding:
+            groups: dict[tuple[str, str, str, Code], list[RequestRecord]] = collections.defaultdict(list)
+            for record in _taken(self._answered):
+                groups[record.model, record.api, record.entrypoint, record.code].append(record)
+            for (model, api, entrypoint, code), records in groups.items():
+                if entrypoint == REST or api in _COUNTED_CALLS:
+                    self._count(self._name(model), api, entrypoint, code, records)
+            self._count_runs(_taken(self._runs))
+
+    def _name(self, model: str) -> str:
+        if model not in self._names and len(self._names) >= _MOST_NAMES:
+            return _OTHERS
+        self._names.add(model)
+        return model
+
+    def _count(self, model: str, api: str, entrypoint: str, code: Code, records: list[RequestRecord]) -> None:
+        """As in theirs, only what succeeds has a latency."""
+        self.request_count.add((model, code.name), len(records))
+        if code is not Code.OK:
+            return
+        micros = _MICROS * np.array([record.ended - record.started for record in records])
+        self.request_latency.cell(model, api, entrypoint).add(micros)
+        ran = [record for record in records if record.has_run]
+        if ran:
+            self._count_stages(model, api, ran)
+
+    def _count_stages(self, model: str, api: str, records: list[RequestRecord]) -> None:
+        for name, micros in zip(STAGES, _MICROS * stage_seconds(records).T, strict=True):
+            self.stage_latency.cell(model, name).add(micros)
+            if name == "run" and api.lower() in _INFERENCE:
+                self.runtime_latency.cell(model, _INFERENCE[api.lower()], "TF1").add(micros)
+        if api.lower() in _TAKE_EXAMPLES:
+            rows = [record.rows for record in records if record.rows]
+            self.example_counts.cell(model).add(rows)
+            self.example_total.add((model,), sum(rows))
+
+    def _count_runs(self, runs: "list[_Run]") -> None:
+        if not runs:
+            return
+        self.run_count.add((), len(runs))
+        self.run_requests.cell().add([len(rows) for _, rows, _ in runs])
+        self.run_rows.cell().add([sum(rows) for _, rows, _ in runs])
+        self.input_batch_size.cell().add([size for _, rows, _ in runs for size in rows])
+        for pool in {pool for pool, _, _ in runs}:
+            seconds = [waited for other, _, waits in runs if other == pool for waited in waits]
+            self.queuing_latency.cell(pool).add(_MICROS * np.array(seconds))
+
+    # ---- loads
 
     def loaded(self, model_path: str, seconds: float, ok: bool) -> None:
         """A version was loaded, or failed to."""
@@ -147,6 +155,12 @@ class ServerMetrics:
 
     def snapshot(self) -> Snapshot:
         """Of this process; from any thread."""
+        self._fold()
         found = {one.family: one.values() for one in self._all}
         found[self._depth_family] = {(): (float(self._queue_depth()),)}
         return {family: values for family, values in found.items() if values}
+
+
+def _taken(waiting: "collections.deque[Any]") -> list[Any]:
+    """Out of a deque that grows meanwhile."""
+    return [waiting.popleft() for _ in range(len(waiting))]

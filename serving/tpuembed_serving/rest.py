@@ -20,10 +20,13 @@ from tpuembed_serving.http_endpoint import (
 )
 from tpuembed_serving.inference import Method
 from tpuembed_serving.json_codec import (
+    Document,
+    PredictInputs,
     decode_examples,
     decode_inputs,
     encode_outputs,
     encode_result,
+    pad_ragged,
     parse_document,
     signature_name,
 )
@@ -91,7 +94,7 @@ class RestApi(HttpEndpoint):
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
-            inputs = decode_inputs(document, signature)
+            inputs = _decode(document, loaded.servable, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return encode_outputs(outputs, signature, inputs.row_form)
 
@@ -101,7 +104,7 @@ class RestApi(HttpEndpoint):
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
-            inputs = await asyncio.to_thread(decode_inputs, document, signature)
+            inputs = await asyncio.to_thread(_decode, document, loaded.servable, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return await asyncio.to_thread(encode_outputs, outputs, signature, inputs.row_form)
 
@@ -124,6 +127,17 @@ class RestApi(HttpEndpoint):
         if match[4] == b"metadata":
             return _metadata_json(self._service.metadata(spec))
         return _status_json(self._service.status(spec))
+
+
+def _decode(document: Document, servable: Servable, signature: Signature) -> PredictInputs:
+    try:
+        return decode_inputs(document, signature)
+    except StatusError:
+        merging = servable.merging(signature)
+        padded = pad_ragged(document, signature, merging.padding) if merging else None
+        if padded is None:
+            raise
+    return decode_inputs(padded, signature)
 
 
 async def _run_inline(function: Callable[..., _Result], *args: Any) -> _Result:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed.errors import ConfigError, MissingExtraError
-from tpuembed_serving.observation import REST, RequestRecord
+from tpuembed_serving.observation import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.record_queue import RecordQueue
 from tpuembed_serving.status import Code
 
@@ -25,7 +25,6 @@ _SERVER_FAULTS: Final = frozenset(
     {Code.UNKNOWN, Code.DEADLINE_EXCEEDED, Code.UNIMPLEMENTED, Code.INTERNAL, Code.UNAVAILABLE, Code.DATA_LOSS}
 )
 """What a server span is an error for; a client's own fault is none."""
-_STAGES: Final = ("read", "parse", "queue", "run", "encode")
 _HTTP, _GRPC = "http/protobuf", "grpc"
 _EXPORTERS: Final = {
     _HTTP: "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -107,10 +106,10 @@ class Tracing:
 
     def _trace_all(self, records: Sequence[RequestRecord], dropped: int) -> None:  # noqa: ARG002 - there is no span of none
         offset = time.time_ns() - time.perf_counter_ns()
-        for record in records:
-            self._trace(record, offset)
+        for record, seconds in zip(records, stage_seconds(records).tolist(), strict=True):
+            self._trace(record, seconds, offset)
 
-    def _trace(self, record: RequestRecord, offset: int) -> None:
+    def _trace(self, record: RequestRecord, stages: Sequence[float], offset: int) -> None:
         from opentelemetry import trace
 
         parent = self._extract({key.decode("latin-1"): value.decode("latin-1") for key, value in record.headers})
@@ -121,13 +120,12 @@ class Tracing:
         if record.code in _SERVER_FAULTS:
             span.set_status(trace.StatusCode.ERROR, record.code.name)
         if span.is_recording() and record.has_run:
-            self._trace_stages(record, trace.set_span_in_context(span), start)
+            self._trace_stages(stages, trace.set_span_in_context(span), start)
         span.end(_ns(record.ended) + offset)
 
-    def _trace_stages(self, record: RequestRecord, inside: Any, start: int) -> None:
-        stages = record.stages()
-        for name in _STAGES:
-            end = start + _ns(getattr(stages, name))
+    def _trace_stages(self, stages: Sequence[float], inside: Any, start: int) -> None:
+        for name, seconds in zip(STAGES, stages, strict=True):
+            end = start + _ns(seconds)
             self._tracer.start_span(name, inside, start_time=start).end(end)
             start = end
 
