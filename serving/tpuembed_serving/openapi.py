@@ -11,6 +11,7 @@ _VERSION = {
     "required": True,
     "schema": {"type": "integer", "format": "int64", "minimum": 0},
 }
+_LABEL = {"name": "label", "in": "path", "required": True, "schema": {"type": "string"}}
 _SIGNATURE_NAME = {"type": "string", "default": "serving_default"}
 _ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 _ROW_REQUEST = {
@@ -22,6 +23,16 @@ _COLUMNAR_REQUEST = {
     "type": "object",
     "required": ["inputs"],
     "properties": {"signature_name": _SIGNATURE_NAME, "inputs": {}},
+}
+_EXAMPLE = {"type": "object", "description": 'Feature by name: a string, {"b64": ...}, a number, a boolean, or a list'}
+_EXAMPLES_REQUEST = {
+    "type": "object",
+    "required": ["examples"],
+    "properties": {
+        "signature_name": _SIGNATURE_NAME,
+        "context": _EXAMPLE,
+        "examples": {"type": "array", "minItems": 1, "items": _EXAMPLE},
+    },
 }
 
 
@@ -43,8 +54,21 @@ _RUN_ERRORS = {
 def _predict(parameters: list[dict[str, Any]]) -> dict[str, Any]:
     answer = {"type": "object", "properties": {"predictions": {"type": "array", "items": {}}, "outputs": {}}}
     request = {"oneOf": [_ROW_REQUEST, _COLUMNAR_REQUEST]}
+    return _post(
+        "Predict, by row (instances -> predictions) or by column (inputs -> outputs)", parameters, request, answer
+    )
+
+
+def _infer(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    answer = {"type": "object", "properties": {"results": {"type": "array", "items": {}}}}
+    return _post(summary, parameters, _EXAMPLES_REQUEST, answer)
+
+
+def _post(
+    summary: str, parameters: list[dict[str, Any]], request: dict[str, Any], answer: dict[str, Any]
+) -> dict[str, Any]:
     operation = {
-        "summary": "Predict, by row (instances -> predictions) or by column (inputs -> outputs)",
+        "summary": summary,
         "parameters": parameters,
         "requestBody": {"required": True, "content": {"application/json": {"schema": request}}},
         "responses": {"200": _json("The outputs of the signature", answer), **_ERRORS, **_RUN_ERRORS},
@@ -60,6 +84,8 @@ def _get(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
 def _paths(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         f"{base}:predict": _predict(parameters),
+        f"{base}:classify": _infer("Classify tf.Examples: a list of [label, score] for each", parameters),
+        f"{base}:regress": _infer("Regress tf.Examples: a number for each", parameters),
         base: _get("The state of the model's versions", parameters),
         f"{base}/metadata": _get("The signatures of the model", parameters),
     }
@@ -68,5 +94,6 @@ def _paths(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
 REST_PATHS: dict[str, Any] = {
     **_paths("/v1/models/{model}", [_MODEL]),
     **_paths("/v1/models/{model}/versions/{version}", [_MODEL, _VERSION]),
+    **_paths("/v1/models/{model}/labels/{label}", [_MODEL, _LABEL]),
 }
 """Path -> path item, as OpenAPI has them."""

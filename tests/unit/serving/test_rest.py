@@ -290,6 +290,8 @@ def test_health_and_readiness(tmp_path: Path) -> None:
 
 def test_the_openapi_page_has_the_raw_routes(app: ServingApp) -> None:
     paths = app.openapi()["paths"]
-    assert "post" in paths["/v1/models/{model}:predict"]
+    for method in ("predict", "classify", "regress"):
+        for choice in ("", "/versions/{version}", "/labels/{label}"):
+            assert "post" in paths[f"/v1/models/{{model}}{choice}:{method}"]
     assert "get" in paths["/v1/models/{model}/versions/{version}/metadata"]
     assert "get" in paths["/readyz"]
