@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tpuembed.errors import ConfigError
 
@@ -20,6 +20,7 @@ __all__ = [
     "MANIFEST_PATH",
     "FeatureEntry",
     "FileEntry",
+    "Folder",
     "Manifest",
     "PackedInput",
     "PackedOutput",
@@ -193,6 +194,16 @@ class StackEntry:
             )
 
 
+class Folder(Protocol):
+    """What a manifest is read from: a `pathlib.Path`, or what has these methods of one, such as a URL."""
+
+    def __truediv__(self, name: Path, /) -> "Folder":
+        """Below it."""
+
+    def read_text(self, encoding: str) -> str:
+        """All of the file."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One export. It never contradicts itself: tables fill their stacks, and stacks share no byte of a file.
@@ -246,7 +257,7 @@ class Manifest:
         path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, version_dir: Path) -> "Manifest | None":
+    def read(cls, version_dir: Folder) -> "Manifest | None":
         """The manifest of `version_dir`, or None where there is none (a SavedModel that tpuembed did not write).
 
         Raises:

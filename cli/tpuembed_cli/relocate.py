@@ -1,5 +1,7 @@
 """`tpuembed relocate`: the paths of mapped tables, for another machine or a container."""
 
+from pathlib import Path
+
 import click
 
 from tpuembed.errors import ConfigError
@@ -24,7 +26,10 @@ def relocate(export: str, root: str, as_json: bool) -> None:
     found = find_export(export)
     if found is None:
         raise ConfigError(f"{export}: no export of tpuembed, nor a folder of them; name a version or a MODEL_DIR")
-    done = relocate_export(*found, root)
+    version, manifest = found
+    if not isinstance(version, Path):
+        raise ConfigError(f"{version}: an export in a store is not changed; copy it to a disk, and relocate the copy")
+    done = relocate_export(version, manifest, root)
     if as_json:
         print_json(done.to_dict())
         return

@@ -155,6 +155,30 @@ def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> N
     assert "version 1 exists; choose another one, 2 is free" in again.stderr
 
 
+def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, server: S3, bucket: str) -> None:
+    url = f"s3://{bucket}/m"
+    export(prefix, url)
+    described = run_command("describe", url, "--json")
+    assert described.returncode == 0, described.stderr
+    found = json.loads(described.stdout)
+    assert (found["path"], found["format"]) == (f"{url}/1", "export")
+    assert {table["name"]: table["rows"] for table in found["tables"]} == {name: len(t) for name, t in TABLES.items()}
+    sound = run_command("verify", f"{url}/1")
+    assert sound.returncode == 0, sound.stdout + sound.stderr
+    (key,) = (key for key in server.keys(bucket) if ".data-00002-" in key)
+    data = bytearray(server.get(bucket, key))
+    data[20_000_000] ^= 1
+    server.put(bucket, key, bytes(data))
+    server.put(bucket, "m/1/variables/stranger", b"x")
+    damaged = run_command("verify", url)
+    assert damaged.returncode == 1
+    assert f"s3://{bucket}/{key}: stack_float32_64: bytes [0, {len(data)}) have CRC32C" in damaged.stdout
+    assert "stranger: is no part of the export" in damaged.stdout
+    moved = run_command("relocate", url, "/models")
+    assert moved.returncode == 1
+    assert "copy it to a disk" in moved.stderr
+
+
 def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     for url, said in (

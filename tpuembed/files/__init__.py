@@ -9,13 +9,14 @@ Whatever fails raises an OSError with one line as its `strerror`, or EOFError wh
 """
 
 import io
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from tpuembed.files.local import LocalFile
 from tpuembed.files.paths import FilePath, UrlPath, as_path
-from tpuembed.files.remote import IN_FLIGHT_BYTES, RemoteFile, in_parallel
+from tpuembed.files.remote import IN_FLIGHT_BYTES, RemoteFile, below, in_parallel
 from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, finish
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "UrlPath",
     "as_path",
     "in_parallel",
+    "names_below",
     "open_bytes",
     "open_stream",
     "read_all",
@@ -50,6 +52,15 @@ def versions(paths: Sequence[FilePath]) -> list[FileVersion]:
 
 def _version(path: FilePath) -> FileVersion:
     return FileVersion.of(path.stat()) if isinstance(path, Path) else path.version()
+
+
+def names_below(folder: FilePath) -> list[str]:
+    """The paths inside `folder` of all files below it, with slashes, in order."""
+    if isinstance(folder, UrlPath):
+        inside = f"{folder.key}/".removeprefix("/")
+        return sorted(key.removeprefix(inside) for key in below(folder) if not key.endswith("/"))
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def read_all(requests: Iterable[tuple[ByteFile, Iterable[tuple[int, memoryview]]]]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tpuembed.files.paths import UrlPath
 
-__all__ = ["IN_FLIGHT_BYTES", "RemoteFile", "children", "head", "in_parallel"]
+__all__ = ["IN_FLIGHT_BYTES", "RemoteFile", "below", "children", "head", "in_parallel"]
 
 _REQUEST_BYTES: Final = 4 << 20
 """A longer range is split: several connections are faster than one."""
@@ -120,6 +120,17 @@ def children(path: "UrlPath") -> Iterator[str]:
         _fail(path, error)
     yield from found["common_prefixes"]
     yield from (entry["path"] for entry in found["objects"])
+
+
+def below(path: "UrlPath") -> Iterator[str]:
+    """The keys of all objects below `path`."""
+    import obstore
+
+    try:
+        for page in obstore.list(_store(path.scheme, path.bucket), path.key or None):
+            yield from (entry["path"] for entry in page)
+    except Exception as error:
+        _fail(path, error)
 
 
 def in_parallel(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:

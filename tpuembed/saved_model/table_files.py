@@ -8,6 +8,7 @@ import google_crc32c
 import numpy as np
 
 from tpuembed.errors import ConfigError
+from tpuembed.files import FilePath, open_stream, versions
 from tpuembed.manifest import Manifest
 
 __all__ = ["GRAPH_FILE", "check_sizes", "file_crc32c", "size_faults"]
@@ -16,19 +17,19 @@ GRAPH_FILE: Final = Path("saved_model.pb")
 _PIECE_BYTES: Final = 8 << 20
 
 
-def size_faults(version_dir: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def size_faults(version_dir: FilePath, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """(file, what is wrong with it) for every data file of tables that is not there or has another size."""
     for file, size in manifest.table_files().items():
         held = ", ".join(repr(stack.name) for stack in manifest.stacks if stack.file == file)
         try:
-            found = (version_dir / file).stat().st_size
+            [found] = versions([version_dir / file])
         except FileNotFoundError:
             yield file, f"which holds stack {held}, is missing"
         except OSError as error:
             yield file, f"which holds stack {held}, cannot be read: {error.strerror}"
         else:
-            if found != size:
-                yield file, f"which holds stack {held}, has {found} bytes and the manifest says {size}"
+            if found.size != size:
+                yield file, f"which holds stack {held}, has {found.size} bytes and the manifest says {size}"
 
 
 def check_sizes(version_dir: Path, manifest: Manifest) -> None:
@@ -37,15 +38,15 @@ def check_sizes(version_dir: Path, manifest: Manifest) -> None:
         raise ConfigError(f"export {version_dir}: {file}, {fault}; copy the version again or export it again")
 
 
-def file_crc32c(path: Path, on_read: Callable[[int], None] | None = None) -> int:
+def file_crc32c(path: FilePath, on_read: Callable[[int], None] | None = None) -> int:
     """CRC32C of a whole file, which is read piece by piece; `on_read` is told the bytes of each.
 
     Raises:
         OSError: it cannot be read.
     """
     checksum, buffer = 0, np.empty(_PIECE_BYTES, np.uint8)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer.data):
+    with open(path, "rb", buffering=0) if isinstance(path, Path) else open_stream(path) as file:
+        while count := file.readinto(buffer.data):  # type: ignore[attr-defined]
             checksum = google_crc32c.extend(checksum, buffer[:count])
             if on_read is not None:
                 on_read(count)

@@ -1,15 +1,15 @@
 """What an export holds, from its manifest alone."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
+from tpuembed.files import FilePath
 from tpuembed.manifest import Manifest, StackEntry, TableEntry
 
 __all__ = ["describe_export"]
 
 
-def describe_export(version: Path, manifest: Manifest) -> dict[str, Any]:
+def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:
     """The manifest of `version` as JSON values, with the bytes and the storage of every table, and of all together."""
     stacks = {stack.name: stack for stack in manifest.stacks}
     return {

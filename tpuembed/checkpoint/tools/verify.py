@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,7 +137,7 @@ def _bytes_of_no_tensor(bundle: Bundle) -> list[str]:
     ]
 
 
-def _verify_export(version: Path, manifest: Manifest, counter: _Counter) -> VerifyReport:
+def _verify_export(version: FilePath, manifest: Manifest, counter: _Counter) -> VerifyReport:
     counter.total = total_bytes(manifest)
     found = verify_export(version, manifest, counter)
     return VerifyReport(

@@ -1,11 +1,11 @@
 """Whether an export is what was written: every file against the manifest, every tensor against the bundle's index."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tpuembed.errors import CheckpointError, ConfigError
+from tpuembed.files import FilePath, names_below, open_stream, versions
 from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest, StackEntry
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, size_faults
 from tpuembed.tensor_bundle import Bundle
@@ -30,7 +30,7 @@ class ExportFindings:
     unchecked: tuple[str, ...]
 
 
-def verify_export(version: Path, manifest: Manifest, on_read: OnRead) -> ExportFindings:
+def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> ExportFindings:
     """Read all of `version` and compare it with `manifest`, which says all that belongs to it."""
     stacks = list(_damaged_stacks(version, manifest, on_read))
     files = list(_damaged_files(version, manifest, on_read))
@@ -54,7 +54,7 @@ def total_bytes(manifest: Manifest) -> int:
     return sum(stack.size for stack in manifest.stacks) + sum(entry.size for entry in manifest.files.values())
 
 
-def _damaged_stacks(version: Path, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
+def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
     faults = dict(size_faults(version, manifest))
     for stack in manifest.stacks:
         reason = faults.get(stack.file) or _stack_fault(version / stack.file, stack, on_read)
@@ -62,9 +62,9 @@ def _damaged_stacks(version: Path, manifest: Manifest, on_read: OnRead) -> Itera
             yield Damage(stack.name, str(version / stack.file), reason)
 
 
-def _stack_fault(path: Path, stack: StackEntry, on_read: OnRead) -> str | None:
+def _stack_fault(path: FilePath, stack: StackEntry, on_read: OnRead) -> str | None:
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) if isinstance(path, Path) else open_stream(path) as file:
             actual = stream_crc(file, stack.offset, stack.size, on_read)
     except (OSError, EOFError) as error:
         return f"cannot be read: {error}"
@@ -74,7 +74,7 @@ def _stack_fault(path: Path, stack: StackEntry, on_read: OnRead) -> str | None:
     return f"{place} have CRC32C {actual:#010x}, the manifest says {stack.crc32c:#010x}"
 
 
-def _damaged_files(version: Path, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
+def _damaged_files(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
     for name, entry in manifest.files.items():
         try:
             reason = _file_fault(version, name, entry, manifest, on_read)
@@ -86,20 +86,20 @@ def _damaged_files(version: Path, manifest: Manifest, on_read: OnRead) -> Iterat
             yield Damage(name, str(version / name), reason)
 
 
-def _file_fault(version: Path, name: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> str | None:
+def _file_fault(version: FilePath, name: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> str | None:
     path = version / name
     if name == GRAPH_FILE.as_posix():
         graph = path.read_bytes()
         on_read(entry.size)
         actual = graph_crc32c(graph, manifest)
-    elif (size := path.stat().st_size) != entry.size:
+    elif (size := versions([path])[0].size) != entry.size:
         return f"has {size} bytes and the manifest says {entry.size}"
     else:
         actual = file_crc32c(path, on_read)
     return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, the manifest says {entry.crc32c:#010x}"
 
 
-def _damaged_tensors(version: Path, manifest: Manifest) -> Iterator[Damage]:
+def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:
     """Where index and manifest, each whole, do not say the same of a stack; and dense tensors."""
     stacks = {stack.key: stack for stack in manifest.stacks}
     try:
@@ -112,7 +112,7 @@ def _damaged_tensors(version: Path, manifest: Manifest) -> Iterator[Damage]:
         yield Damage("variables", f"{version / _VARIABLES}.index", str(error))
 
 
-def _disagreement(bundle: Bundle, version: Path, stack: StackEntry) -> str | None:
+def _disagreement(bundle: Bundle, version: FilePath, stack: StackEntry) -> str | None:
     entry = bundle.entries.get(stack.key)
     found = (
         [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in entry.parts()] if entry else []
@@ -128,11 +128,7 @@ def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
     )
 
 
-def _strangers(version: Path, manifest: Manifest) -> Iterator[str]:
+def _strangers(version: FilePath, manifest: Manifest) -> Iterator[str]:
     """Files that the manifest does not name."""
     known: set[str] = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
-    for folder, _, names in os.walk(version):
-        for name in names:
-            path = Path(folder, name).relative_to(version).as_posix()
-            if path not in known:
-                yield path
+    return (name for name in names_below(version) if name not in known)
