@@ -13,6 +13,7 @@ from tpuembed_serving.served_model import State, VersionStatus
 from tpuembed_serving.settings import ServerSettings
 
 __all__ = [
+    "CHECK",
     "RELOAD",
     "Answer",
     "Ask",
@@ -27,6 +28,8 @@ __all__ = [
     "together",
 ]
 
+CHECK: Final = "check"
+"""The topic of a Call whose payload is models: whether a worker would refuse them."""
 RELOAD: Final = "reload"
 """The topic of a Call whose payload is the models that workers serve from then on, also those that start later."""
 

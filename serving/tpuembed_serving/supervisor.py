@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from tpuembed_serving.fleet import (
+    CHECK,
     RELOAD,
     Answer,
     Ask,
@@ -93,7 +94,7 @@ class Supervisor:
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """Have every worker serve `models`; see ModelRepository.reload. Blocks."""
-        for topic in ("check", RELOAD):
+        for topic in (CHECK, RELOAD):
             replies: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
             self._events.put(_OwnCall(topic, tuple(models), replies.put))
             for answer in replies.get():

@@ -5,13 +5,17 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from tpuembed_serving.fleet import Answer, Ask, Call, Channel, Listening, Result, States, View
+from tpuembed_serving.fleet import CHECK, RELOAD, Answer, Ask, Call, Channel, Listening, Result, States, View
+from tpuembed_serving.status import Code, StatusError
 
 __all__ = ["Alone", "Peers", "WorkerLink"]
 
 logger = logging.getLogger(__name__)
+
+_CHANGES: Final = frozenset({CHECK, RELOAD})
+_ANSWER_SECONDS: Final = 10.0
 
 Handler = Callable[[Any], Any]
 
@@ -53,8 +57,9 @@ class WorkerLink:
         self._handlers: dict[str, Handler] = {}
         self._numbers = itertools.count()
         self._calls: dict[int, concurrent.futures.Future[tuple[Any, ...]]] = {}
-        # One thread: what changes a worker is done in the order in which it was asked for, by all of them.
-        self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker-link")
+        # What changes a worker is done in one order by all of them, and takes its time. The rest does not wait for it.
+        self._changes = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker-link-changes")
+        self._questions = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker-link")
         self._reader = threading.Thread(target=self._read, name="worker-link-reader", daemon=True)
         self.view = View({}, ready=False)
 
@@ -75,11 +80,20 @@ class WorkerLink:
         self._tell(states)
 
     def gather(self, topic: str, payload: Any = None) -> list[Any]:
-        """What every living worker answers; blocks. The first exception among them is raised."""
+        """What every living worker answers; blocks. The first exception among them is raised.
+
+        Raises:
+            StatusError: DEADLINE_EXCEEDED, one does not answer, and was not asked to change anything.
+        """
         number = next(self._numbers)
         future = self._calls[number] = concurrent.futures.Future()
         self._tell(Call(number, topic, payload))
-        answers = future.result()
+        try:
+            answers = future.result(None if topic in _CHANGES else _ANSWER_SECONDS)
+        except TimeoutError:
+            self._calls.pop(number, None)
+            text = f"a worker does not answer about {topic} within {_ANSWER_SECONDS:g} s"
+            raise StatusError(Code.DEADLINE_EXCEEDED, text) from None
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -97,15 +111,19 @@ class WorkerLink:
                 self._heed(self._channel.receive())
         except (EOFError, OSError):
             self._orphaned()
+            for number in list(self._calls):
+                self._calls.pop(number).set_exception(StatusError(Code.CANCELLED, "the server stops"))
 
     def _heed(self, message: Any) -> None:
         match message:
             case View():
                 self.view = message
             case Ask():
-                self._work.submit(self._answer, message)
+                pool = self._changes if message.topic in _CHANGES else self._questions
+                pool.submit(self._answer, message)
             case Result(number, payloads):
-                self._calls.pop(number).set_result(payloads)
+                if (future := self._calls.pop(number, None)) is not None:
+                    future.set_result(payloads)
 
     def _answer(self, ask: Ask) -> None:
         try:

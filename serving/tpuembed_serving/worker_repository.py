@@ -4,15 +4,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tpuembed_serving.fleet import RELOAD, States
+from tpuembed_serving.fleet import CHECK, RELOAD, States
 from tpuembed_serving.repository import ModelRepository
 from tpuembed_serving.served_model import VersionStatus
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.worker_link import WorkerLink
 
 __all__ = ["WorkerRepository"]
-
-_CHECK = "check"
 
 
 class WorkerRepository(ModelRepository):
@@ -23,7 +21,7 @@ class WorkerRepository(ModelRepository):
         self._link = link
         self._pushing = threading.Lock()
         super().__init__(*args, changed=self._push, **options)
-        link.register(_CHECK, self.check)
+        link.register(CHECK, self.check)
         link.register(RELOAD, super().reload)
 
     @property
@@ -37,7 +35,7 @@ class WorkerRepository(ModelRepository):
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """See ModelRepository.reload; returns when every worker is done. What one of them refuses changes none."""
-        self._link.gather(_CHECK, tuple(models))
+        self._link.gather(CHECK, tuple(models))
         self._link.gather(RELOAD, tuple(models))
 
     def _push(self) -> None:

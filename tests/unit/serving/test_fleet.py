@@ -76,7 +76,8 @@ def pair() -> Iterator[tuple[WorkerLink, Supervisor, threading.Event]]:
     ours.close()
     if link._reader.is_alive():
         link._reader.join()
-    link._work.shutdown()
+    link._changes.shutdown()
+    link._questions.shutdown()
     theirs.close()
 
 
@@ -123,6 +124,49 @@ def test_what_all_answer_is_gathered(pair: Pair) -> None:
     supervisor.connection.send(Result(call.number, (1, 2)))
     thread.join()
     assert found == [[1, 2]]
+
+
+def test_a_question_does_not_wait_for_a_change(pair: Pair) -> None:
+    link, supervisor, _ = pair
+    go_on = threading.Event()
+    link.register("reload", lambda _: go_on.wait(60))
+    link.register("metrics", lambda _: "counted")
+    link.start()
+    supervisor.connection.send(Ask(1, "reload", None))
+    supervisor.connection.send(Ask(2, "metrics", None))
+    assert supervisor.receive() == Answer(2, "counted")
+    go_on.set()
+    assert supervisor.receive() == Answer(1, True)
+
+
+def test_one_that_does_not_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpuembed_serving.worker_link._ANSWER_SECONDS", 0.01)
+    link, supervisor, _ = pair
+    link.start()
+    with pytest.raises(StatusError, match=r"^a worker does not answer about metrics within 0\.01 s$"):
+        link.gather("metrics")
+    call = supervisor.receive()
+    supervisor.connection.send(Result(call.number, ()))
+    supervisor.connection.send(View({}, ready=True))
+    wait_for(lambda: link.view.ready)
+
+
+def test_who_waits_for_answers_is_told_that_none_will_come(pair: Pair) -> None:
+    link, supervisor, _ = pair
+    link.start()
+    errors: list[StatusError] = []
+
+    def ask() -> None:
+        with pytest.raises(StatusError) as caught:
+            link.gather("reload")
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    supervisor.receive()
+    supervisor.connection.close()
+    thread.join(60)
+    assert errors[0].code is Code.CANCELLED
 
 
 def test_one_exception_among_the_answers_is_raised(pair: Pair) -> None:
