@@ -1,5 +1,6 @@
 """Full disks, sources that fail and workers that die while an export streams: what is said, what is left, what goes on."""
 
+import errno
 import json
 import os
 import resource
@@ -7,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -26,12 +28,34 @@ from tpuembed.export.record import read_record
 from tpuembed.tensor_bundle import shard_path
 
 ROOT = Path(__file__).parents[2]
+TABLE = random_table(400, 8)
 LARGE = random_table(12 * SHARD_BYTES // 32, 8)
 """Of twelve shards, where exports are slowed down."""
 
 
 def export(checkpoint: Path, model_dir: Path, **options: Any) -> Any:
     return export_saved_model(checkpoint, model_dir, serving_config=CONFIG, workers=1, **options)
+
+
+def _no_links(*_: object) -> NoReturn:
+    """As on file systems without hard links."""
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_a_copy_of_shared_tables_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "ckpt", {"t": TABLE})
+    export(tmp_path / "ckpt", tmp_path / "m")
+    monkeypatch.setattr(Path, "hardlink_to", _no_links)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
+        with pytest.raises(
+            ExportError, match=r"needs .* \(12800 bytes\) and its disk has .*100 bytes\) free; free space"
+        ):
+            export(tmp_path / "ckpt", tmp_path / "m")
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
+    report = export(tmp_path / "ckpt", tmp_path / "m")
+    assert (report.version, report.bytes_reused) == (2, 0)
+    np.testing.assert_array_equal(capi.predict(report.path, {"x": np.arange(400)})["x"], TABLE)
 
 
 class Trouble:
