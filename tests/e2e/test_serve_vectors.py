@@ -219,7 +219,7 @@ def numbers(alias: str, value: Any) -> Any:
 PREDICTED = [
     one for one in REST if one["status"] == 200 and one["name"][:4] != "urls" and one["path"].endswith(":predict")
 ]
-PREDICTED = [one for one in PREDICTED if one.get("method") != "OPTIONS"]
+PREDICTED = [one for one in PREDICTED if one.get("method") != "OPTIONS" and not one.get("ragged")]
 
 
 def first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

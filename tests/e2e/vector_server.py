@@ -8,6 +8,7 @@ REST: `method` (POST), `path`, `headers`, `send` (the body; with `gzip`, compres
   `body`        the body, byte for byte
   `error`       the message of an error, whole
   `error_like`  a regular expression for it
+`ragged`: no tensor has what is sent.
 
 gRPC: `rpc`, `send` (the request in protobuf's JSON form) or `raw` (its bytes, in hexadecimal); `code`, and one of
   `answer`      the response in protobuf's JSON form
