@@ -21,8 +21,9 @@ _SAME_HALF = (2e-2, 1e-3)
 
 def count_rows(inputs: Sequence[Array]) -> int | None:
     """The size of the first dimension; None where an input has none, or another one."""
-    rows = {array.shape[0] if array.ndim else -1 for array in inputs}
-    return rows.pop() if len(rows) == 1 and -1 not in rows else None
+    sizes = [array.shape[:1] for array in inputs]
+    first = sizes[0]
+    return first[0] if first and sizes.count(first) == len(sizes) else None
 
 
 def trailing_shapes(inputs: Sequence[Array], padded: Sequence[bool]) -> tuple[Any, ...]:

@@ -69,6 +69,8 @@ def _batch_size(outputs: Mapping[str, Array]) -> int:
 def _row_values(alias: str, array: Array, dtype: str, named: bool) -> list[str]:
     """One text per row, its lists on one line."""
     texts = _tokens(alias, array, dtype, containers=2 + named + array.ndim - 1)
+    if array.shape[1:] == (1,):
+        return [f"[{text}]" for text in texts]
     for axis in range(array.ndim - 1, 0, -1):
         texts = [f"[{', '.join(part)}]" for part in _split(texts, array.shape, axis)]
     return texts
