@@ -1,0 +1,171 @@
+"""Requests that nobody should send, to a server that goes on answering everybody else: no crash, no leak, no server error."""
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.vector_models import save_models
+from tests.e2e.vector_server import VectorServer, read_vectors
+
+BODIES = sorted({vector["send"].encode() for vector in read_vectors("rest_*.yaml") if vector["send"]})
+TARGETS = ["zoo:predict", "half:predict", "ours:predict", "examples:classify", "examples:regress", "more:predict"]
+GOOD = b'{"instances": [1.0, 2.0, 5.0]}'
+GOOD_ANSWER = {"predictions": [2.5, 3.0, 4.5]}
+ALLOWED = {200, 400, 404, 413, 501, 503, 504}
+GROWTH_BYTES = 150 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
+    root = tmp_path_factory.mktemp("abuse")
+    with VectorServer(save_models(root), root / "server.log") as running:
+        yield running
+
+
+def resident_bytes(server: VectorServer) -> int:
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+class GoodClient(threading.Thread):
+    """Asks what is right, again and again; `answers` must all be right."""
+
+    def __init__(self, server: VectorServer) -> None:
+        super().__init__()
+        self._url, self._stop_asking = httpx.URL(server.url), threading.Event()
+        self.answers = 0
+        self.failure: Any = None
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._stop_asking.is_set() and self.failure is None:
+                reply = client.post("/v1/models/half:predict", content=GOOD)
+                if (reply.status_code, reply.json()) != (200, GOOD_ANSWER):
+                    self.failure = (reply.status_code, reply.text)
+                self.answers += 1
+                time.sleep(0.002)
+
+    def __enter__(self) -> "GoodClient":
+        self.start()
+        deadline = time.monotonic() + 60
+        while not self.answers and self.failure is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_asking.set()
+        self.join(60)
+        assert self.failure is None
+
+
+def mutated(moments: random.Random) -> bytes:
+    """A valid body after a few accidents."""
+    body = bytearray(moments.choice(BODIES))
+    for _ in range(moments.randint(1, 4)):
+        place = moments.randrange(len(body) + 1)
+        match moments.randrange(8):
+            case 0:
+                del body[place:]
+            case 1 if body:
+                body[place % len(body)] ^= 1 << moments.randrange(8)
+            case 2:
+                body[place:place] = moments.choice(
+                    [b"[", b"{", b"]", b"}", b'"', b",", b":", b"null", b"-", b"1e999", b"NaN"]
+                )
+            case 3:
+                other = moments.choice(BODIES)
+                body[place:place] = other[moments.randrange(len(other)) :]
+            case 4:
+                body[place:place] = moments.choice([b"[", b'{"a":']) * moments.choice([10, 1000, 20_000])
+            case 5:
+                body[place:place] = b"9" * moments.choice([5, 20, 400, 5000])
+            case 6:
+                body[place : place + moments.randrange(20)] = b""
+            case 7:
+                body[place:place] = moments.choice(
+                    [b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b'\\u0000"', "ü".encode()]
+                )
+    return bytes(body)
+
+
+def send_mutated(server: VectorServer, count: int, seed: int) -> Counter[int]:
+    """The statuses of `count` requests over one connection, which no answer may break."""
+    moments, statuses = random.Random(seed), Counter[int]()
+    url = httpx.URL(server.url)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=60)
+    for _ in range(count):
+        headers = moments.choice([{}, {}, {"content-encoding": "gzip"}, {"content-type": "text/plain"}])
+        connection.request("POST", f"/v1/models/{moments.choice(TARGETS)}", mutated(moments), headers)
+        reply = connection.getresponse()
+        body = reply.read()
+        statuses[reply.status] += 1
+        assert reply.status in ALLOWED, body
+        if reply.status != 200:
+            check_error(body)
+    connection.close()
+    return statuses
+
+
+def check_error(body: bytes) -> None:
+    """One sentence, and nothing of the machine."""
+    (error,) = json.loads(body.decode("utf-8", "replace")).values()
+    assert error
+    for word in ("Traceback", "site-packages", "/tmp/", "0x7f", 'File "'):
+        assert word not in error, error
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])])
+def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
+    send_mutated(server, 200, seed=0)
+    before = resident_bytes(server)
+    with GoodClient(server):
+        statuses = send_mutated(server, count, seed=count)
+    assert statuses[400] > count // 2
+    assert statuses[200], "some accidents do no harm"
+    assert resident_bytes(server) - before < GROWTH_BYTES
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 10_000,
+        b"[" * 5_000_000,
+        b'{"instances": ' + b"[" * 100_000 + b"1" + b"]" * 100_000 + b"}",
+        b'{"a":' * 100_000,
+        b'{"instances": [' + b"1," * 2_000_000 + b"1]}",
+        b'{"instances": [' + b"9" * 3_000_000 + b"]}",
+        b'{"' + b"x" * 5_000_000 + b'": 1}',
+    ],
+    ids=["deep", "deeper", "deep and closed", "objects", "many", "a long number", "a long name"],
+)
+def test_bodies_that_are_large_or_deep(server: VectorServer, body: bytes) -> None:
+    """10,000 levels of JSON, and more; good requests are answered meanwhile."""
+    before = resident_bytes(server)
+    with GoodClient(server), httpx.Client(base_url=server.url, timeout=60) as client:
+        reply = client.post("/v1/models/half:predict", content=body)
+        assert reply.status_code in (200, 400), reply.text[:200]
+    assert resident_bytes(server) - before < GROWTH_BYTES + 60 * len(body)
+    assert "Traceback" not in server.log
+
+
+def test_clients_that_leave_in_the_middle(server: VectorServer) -> None:
+    url = httpx.URL(server.url)
+    with GoodClient(server):
+        for number in range(60):
+            connection = http.client.HTTPConnection(url.host, url.port, timeout=60)
+            connection.putrequest("POST", "/v1/models/half:predict")
+            connection.putheader("content-length", "1000")
+            connection.endheaders(GOOD[: number % len(GOOD)] if number % 3 else None)
+            connection.close()
+    assert "Traceback" not in server.log
