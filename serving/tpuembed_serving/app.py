@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from tpuembed_serving.binary_api import BinaryApi, is_binary_request
 from tpuembed_serving.door import Door
 from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.http_endpoint import Receive, Scope, Send
@@ -60,6 +61,7 @@ class ServingApp(FastAPI):
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry)
+        self._binary = BinaryApi(self.service, settings.max_body_bytes, self.telemetry)
         super().__init__(title="tpuembed serving", lifespan=_lifespan)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
         self.add_api_route("/readyz", self._readyz, summary="Every model has an available version")
@@ -95,6 +97,8 @@ class ServingApp(FastAPI):
         """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""
         if is_api_request(scope):
             await self._rest(scope, receive, send)
+        elif is_binary_request(scope):
+            await self._binary(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
