@@ -15,7 +15,7 @@ from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
 from tpuembed.export.packing import pack_inputs, unpack
-from tpuembed.export.signature import check_input_name
+from tpuembed.export.signature import check_input_names
 from tpuembed.export.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FeatureEntry, Packing
 
@@ -168,8 +168,7 @@ class KerasModel:
         self.model = model
         self._specs = {name: tf.TensorSpec(spec.shape, spec.dtype, name=name) for name, spec in specs.items()}
         self._forms, self._pack = forms, pack
-        for name in specs:
-            check_input_name(name)
+        check_input_names(specs)
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """By input name."""

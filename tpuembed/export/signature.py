@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuembed.config import QuantizationConfig, ServingConfig, ServingFeature, feature_config_from_dict
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ServedFeature",
-    "check_input_name",
+    "check_input_names",
     "check_tables",
     "find_table",
     "quantization_of",
@@ -87,13 +87,14 @@ def served_features(
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
-    return tuple(_resolve(name, spec, tables, combiners) for name, spec in config.features.items())
+    features = tuple(_resolve(name, spec, tables, combiners) for name, spec in config.features.items())
+    check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
+    return features
 
 
 def _resolve(
     name: str, spec: ServingFeature, tables: Mapping[str, "TableInfo"], combiners: Mapping[str, str | None]
 ) -> ServedFeature:
-    check_input_name(name)
     table = find_table(spec.table, tables)
     policy = spec.out_of_vocabulary
     if isinstance(policy, int) and policy >= table.rows:
@@ -130,12 +131,21 @@ def quantization_of(
     return found
 
 
-def check_input_name(name: str) -> None:
-    """Raise ConfigError for a name that TensorFlow cannot give to a signature's input."""
-    if not _INPUT_NAME.fullmatch(name):
-        raise ConfigError(
-            f"feature {name!r}: TensorFlow takes letters, digits and _ . / > - in an input's name, and no _ at its start; rename it"
-        )
+def check_input_names(names: Iterable[str]) -> None:
+    """Raise ConfigError for names that TensorFlow cannot give to the inputs of one signature."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if not _INPUT_NAME.fullmatch(name):
+            raise ConfigError(
+                f"feature {name!r}: TensorFlow takes letters, digits and _ . / > - in an input's name, and no _ at its start; "
+                "rename it"
+            )
+        # What it makes arguments of functions, and what it makes operations of: these differ by more than case.
+        for form in ("argument " + re.sub(r"\W", "_", name), "operation " + name.lower()):
+            if seen.setdefault(form, name) != name:
+                raise ConfigError(
+                    f"features {seen[form]!r} and {name!r}: TensorFlow takes these names of inputs for the same; rename one"
+                )
 
 
 def find_table(name: str, tables: Mapping[str, "TableInfo"]) -> "TableInfo":

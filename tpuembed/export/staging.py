@@ -49,17 +49,28 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 
 
 def next_version(model_dir: Path) -> int:
-    """The highest version in `model_dir` plus one, 1 where there is none; "007" is 7, as for TensorFlow Serving."""
-    return max(_versions(model_dir), default=0) + 1
+    """The highest version in `model_dir` plus one, 1 where there is none; "007" is 7, as for TensorFlow Serving.
+
+    Raises:
+        ExportError: no server would see that one.
+    """
+    highest = max(_versions(model_dir), default=0)
+    if highest == MAX_VERSION:
+        raise ExportError(
+            f"MODEL_DIR {model_dir}: version {highest} exists, after which there is none; name a lower version that is free"
+        )
+    return highest + 1
 
 
 def check_free(model_dir: Path, version: int | None) -> None:
-    """Raise ExportError where `version` exists in `model_dir`, which need not; None is always free.
+    """Raise ExportError where `version` exists in `model_dir`, which need not; None is free where there is a next one.
 
     Raises:
         ConfigError: it is no positive integer that a server can read.
     """
     check_version(version)
+    if version is None and model_dir.is_dir():
+        next_version(model_dir)
     if model_dir.is_dir() and version in _versions(model_dir):
         raise ExportError(
             f"MODEL_DIR {model_dir}: version {version} exists; choose another one, {next_version(model_dir)} is free"

@@ -38,6 +38,17 @@ def test_the_next_version_follows_the_highest(tmp_path: Path, present: list[str]
     assert next_version(tmp_path) == following
 
 
+def test_after_the_last_version_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / str(2**63 - 1)).mkdir()
+    with pytest.raises(
+        ExportError, match=r"version 9223372036854775807 exists, after which there is none; name a lower"
+    ):
+        Staging(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [str(2**63 - 1)]
+    with Staging(tmp_path, 7) as staging:
+        assert staging.commit().name == "7"
+
+
 def test_a_commit_shows_a_whole_version_and_leaves_nothing_else(tmp_path: Path) -> None:
     model_dir = tmp_path / "new" / "model"
     with Staging(model_dir) as staging:
