@@ -42,6 +42,14 @@ _OPTIONS = [
         help="Longer request lines and headers are answered 431.",
     ),
     click.option(
+        "--max-rows", type=click.IntRange(min=1), help="Requests of more rows are answered 400.  [default: any]"
+    ),
+    click.option(
+        "--max-json-depth",
+        type=click.IntRange(min=1024),
+        help="Bodies that are nested deeper are answered 400.  [default: any depth]",
+    ),
+    click.option(
         "--receive-seconds",
         type=click.FloatRange(min=0, min_open=True),
         default=60.0,
@@ -74,7 +82,12 @@ def take_security(options: dict[str, Any]) -> Any:
     )
     keys, tls = options.pop("api_key_file"), _take_tls(options)
     return SecuritySettings(
-        api_keys=None if keys is None else ApiKeys.read(keys), tls=tls, cors=options.pop("cors"), limits=limits
+        api_keys=None if keys is None else ApiKeys.read(keys),
+        tls=tls,
+        cors=options.pop("cors"),
+        limits=limits,
+        max_rows=options.pop("max_rows"),
+        max_json_depth=options.pop("max_json_depth"),
     )
 
 

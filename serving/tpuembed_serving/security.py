@@ -40,9 +40,19 @@ class SecuritySettings:
         tls: None is plain text.
         cors: whether pages of other sites may ask, as TensorFlow Serving's --rest_api_enable_cors_support.
         limits: of connections.
+        max_rows: of a request; None is no limit.
+        max_json_depth: of a request body, 1024 or more: so deep the fast parser goes in any case. None is no limit.
     """
 
     api_keys: ApiKeys | None = None
     tls: TlsSettings | None = None
     cors: bool = False
     limits: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
+    max_rows: int | None = None
+    max_json_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_rows", 1), ("max_json_depth", 1024)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}: give {least} or more")

@@ -26,13 +26,17 @@ class Document:
     members: dict[str, Any]
 
 
-def parse_document(body: bytes) -> Document:
+def parse_document(body: bytes, max_depth: int | None = None) -> Document:
     """Parse `body`.
 
+    Args:
+        body: of a request.
+        max_depth: how deep it may be nested, where that is more than the fast parser takes; None is any depth.
+
     Raises:
-        StatusError: it is not JSON, or no object.
+        StatusError: it is not JSON, no object, or nested too deep.
     """
-    root = _parse(body)
+    root = _parse(body, max_depth)
     if not isinstance(root, dict):
         raise format_error(root, "Is not object")
     return Document(root)
@@ -43,14 +47,14 @@ def format_error(value: Any, text: str) -> StatusError:
     return invalid_argument(f"JSON Value: {debug_string(value)} {text}")
 
 
-def _parse(body: bytes) -> Any:
+def _parse(body: bytes, max_depth: int | None) -> Any:
     """What orjson accepts it reads as RapidJSON does, but for repeated keys, of which it keeps the last."""
     try:
         root = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return parse(body) if _SURROGATE_ESCAPE.search(body) else _parse_loosely(body)
+        return parse(body, max_depth) if _SURROGATE_ESCAPE.search(body) else _parse_loosely(body, max_depth)
     if type(root) is dict and body.count(b":") > _count_members(root):
-        return _parse_loosely(body)
+        return _parse_loosely(body, max_depth)
     return root
 
 
@@ -66,7 +70,7 @@ def _count_members(root: dict[str, Any]) -> int:
     return count
 
 
-def _parse_loosely(body: bytes) -> Any:
+def _parse_loosely(body: bytes, max_depth: int | None) -> Any:
     """By the standard library, told to do as RapidJSON does; what it refuses is left to our own parser.
 
     It knows NaN and Infinity, and stops after the first value. The one thing it accepts and RapidJSON does not, an
@@ -75,8 +79,8 @@ def _parse_loosely(body: bytes) -> Any:
     try:
         root, _ = _LOOSE.raw_decode(body.decode("utf-8", "surrogateescape").lstrip(" \t\n\r"))
     except (ValueError, RecursionError):
-        return parse(body)
-    return root if isinstance(root, dict) else parse(body)
+        return parse(body, max_depth)
+    return root if isinstance(root, dict) else parse(body, max_depth)
 
 
 def _finite(value: int | float) -> int | float:

@@ -71,15 +71,15 @@ _CLOSED = object()
 _STRUCTURAL = frozenset(b"]},:\0")
 
 
-def parse(body: bytes) -> Any:
-    """The first JSON value of `body`.
+def parse(body: bytes, max_depth: int | None = None) -> Any:
+    """The first JSON value of `body`; nested at most `max_depth` deep, None is any.
 
     Raises:
-        StatusError: INVALID_ARGUMENT with RapidJSON's message and the byte offset.
+        StatusError: INVALID_ARGUMENT with RapidJSON's message and the byte offset, or with the depth.
     """
     if not body:
         raise invalid_argument("JSON Parse error: The document is empty")
-    return _Parser(body).document()
+    return _Parser(body).document(math.inf if max_depth is None else max_depth)
 
 
 class _Parser:
@@ -89,7 +89,7 @@ class _Parser:
         self._body = body + b"\0"
         self._at = len(_BOM) if body.startswith(_BOM) else 0
 
-    def document(self) -> Any:
+    def document(self, max_depth: float) -> Any:
         """The first value, read without recursion: the containers that are still open are on a stack."""
         if self._token() in _STRUCTURAL:
             self._fail(_EMPTY)
@@ -102,6 +102,8 @@ class _Parser:
                 stack.pop()
             elif isinstance(child, list | JsonObject):
                 stack.append(child)
+                if len(stack) > max_depth:
+                    raise invalid_argument(f"the JSON is nested deeper than this server takes, {max_depth} levels")
         return value
 
     def _fail(self, message: str, at: int | None = None) -> NoReturn:
