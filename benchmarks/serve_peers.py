@@ -83,31 +83,39 @@ def run_uvicorn(factory: str, port: int, workers: int) -> None:
 
 
 def run_litserve(port: int, workers: int, model_dir: str) -> None:
-    """LitServe, batching as it does."""
+    """LitServe, batching as it does. Its processes import the class by name."""
+    code = f"""
+import litserve
+import numpy as np
+from serve_peers import matrix, session_call
+
+class Rec(litserve.LitAPI):
+    def setup(self, device):
+        self.run = session_call({model_dir!r})
+
+    def decode_request(self, request):
+        return matrix(request["instances"])
+
+    def batch(self, inputs):
+        self.rows = [len(ids) for ids in inputs]
+        return np.concatenate(inputs)
+
+    def predict(self, ids):
+        return self.run(ids)
+
+    def unbatch(self, output):
+        return iter(np.split(output, np.cumsum(self.rows)[:-1]))
+
+    def encode_response(self, output):
+        return {{"predictions": output.tolist()}}
+"""
+    folder = tempfile.mkdtemp(prefix="litserve")
+    (Path(folder) / "lit_rec.py").write_text(code)
+    sys.path[:0] = [folder, str(Path(__file__).parent)]
     import litserve
-    import numpy as np
+    from lit_rec import Rec
 
-    class Api(litserve.LitAPI):  # type: ignore[misc,name-defined]
-        def setup(self, _: str) -> None:
-            self.run = session_call(model_dir)
-
-        def decode_request(self, request: Any) -> Any:
-            return matrix(request["instances"])
-
-        def batch(self, inputs: list[Any]) -> Any:
-            self.rows = [len(ids) for ids in inputs]
-            return np.concatenate(inputs)
-
-        def predict(self, ids: Any) -> Any:
-            return self.run(ids)
-
-        def unbatch(self, output: Any) -> Any:
-            return iter(np.split(output, np.cumsum(self.rows)[:-1]))
-
-        def encode_response(self, output: Any) -> Any:
-            return {"predictions": output.tolist()}
-
-    api = Api(max_batch_size=64, batch_timeout=0.001, api_path=PATH)
+    api = Rec(max_batch_size=64, batch_timeout=0.001, api_path=PATH)
     server = litserve.LitServer(api, accelerator="cpu", workers_per_device=workers)
     server.run(host="127.0.0.1", port=port, generate_client_file=False, log_level="warning", num_api_servers=1)
 
@@ -164,7 +172,8 @@ class Rec(MLModel):
     settings = {**ports, "host": "127.0.0.1", "parallel_workers": workers if workers > 1 else 0, "debug": False}
     (folder / "settings.json").write_text(json.dumps(settings))
     os.chdir(folder)
-    os.execv(sys.executable, [sys.executable, "-m", "mlserver.cli", "start", str(folder)])
+    script = str(Path(sys.executable).with_name("mlserver"))
+    os.execv(script, [script, "start", str(folder)])
 
 
 def run_ray(port: int, workers: int, model_dir: str) -> None:

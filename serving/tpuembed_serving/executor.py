@@ -185,7 +185,9 @@ class ModelExecutor:
         start = requests[0].entered + lane.wait_seconds
         if start <= self._loop.time():
             return True
-        self._loop.call_at(start, self._start_runs)
+        if lane.looked_at != start:
+            lane.looked_at = start
+            self._loop.call_at(start, self._start_runs)
         return False
 
     def _take(self, group: Any) -> list[Request]:

@@ -31,7 +31,7 @@ def find_merging(
         shapes: of all its inputs and outputs. The first size of each must be left open.
         manifest: of an export.
         parameters: of this model alone.
-        is_steady: whether the time of its graph depends on shapes alone. That of strings depends on what is in them.
+        is_steady: whether the time of a run depends on shapes alone. That of strings depends on what is in them.
     """
     if not signature.inputs or not all(shape is None or (len(shape) > 0 and shape[0] == -1) for shape in shapes):
         return None

@@ -52,11 +52,13 @@ class RunOptions:
         threads: of TensorFlow's own pool, on which such runs are. All others stay on the thread that calls them, where a timeout
             has no effect (TensorFlow looks at it when the run is over, measured), and spare the hand-over to the pool.
         per_model_batching: whether the version's own batching parameters count.
+        may_read_disk: whether a run may wait for rows of mapped tables.
     """
 
     timeout_ms: int = 0
     threads: int = 1
     per_model_batching: bool = False
+    may_read_disk: bool = False
 
 
 class SavedModelServable:
@@ -80,7 +82,13 @@ class SavedModelServable:
             name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
         }
         self._merging = {
-            name: find_merging(self.signatures[name], _shapes(definition), manifest, parameters, is_steady=is_steady)
+            name: find_merging(
+                self.signatures[name],
+                _shapes(definition),
+                manifest,
+                parameters,
+                is_steady=is_steady and not options.may_read_disk,
+            )
             for name, definition in meta_graph.signature_def.items()
         }
         self._callables: dict[str, Callable[..., list[Any]]] = {}
@@ -156,7 +164,7 @@ def load(
     gc.freeze()  # what was there before, TensorFlow's half a million objects, is no garbage of this load
     manifest = check_files(version_dir)
     mapped = manifest if manifest is not None and manifest.layout == "mmap" else None
-    options = options or RunOptions()
+    options = dataclasses.replace(options or RunOptions(), may_read_disk=mapped is not None and not prewarm)
     parameters = _model_parameters(version_dir) if options.per_model_batching else None
     try:
         if mapped and prewarm:
