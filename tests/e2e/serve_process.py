@@ -19,11 +19,14 @@ START_SECONDS = 120.0
 class ServerProcess:
     """A running server on a free port; `with` stops it."""
 
-    def __init__(self, model_dir: Path | None, log: Path, *options: str) -> None:
-        """`model_dir` is None where the options have a config; the model of `predict` and others is its first."""
+    def __init__(self, model_dir: Path | None, log: Path, *options: str, default_grpc: bool = False) -> None:
+        """`model_dir` is None where the options have a config; the model of `predict` and others is its first.
+
+        Without gRPC, unless an option names its port or `default_grpc` leaves it to the command.
+        """
         self._log = log
         what = [] if model_dir is None else [str(model_dir)]
-        grpc = [] if "--grpc-port" in options else ["--no-grpc"]
+        grpc = [] if default_grpc or {"--grpc-port", "--no-grpc"} & set(options) else ["--no-grpc"]
         command = [str(SCRIPT), "serve", *what, "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)

@@ -1,5 +1,6 @@
 """The gRPC server around its services: health, reflection, limits, deadlines, reloads, start and end."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -155,11 +156,11 @@ def test_it_answers_before_a_model_is_loaded_and_a_stop_finishes_the_call_in_pro
         (tmp_path / "zoo" / ".staging").rename(tmp_path / "zoo" / "1")
         running.wait_for(1)
         assert running.health("zoo") == SERVING
-        call = running.prediction.Predict.future(predict_request("zoo", "slow", n=np.array([500_000])), timeout=60)
-        threading.Event().wait(0.1)
+        call = running.prediction.Predict.future(predict_request("zoo", "slow", n=np.array([200_000])), timeout=60)
+        threading.Event().wait(0.05)
         assert not call.done(), "the call is too quick to be interrupted"
         assert running.stop() == 0
-        assert tf.make_ndarray(call.result().outputs["n"]).tolist() == [500_000]
+        assert tf.make_ndarray(call.result().outputs["n"]).tolist() == [200_000]
         assert "Traceback" not in running.log
 
 
@@ -209,6 +210,16 @@ def test_two_servers_do_not_share_a_port(tmp_path: Path) -> None:
         result = run_command("serve", tmp_path / "m", "--rest-port", "0", "--grpc-port", port)
     assert result.returncode == 1
     assert "choose another with --grpc-port" in result.stderr
+
+
+def test_a_default_port_that_is_taken_leaves_rest(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where it is taken already
+            stack.enter_context(socket.create_server(("127.0.0.1", 8500)))
+        running = stack.enter_context(ServerProcess(tmp_path / "m", tmp_path / "log", default_grpc=True))
+        assert running.request("GET", "/healthz")[0] == 200
+        assert "gRPC is off: cannot listen on 127.0.0.1 port 8500: Address already in use" in running.log
 
 
 @pytest.mark.parametrize("options", [("--grpc-port", "70000"), ("--no-grpc", "--grpc-port", "1")])
