@@ -158,6 +158,13 @@ class Bench:
         self._model_dir = export(folder)
         self._stack = contextlib.ExitStack()
         self.servers: dict[str, Server] = {}
+        try:
+            self._start_all(peers, only)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_all(self, peers: Path | None, only: Sequence[str]) -> None:
         echo = self._start(OURS).wait().decode()
         names = ["echo", "naive", *(PEERS if peers else ())]
         for name in [name for name in names if not only or name in only]:
