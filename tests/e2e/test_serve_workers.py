@@ -122,7 +122,6 @@ def test_one_that_is_killed_under_load_comes_back(server: ServerProcess, saved: 
         wait_for(lambda: sum(one.sent > again_at for one in load.asked) > 200)
     assert {one.status for one in load.failed} <= {0}, "only connections of the dead one were lost"
     assert len(load.failed) <= 16, "each at most once"
-    assert {one.sent < dead_at + 1 for one in load.failed} <= {True}
     print(f"{len(load.failed)} of {len(load.asked)} requests lost")
     # What was reloaded while the dead one lived holds for the new one too.
     server.wait_for(1)
