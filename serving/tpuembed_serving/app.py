@@ -17,10 +17,12 @@ from tpuembed_serving.door import Door
 from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.http_endpoint import Receive, Scope, Send
 from tpuembed_serving.openapi import REST_PATHS
+from tpuembed_serving.pages import add_pages
 from tpuembed_serving.repository import Loader, ModelRepository
 from tpuembed_serving.rest import RestApi, is_api_request
+from tpuembed_serving.row_limit import RowLimit
 from tpuembed_serving.servable import Servable
-from tpuembed_serving.service import PredictionService
+from tpuembed_serving.service import Executor, PredictionService
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.telemetry import Telemetry
@@ -52,7 +54,7 @@ class ServingApp(FastAPI):
         )
         self.repository = _models(settings, self.telemetry.watching(load), link)
         self._load_first = load_first
-        self.service = PredictionService(self.repository, self.executor)
+        self.service = PredictionService(self.repository, _limited(self.executor, settings))
         self.settings = settings
         guard = settings.security
         self._enter = (
@@ -60,11 +62,12 @@ class ServingApp(FastAPI):
         )
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
-        self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry)
+        self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry, settings.security.max_json_depth)
         self._binary = BinaryApi(self.service, settings.max_body_bytes, self.telemetry)
-        super().__init__(title="tpuembed serving", lifespan=_lifespan)
+        super().__init__(title="tpuembed serving", lifespan=_lifespan, docs_url=None, redoc_url=None)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
         self.add_api_route("/readyz", self._readyz, summary="Every model has an available version")
+        add_pages(self, self.service)
         if settings.telemetry.metrics_path is not None:
             self.add_api_route(settings.telemetry.metrics_path, self._metrics, summary="Metrics for Prometheus")
 
@@ -132,6 +135,11 @@ def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
     if settings.target is not None:
         return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests)
     return ModelExecutor(settings.run_threads, settings.max_queued_requests, timeout_seconds, settings.batching)
+
+
+def _limited(executor: ModelExecutor | RemoteExecutor, settings: ServerSettings) -> Executor:
+    most = settings.security.max_rows
+    return executor if most is None else RowLimit(executor, most)
 
 
 async def _healthz() -> dict[str, str]:

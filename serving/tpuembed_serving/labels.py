@@ -30,6 +30,11 @@ class VersionLabels:
             raise invalid_argument(f"Unrecognized servable version label: {label}")
         return self._assigned[label]
 
+    @property
+    def assigned(self) -> dict[str, int]:
+        """Label -> version, as requests may use them now."""
+        return dict(self._assigned)
+
     def fault(self, labels: Mapping[str, int], available: Collection[int]) -> str:
         """Why `labels` may not be assigned now, in TensorFlow Serving's words; empty where they may."""
         for label, version in labels.items():

@@ -51,26 +51,45 @@ _RUN_ERRORS = {
 }
 
 
+_PREDICT_EXAMPLES = {
+    "rows": {"summary": "One object for each example", "value": {"instances": [{"user": 1, "watched": [3, 4]}]}},
+    "columns": {
+        "summary": "One list for each input",
+        "value": {"inputs": {"user": [1, 2], "watched": [[3, 4], [5, 6]]}},
+    },
+    "lists": {
+        "summary": "Lists of different lengths, where an export has lists of ids",
+        "value": {"instances": [{"user": 1, "watched": [3, 4]}, {"user": 2, "watched": []}]},
+    },
+}
+_INFER_EXAMPLES = {
+    "examples": {"summary": "tf.Examples", "value": {"examples": [{"user": 1, "watched": [3, 4], "country": "NL"}]}}
+}
+
+
 def _predict(parameters: list[dict[str, Any]]) -> dict[str, Any]:
     answer = {"type": "object", "properties": {"predictions": {"type": "array", "items": {}}, "outputs": {}}}
     request = {"oneOf": [_ROW_REQUEST, _COLUMNAR_REQUEST]}
-    return _post(
-        "Predict, by row (instances -> predictions) or by column (inputs -> outputs)", parameters, request, answer
-    )
+    summary = "Predict, by row (instances -> predictions) or by column (inputs -> outputs)"
+    return _post(summary, parameters, request, answer, _PREDICT_EXAMPLES)
 
 
 def _infer(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     answer = {"type": "object", "properties": {"results": {"type": "array", "items": {}}}}
-    return _post(summary, parameters, _EXAMPLES_REQUEST, answer)
+    return _post(summary, parameters, _EXAMPLES_REQUEST, answer, _INFER_EXAMPLES)
 
 
 def _post(
-    summary: str, parameters: list[dict[str, Any]], request: dict[str, Any], answer: dict[str, Any]
+    summary: str,
+    parameters: list[dict[str, Any]],
+    request: dict[str, Any],
+    answer: dict[str, Any],
+    examples: dict[str, Any],
 ) -> dict[str, Any]:
     operation = {
         "summary": summary,
         "parameters": parameters,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": request}}},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": request, "examples": examples}}},
         "responses": {"200": _json("The outputs of the signature", answer), **_ERRORS, **_RUN_ERRORS},
     }
     return {"post": operation}
@@ -91,9 +110,27 @@ def _paths(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _binary(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    frame = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    operation = {
+        "summary": "Predict with arrays as bytes (docs/serve.md has the format, tpuembed_serving.client speaks it)",
+        "parameters": parameters,
+        "requestBody": {"required": True, "content": frame},
+        "responses": {
+            "200": {"description": "The outputs of the signature", "content": frame},
+            **_ERRORS,
+            **_RUN_ERRORS,
+        },
+    }
+    return {f"/binary{base}:predict": {"post": operation}}
+
+
 REST_PATHS: dict[str, Any] = {
     **_paths("/v1/models/{model}", [_MODEL]),
     **_paths("/v1/models/{model}/versions/{version}", [_MODEL, _VERSION]),
     **_paths("/v1/models/{model}/labels/{label}", [_MODEL, _LABEL]),
+    **_binary("/v1/models/{model}", [_MODEL]),
+    **_binary("/v1/models/{model}/versions/{version}", [_MODEL, _VERSION]),
+    **_binary("/v1/models/{model}/labels/{label}", [_MODEL, _LABEL]),
 }
 """Path -> path item, as OpenAPI has them."""

@@ -82,6 +82,10 @@ class ModelRepository:
         model = self._models.get(name) or self._removed.get(name)
         return model.statuses() if model else []
 
+    def labels(self) -> dict[str, dict[str, int]]:
+        """Every model that is served -> its labels and their versions."""
+        return {name: model.labels for name, model in self._models.items()}
+
     def all_statuses(self) -> dict[str, list[VersionStatus]]:
         """Model -> every version of it ever seen, in this process; of models that were removed too."""
         return {name: model.statuses() for name, model in [*self._removed.items(), *self._models.items()]}

@@ -38,7 +38,7 @@ from tpuembed_serving.status import Code, StatusError, invalid_argument
 from tpuembed_serving.telemetry import Telemetry
 from tpuembed_serving.versions import parse_version
 
-__all__ = ["HTTP_STATUS", "RestApi", "find_signature", "is_api_request", "model_spec"]
+__all__ = ["HTTP_STATUS", "RestApi", "find_signature", "is_api_request", "model_spec", "version_status"]
 
 _Result = TypeVar("_Result")
 
@@ -61,10 +61,15 @@ class RestApi(HttpEndpoint):
     """Decodes a request, calls the service, encodes the answer."""
 
     def __init__(
-        self, service: PredictionService, max_body_bytes: int | None, telemetry: Telemetry | None = None
+        self,
+        service: PredictionService,
+        max_body_bytes: int | None,
+        telemetry: Telemetry | None = None,
+        max_json_depth: int | None = None,
     ) -> None:
         super().__init__(max_body_bytes, telemetry)
         self._service = service
+        self._parse = functools.partial(parse_document, max_depth=max_json_depth)
 
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See HttpEndpoint."""
@@ -90,7 +95,7 @@ class RestApi(HttpEndpoint):
     async def _predict(self, spec: ModelSpec, body: bytes) -> bytes:
         if len(body) > _MAX_INLINE_BYTES:
             return await self._predict_apart(spec, body)
-        document = parse_document(body)
+        document = self._parse(body)
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
@@ -100,7 +105,7 @@ class RestApi(HttpEndpoint):
 
     async def _predict_apart(self, spec: ModelSpec, body: bytes) -> bytes:
         """As `_predict`, with what takes long on a thread of its own."""
-        document = await asyncio.to_thread(parse_document, body)
+        document = await asyncio.to_thread(self._parse, body)
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
@@ -111,7 +116,7 @@ class RestApi(HttpEndpoint):
     async def _infer(self, spec: ModelSpec, method: Method, body: bytes) -> bytes:
         """Unlike predict's, the request is read to its end before the model is looked up."""
         run = _run_inline if len(body) <= _MAX_INLINE_BYTES else asyncio.to_thread
-        document = await run(parse_document, body)
+        document = await run(self._parse, body)
         name = signature_name(document)
         examples = await run(decode_examples, document)
         with self._service.lease(spec) as loaded:
@@ -195,10 +200,11 @@ def find_signature(servable: Servable, name: str) -> Signature:
 
 
 def _status_json(statuses: Iterable[VersionStatus]) -> bytes:
-    return _message({"model_version_status": [_version_status(status) for status in statuses]})
+    return _message({"model_version_status": [version_status(status) for status in statuses]})
 
 
-def _version_status(status: VersionStatus) -> dict[str, Any]:
+def version_status(status: VersionStatus) -> dict[str, Any]:
+    """A version as answers of the status API have it."""
     code, message = (Code.OK, "") if status.error is None else (status.error.code, status.error.message)
     error = {"error_code": code.name, "error_message": message}
     return {"version": str(status.version), "state": status.state.name, "status": error}

@@ -200,6 +200,12 @@ class ServedModel:
             newest_first = sorted(self._versions.items(), reverse=True)
             return [VersionStatus(number, record.state, record.error) for number, record in newest_first]
 
+    @property
+    def labels(self) -> dict[str, int]:
+        """Label -> version, as requests may use them now."""
+        with self._lock:
+            return self._labels.assigned
+
     def label_fault(self, labels: Mapping[str, int]) -> str:
         """Why `labels` may not be assigned now; empty where they may."""
         with self._lock:

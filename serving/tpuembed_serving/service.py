@@ -60,6 +60,9 @@ class Models(Protocol):
     def statuses(self, name: str) -> list[VersionStatus]:
         """Every version, newest first."""
 
+    def labels(self) -> Mapping[str, Mapping[str, int]]:
+        """Every model that is served -> its labels and their versions."""
+
 
 class Executor(Protocol):
     """What runs them: a ModelExecutor, or a RemoteExecutor."""
@@ -149,6 +152,10 @@ class PredictionService:
             what = "any versions" if spec.version is None else f"version {spec.version}"
             raise StatusError(Code.NOT_FOUND, f"Could not find {what} of model {spec.name}")
         return statuses
+
+    def models(self) -> Mapping[str, Mapping[str, int]]:
+        """Every model that is served -> its labels and their versions."""
+        return self._repository.labels()
 
     def metadata(self, spec: ModelSpec) -> ModelMetadata:
         """The signatures of the version that `spec` names.

@@ -159,6 +159,10 @@ class RemoteModels:
         model = self._heard_of(name)
         return list(model.statuses) if model else []
 
+    def labels(self) -> dict[str, dict[str, int]]:
+        """Every model -> its labels, as far as requests have asked for them."""
+        return {name: dict(model.labels) for name, model in self._models.items()}
+
     def reload(self, models: Sequence[ModelSettings]) -> None:  # noqa: ARG002 - as ModelRepository
         """Refused: the other server has the config."""
         raise StatusError(
