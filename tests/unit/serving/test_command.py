@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tpuembed.errors import MissingExtraError
+from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_cli import serve as command
 from tpuembed_serving import LoadSettings, ModelSettings, ServerSettings
+from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.settings import BatchingSettings
 
 HEAVY = ("tensorflow", "fastapi", "uvicorn", "numpy", "orjson")
 
@@ -51,6 +53,24 @@ def test_every_option_reaches_the_settings(tmp_path: Path, monkeypatch: pytest.M
             load=LoadSettings(max_retries=0, retry_seconds=11, labels_for_unavailable=True),
         )
     ]  # fmt: skip
+
+
+def test_batching_options_reach_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
+    (tmp_path / "b.pbtxt").write_text("max_batch_size { value: 8 }")
+    file = f"--batching-parameters-file {tmp_path / 'b.pbtxt'}"
+    of_each = "--enable_per_model_batching_parameters"
+    for arguments in ("", "--disable-batching --max-batch-rows 7", f"--enable_batching {file} {of_each}"):
+        result = CliRunner().invoke(command.serve, [str(tmp_path), *arguments.split()])
+        assert result.exception is None
+    assert [settings.batching for settings in served] == [
+        BatchingSettings(),
+        BatchingSettings(enabled=False, max_rows=7),
+        BatchingSettings(enabled=True, parameters=BatchingParameters(max_batch_size=8), per_model=True),
+    ]
+    result = CliRunner().invoke(command.serve, [str(tmp_path), *file.split()])
+    assert isinstance(result.exception, ConfigError), "as TensorFlow Serving: a file alone does not enable it"
 
 
 def test_a_config_is_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
