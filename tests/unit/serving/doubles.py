@@ -44,7 +44,7 @@ class DoublingServable:
         assert not self.closed.is_set(), "a servable was closed while it ran"
         return [inputs[0] * self._factor]
 
-    def merging(self, signature: Signature) -> Merging | None:  # noqa: ARG002 - of the protocol
+    def merging(self, signature: Signature) -> Merging | None:
         return None
 
     def close(self) -> None:
