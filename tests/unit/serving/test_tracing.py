@@ -1,0 +1,160 @@
+"""Spans as OpenTelemetry's own SDK exports them, into memory; and what the environment may ask for."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tpuembed.errors import ConfigError, MissingExtraError
+from tpuembed_serving.observation import GRPC, REST, RequestRecord
+from tpuembed_serving.status import Code
+from tpuembed_serving.tracing import Tracing, check_tracing, make_provider
+
+
+def _has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+HAS_SDK = _has("opentelemetry.sdk") and _has("opentelemetry.exporter.otlp.proto")
+needs_sdk = pytest.mark.skipif(not HAS_SDK, reason="opentelemetry-sdk and its OTLP exporter are not installed")
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+MICRO = 1000
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"):
+        monkeypatch.delenv(name, raising=False)
+    return iter([None])
+
+
+def record(
+    *,
+    entrypoint: str = REST,
+    path: bytes = b"/v1/models/m:predict",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    code: Code = Code.OK,
+    status: int = 200,
+) -> RequestRecord:
+    """A request with a run, whose stages took 1, 4, 2, 3 and 1 milliseconds."""
+    one = RequestRecord(entrypoint, "POST", path, headers, "predict")
+    one.model, one.version, one.rows = "m", 7, 5
+    start = one.started
+    one.received, one._queue, one._run, one._left = start + 0.001, 0.002, 0.003, start + 0.010
+    one.code, one.status, one.ended = code, status, start + 0.011
+    return one
+
+
+def spans(*records: RequestRecord) -> dict[str, Any]:
+    """Name -> span, as they are exported."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = Tracing(provider)
+    for one in records:
+        tracing.finish(one)
+    tracing.close()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+@needs_sdk
+def test_a_request_is_a_span_with_its_stages_inside() -> None:
+    found = spans(record())
+    assert sorted(found) == sorted(["POST /v1/models/{model}:predict", "read", "parse", "queue", "run", "encode"])
+    root = found["POST /v1/models/{model}:predict"]
+    took = {name: (span.end_time - span.start_time) / MICRO for name, span in found.items() if span is not root}
+    assert took == pytest.approx({"read": 1000, "parse": 4000, "queue": 2000, "run": 3000, "encode": 1000}, abs=1)
+    assert (root.end_time - root.start_time) / MICRO == pytest.approx(11_000, abs=1)
+    assert found["run"].start_time - root.start_time == pytest.approx(7_000 * MICRO, abs=MICRO)
+    for name in took:
+        assert found[name].parent.span_id == root.context.span_id
+    assert root.kind.name == "SERVER"
+    assert dict(root.attributes) == {
+        "tpuembed.model": "m", "tpuembed.version": 7, "tpuembed.rows": 5, "http.request.method": "POST",
+        "url.path": "/v1/models/m:predict", "http.response.status_code": 200,
+    }  # fmt: skip
+
+
+@needs_sdk
+@pytest.mark.parametrize("entrypoint", [REST, GRPC])
+def test_a_traceparent_is_the_parent(entrypoint: str) -> None:
+    headers = [(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())]
+    found = spans(record(entrypoint=entrypoint, path=b"/s/Predict", headers=headers))
+    root = next(span for span in found.values() if span.kind.name == "SERVER")
+    assert (f"{root.context.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE, PARENT)
+
+
+@needs_sdk
+@pytest.mark.parametrize("value", [b"00-0-0-01", b"", b"\xff"])
+def test_a_broken_traceparent_begins_a_trace(value: bytes) -> None:
+    (root,) = (span for span in spans(record(headers=[(b"traceparent", value)])).values() if span.parent is None)
+    assert root.name == "POST /v1/models/{model}:predict"
+
+
+@needs_sdk
+def test_a_call_has_rpc_attributes() -> None:
+    path = b"/tensorflow.serving.PredictionService/Predict"
+    root = spans(record(entrypoint=GRPC, path=path, code=Code.NOT_FOUND))[path.decode().lstrip("/")]
+    found = dict(root.attributes)
+    assert found["rpc.system"] == "grpc"
+    assert found["rpc.service"] == "tensorflow.serving.PredictionService"
+    assert (found["rpc.method"], found["rpc.grpc.status_code"]) == ("Predict", 5)
+
+
+@needs_sdk
+@pytest.mark.parametrize(
+    ("code", "status", "is_error"),
+    [(Code.INTERNAL, 500, True), (Code.UNAVAILABLE, 503, True), (Code.INVALID_ARGUMENT, 400, False)],
+)
+def test_the_servers_faults_are_errors(code: Code, status: int, is_error: bool) -> None:
+    root = spans(record(code=code, status=status))["POST /v1/models/{model}:predict"]
+    assert (root.status.status_code.name == "ERROR") == is_error
+
+
+@needs_sdk
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_the_exporter_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    check_tracing()
+    provider = make_provider()
+    (processor,) = provider._active_span_processor._span_processors
+    module = type(processor.span_exporter).__module__
+    assert protocol.split("/")[0] in module
+    assert provider.resource.attributes["service.name"] == "mine"
+    provider.shutdown()
+
+
+@needs_sdk
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")],
+)
+def test_what_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"{variable} is {value}: this server"):
+        check_tracing()
+
+
+@needs_sdk
+def test_a_service_has_a_name_of_its_own() -> None:
+    provider = make_provider()
+    assert provider.resource.attributes["service.name"] == "tpuembed-serving"
+    provider.shutdown()
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpuembed_serving.tracing.importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        MissingExtraError, match=r"needs opentelemetry, which is not installed: pip install 'tpuembed\[otel\]'"
+    ):
+        check_tracing()
