@@ -104,7 +104,7 @@ class Rec(litserve.LitAPI):
         return self.run(ids)
 
     def unbatch(self, output):
-        return iter(np.split(output, np.cumsum(self.rows)[:-1]))
+        return list(np.split(output, np.cumsum(self.rows)[:-1]))
 
     def encode_response(self, output):
         return {{"predictions": output.tolist()}}
