@@ -12,6 +12,7 @@ from tensorflow_serving.apis import (
 )
 
 from tpuembed.errors import ConfigError
+from tpuembed_serving.metric_types import Snapshot
 from tpuembed_serving.models_config import models_from_message
 from tpuembed_serving.rpc import model_spec, parse
 from tpuembed_serving.service import PredictionService
@@ -37,9 +38,11 @@ class Reloadable(Protocol):
 class ModelApi:
     """The methods of ModelService."""
 
-    def __init__(self, service: PredictionService, models: Reloadable) -> None:
+    def __init__(self, service: PredictionService, models: Reloadable, metrics: Callable[[], Snapshot] = dict) -> None:
+        """`metrics` has the metrics of this process, if any are kept."""
         self._service = service
         self._models = models
+        self._metrics = metrics
 
     @property
     def methods(self) -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
@@ -63,11 +66,22 @@ class ModelApi:
         """ReloadConfigRequest to ReloadConfigResponse; an error is the call's own status."""
         request = parse(model_management_pb2.ReloadConfigRequest, data)
         models = _models(request.config)
+        before = self._counts(request.metric_names)
         await asyncio.to_thread(self._models.reload, models)
         logger.info("reloaded: %s", ", ".join(model.name for model in models))
         response = model_management_pb2.ReloadConfigResponse()
         response.status.error_code = Code.OK
+        for name, count in self._counts(request.metric_names).items():
+            response.metric.add(name=name, int64_value_increase=count - before[name])
         return bytes(response.SerializeToString())
+
+    def _counts(self, names: Sequence[str]) -> dict[str, int]:
+        """What each counter has counted, over all its labels; 0 where there is none of that name."""
+        if not names:
+            return {}
+        counters = {family.name: values for family, values in self._metrics().items() if family.kind == "counter"}
+        found = {name: counters.get(name.replace("/", ":"), {}) for name in names}
+        return {name: int(sum(count for (count,) in values.values())) for name, values in found.items()}
 
 
 def _models(config: Any) -> Sequence[ModelSettings]:

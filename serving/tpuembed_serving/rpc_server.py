@@ -57,6 +57,7 @@ class GrpcServer:
         self._service = service
         self._models = models
         self._telemetry = telemetry if telemetry is not None and telemetry.observes else None
+        self._metrics = telemetry.metrics.snapshot if telemetry is not None and telemetry.metrics else dict
         self._loading: asyncio.Task[Mapping[str, Mapping[str, Method]]] | None = None
         self._server: Any = None
         self._health = _Health(service)
@@ -103,7 +104,7 @@ class GrpcServer:
 
         return {
             _PREDICTION: PredictionApi(self._service).methods,
-            _MODEL: ModelApi(self._service, self._models).methods,
+            _MODEL: ModelApi(self._service, self._models, self._metrics).methods,
         }
 
     def _handler(self, service: str, name: str) -> Callable[[bytes, Any], Awaitable[bytes]]:

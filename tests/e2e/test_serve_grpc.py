@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,7 +156,7 @@ def test_it_answers_before_a_model_is_loaded_and_a_stop_finishes_the_call_in_pro
         running.wait_for(1)
         assert running.health("zoo") == SERVING
         call = running.prediction.Predict.future(predict_request("zoo", "slow", n=np.array([200_000])), timeout=60)
-        threading.Event().wait(0.05)
+        assert running.health("zoo") == SERVING  # on the same connection: the call before it has come too
         assert not call.done(), "the call is too quick to be interrupted"
         assert running.stop() == 0
         assert tf.make_ndarray(call.result().outputs["n"]).tolist() == [200_000]
@@ -167,15 +166,17 @@ def test_it_answers_before_a_model_is_loaded_and_a_stop_finishes_the_call_in_pro
 def test_a_reload_replaces_the_models(tmp_path: Path) -> None:
     for name, factor in (("a", 2.0), ("b", 3.0)):
         save_scale(tmp_path / name / "1", factor)
-    with GrpcProcess(tmp_path / "a", tmp_path / "log") as running:
+    with GrpcProcess(tmp_path / "a", tmp_path / "log", "--metrics") as running:
         running.wait_for(1)
-        request = model_management_pb2.ReloadConfigRequest(metric_names=["/tensorflow/serving/model_load_count"])
+        metrics = ["/tensorflow/cc/saved_model/load_attempt_count", "/no/such/metric"]
+        request = model_management_pb2.ReloadConfigRequest(metric_names=metrics)
         for name in ("b", "c"):
             request.config.model_config_list.config.add(
                 name=name, base_path=str(tmp_path / "b"), model_platform="tensorflow"
             )
         reply = running.models.HandleReloadConfigRequest(request, timeout=60)
         assert (reply.status.error_code, reply.status.error_message) == (0, "")
+        assert [(one.name, one.int64_value_increase) for one in reply.metric] == list(zip(metrics, (2, 0), strict=True))
         for name in ("b", "c"):
             answer = running.prediction.Predict(predict_request(name, x=np.array([2.0], np.float32)), timeout=30)
             assert tf.make_ndarray(answer.outputs["y"]).tolist() == [6.0]
