@@ -24,7 +24,7 @@ __all__ = ["BatchRunner", "Outcome", "Waiting"]
 logger = logging.getLogger(__name__)
 
 _COMPARED_RUNS: Final = 3
-_NO_ONES_FAULT: Final = frozenset({Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED})
+_NO_ONES_FAULT: Final = frozenset({Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.UNAVAILABLE})
 """What a run of each request alone would end in as well, only later."""
 
 Outcome = list[Array] | Exception | None

@@ -121,6 +121,19 @@ def test_what_is_no_fault_of_a_request_is_not_tried_again() -> None:
     assert servable.runs == [[1, 2, 3]]
 
 
+def test_what_does_not_fit_into_memory_together_may_alone() -> None:
+    servable = Recorder()
+    run = servable.run
+
+    def run_small(signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        if len(inputs[0]) > 1:
+            raise StatusError(Code.RESOURCE_EXHAUSTED, "OOM")
+        return run(signature, inputs)
+
+    servable.run = run_small  # type: ignore[method-assign]
+    assert outcomes(servable, make_runner(), [1], [2], [3]) == [[2], [4], [6]]
+
+
 def test_an_exception_of_any_kind_is_each_requests_own() -> None:
     servable = Recorder()
     servable.error = ZeroDivisionError("inside")
