@@ -45,6 +45,11 @@ class ServerProcess:
         raise TimeoutError(self.log)
 
     @property
+    def log_path(self) -> Path:
+        """Where what it writes to stderr goes."""
+        return self._log
+
+    @property
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
