@@ -20,7 +20,7 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_mode
 from tpuembed_serving import runtime
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.settings import BatchingSettings
-from tpuembed_serving.status import StatusError
+from tpuembed_serving.status import Code, StatusError
 
 ROWS = {"users": 50, "items": 300}
 DIM = 8
@@ -188,6 +188,25 @@ def test_parameters_of_a_version_that_are_wrong_fail_its_load(tmp_path: Path) ->
     merging = servable.merging(servable.signatures["serving_default"])
     assert merging is not None
     assert merging.parameters == BatchingParameters(max_batch_size=3)
+
+
+def test_a_timeout_ends_the_run_itself(tmp_path: Path) -> None:
+    """It would go on for hours."""
+
+    def count(n: Any) -> Any:
+        (step,) = tf.while_loop(lambda i: i < n[0], lambda i: (i + 1,), (tf.constant(0, tf.int64),))
+        return {"y": n + 0 * step}
+
+    concrete = tf.function(count).get_concrete_function(tf.TensorSpec([None], tf.int64, name="n"))
+    tf.saved_model.save(tf.Module(), str(tmp_path / "1"), signatures={"serving_default": concrete})
+    servable = runtime.load(tmp_path / "1", options=runtime.RunOptions(timeout_ms=50))
+    signature = servable.signatures["serving_default"]
+    with pytest.raises(StatusError, match=r"^Timed out waiting for notification$") as caught:
+        servable.run(signature, [np.array([10**12])])
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
+    merging = servable.merging(signature)
+    assert merging is not None
+    assert not merging.is_steady
 
 
 def test_packed_inputs_are_the_named_ones(models: Path) -> None:
