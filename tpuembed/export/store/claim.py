@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import re
 import time
+import warnings
 from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
@@ -185,7 +186,14 @@ def claim(root: Root, version: int | None, header: Header | None, *, restart: bo
 def _settled(unfinished: StoreUnfinished) -> StoreUnfinished:
     """It, when it is known whether it lives: the same export was perhaps killed a moment ago, on another machine."""
     owner = unfinished.record.owner if unfinished.record else None
-    while not unfinished.is_dead and not (owner and owner.is_here):
+    if unfinished.is_dead or (owner and owner.is_here):
+        return unfinished
+    warnings.warn(
+        f"MODEL_DIR {unfinished.root.path}: version {unfinished.version}: the same export may still run on another machine; "
+        f"waiting {LEASE_SECONDS:.0f} seconds at most to see whether it does",
+        stacklevel=2,
+    )
+    while not unfinished.is_dead:
         time.sleep(_LOOK_SECONDS)
         stored = unfinished.root.bucket.get(unfinished.root.record_key(unfinished.version))
         if stored is None or stored.tag != unfinished.stored.tag:

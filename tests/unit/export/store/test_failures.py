@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.stores import S3, S3Proxy, S3Request
-from tests.unit.export.store.exports import assert_complete, export, leftovers
+from tests.unit.export.fakes import source_of
+from tests.unit.export.store.exports import assert_complete, export, leftovers, plan_of, save_graph, stage
 from tpuembed.errors import CheckpointCorruptError, ExportError
+from tpuembed.export.engines import choose_engine
+from tpuembed.export.execute import stream_into
 from tpuembed.export.store.staging import StoreStaging
 
 Trouble = Callable[[S3Request], tuple[int, str] | None]
@@ -34,6 +37,29 @@ def test_parts_are_sent_again_after_what_may_pass(
 ) -> None:
     proxy.fault = once_per_part(status, code)
     export(f"s3://{bucket}/m", prefix)
+    assert_complete(server, bucket, "m/1")
+
+
+def test_a_url_that_has_expired_is_signed_anew(
+    server: S3, proxy: S3Proxy, bucket: str, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the main process, which gives the part to another worker."""
+    monkeypatch.setattr("tpuembed.export.engines.local._RETRY_SECONDS", (0.0,))
+    expired = list[str]()
+
+    def expire(request: S3Request) -> tuple[int, str] | None:
+        if request.part != 1 or expired:
+            return None
+        expired.append(request.key)
+        return 403, "AccessDenied</Code><Message>Request has expired</Message><Code>"
+
+    proxy.fault, plan = expire, plan_of(prefix)
+    with stage(f"s3://{bucket}/m", plan, prefix) as staging:
+        save_graph(staging)
+        with pytest.warns(UserWarning, match="Request has expired.*it is tried again"):
+            stream_into(plan, source_of(prefix), staging.open_tables(plan), choose_engine("local", 1))
+        staging.commit()
+    assert expired
     assert_complete(server, bucket, "m/1")
 
 

@@ -1,6 +1,8 @@
 """Which export gets which version, and when it is seen."""
 
 import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from tests.unit.export.store.exports import assert_complete, export, fill, lefto
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.destinations import choose_destination
 from tpuembed.export.options import ExportOptions
+from tpuembed.export.store import claim as claims
 
 
 def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> None:
@@ -50,19 +53,43 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
     }
 
 
-def test_two_exports_at_once_get_a_version_each(server: S3, bucket: str, prefix: Path) -> None:
-    url, found, start = f"s3://{bucket}/m", list[str](), threading.Barrier(2)
+def after_looking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Have every thread call `act` once, when it has seen which version is free and has not reserved it."""
+    looks, look = Counter[int](), claims.look
 
-    def run() -> None:
-        start.wait()
-        found.append(export(url, prefix)[0])
+    def look_and_act(root: claims.Root) -> claims.Found:
+        found = look(root)
+        looks[threading.get_ident()] += 1
+        if looks[threading.get_ident()] == 2:  # the first look is for what is unfinished
+            act()
+        return found
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
+    monkeypatch.setattr(claims, "look", look_and_act)
+
+
+def test_two_exports_at_once_get_a_version_each(
+    server: S3, bucket: str, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, found = f"s3://{bucket}/m", list[str]()
+    after_looking(monkeypatch, threading.Barrier(2).wait)
+    threads = [threading.Thread(target=lambda: found.append(export(url, prefix)[0])) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(found) == [f"{url}/1", f"{url}/2"]
+    assert_complete(server, bucket, "m/1")
+    assert_complete(server, bucket, "m/2")
+    assert leftovers(server, bucket) == []
+
+
+def test_a_version_that_was_committed_a_moment_ago_is_not_written_over(
+    server: S3, bucket: str, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, first = f"s3://{bucket}/m", list[str]()
+    after_looking(monkeypatch, lambda: first.append(export(url, prefix)[0]))
+    second, _ = export(url, prefix)
+    assert (first, second) == ([f"{url}/1"], f"{url}/2")
     assert_complete(server, bucket, "m/1")
     assert_complete(server, bucket, "m/2")
     assert leftovers(server, bucket) == []
