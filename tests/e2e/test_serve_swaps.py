@@ -103,4 +103,4 @@ def test_mapped_tables_swap_without_a_copy(tmp_path: Path) -> None:
         after = resident_mib(server, "RssAnon")
         loads = [line for line in server.log.splitlines() if "loaded in" in line]
     print(loads, f"own memory before and after: {before:.0f} and {after:.0f} MiB")
-    assert after < before + 20
+    assert after < before + 40, "a copy would be 61 MiB"
