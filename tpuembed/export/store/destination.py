@@ -12,8 +12,9 @@ from tpuembed.export.record import Header
 from tpuembed.export.same_tables import SameTables
 from tpuembed.export.staging import check_version
 from tpuembed.export.store.claim import Root, check_free, look
+from tpuembed.export.store.failing import failing
 from tpuembed.export.store.parts import check_sizes
-from tpuembed.export.store.staging import StoreStaging, failing
+from tpuembed.export.store.staging import StoreStaging
 from tpuembed.files import UrlPath
 from tpuembed.files.bucket import Bucket
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from tpuembed.errors import ExportError
 from tpuembed.export.store.claim import Claim, Root
+from tpuembed.export.store.failing import failing
 from tpuembed.export.store.record import StoreRecord
 from tpuembed.export.stream import ShardResult
 
@@ -30,6 +32,7 @@ class Keeper:
         self._finished: dict[int, ShardResult] = dict(claim.record.finished)
         self._error: OSError | None = None
         self._has_news = self._is_over = False
+        self._write_seconds = 0.0
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="tpuembed-keeper", daemon=True)
@@ -60,7 +63,8 @@ class Keeper:
             self._finished[result.index] = result
             self._has_news = True
             self._changed.notify()
-        self._raise_error()
+        with failing(self._root.path):
+            self._raise_error()
 
     def update(self, finished: Mapping[int, ShardResult] | None = None, **changes: Any) -> None:
         """Change fields of the record, and write it now.
@@ -95,14 +99,15 @@ class Keeper:
     def _wait(self) -> bool:
         """Until it is time to write; False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over, _SECONDS_BETWEEN_WRITES)
-            self._changed.wait_for(
-                lambda: self._is_over or self._has_news, _SECONDS_BETWEEN_BEATS - _SECONDS_BETWEEN_WRITES
-            )
+            # A record of thousands of shards takes its time, which shall not be most of this process's.
+            pause = min(max(_SECONDS_BETWEEN_WRITES, 10 * self._write_seconds), _SECONDS_BETWEEN_BEATS)
+            self._changed.wait_for(lambda: self._is_over, pause)
+            self._changed.wait_for(lambda: self._is_over or self._has_news, _SECONDS_BETWEEN_BEATS - pause)
             self._has_news = False
             return not self._is_over
 
     def _write(self) -> None:
+        started = time.monotonic()
         with self._writing:
             with self._changed:
                 self._record = dataclasses.replace(self._record, beats=self._record.beats + 1)
@@ -113,3 +118,4 @@ class Keeper:
             except OSError as error:
                 self._error = error
                 self._raise_error()
+        self._write_seconds = time.monotonic() - started

@@ -5,7 +5,6 @@ listing shows. The commit completes the uploads, writes the other files, and at 
 for the time of the commit servers see a folder without it, which they cannot load.
 """
 
-import contextlib
 import shutil
 import tempfile
 import warnings
@@ -18,13 +17,14 @@ from tpuembed.export.bundle_files import data_file_names
 from tpuembed.export.plan import ExportPlan
 from tpuembed.export.record import Header
 from tpuembed.export.store.claim import Root, claim, forget
+from tpuembed.export.store.failing import failing
 from tpuembed.export.store.keeper import Keeper
 from tpuembed.export.store.tables import StoreTables
 from tpuembed.export.unfinished import TABLES, VERSION
 from tpuembed.files import UrlPath, in_parallel
 from tpuembed.saved_model import GRAPH_FILE
 
-__all__ = ["StoreStaging", "failing"]
+__all__ = ["StoreStaging"]
 
 _SPOILING = (CheckpointCorruptError, CheckpointMismatchError)
 
@@ -143,21 +143,3 @@ class StoreStaging:
 def _files(folder: Path) -> Iterator[str]:
     """Of all files below `folder`, their paths in it."""
     return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-@contextlib.contextmanager
-def failing(model_dir: UrlPath) -> Iterator[None]:
-    """Turn an OSError into one that names MODEL_DIR."""
-    try:
-        yield
-    except OSError as error:
-        what = error.strerror or str(error)
-        raise ExportError(f"MODEL_DIR {model_dir}: cannot be written: {what}{_remedy(error)}") from None
-
-
-def _remedy(error: OSError) -> str:
-    if isinstance(error, PermissionError) and "no credentials" not in str(error):
-        return "; these credentials must be allowed to list, read, write and delete there"
-    if "there is no bucket" in str(error):
-        return "; make it, or name another"
-    return ""

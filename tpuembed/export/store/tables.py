@@ -11,6 +11,7 @@ from tpuembed.export.batch import Batch, Where
 from tpuembed.export.plan import ExportPlan, ShardTask
 from tpuembed.export.record import Header
 from tpuembed.export.store.claim import Root
+from tpuembed.export.store.failing import failing
 from tpuembed.export.store.keeper import Keeper
 from tpuembed.export.store.parts import StackPart, parts_of
 from tpuembed.export.store.record import Upload
@@ -53,11 +54,12 @@ class StoreTables:
         self._sizes = {stack.file: stack.size for stack in plan.stacks}
         self._parts = dict(parts_of(plan))
         self._by_index = {part.batch.index: part for parts in self._parts.values() for part in parts}
-        for file, size in self._sizes.items():
-            _make_holes(self._folder / file, size)
-            self._begin(file)
-        self._remove_others()
-        self._keeper.update(uploads=self._uploads, finished=self._known)
+        with failing(self._root.path):
+            for file, size in self._sizes.items():
+                _make_holes(self._folder / file, size)
+                self._begin(file)
+            self._remove_others()
+            self._keeper.update(uploads=self._uploads, finished=self._known)
         return [task for task in plan.shards if task.index not in self._known]
 
     def _begin(self, file: str) -> None:
@@ -98,7 +100,8 @@ class StoreTables:
         """See Place."""
         part = self._by_index[batch.index]
         upload = self._uploads[part.file]
-        url = self._bucket.sign_part(upload.key, upload.id, part.number)
+        with failing(self._root.path):
+            url = self._bucket.sign_part(upload.key, upload.id, part.number)
         return {"url": url, "shown": f"s3://{self._bucket.name}/{upload.key}, part {part.number}"}
 
     @property
@@ -110,7 +113,8 @@ class StoreTables:
     def recording(self) -> Iterator[Keeper]:
         """See Tables."""
         yield self._keeper
-        self._keeper.update()
+        with failing(self._root.path):
+            self._keeper.update()
 
     def results(self, results: Sequence[ShardResult]) -> list[ShardResult]:
         """See Tables."""

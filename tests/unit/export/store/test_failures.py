@@ -1,5 +1,6 @@
 """Stores that fail, for a moment or for good."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -165,3 +166,26 @@ def test_a_store_that_refuses_is_told_at_once(proxy: S3Proxy, bucket: str, prefi
     ):
         export(f"s3://{bucket}/m", prefix)
     assert not any(request.part for request in proxy.requests)
+
+
+@pytest.mark.parametrize(
+    ("method", "ending"),
+    [("POST", "-00001-of-00003"), ("GET", "m/1/"), ("PUT", ".staging-1/record")],
+    ids=["uploads", "listings", "the record"],
+)
+def test_what_a_store_refuses_later_is_told_as_well(
+    server: S3, proxy: S3Proxy, bucket: str, prefix: Path, method: str, ending: str
+) -> None:
+    """An ExportError, whichever request it is; where the store refuses to clear up too, a warning."""
+
+    def refuse(request: S3Request) -> tuple[int, str] | None:
+        where = request.query.get("prefix", request.key)
+        late = len(server.uploads(bucket)) >= (0 if method == "POST" else 2)
+        return (403, "AccessDenied") if request.method == method and where.endswith(ending) and late else None
+
+    proxy.fault = refuse
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "MODEL_DIR .* cannot be cleared")
+        with pytest.raises(ExportError, match=f"MODEL_DIR s3://{bucket}/m: cannot be written: the store answers 403"):
+            export(f"s3://{bucket}/m", prefix)
+    assert not any(key.startswith("m/1/") for key in server.keys(bucket))
