@@ -101,6 +101,7 @@ def test_tensorflow_loads_what_a_local_export_would_have_written(
     assert all(key.startswith("models/ranker/1/") for key in server.keys(bucket))
 
 
+@pytest.mark.long
 def test_from_a_store_into_a_store(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     source = server.upload(prefix.parent, bucket, "checkpoints")
     report = export(f"{source}/ckpt", f"s3://{bucket}/models")

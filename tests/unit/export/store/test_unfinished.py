@@ -53,6 +53,19 @@ def test_an_export_of_something_else_is_kept_and_named(
     assert_complete(server, bucket, "m/1")
 
 
+def test_a_version_that_something_else_has_reserved_is_refused(
+    server: S3, proxy: S3Proxy, bucket: str, prefix: Path, tmp_path: Path
+) -> None:
+    fail_half_way(proxy, f"s3://{bucket}/m", prefix)
+    write_checkpoint(tmp_path / "other", TABLES)
+    held = (
+        rf"version 1: an unfinished export holds it: s3://{bucket}/m/.staging-1 \(.*choose another version, 2 is free"
+    )
+    with pytest.raises(ExportError, match=held):
+        export(f"s3://{bucket}/m", tmp_path / "other", version=1)
+    assert len(server.uploads(bucket)) == 2
+
+
 def test_what_another_version_was_asked_for_is_not_taken_over(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     """Its uploads have their names."""
     fail_half_way(proxy, f"s3://{bucket}/m", prefix, version=5)
