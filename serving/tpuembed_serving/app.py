@@ -53,7 +53,7 @@ class ServingApp(FastAPI):
             _load_saved_model, settings=settings, stopping=self.stopping, telemetry=self.telemetry
         )
         self.repository = _models(settings, self.telemetry.watching(load), link)
-        self._load_first = load_first
+        self.loads_first = load_first
         self.service = PredictionService(self.repository, _limited(self.executor, settings))
         self.settings = settings
         guard = settings.security
@@ -73,13 +73,13 @@ class ServingApp(FastAPI):
 
     async def load_first(self) -> None:
         """Return once what is there is loaded, where others answer meanwhile."""
-        if self._load_first:
+        if self.loads_first:
             await asyncio.to_thread(self.repository.wait_for_look, self.stopping.is_set)
 
     async def start_grpc(self) -> None:
-        """Listen for gRPC calls, where the settings name a port."""
+        """Listen for gRPC calls, where the settings name a port, unless that is so already."""
         settings = self.settings
-        if settings.grpc_port is not None:
+        if settings.grpc_port is not None and self._grpc is None:
             from tpuembed_serving.rpc_server import GrpcServer
 
             self._grpc = GrpcServer(self.service, self.repository, self.telemetry)
@@ -150,6 +150,8 @@ async def _healthz() -> dict[str, str]:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Load and watch in the background for as long as the server runs."""
     assert isinstance(app, ServingApp)
+    if not app.loads_first:  # before TensorFlow's import takes its seconds
+        await app.start_grpc()
     app.repository.start()
     try:
         await app.load_first()
