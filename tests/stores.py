@@ -8,6 +8,7 @@ import http.client
 import http.server
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -133,7 +134,8 @@ class S3Proxy:
         environment: what points clients here.
     """
 
-    def __init__(self, store: S3) -> None:
+    def __init__(self, store: S3, tls: ssl.SSLContext | None = None) -> None:
+        """In front of `store`; with `tls` its URL is of https, of localhost."""
         self.requests: list[S3Request] = []
         self.fault: Callable[[S3Request], tuple[int, str] | None] = lambda _: None
         self.damage: Callable[[S3Request], bytes] = lambda request: request.body
@@ -144,6 +146,9 @@ class S3Proxy:
         self._server.daemon_threads = True
         self._server.proxy = self  # type: ignore[attr-defined]
         url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+            url = f"https://localhost:{self._server.server_address[1]}"
         self.environment = {**store.environment, "AWS_ENDPOINT_URL": url}
 
     def __enter__(self) -> "S3Proxy":

@@ -1,10 +1,12 @@
 """Stores that fail, for a moment or for good."""
 
+import ssl
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import trustme
 
 from tests.stores import S3, S3Proxy, S3Request
 from tests.unit.export.fakes import source_of
@@ -13,6 +15,7 @@ from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.engines import choose_engine
 from tpuembed.export.execute import stream_into
 from tpuembed.export.store.staging import StoreStaging
+from tpuembed.files import put
 
 Trouble = Callable[[S3Request], tuple[int, str] | None]
 
@@ -189,3 +192,24 @@ def test_what_a_store_refuses_later_is_told_as_well(
         with pytest.raises(ExportError, match=f"MODEL_DIR s3://{bucket}/m: cannot be written: the store answers 403"):
             export(f"s3://{bucket}/m", prefix)
     assert not any(key.startswith("m/1/") for key in server.keys(bucket))
+
+
+def test_stores_behind_a_private_authority(
+    server: S3, bucket: str, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWS_CA_BUNDLE names it, to the main process and to workers; without it nothing is sent."""
+    authority, tls = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(tls)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    monkeypatch.setattr("tpuembed.files.bucket._TRIES", 1)
+    with S3Proxy(server, tls) as secure:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", secure.environment["AWS_ENDPOINT_URL"])
+        with pytest.raises(ExportError, match="certificate verify failed"):
+            export(f"s3://{bucket}/m", prefix)
+        assert secure.requests == []
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+        put._opener.cache_clear()
+        export(f"s3://{bucket}/m", prefix)
+    put._opener.cache_clear()
+    assert any(request.part for request in secure.requests)
+    assert_complete(server, bucket, "m/1")
