@@ -25,10 +25,23 @@ class Request:
         deadline: when it is answered that it took too long, by the event loop's clock.
         entered: when it began to wait.
         is_waiting: whether it does.
+        is_apart: whether it may fail a run, and was postponed for that.
         record: of the client's request that it is a part of, where one is kept.
     """
 
-    __slots__ = ("deadline", "entered", "future", "group", "inputs", "is_waiting", "lane", "record", "rows", "servable")
+    __slots__ = (
+        "deadline",
+        "entered",
+        "future",
+        "group",
+        "inputs",
+        "is_apart",
+        "is_waiting",
+        "lane",
+        "record",
+        "rows",
+        "servable",
+    )
 
     def __init__(
         self, lane: "Lane", servable: Servable, inputs: Sequence[Array], future: "asyncio.Future[list[Array]]"
@@ -37,13 +50,18 @@ class Request:
         self.rows = count_rows(inputs)
         self.group: Any = None
         self.deadline = self.entered = 0.0
-        self.is_waiting = False
+        self.is_waiting = self.is_apart = False
         self.record = current_record()
 
     @property
     def is_over(self) -> bool:
         """Whether nobody waits for its outcome any more."""
         return self.future.done()
+
+    def postpone(self) -> None:
+        """From here on it shares runs with such as itself alone."""
+        self.is_apart = True
+        self.group = self.group, "apart"
 
     def enter(self) -> None:
         """Begin to wait."""
@@ -143,6 +161,8 @@ class Lane:
 
     def expected_seconds(self, requests: Sequence[Request]) -> float:
         """Of a run of `requests`; infinite where that is not known, or depends on more than sizes."""
+        if requests[0].is_apart:  # so that the event loop does not wait for what fails
+            return float("inf")
         return self._seconds.get(_magnitude(requests), float("inf")) if self._is_steady else float("inf")
 
     def learn_seconds(self, requests: Sequence[Request], seconds: float) -> None:

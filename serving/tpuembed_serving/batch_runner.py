@@ -19,7 +19,7 @@ from tpuembed_serving.merging import Merged, equal_results, merge, split, take, 
 from tpuembed_serving.servable import Array, Merging, Servable, Signature
 from tpuembed_serving.status import Code, StatusError
 
-__all__ = ["BatchRunner", "Outcome", "Waiting"]
+__all__ = ["BatchRunner", "Outcome", "Postponed", "Waiting"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,12 @@ _COMPARED_RUNS: Final = 3
 _NO_ONES_FAULT: Final = frozenset({Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.UNAVAILABLE})
 """What a run of each request alone would end in as well, only later."""
 
-Outcome = list[Array] | Exception | None
+
+class Postponed:
+    """The outcome of a request that may fail: it is to be run again, `apart`, so that the others' answers do not wait for it."""
+
+
+Outcome = list[Array] | Exception | Postponed | None
 """What a request is answered; None where nobody waits for it any more."""
 
 
@@ -45,6 +50,9 @@ class Waiting(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether nobody waits for it any more."""
+
+
+_POSTPONED: Final = Postponed()
 
 
 @dataclasses.dataclass
@@ -95,10 +103,17 @@ class BatchRunner:
         self._ids: IdGuard = KnownIds(ranges) if ranges else LearntIds(len(signature.inputs))
         self._ids_are_known = bool(ranges)
 
-    def run(self, servable: Servable, requests: Sequence[Waiting]) -> list[Outcome]:
-        """The outcome of each of `requests`, whose inputs can be merged; whatever happens to one happens to no other."""
+    def run(self, servable: Servable, requests: Sequence[Waiting], *, apart: bool = False) -> list[Outcome]:
+        """The outcome of each of `requests`, whose inputs can be merged; whatever happens to one happens to no other.
+
+        Args:
+            apart: whether all of them were postponed.
+        """
         batch = _Batch(functools.partial(servable.run, self._signature), requests, [None] * len(requests))
-        self._run_together(batch, range(len(requests)))
+        if apart:
+            self._run_suspects(batch, [index for index, request in enumerate(requests) if not request.is_over])
+        else:
+            self._run_together(batch, range(len(requests)))
         return batch.outcomes
 
     def _run_together(self, batch: _Batch, members: Iterable[int]) -> None:
@@ -110,16 +125,28 @@ class BatchRunner:
         merged = self._merge(batch.inputs(members))
         suspects = [members[index] for index in sorted(self._ids.suspects(merged))]
         if suspects and (self._ids_are_known or len(suspects) < len(members)):
+            for index in suspects:
+                batch.outcomes[index] = _POSTPONED
             self._run_together(batch, [index for index in members if index not in set(suspects)])
-            self._run_suspects(batch, suspects)
             return
         if self._run_merged(batch, members, merged) and suspects:
             self._ids.learn(merged.inputs)
 
     def _run_suspects(self, batch: _Batch, members: list[int]) -> None:
         """Requests that may fail: at once where it is not known, for most do not."""
-        if len(members) > 1 and not self._ids_are_known:
-            self._run_together(batch, members)
+        if self._ids_are_known:
+            for index in members:
+                batch.outcomes[index] = self._run_alone(batch, index)
+        else:
+            self._run_all(batch, members)
+
+    def _run_all(self, batch: _Batch, members: Iterable[int]) -> None:
+        """Together, whatever their ids are; in the end each alone."""
+        members = [index for index in members if not batch.requests[index].is_over]
+        if len(members) > 1 and self.merges:
+            merged = self._merge(batch.inputs(members))
+            if self._run_merged(batch, members, merged):
+                self._ids.learn(merged.inputs)
             return
         for index in members:
             batch.outcomes[index] = self._run_alone(batch, index)
@@ -135,7 +162,7 @@ class BatchRunner:
             return False
         if parts is None:
             self._give_up("a size of its outputs is not that of its inputs")
-            self._run_together(batch, members)
+            self._run_all(batch, members)
             return False
         for index, outputs in zip(members, self._compared(batch, members, merged, parts), strict=True):
             batch.outcomes[index] = outputs
@@ -148,8 +175,8 @@ class BatchRunner:
                 batch.outcomes[index] = error
             return
         half = len(members) // 2
-        self._run_together(batch, members[:half])
-        self._run_together(batch, members[half:])
+        self._run_all(batch, members[:half])
+        self._run_all(batch, members[half:])
 
     def _compared(
         self, batch: _Batch, members: list[int], merged: Merged, parts: Sequence[Outcome]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from tpuembed_serving.batch_lane import Lane, Request
-from tpuembed_serving.batch_runner import Outcome
+from tpuembed_serving.batch_runner import Outcome, Postponed
 from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError
@@ -82,12 +82,10 @@ class ModelExecutor:
         request = lane.request(servable, inputs, loop.create_future(), loop.time(), seconds)
         if self._waiting >= self._max_queued + self._free:
             raise self._full()
+        lane.check_room(request)
         self._add(request)
         self._expect(request.deadline)
-        if self._free and not self._will_start:
-            # Not now: what else this turn of the loop brings may share the run.
-            self._will_start = True
-            loop.call_soon(self._start_runs)
+        self._plan_start()
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -119,7 +117,6 @@ class ModelExecutor:
         return lane
 
     def _add(self, request: Request) -> None:
-        request.lane.check_room(request)
         group = self._groups.get(request.group)
         if group is None:
             group = self._groups[request.group] = collections.deque()
@@ -168,6 +165,12 @@ class ModelExecutor:
             request.future.set_exception(error)
 
     # ---- runs
+
+    def _plan_start(self) -> None:
+        """Not now: what else this turn of the loop brings may share the run."""
+        if self._free and not self._will_start and self._loop is not None:
+            self._will_start = True
+            self._loop.call_soon(self._start_runs)
 
     def _start_runs(self) -> None:
         self._will_start = False
@@ -237,17 +240,26 @@ class ModelExecutor:
         for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self._fail(request, outcome)
+            elif isinstance(outcome, Postponed):
+                self._postpone(request)
             else:
                 self._open.discard(request)
                 if outcome is not None and not request.is_over:
                     request.future.set_result(outcome)
+
+    def _postpone(self, request: Request) -> None:
+        """To a run of its own, which begins once the others are answered."""
+        if not request.is_over:
+            request.postpone()
+            self._add(request)
+            self._plan_start()
 
 
 def _run(requests: list[Request]) -> tuple[Sequence[Outcome], float]:
     started = time.perf_counter()
     outcomes: Sequence[Outcome]
     try:
-        outcomes = requests[0].lane.runner.run(requests[0].servable, requests)
+        outcomes = requests[0].lane.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
     except Exception as error:  # none that a model raised: those are outcomes
         outcomes = [error] * len(requests)
     return outcomes, time.perf_counter() - started

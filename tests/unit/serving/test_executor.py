@@ -14,7 +14,7 @@ import pytest
 from tests.unit.serving.doubles import DoublingServable
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.executor import ModelExecutor
-from tpuembed_serving.servable import Array, Merging, Signature
+from tpuembed_serving.servable import Array, IdRange, Merging, Signature
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError
 
@@ -265,6 +265,22 @@ def test_who_goes_away_while_it_waits_is_never_run_and_makes_room() -> None:
         assert here.servable.runs == [[1], [3]]
 
     here.play(scenario)
+
+
+def test_who_may_fail_is_run_after_the_others_are_answered() -> None:
+    here = scene(merging=Merging(is_ours=True, is_proven=True, id_ranges=(IdRange(0, 100),)))
+
+    async def scenario() -> None:
+        first = here.ask(1)
+        await here.until_running()
+        others = [here.ask(2), here.ask(100), here.ask(3), here.ask(200)]
+        await asyncio.sleep(0)
+        here.servable.gate.set()
+        assert await values(first, *others) == [[2], [4], [200], [6], [400]]
+        assert here.servable.runs == [[1], [2, 3], [100], [200]]
+
+    here.play(scenario)
+    assert here.executor.waiting == 0
 
 
 def test_a_request_over_the_operators_size_is_refused_in_theirs_words() -> None:
