@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -250,3 +251,31 @@ def test_rest_and_grpc_answer_alike(client: httpx.Client, caller: Caller, vector
     for alias, array in outputs.items():
         wanted = np.array(numbers(alias, found[alias]), dtype=array.dtype)
         np.testing.assert_array_equal(array, wanted.reshape(array.shape))
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """`data` with some of its bytes changed, lost, added or cut off."""
+    found = bytearray(data or b"{")
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(found) + 1)
+        change = rng.choice(
+            [bytes([rng.randrange(256)]), b"", found[at : at + 1] * 2, b'[]{},:"0e\\-'[at % 11 : at % 11 + 1]]
+        )
+        found[at : at + rng.randrange(2)] = change
+        if rng.random() < 0.1:
+            del found[at:]
+    return bytes(found)
+
+
+def test_no_damaged_request_is_a_fault_of_the_server(client: httpx.Client, caller: Caller) -> None:
+    rng = random.Random(1)
+    calls = [one for one in GRPC if "raw" not in one and "Reload" not in one["rpc"]]
+    for vector in rng.choices(calls, k=500):
+        rpc = vector["rpc"]
+        request = json_format.ParseDict(with_shapes(vector["send"]), caller.messages(rpc)[0]())
+        code, text, _ = caller.call(rpc, damaged(request.SerializeToString(), rng))
+        assert code in ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "UNIMPLEMENTED"), text
+    bodies = [one for one in REST if one.get("method", "POST") == "POST" and one["send"] and "headers" not in one]
+    for vector in rng.choices(bodies, k=500):
+        reply = client.post(vector["path"], content=damaged(vector["send"].encode(), rng))
+        assert reply.status_code in (200, 400, 404, 501), reply.text
