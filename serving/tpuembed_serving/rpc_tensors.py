@@ -124,6 +124,8 @@ def _from_content(content: bytes, field: _Field, count: int) -> Array:
     if len(content) != count * field.dtype.itemsize:
         raise _MalformedTensorError
     if field.dtype == np.bool_:
+        if max(content) > 1:
+            raise _MalformedTensorError
         return np.frombuffer(content, np.uint8) != 0
     return np.frombuffer(content, field.dtype)
 

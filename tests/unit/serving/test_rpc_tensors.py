@@ -48,7 +48,7 @@ def truth(proto: Any, dtype: Any) -> Any:
     """What TensorFlow's C++ makes of a TensorProto; None where it refuses."""
     try:
         value = tf.io.parse_tensor(proto.SerializeToString(), dtype).numpy()
-    except tf.errors.InvalidArgumentError:
+    except (tf.errors.InvalidArgumentError, ValueError):  # it refuses, or numpy has no such array
         return None
     return np.array(value, object) if isinstance(value, bytes) else value
 
@@ -133,6 +133,7 @@ def test_any_proto_is_read_as_tensorflow_reads_it_or_refused(case: tuple[Any, An
     elif found is None:
         # TensorFlow drops what is too much without a word, and knows no limit of numpy's.
         odd = dtype.is_complex and len(proto.scomplex_val) % 2
+        odd |= dtype == tf.bool and max(proto.tensor_content, default=0) > 1  # refused by TensorFlow of late
         assert odd or huge or (not proto.tensor_content and values > np.prod(dims))
     elif dtype == tf.bool and proto.tensor_content:
         np.testing.assert_array_equal(found, wanted.view(np.uint8) != 0)
