@@ -20,9 +20,9 @@ _SAME_HALF = (2e-2, 1e-3)
 
 
 def count_rows(inputs: Sequence[Array]) -> int | None:
-    """The size of the first dimension; None where an input has none, or another one."""
+    """The size of the first dimension; None where an input has none, or another one, or where there is no input."""
     sizes = [array.shape[:1] for array in inputs]
-    first = sizes[0]
+    first = sizes[0] if sizes else ()
     return first[0] if first and sizes.count(first) == len(sizes) else None
 
 

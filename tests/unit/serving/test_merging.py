@@ -21,6 +21,7 @@ def test_rows_are_counted_where_inputs_agree() -> None:
     assert count_rows([np.array(1), ids(1)]) is None
     assert count_rows([np.array(1)]) is None
     assert count_rows([np.zeros((0, 3))]) == 0
+    assert count_rows([]) is None
 
 
 def test_ids_of_many_inputs_are_joined_input_by_input() -> None:
