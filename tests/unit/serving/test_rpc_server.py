@@ -80,22 +80,6 @@ async def failure(channel: Any, data: bytes, timeout: float = 30) -> tuple[Any, 
     return caught.value.code(), str(caught.value.details())
 
 
-def test_a_call_whose_deadline_passed_is_not_run(tmp_path: Path) -> None:
-    async def check() -> None:
-        model = Blocking()
-        async with running(tmp_path, lambda _: model.servable, run_threads=1) as (_, _, channel):
-            first = asyncio.create_task(predict(channel, request(1)))
-            await asyncio.to_thread(model.entered.wait)
-            code, _ = await failure(channel, request(2), timeout=0.2)
-            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-            model.go_on.set()
-            assert await first == [2]
-            assert await predict(channel, request(3)) == [6]
-            assert model.runs == 2
-
-    asyncio.run(check())
-
-
 class Watched:
     """The service's predict; how many calls have come, and an event for one that was cancelled."""
 
@@ -111,6 +95,27 @@ class Watched:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+
+def test_a_call_whose_deadline_passed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        model = Blocking()
+        async with running(tmp_path, lambda _: model.servable, run_threads=1) as (app, _, channel):
+            watched = Watched(app.service.predict)
+            monkeypatch.setattr(app.service, "predict", watched)
+            first = asyncio.create_task(predict(channel, request(1)))
+            await asyncio.to_thread(model.entered.wait)
+            await watched.came.acquire()
+            code, _ = await failure(channel, request(2), timeout=0.5)
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not watched.came.locked():  # it came in time, and waits
+                await watched.cancelled.wait()
+            model.go_on.set()
+            assert await first == [2]
+            assert await predict(channel, request(3)) == [6]
+            assert model.runs == 2
+
+    asyncio.run(check())
 
 
 def test_a_call_that_its_client_gave_up_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
