@@ -22,6 +22,8 @@ __all__ = ["ModelExecutor"]
 
 _INLINE_SECONDS: Final = 0.0003
 """A run that is known to be shorter stays on the event loop's thread: to hand it over and back costs about as much."""
+_INLINE_SECONDS_OF_ONE: Final = 0.001
+"""The same of a run of one request: few others come meanwhile."""
 
 
 class ModelExecutor:
@@ -212,7 +214,7 @@ class ModelExecutor:
         if not requests:
             return
         lane = requests[0].lane
-        if lane.expected_seconds(requests) < _INLINE_SECONDS:
+        if lane.expected_seconds(requests) < (_INLINE_SECONDS if len(requests) > 1 else _INLINE_SECONDS_OF_ONE):
             self._deliver(requests, *_run(requests))
             return
         self._free -= 1
