@@ -9,6 +9,9 @@ executor      runs on a few threads, with a bounded queue and a deadline
 service       predict, status, metadata, free of any transport
 json_codec    TensorFlow Serving's JSON to arrays and back
 rest, rpc     the /v1/ API as raw ASGI, and gRPC; app puts FastAPI around it; http_server runs it
+binary_api    arrays as bytes (binary_frames), at URLs of our own; client speaks it
+telemetry     what operators see: observation keeps a record of a request, metrics, access_log and tracing make something of it
+pages         the list of models and the documentation
 server        one process, or a supervisor of several workers; fleet has what these tell each other
 """
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from tpuembed_serving.models_config import read_models
     from tpuembed_serving.policies import AllVersions, LatestVersions, SpecificVersions
     from tpuembed_serving.server import serve
-    from tpuembed_serving.settings import LoadSettings, ModelSettings, ServerSettings
+    from tpuembed_serving.settings import LoadSettings, ModelSettings, ServerSettings, TelemetrySettings
 
 _HOME = {
     "AllVersions": "tpuembed_serving.policies",
@@ -28,6 +31,7 @@ _HOME = {
     "LoadSettings": "tpuembed_serving.settings",
     "ModelSettings": "tpuembed_serving.settings",
     "ServerSettings": "tpuembed_serving.settings",
+    "TelemetrySettings": "tpuembed_serving.settings",
     "SpecificVersions": "tpuembed_serving.policies",
     "read_models": "tpuembed_serving.models_config",
     "ServingApp": "tpuembed_serving.app",
@@ -43,6 +47,7 @@ __all__ = [
     "ServerSettings",
     "ServingApp",
     "SpecificVersions",
+    "TelemetrySettings",
     "create_app",
     "read_models",
     "serve",
