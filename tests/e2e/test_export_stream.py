@@ -45,6 +45,7 @@ def export(
             signatures={},
             source={"path": str(prefix)},
         )
+    assert isinstance(path, Path)
     return path, streamed
 
 

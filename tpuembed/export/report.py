@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tpuembed.export.storage_error import TableError
-from tpuembed.files import FilePath
 
 __all__ = ["ExportReport"]
 
@@ -15,7 +15,8 @@ class ExportReport:
     """One finished export.
 
     Attributes:
-        path: of the version.
+        path: of the version. In a store it is a `tpuembed.files.UrlPath`, which offers what readers use of a Path; it is typed as
+            what it is everywhere else.
         version: its number.
         tables: names, in the order of the plan.
         dropped_features: features that were left out because `tables` left out theirs.
@@ -28,7 +29,7 @@ class ExportReport:
         worker_peak_rss_bytes: the largest of the processes that streamed.
     """
 
-    path: FilePath
+    path: Path
     version: int
     tables: tuple[str, ...]
     dropped_features: tuple[str, ...]

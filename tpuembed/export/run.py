@@ -8,6 +8,8 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
@@ -148,7 +150,7 @@ def _name_kept(staging: Stage) -> None:
 
 def _report(path: FilePath, plan: ExportPlan, request: Request, streamed: StreamReport, seconds: float) -> ExportReport:
     return ExportReport(
-        path=path,
+        path=cast("Path", path),
         version=int(path.name),
         tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
         dropped_features=request.dropped_features,

@@ -29,7 +29,7 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
         streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
         keys = save_gathers(plan, staging.path)
         change(streamed, keys)
-        return assemble(
+        path = assemble(
             staging,
             plan,
             streamed,
@@ -38,6 +38,8 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
             signatures={},
             source={},
         )
+    assert isinstance(path, Path)
+    return path
 
 
 def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:

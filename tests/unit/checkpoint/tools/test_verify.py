@@ -268,7 +268,7 @@ def test_a_relocated_export_is_whole(export: Path) -> None:
     assert b"/srv/models/2/variables/variables.data-00001-of-00002" in before
     found = find_export(path)
     assert found is not None
-    relocate_export(*found, "/another/place")
+    relocate_export(path, found[1], "/another/place")
     assert (path / "saved_model.pb").read_bytes() != before
     assert verify_files(path).damaged == ()
 
