@@ -6,6 +6,7 @@ graph decide about a rank that differs from the signature's, as TensorFlow Servi
 """
 
 import dataclasses
+import functools
 import gc
 import itertools
 import logging
@@ -124,12 +125,18 @@ class SavedModelServable:
     def _callable(self, signature: Signature) -> Callable[..., list[Any]]:
         found = self._callables.get(signature.name)
         if found is None:
-            found = self._make_callable(signature)
             if self._manifest is not None and is_worth_packing(self._manifest, signature):
-                packed = self._make_callable(self.signatures["packed"])
-                found = PackedCall(self._manifest.packing, signature, packed, found)
+                found = self._packed_call(self._manifest, signature)
+            else:
+                found = self._make_callable(signature)
             self._callables[signature.name] = found
         return found
+
+    def _packed_call(self, manifest: Manifest, signature: Signature) -> PackedCall:
+        """`signature` itself is made once it is needed, which is to refuse inputs: making one is most of a mapped load."""
+        named = functools.cache(lambda: self._make_callable(signature))
+        packed = self._callable(self.signatures["packed"])
+        return PackedCall(manifest.packing, signature, packed, lambda *inputs: named()(*inputs))
 
     def _make_callable(self, signature: Signature) -> Callable[..., list[Any]]:
         options = config_pb2.CallableOptions(
