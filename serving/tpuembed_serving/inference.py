@@ -15,10 +15,10 @@ from tpuembed_serving.status import Code, StatusError, invalid_argument
 
 __all__ = ["Classification", "InferenceResult", "Method", "Regression", "check_signature", "interpret", "to_tensor"]
 
-INPUTS: Final = "inputs"
-CLASSES: Final = "classes"
-SCORES: Final = "scores"
-OUTPUTS: Final = "outputs"
+_INPUTS: Final = "inputs"
+_CLASSES: Final = "classes"
+_SCORES: Final = "scores"
+_OUTPUTS: Final = "outputs"
 
 
 class Method(enum.Enum):
@@ -94,19 +94,19 @@ def _check_classification(servable: Servable, signature: Signature) -> None:
     outputs = {info.alias for info in signature.outputs}
     if len(outputs) not in (1, 2):
         raise invalid_argument(f"Expected one or two output Tensors, found {len(outputs)}")
-    if signature.inputs[0].alias != INPUTS:
+    if signature.inputs[0].alias != _INPUTS:
         raise invalid_argument(f"No classification inputs found in SignatureDef: {_shown(servable, signature)}")
-    if not outputs & {CLASSES, SCORES}:
-        text = f'Expected classification signature outputs to contain at least one of "{CLASSES}" or "{SCORES}". '
+    if not outputs & {_CLASSES, _SCORES}:
+        text = f'Expected classification signature outputs to contain at least one of "{_CLASSES}" or "{_SCORES}". '
         raise invalid_argument(f"{text}Signature was: {_shown(servable, signature)}")
 
 
 def _check_regression(servable: Servable, signature: Signature) -> None:
     if len(signature.outputs) != 1:
         raise invalid_argument("Expected one output Tensor.")
-    if signature.inputs[0].alias != INPUTS:
+    if signature.inputs[0].alias != _INPUTS:
         raise invalid_argument(f"No regression inputs found in SignatureDef: {_shown(servable, signature)}")
-    if signature.outputs[0].alias != OUTPUTS:
+    if signature.outputs[0].alias != _OUTPUTS:
         raise invalid_argument(f"No regression outputs found in SignatureDef: {_shown(servable, signature)}")
 
 
@@ -129,15 +129,15 @@ def interpret(method: Method, signature: Signature, outputs: Mapping[str, Array]
     infos = {info.alias: info for info in signature.outputs}
     if method is Method.CLASSIFY:
         return _classification(infos, outputs, examples)
-    return _regression(infos[OUTPUTS], outputs[OUTPUTS], examples)
+    return _regression(infos[_OUTPUTS], outputs[_OUTPUTS], examples)
 
 
 def _classification(infos: Mapping[str, TensorInfo], outputs: Mapping[str, Array], examples: int) -> Classification:
-    classes, scores = outputs.get(CLASSES), outputs.get(SCORES)
+    classes, scores = outputs.get(_CLASSES), outputs.get(_SCORES)
     if classes is not None:
-        _check_matrix(CLASSES, infos[CLASSES], classes, "string", examples)
+        _check_matrix(_CLASSES, infos[_CLASSES], classes, "string", examples)
     if scores is not None:
-        _check_matrix(SCORES, infos[SCORES], scores, "float", examples)
+        _check_matrix(_SCORES, infos[_SCORES], scores, "float", examples)
     if classes is not None and scores is not None and classes.shape[1] != scores.shape[1]:
         sizes = f"{classes.shape[1]} vs. {scores.shape[1]}"
         raise invalid_argument(f"Tensors class and score should match in dim_size(1). Got {sizes}")

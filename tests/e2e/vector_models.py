@@ -118,7 +118,10 @@ def _more() -> dict[str, tuple[Any, list[Any]]]:
         name: (lambda x: {"y": tf.identity(x)}, [spec(tf.as_dtype(name), "x")]) for name in simple
     }
     functions["serving_default"] = (lambda x: {"y": tf.identity(x)}, [tf.TensorSpec(None, tf.float32, name="x")])
-    functions["strings"] = (lambda s: {"s": tf.identity(s), "s_bytes": tf.identity(s)}, [tf.TensorSpec(None, tf.string, name="s")])
+    functions["strings"] = (
+        lambda s: {"s": tf.identity(s), "s_bytes": tf.identity(s)},
+        [tf.TensorSpec(None, tf.string, name="s")],
+    )
     functions["nothing"] = (lambda: {"y": tf.constant([1.5])}, [])
     functions["divide"] = (lambda x: {"y": 1 / x}, [spec(tf.float32, "x")])
     functions["b64"] = (lambda b64: {"y": tf.strings.length(b64)}, [spec(tf.string, "b64")])
