@@ -22,9 +22,7 @@ CONFIG = {"features": {name: {"table": name, "combiner": "sum"} for name in SHAP
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verified")
     write_checkpoint(folder / "ckpt", {name: random_table(*shape, seed=1) for name, shape in SHAPES.items()})
-    report = export_saved_model(
-        folder / "ckpt", folder / "m", serving_config=CONFIG, layout=request.param, workers=1
-    )
+    report = export_saved_model(folder / "ckpt", folder / "m", serving_config=CONFIG, layout=request.param, workers=1)
     return Path(str(report.path))
 
 
