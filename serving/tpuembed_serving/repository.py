@@ -146,6 +146,8 @@ class ModelRepository:
         """WaitUntilModelsAvailable of TensorFlow Serving's server_core.cc."""
         reasons = [_why_not(model) for name in new if not (model := self._models[name]).available]
         reasons += [_why_not(model) for model in self._successors.values()]
+        if self._stopping:  # and what was loaded may be unloaded by now
+            raise StatusError(Code.CANCELLED, "the server stops")
         if reasons:
             listed = "".join(f"{{{reason}}}, " for reason in reasons)
             raise StatusError(Code.UNKNOWN, f"{len(reasons)} model(s) did not become available: {{{listed}}}")

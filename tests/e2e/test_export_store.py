@@ -61,7 +61,8 @@ def export(prefix: Path | str, url: str | Path, **options: Any) -> Any:
 
 def assert_answers(version: Path) -> None:
     """TensorFlow finds the rows of the source in `version`."""
-    signature = tf.saved_model.load(str(version)).signatures["serving_default"]
+    loaded = tf.saved_model.load(str(version))  # which a mapped table lives as long as
+    signature = loaded.signatures["serving_default"]
     ids = {name: np.array([0, len(rows) - 1, len(rows) // 2]) for name, rows in TABLES.items()}
     found = signature(**{name: tf.constant(rows) for name, rows in ids.items()})
     assert found.keys() == TABLES.keys()

@@ -213,7 +213,12 @@ def test_a_stop_ends_a_reload_that_waits(first: ModelSettings, loader: FakeLoade
         go_on.wait(60)
 
     loader.during = block
-    thread = threading.Thread(target=repository.reload, args=([model(tmp_path, "n", 7, 8)],))
+    ended: list[StatusError] = []
+
+    def reload() -> None:
+        ended.append(failed(repository, model(tmp_path, "n", 7, 8)))
+
+    thread = threading.Thread(target=reload)
     thread.start()
     assert loading.wait(60)
     stopping = threading.Thread(target=repository.stop)
@@ -222,6 +227,7 @@ def test_a_stop_ends_a_reload_that_waits(first: ModelSettings, loader: FakeLoade
     go_on.set()
     stopping.join()
     thread.join()
+    assert [error.code for error in ended] == [Code.CANCELLED]
     assert all(servable.closed.is_set() for servable in loader.loaded.values())
     assert failed(repository, first).code is Code.CANCELLED
 
