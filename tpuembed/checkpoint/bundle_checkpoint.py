@@ -156,6 +156,19 @@ class BundleCheckpoint:
             found |= {} if answer is None else dict.fromkeys(names, answer)
         return found
 
+    def piece_rows(self, table: str) -> int | None:
+        """See SmallPieces: rows on a disk are read, added up and written a megabyte or two at a time, a fifth faster than four."""
+        key = self._key(table, None)
+        if not isinstance(self.bundle.prefix, Path):
+            return None
+        runs = 1 if self._keys[table].rows.dealt is None else 2  # that one piece may have of every SparseCore
+        return max(
+            1,
+            runs
+            * _DISK_PIECE_BYTES
+            // (self._tables[table].dim * numpy_dtype(self.bundle.entries[key].dtype).itemsize),
+        )
+
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See ReadBuffers.
 

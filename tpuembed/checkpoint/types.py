@@ -7,7 +7,17 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-__all__ = ["Array", "Checkpoint", "PieceAdvice", "ReadBuffers", "ReadSum", "SummedReader", "SummedReads", "TableInfo"]
+__all__ = [
+    "Array",
+    "Checkpoint",
+    "PieceAdvice",
+    "ReadBuffers",
+    "ReadSum",
+    "SmallPieces",
+    "SummedReader",
+    "SummedReads",
+    "TableInfo",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -157,6 +167,18 @@ class SummedReads(Protocol):
         """Which of `tables`, all of whose rows were read, are as the files' checksums say, and which are not.
 
         What else the checksums cover is read here. Tables of which `met` cannot say it are left out.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+
+
+@runtime_checkable
+class SmallPieces(Protocol):
+    """What a checkpoint offers beside that is read fastest in pieces that stay in a processor's cache."""
+
+    def piece_rows(self, table: str) -> int | None:
+        """How many rows of `table` to read at a time; None where more are better.
 
         Raises:
             UnknownTableError: there is no such table.

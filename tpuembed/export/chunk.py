@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.types import ReadSum, SummedReader, SummedReads
+from tpuembed.checkpoint.types import ReadSum, SmallPieces, SummedReader, SummedReads
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ExportError
 from tpuembed.export.storage import SOURCE_DTYPES, STORAGES, RowEncoder, is_exact, scratch_bytes
@@ -92,6 +92,11 @@ class Chunk:
             checkpoint.read_into(self._task.table, start, rows)
         else:
             self._reader.read_into(start, rows)
+
+    def rows_at_once(self, checkpoint: "Checkpoint") -> int:
+        """How many rows to load at a time; no more than the chunk has."""
+        best = checkpoint.piece_rows(self._task.table) if isinstance(checkpoint, SmallPieces) else None
+        return min(best or self._task.chunk_rows, self._task.chunk_rows)
 
     def source_sums(self) -> dict[str, ReadSum]:
         """What was met of the checkpoint's tensors, where it offers that; see SummedReads."""

@@ -182,8 +182,9 @@ def _stream(
     """What a ShardResult says of the bytes."""
     chunk = Chunk(task)
     stored_crc = read_crc = written = 0
-    for start in range(task.start, task.stop, task.chunk_rows):
-        read, stored = chunk.load(checkpoint, start, min(start + task.chunk_rows, task.stop))
+    step = chunk.rows_at_once(checkpoint)
+    for start in range(task.start, task.stop, step):
+        read, stored = chunk.load(checkpoint, start, min(start + step, task.stop))
         stored_crc = crc.extend(stored_crc, stored)
         read_crc = stored_crc if read is stored else crc.extend(read_crc, read)
         data_file.write(stored, task.file_offset + written)
