@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.e2e.capi import Output, c_library
+
 Array = np.ndarray[Any, Any]
 _FLOAT, _INT64 = 1, 9
 _CALLS = {1: 20, 256: 2}
@@ -43,22 +45,11 @@ class Shape:
     feeds: Mapping[str, list[Mapping[str, Array]]]
 
 
-class _Output(ctypes.Structure):
-    _fields_ = [("operation", ctypes.c_void_p), ("index", ctypes.c_int)]
-
-
 class _Library:
     """TensorFlow's C functions, and one status for all calls."""
 
     def __init__(self, package: Path) -> None:
-        ctypes.CDLL(str(package / "libtensorflow_framework.so.2"))
-        self.tf = ctypes.CDLL(str(package / "libtensorflow_cc.so.2"))
-        pointers = ("TF_NewStatus", "TF_NewGraph", "TF_NewSessionOptions", "TF_LoadSessionFromSavedModel")
-        for name in (*pointers, "TF_GraphOperationByName", "TF_AllocateTensor", "TF_TensorData"):
-            getattr(self.tf, name).restype = ctypes.c_void_p
-        self.tf.TF_TensorByteSize.restype = ctypes.c_size_t
-        self.tf.TF_Dim.restype = ctypes.c_int64
-        self.tf.TF_Message.restype = ctypes.c_char_p
+        self.tf = c_library(package)
         self.status = ctypes.c_void_p(self.tf.TF_NewStatus())
 
     def check(self) -> None:
@@ -111,8 +102,8 @@ class _Call:
     def _outputs_of(self, names: Any) -> Any:
         pairs = [name.partition(":") for name in names]
         find = self._library.tf.TF_GraphOperationByName
-        found = [_Output(find(self._session.graph, name.encode()), int(index or 0)) for name, _, index in pairs]
-        return (_Output * len(found))(*found)
+        found = [Output(find(self._session.graph, name.encode()), int(index or 0)) for name, _, index in pairs]
+        return (Output * len(found))(*found)
 
     def seconds(self, index: int) -> float:
         """Of one request; nothing but the call is timed."""

@@ -15,7 +15,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from xml.sax.saxutils import escape
 
 __all__ = ["S3", "GcsStub", "S3Proxy", "S3Request", "moto_server"]
@@ -121,7 +121,23 @@ class S3Request(NamedTuple):
     body: bytes
 
 
-class S3Proxy:
+class _Running:
+    """A context in which `_server` serves, in a thread of its own."""
+
+    _server: http.server.ThreadingHTTPServer
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class S3Proxy(_Running):
     """In front of a store: it checks Content-MD5, as Amazon's does and moto does not, and can misbehave.
 
     Attributes:
@@ -150,16 +166,6 @@ class S3Proxy:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
             url = f"https://localhost:{self._server.server_address[1]}"
         self.environment = {**store.environment, "AWS_ENDPOINT_URL": url}
-
-    def __enter__(self) -> "S3Proxy":
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
 
 class _ProxyRequest(http.server.BaseHTTPRequestHandler):
@@ -233,7 +239,7 @@ Fault = Callable[["_Request"], bool]
 """Answers a request in a wrong way and says True, or leaves it to the stub."""
 
 
-class GcsStub:
+class GcsStub(_Running):
     """Objects by "bucket/key", served as storage.googleapis.com does.
 
     Attributes:
@@ -253,16 +259,6 @@ class GcsStub:
         self._server.stub = self  # type: ignore[attr-defined]
         url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self.environment = {"GOOGLE_BASE_URL": url, "GOOGLE_SKIP_SIGNATURE": "true", "GOOGLE_ALLOW_HTTP": "true"}
-
-    def __enter__(self) -> "GcsStub":
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
     def upload(self, folder: Path, bucket: str, prefix: str) -> str:
         """Every file below `folder`, as `prefix`/...; the URL of what then is the folder."""

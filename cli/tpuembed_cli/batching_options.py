@@ -1,10 +1,11 @@
 """The options of `tpuembed serve` that say which requests share runs; those of TensorFlow Serving have its names too."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from tpuembed_cli.options import option_group
 
 __all__ = ["batching_options", "take_batching"]
 
@@ -39,11 +40,7 @@ _OPTIONS = [
 ]
 
 
-def batching_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` the options."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+batching_options = option_group(_OPTIONS)
 
 
 def take_batching(options: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Option types that several commands share."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ __all__ = [
     "Size",
     "checkpoint_options",
     "not_built",
+    "option_group",
     "options_of",
     "rows_option",
     "storage_option",
@@ -138,3 +139,14 @@ rows_option = click.option(
 def not_built(option: str, value: str) -> click.UsageError:
     """The error for a part of the command line that is agreed on and not there yet."""
     return click.UsageError(f"{option} {value} is not built yet".replace("  ", " "))
+
+
+def option_group(options: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that gives a command `options`, which `click.option` made, in their order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate

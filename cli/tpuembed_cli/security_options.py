@@ -1,10 +1,11 @@
 """The options of `tpuembed serve` that say who may ask, over what, and how much."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from tpuembed_cli.options import option_group
 
 __all__ = ["security_options", "take_security"]
 
@@ -59,11 +60,7 @@ _OPTIONS = [
 ]
 
 
-def security_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` the options."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+security_options = option_group(_OPTIONS)
 
 
 def take_security(options: dict[str, Any]) -> Any:

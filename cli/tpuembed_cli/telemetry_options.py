@@ -1,10 +1,11 @@
 """The options of `tpuembed serve` that say what operators see of requests; TensorFlow Serving's has its name too."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from tpuembed_cli.options import option_group
 
 __all__ = ["take_telemetry", "telemetry_options"]
 
@@ -25,11 +26,7 @@ _OPTIONS = [
 ]
 
 
-def telemetry_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` the options."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+telemetry_options = option_group(_OPTIONS)
 
 
 def take_telemetry(options: dict[str, Any]) -> Any:

@@ -1,13 +1,13 @@
 """Predict with arrays as bytes (see `binary_frames`), at URLs of our own: TensorFlow Serving's have /v1/ first."""
 
-import asyncio
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
 from tpuembed_serving.binary_frames import CONTENT_TYPE, Frame, FrameError, decode_frame, encode_frame, wire_dtype
 from tpuembed_serving.http_endpoint import HttpEndpoint, Receive, Reply, Scope, raw_path, raw_target
 from tpuembed_serving.observation import name_request
+from tpuembed_serving.off_loop import run_sized
 from tpuembed_serving.rest import find_signature, model_spec
 from tpuembed_serving.servable import Array, Signature
 from tpuembed_serving.service import PredictionService
@@ -20,7 +20,6 @@ _URL: Final = re.compile(rb"/binary/v1/models/([^/:?]+)(?:(?:/versions/([0-9]+))
 _MAX_INLINE_BYTES: Final = 4 * 2**20
 """A larger body is decoded off the event loop, as are larger outputs encoded: both copy memory at most."""
 _CONTENT_TYPE: Final = CONTENT_TYPE.encode("ascii")
-_Result = TypeVar("_Result")
 
 
 def is_binary_request(scope: Scope) -> bool:
@@ -47,7 +46,7 @@ class BinaryApi(HttpEndpoint):
         spec = model_spec(match)
         name_request(spec.name, "predict")
         body = await self.read(scope, receive)
-        frame = await _run(len(body), _decode, body)
+        frame = await run_sized(len(body), _decode, body, most=_MAX_INLINE_BYTES)
         name = frame.members.get("signature_name", "")
         if not isinstance(name, str):
             raise invalid_argument("the header's signature_name is no string")
@@ -58,11 +57,11 @@ class BinaryApi(HttpEndpoint):
             outputs = await self._service.predict(loaded.servable, signature, inputs)
         members = {"model": spec.name, "version": loaded.version, "signature_name": signature.name}
         size = sum(array.nbytes for array in outputs.values())
-        return Reply(200, await _run(size, encode_frame, outputs, members), content_type=_CONTENT_TYPE)
-
-
-async def _run(size: int, function: Callable[..., _Result], *args: Any) -> _Result:
-    return function(*args) if size <= _MAX_INLINE_BYTES else await asyncio.to_thread(function, *args)
+        return Reply(
+            200,
+            await run_sized(size, encode_frame, outputs, members, most=_MAX_INLINE_BYTES),
+            content_type=_CONTENT_TYPE,
+        )
 
 
 def _decode(body: bytes) -> Frame:

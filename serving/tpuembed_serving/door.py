@@ -1,16 +1,15 @@
 """What stands before the application where it is asked for: API keys and CORS, for HTTP; API keys, for gRPC."""
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from tpuembed_serving.api_keys import ApiKeys
+from tpuembed_serving.http_endpoint import HTTP_STATUS, Message, Receive, Reply, Scope, Send, send_reply
 from tpuembed_serving.json_codec import encode_error
+from tpuembed_serving.status import Code
 
 __all__ = ["OPEN_PATHS", "Door", "key_interceptor"]
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
@@ -45,7 +44,7 @@ class Door:
         return self._keys.accept(scope["headers"])
 
     def _with_headers(self, send: Send) -> Send:
-        async def answer(message: MutableMapping[str, Any]) -> None:
+        async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], *self._cors]}
             await send(message)
@@ -64,14 +63,8 @@ def _cors_headers(has_keys: bool) -> Headers:
 
 
 async def _refuse(send: Send) -> None:
-    body = encode_error(_REFUSAL)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"www-authenticate", b"Bearer"),
-    ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    code = Code.UNAUTHENTICATED
+    await send_reply(send, Reply(HTTP_STATUS[code], encode_error(_REFUSAL), code), (b"www-authenticate", b"Bearer"))
 
 
 def key_interceptor(keys: ApiKeys) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tpuembed_serving.json_codec import encode_error
 from tpuembed_serving.security import ConnectionLimits
 
 __all__ = ["close_slow_connections", "protocol_class"]
@@ -118,7 +119,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._is_refused = True
         cycle: Any = self.cycle  # None before the first request
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            body = f'{{\n    "error": "{text}"\n}}'.encode()
+            body = encode_error(text)
             head = f"HTTP/1.1 {status} {_TEXTS[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
             retry = "retry-after: 1\r\n" if status == 503 else ""
             self.transport.write(f"{head}{retry}content-length: {len(body)}\r\n\r\n".encode() + body)

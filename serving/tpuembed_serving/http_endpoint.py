@@ -25,6 +25,7 @@ __all__ = [
     "header",
     "raw_path",
     "raw_target",
+    "send_reply",
 ]
 
 logger = logging.getLogger(__name__)
@@ -102,13 +103,7 @@ class HttpEndpoint(abc.ABC):
                 reply, request_id = await self._reply(scope, receive), sane_request_id(header(scope, REQUEST_ID))
             else:
                 reply, request_id = await self._observed(self._telemetry, scope, receive)
-            headers = [(b"content-type", reply.content_type), (b"content-length", b"%d" % len(reply.body))]
-            if reply.code is Code.UNAVAILABLE:
-                headers.append(_RETRY_AFTER)
-            if request_id:
-                headers.append((REQUEST_ID, request_id.encode("ascii")))
-            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-            await send({"type": "http.response.body", "body": reply.body})
+            await send_reply(send, reply, *([(REQUEST_ID, request_id.encode("ascii"))] if request_id else []))
 
     async def _observed(self, telemetry: Telemetry, scope: Scope, receive: Receive) -> tuple[Reply, str]:
         record = telemetry.begin(REST, scope["method"], raw_target(scope), scope["headers"])
@@ -160,6 +155,15 @@ class HttpEndpoint(abc.ABC):
             more = message.get("more_body", False)
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         return _inflate(body) if b"gzip" in header(scope, b"content-encoding") else body
+
+
+async def send_reply(send: Send, reply: Reply, *more: tuple[bytes, bytes]) -> None:
+    """Send `reply`, with `more` headers."""
+    headers = [(b"content-type", reply.content_type), (b"content-length", b"%d" % len(reply.body))]
+    if reply.code is Code.UNAVAILABLE:
+        headers.append(_RETRY_AFTER)
+    await send({"type": "http.response.start", "status": reply.status, "headers": [*headers, *more]})
+    await send({"type": "http.response.body", "body": reply.body})
 
 
 def raw_target(scope: Scope) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tpuembed.errors import ConfigError
 from tpuembed_serving.served_model import Lease, LoadedVersion, Loader, ServedModel, State, VersionStatus
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.status import Code, StatusError, servable_not_found
 
 __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State", "VersionStatus"]
 
@@ -75,7 +75,7 @@ class ModelRepository:
             return model.lease(version, label)
         if label is not None:
             raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
-        raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {_request(name, version)}")
+        raise servable_not_found(name, version)
 
     def statuses(self, name: str) -> list[VersionStatus]:
         """Every version ever seen of model `name`, newest first; empty for a model that was never configured."""
@@ -228,7 +228,3 @@ def _why_not(model: ServedModel) -> str:
     if failed is None or failed.error is None:
         return f"{{name: {model.name}}} due to error: NOT_FOUND: No versions of servable {model.name} found"
     return f"{{name: {model.name} version: {failed.version}}} due to error: {failed.error.to_string()}"
-
-
-def _request(name: str, version: int | None) -> str:
-    return f"Latest({name})" if version is None else f"Specific({name}, {version})"

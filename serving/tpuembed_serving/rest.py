@@ -5,8 +5,8 @@ import functools
 import json
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from tpuembed_serving.http_endpoint import (
     HTTP_STATUS,
@@ -31,6 +31,7 @@ from tpuembed_serving.json_codec import (
     signature_name,
 )
 from tpuembed_serving.observation import name_request
+from tpuembed_serving.off_loop import MAX_INLINE_BYTES, run_sized
 from tpuembed_serving.repository import VersionStatus
 from tpuembed_serving.servable import Servable, Signature
 from tpuembed_serving.service import DEFAULT_SIGNATURE, ModelMetadata, ModelSpec, PredictionService
@@ -40,10 +41,7 @@ from tpuembed_serving.versions import parse_version
 
 __all__ = ["HTTP_STATUS", "RestApi", "find_signature", "is_api_request", "model_spec", "version_status"]
 
-_Result = TypeVar("_Result")
 
-_MAX_INLINE_BYTES = 256 * 2**10
-"""A larger body is decoded off the event loop, so that small requests do not wait for it."""
 _MODEL = rb"/([^/:?]+)"  # a query never matches
 _CHOICE = rb"(?:(?:/versions/([0-9]+))|(?:/labels/([^/:?]+)))?"
 _POST = re.compile(rb"(?i)/v1/models" + _MODEL + _CHOICE + rb":(classify|regress|predict)")
@@ -93,7 +91,7 @@ class RestApi(HttpEndpoint):
         raise _malformed("POST", raw_target(scope))
 
     async def _predict(self, spec: ModelSpec, body: bytes) -> bytes:
-        if len(body) > _MAX_INLINE_BYTES:
+        if len(body) > MAX_INLINE_BYTES:
             return await self._predict_apart(spec, body)
         document = self._parse(body)
         name = signature_name(document)
@@ -115,13 +113,13 @@ class RestApi(HttpEndpoint):
 
     async def _infer(self, spec: ModelSpec, method: Method, body: bytes) -> bytes:
         """Unlike predict's, the request is read to its end before the model is looked up."""
-        run = _run_inline if len(body) <= _MAX_INLINE_BYTES else asyncio.to_thread
-        document = await run(self._parse, body)
+        size = len(body)
+        document = await run_sized(size, self._parse, body)
         name = signature_name(document)
-        examples = await run(decode_examples, document)
+        examples = await run_sized(size, decode_examples, document)
         with self._service.lease(spec) as loaded:
             result = await self._service.infer(loaded.servable, name, method, examples)
-        return await run(encode_result, result)
+        return await run_sized(size, encode_result, result)
 
     def _get(self, match: re.Match[bytes]) -> bytes:
         if match[1] is None:
@@ -143,10 +141,6 @@ def _decode(document: Document, servable: Servable, signature: Signature) -> Pre
         if padded is None:
             raise
     return decode_inputs(padded, signature)
-
-
-async def _run_inline(function: Callable[..., _Result], *args: Any) -> _Result:
-    return function(*args)
 
 
 def _malformed(method: str, target: bytes) -> StatusError:

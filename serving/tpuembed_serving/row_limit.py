@@ -1,25 +1,18 @@
 """A limit of the rows of a request, in front of whatever runs it."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from tpuembed_serving.servable import Array, Servable, Signature
+from tpuembed_serving.service import Executor
 from tpuembed_serving.status import invalid_argument
 
 __all__ = ["RowLimit"]
 
 
-class Runs(Protocol):
-    """An executor."""
-
-    async def run(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """The signature's outputs."""
-
-
 class RowLimit:
     """Runs what `executor` runs, but for requests of more rows than `most`, which are INVALID_ARGUMENT."""
 
-    def __init__(self, executor: Runs, most: int) -> None:
+    def __init__(self, executor: Executor, most: int) -> None:
         self._executor, self._most = executor, most
 
     async def run(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> list[Array]:

@@ -3,9 +3,8 @@
 Importing this module imports TensorFlow, whose package holds the messages' classes: `rpc_server` does it in a thread.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -19,6 +18,7 @@ from tensorflow_serving.apis import (
 )
 
 from tpuembed_serving.inference import Classification, InferenceResult, Method
+from tpuembed_serving.off_loop import run_sized
 from tpuembed_serving.rpc_inputs import decode_inputs, output_aliases
 from tpuembed_serving.rpc_tensors import encode_tensor
 from tpuembed_serving.servable import Array, Servable, Signature
@@ -27,10 +27,7 @@ from tpuembed_serving.status import Code, StatusError, invalid_argument
 
 __all__ = ["PredictionApi", "model_spec", "parse"]
 
-_MAX_INLINE_BYTES = 256 * 2**10
-"""A larger message is decoded off the event loop, so that small requests do not wait for it."""
 _SIGNATURE_DEF = "signature_def"
-_Result = TypeVar("_Result")
 
 
 def parse(message: Any, data: bytes) -> Any:
@@ -84,16 +81,16 @@ class PredictionApi:
 
     async def predict(self, data: bytes) -> bytes:
         """PredictRequest to PredictResponse."""
-        request = await _run(len(data), parse, predict_pb2.PredictRequest, data)
+        request = await run_sized(len(data), parse, predict_pb2.PredictRequest, data)
         with self._service.lease(model_spec(request)) as loaded:
             signature = _find_signature(loaded.servable, request.model_spec.signature_name)
-            inputs = await _run(len(data), decode_inputs, request, loaded.servable, signature)
+            inputs = await run_sized(len(data), decode_inputs, request, loaded.servable, signature)
             aliases = output_aliases(request, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs)
         response = predict_pb2.PredictResponse()
         _describe(response.model_spec, request.model_spec, loaded.version)
         chosen = {alias: outputs[alias] for alias in aliases}
-        return await _run(sum(array.nbytes for array in chosen.values()), _encode, response, chosen, signature)
+        return await run_sized(sum(array.nbytes for array in chosen.values()), _encode, response, chosen, signature)
 
     async def classify(self, data: bytes) -> bytes:
         """ClassificationRequest to ClassificationResponse."""
@@ -145,11 +142,6 @@ class PredictionApi:
         response.model_spec.version.value = metadata.version
         response.metadata[_SIGNATURE_DEF].Pack(signatures)
         return _serialized(response)
-
-
-async def _run(size: int, function: Callable[..., _Result], *args: Any) -> _Result:
-    """Here, or in a thread where so many bytes would keep other requests waiting."""
-    return function(*args) if size <= _MAX_INLINE_BYTES else await asyncio.to_thread(function, *args)
 
 
 def _find_signature(servable: Servable, name: str) -> Signature:

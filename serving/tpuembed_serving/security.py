@@ -4,6 +4,7 @@ import dataclasses
 
 from tpuembed.errors import ConfigError
 from tpuembed_serving.api_keys import ApiKeys
+from tpuembed_serving.checks import check_positive
 from tpuembed_serving.tls import TlsSettings
 
 __all__ = ["ConnectionLimits", "SecuritySettings"]
@@ -26,9 +27,7 @@ class ConnectionLimits:
 
     def __post_init__(self) -> None:
         for name in ("connections", "header_bytes", "receive_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}: give a number above 0")
+            check_positive(name, getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

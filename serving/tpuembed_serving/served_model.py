@@ -13,7 +13,7 @@ from tpuembed_serving.labels import VersionLabels
 from tpuembed_serving.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.servable import Servable
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.status import Code, StatusError, servable_not_found
 from tpuembed_serving.versions import find_versions, fingerprint
 
 __all__ = ["Lease", "LoadedVersion", "Loader", "ServedModel", "State", "VersionStatus"]
@@ -180,7 +180,7 @@ class ServedModel:
             number = max(self._available_numbers(), default=None) if version is None else version
             record = None if number is None else self._versions.get(number)
             if number is None or record is None or record.state is not State.AVAILABLE or record.servable is None:
-                raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {_request(self.name, version)}")
+                raise servable_not_found(self.name, version)
             record.users += 1
             return number, record, record.servable
 
@@ -321,10 +321,6 @@ class ServedModel:
                 record.state = State.UNLOADING
         if leaving:
             self._changed()
-
-
-def _request(name: str, version: int | None) -> str:
-    return f"Latest({name})" if version is None else f"Specific({name}, {version})"
 
 
 def _kept(number: int, error: Exception) -> StatusError:

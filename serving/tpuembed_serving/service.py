@@ -13,7 +13,15 @@ from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.served_model import LoadedVersion, VersionStatus
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
-__all__ = ["DEFAULT_SIGNATURE", "InferenceTask", "ModelMetadata", "ModelSpec", "PredictionService"]
+__all__ = [
+    "DEFAULT_SIGNATURE",
+    "Executor",
+    "InferenceTask",
+    "ModelMetadata",
+    "ModelSpec",
+    "Models",
+    "PredictionService",
+]
 
 DEFAULT_SIGNATURE = "serving_default"
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from tpuembed.errors import ConfigError
 from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.checks import check_positive
 from tpuembed_serving.policies import LatestVersions, VersionPolicy
 from tpuembed_serving.security import SecuritySettings
 
@@ -60,7 +61,7 @@ class LoadSettings:
     def __post_init__(self) -> None:
         if self.max_retries < 0:
             raise ConfigError(f"max_retries is {self.max_retries}: give 0, for none, or more")
-        _check_positive("retry_seconds", self.retry_seconds)
+        check_positive("retry_seconds", self.retry_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class BatchingSettings:
     max_rows: int = 512
 
     def __post_init__(self) -> None:
-        _check_positive("max_rows", self.max_rows)
+        check_positive("max_rows", self.max_rows)
         if self.parameters is not None and not self.enabled:
             raise ConfigError(
                 "batching parameters are given and batching is not enabled; give --enable-batching as well"
@@ -183,10 +184,9 @@ class ServerSettings:
             "drain_seconds",
             "workers",
         ):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("max_body_bytes", "config_poll_seconds"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
 
     @classmethod
     def for_target(cls, target: str, *, name: str, **options: Any) -> "ServerSettings":
@@ -214,11 +214,6 @@ def check_models(models: Iterable[ModelSettings]) -> None:
 def _check_port(name: str, port: int | None) -> None:
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"{name} is {port}: give a port from 0 (any free one) to 65535")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{name} is {value}: give a number above 0")
 
 
 DEFAULT_LOAD: Final = LoadSettings()

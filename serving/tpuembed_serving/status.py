@@ -4,7 +4,7 @@ import enum
 
 from tpuembed.errors import ServingError
 
-__all__ = ["Code", "StatusError", "invalid_argument"]
+__all__ = ["Code", "StatusError", "invalid_argument", "servable_not_found"]
 
 
 class Code(enum.IntEnum):
@@ -49,3 +49,9 @@ class StatusError(ServingError):
 def invalid_argument(message: str) -> StatusError:
     """The status of nearly every bad request."""
     return StatusError(Code.INVALID_ARGUMENT, message)
+
+
+def servable_not_found(model: str, version: int | None) -> StatusError:
+    """The status of a request for a version that is not available; None is the newest."""
+    request = f"Latest({model})" if version is None else f"Specific({model}, {version})"
+    return StatusError(Code.NOT_FOUND, f"Servable not found for request: {request}")

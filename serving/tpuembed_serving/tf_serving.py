@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from tpuembed_serving.servable import Array, Merging, Servable, Signature
 from tpuembed_serving.served_model import LoadedVersion, State, VersionStatus
 from tpuembed_serving.settings import ModelSettings
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.status import Code, StatusError, servable_not_found
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
 
 __all__ = ["RemoteExecutor", "RemoteModels", "RemoteServable"]
@@ -128,8 +128,7 @@ class RemoteModels:
         number = max(model.loaded, default=None) if model and version is None else version
         servable = model.loaded.get(number) if model and number is not None else None
         if servable is None:
-            what = f"Latest({name})" if version is None else f"Specific({name}, {version})"
-            raise StatusError(Code.NOT_FOUND, f"Servable not found for request: {what}")
+            raise servable_not_found(name, version)
         yield LoadedVersion(servable.version, servable)
 
     def _heard_of(self, name: str) -> "_Model | None":

@@ -72,22 +72,30 @@ def _signature_names(version: Path, signature: str) -> dict[str, dict[str, str]]
     }
 
 
-class _Output(ctypes.Structure):
+class Output(ctypes.Structure):
+    """TF_Output."""
+
     _fields_ = [("operation", ctypes.c_void_p), ("index", ctypes.c_int)]
+
+
+def c_library(package: Path) -> ctypes.CDLL:
+    """TensorFlow's C functions, of the wheel at `package`."""
+    ctypes.CDLL(str(package / "libtensorflow_framework.so.2"))
+    tf = ctypes.CDLL(str(package / "libtensorflow_cc.so.2"))
+    pointers = ("TF_NewStatus", "TF_NewGraph", "TF_NewSessionOptions", "TF_LoadSessionFromSavedModel")
+    for name in (*pointers, "TF_GraphOperationByName", "TF_AllocateTensor", "TF_TensorData"):
+        getattr(tf, name).restype = ctypes.c_void_p
+    tf.TF_TensorByteSize.restype = ctypes.c_size_t
+    tf.TF_Dim.restype = ctypes.c_int64
+    tf.TF_Message.restype = ctypes.c_char_p
+    return tf
 
 
 class Session:
     """A graph in a session of its own, and the few functions that loading and running it need."""
 
     def __init__(self, package: Path) -> None:
-        ctypes.CDLL(str(package / "libtensorflow_framework.so.2"))
-        self.tf = ctypes.CDLL(str(package / "libtensorflow_cc.so.2"))
-        pointers = ("TF_NewStatus", "TF_NewGraph", "TF_NewSessionOptions", "TF_LoadSessionFromSavedModel")
-        for name in (*pointers, "TF_GraphOperationByName", "TF_AllocateTensor", "TF_TensorData"):
-            getattr(self.tf, name).restype = ctypes.c_void_p
-        self.tf.TF_TensorByteSize.restype = ctypes.c_size_t
-        self.tf.TF_Dim.restype = ctypes.c_int64
-        self.tf.TF_Message.restype = ctypes.c_char_p
+        self.tf = c_library(package)
         self.status = ctypes.c_void_p(self.tf.TF_NewStatus())
         self.graph = ctypes.c_void_p(self.tf.TF_NewGraph())
 
@@ -112,9 +120,9 @@ class Session:
 
     def run(self, feeds: Mapping[str, Any], fetches: Sequence[str]) -> list[Array]:
         """The values of the tensors `fetches`, given those of the tensors `feeds`."""
-        given = (_Output * len(feeds))(*map(self.output, feeds))
+        given = (Output * len(feeds))(*map(self.output, feeds))
         values = (ctypes.c_void_p * len(feeds))(*(self.tensor(value).value for value in feeds.values()))
-        wanted = (_Output * len(fetches))(*map(self.output, fetches))
+        wanted = (Output * len(fetches))(*map(self.output, fetches))
         results = (ctypes.c_void_p * len(fetches))()
         self.tf.TF_SessionRun(
             self.session, None, given, values, len(feeds), wanted, results, len(fetches), None, 0, None, self.status
@@ -122,10 +130,10 @@ class Session:
         self.check()
         return [self.array(ctypes.c_void_p(result)) for result in results]
 
-    def output(self, name: str) -> _Output:
+    def output(self, name: str) -> Output:
         operation, _, index = name.partition(":")
         found = self.tf.TF_GraphOperationByName(self.graph, operation.encode())
-        return _Output(found, int(index or 0))
+        return Output(found, int(index or 0))
 
     def tensor(self, value: Any) -> ctypes.c_void_p:
         if not isinstance(value, np.ndarray):

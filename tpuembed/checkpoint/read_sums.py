@@ -6,12 +6,11 @@ need not be read a second time to be proven.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 
 import numpy as np
 
 from tpuembed.checkpoint.interleaved import Interleaved
-from tpuembed.checkpoint.rows import read_dealt_rows
+from tpuembed.checkpoint.rows import read_dealt_rows, stated_checksum
 from tpuembed.checkpoint.types import Array, ReadSum
 from tpuembed.tensor_bundle import Bundle, Entry, crc
 from tpuembed.tensor_bundle.crc_pieces import sum_of_pieces
@@ -71,7 +70,8 @@ def is_as_stated(
         met: what was read of them.
     """
     entry = bundle.entries[key]
-    if not met.bytes or any(part.shape[1:] != entry.shape[1:] for part in entry.parts()):
+    stated = stated_checksum(entry)
+    if stated is None or not met.bytes:
         return None
     runs = np.concatenate([_runs(source, rows) for source, rows in tables if source is not None])
     runs = runs[np.argsort(runs[:, 0])]
@@ -79,7 +79,7 @@ def is_as_stated(
     if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != met.bytes:
         return None
     between = zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True)
-    return (met + _sum_of(bundle, key, between)).checksum == _stated(entry)
+    return (met + _sum_of(bundle, key, between)).checksum == stated
 
 
 def _runs(source: Interleaved, rows: int) -> Array:
@@ -98,11 +98,6 @@ def _sum_of(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> Read
         for row in range(begin, end, step):
             sums.read(np.array([row]), [buffer[: (min(row + step, end) - row) * row_bytes]])
     return sums.total()
-
-
-def _stated(entry: Entry) -> int:
-    parts = sorted(entry.parts(), key=lambda part: part.start)
-    return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
 
 
 def _size(entry: Entry) -> int:

@@ -11,7 +11,7 @@ from tpuembed.tensor_bundle import Bundle, Entry, crc
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.tensor_bundle.reader import strided_bytes
 
-__all__ = ["DENSE", "DenseRows", "RowLayout", "dealt_bytes", "read_dealt_rows"]
+__all__ = ["DENSE", "DenseRows", "RowLayout", "dealt_bytes", "read_dealt_rows", "stated_checksum"]
 
 
 class RowLayout(Protocol):
@@ -70,14 +70,19 @@ class DenseRows:
 
     def checksum(self, entry: Entry) -> int | None:
         """Of the tensor's slices one after another, where they are runs of rows; None where they cut columns too."""
-        parts = sorted(entry.parts(), key=lambda part: part.start)
-        if any(part.shape[1] != entry.shape[1] for part in parts):
-            return None
-        return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
+        return stated_checksum(entry)
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """Where slices cut columns, rows go through a small buffer."""
         return _transfer_bytes(bundle) + strided_bytes(entry, rows)
+
+
+def stated_checksum(entry: Entry) -> int | None:
+    """CRC32C of a matrix's slices one after another, where they are runs of rows; None where they cut columns too."""
+    parts = sorted(entry.parts(), key=lambda part: part.start)
+    if any(part.shape[1] != entry.shape[1] for part in parts):
+        return None
+    return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
 
 
 DENSE: Final = DenseRows()

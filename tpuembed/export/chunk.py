@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.types import ReadSum, SmallPieces, SummedReader, SummedReads
+from tpuembed.checkpoint.types import ReadSum, SmallPieces, SummedReads
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ExportError
 from tpuembed.export.storage import SOURCE_DTYPES, STORAGES, RowEncoder, is_exact, scratch_bytes
@@ -59,25 +59,29 @@ class Chunk:
         errors: of all rows loaded so far.
     """
 
-    def __init__(self, task: "ShardTask") -> None:
+    def __init__(self, task: "ShardTask", checkpoint: "Checkpoint") -> None:
         quantization = None if task.quantization is None else QuantizationConfig(**task.quantization)
         self.errors = ErrorSums()
         self._task, self._codec = task, STORAGES[task.storage]
-        self._reader: SummedReader | None = None
+        self._checkpoint = checkpoint
+        self._reader = checkpoint.summed(task.table) if isinstance(checkpoint, SummedReads) else None
         self._read: _Array = np.empty((task.chunk_rows, task.dim), SOURCE_DTYPES[task.source_dtype])
         self._stored: _Array | None = None
         if task.source_dtype != task.storage or quantization is not None:
             self._stored = np.empty((task.chunk_rows, self._codec.columns(task.dim)), self._codec.dtype)
             self._encoder = RowEncoder(task.storage, task.dim, quantization)
 
-    def load(self, checkpoint: "Checkpoint", start: int, stop: int) -> tuple[_Bytes, _Bytes]:
+    def load(self, start: int, stop: int) -> tuple[_Bytes, _Bytes]:
         """Rows [start, stop): the bytes read and the bytes to store, the same object or not; valid until the next call.
 
         Raises:
             ExportError: the storage cannot hold a row.
         """
         rows = self._read[: stop - start]
-        self._read_into(checkpoint, start, rows)
+        if self._reader is None:
+            self._checkpoint.read_into(self._task.table, start, rows)
+        else:
+            self._reader.read_into(start, rows)
         if self._stored is None:
             read = _bytes_of(rows)
             return read, read
@@ -85,17 +89,10 @@ class Chunk:
         self._store(rows, stored, start)
         return _bytes_of(rows), _bytes_of(stored)
 
-    def _read_into(self, checkpoint: "Checkpoint", start: int, rows: _Array) -> None:
-        if self._reader is None and isinstance(checkpoint, SummedReads):
-            self._reader = checkpoint.summed(self._task.table)
-        if self._reader is None:
-            checkpoint.read_into(self._task.table, start, rows)
-        else:
-            self._reader.read_into(start, rows)
-
-    def rows_at_once(self, checkpoint: "Checkpoint") -> int:
+    @property
+    def rows_at_once(self) -> int:
         """How many rows to load at a time; no more than the chunk has."""
-        best = checkpoint.piece_rows(self._task.table) if isinstance(checkpoint, SmallPieces) else None
+        best = self._checkpoint.piece_rows(self._task.table) if isinstance(self._checkpoint, SmallPieces) else None
         return min(best or self._task.chunk_rows, self._task.chunk_rows)
 
     def source_sums(self) -> dict[str, ReadSum]:

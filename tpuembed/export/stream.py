@@ -180,11 +180,11 @@ def _stream(
     task: ShardTask, checkpoint: "Checkpoint", data_file: DataFile, on_chunk: Callable[[int], None]
 ) -> dict[str, Any]:
     """What a ShardResult says of the bytes."""
-    chunk = Chunk(task)
+    chunk = Chunk(task, checkpoint)
     stored_crc = read_crc = written = 0
-    step = chunk.rows_at_once(checkpoint)
+    step = chunk.rows_at_once
     for start in range(task.start, task.stop, step):
-        read, stored = chunk.load(checkpoint, start, min(start + step, task.stop))
+        read, stored = chunk.load(start, min(start + step, task.stop))
         stored_crc = crc.extend(stored_crc, stored)
         read_crc = stored_crc if read is stored else crc.extend(read_crc, read)
         data_file.write(stored, task.file_offset + written)

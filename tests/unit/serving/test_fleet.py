@@ -151,9 +151,8 @@ def test_one_that_does_not_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
     wait_for(lambda: link.view.ready)
 
 
-def test_who_waits_for_answers_is_told_that_none_will_come(pair: Pair) -> None:
-    link, supervisor, _ = pair
-    link.start()
+def ask_in_vain(link: WorkerLink) -> tuple[threading.Thread, list[StatusError]]:
+    """A thread that asks all workers, and what it is told."""
     errors: list[StatusError] = []
 
     def ask() -> None:
@@ -163,6 +162,13 @@ def test_who_waits_for_answers_is_told_that_none_will_come(pair: Pair) -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
+    return thread, errors
+
+
+def test_who_waits_for_answers_is_told_that_none_will_come(pair: Pair) -> None:
+    link, supervisor, _ = pair
+    link.start()
+    thread, errors = ask_in_vain(link)
     supervisor.receive()
     supervisor.connection.close()
     thread.join(60)
@@ -172,15 +178,7 @@ def test_who_waits_for_answers_is_told_that_none_will_come(pair: Pair) -> None:
 def test_one_exception_among_the_answers_is_raised(pair: Pair) -> None:
     link, supervisor, _ = pair
     link.start()
-    errors: list[StatusError] = []
-
-    def ask() -> None:
-        with pytest.raises(StatusError) as caught:
-            link.gather("reload")
-        errors.append(caught.value)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    thread, errors = ask_in_vain(link)
     call = supervisor.receive()
     assert isinstance(call, Call)
     supervisor.connection.send(Result(call.number, (None, StatusError(Code.UNKNOWN, "no"))))

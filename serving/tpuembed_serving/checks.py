@@ -1,0 +1,11 @@
+"""What settings are refused for."""
+
+from tpuembed.errors import ConfigError
+
+__all__ = ["check_positive"]
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Raise ConfigError unless `value` is above 0; None, where it is one, is no limit."""
+    if value is not None and not value > 0:
+        raise ConfigError(f"{name} is {value}: give a number above 0")
