@@ -66,10 +66,17 @@ class ServingApp(FastAPI):
         self._binary = BinaryApi(self.service, settings.max_body_bytes, self.telemetry)
         super().__init__(title="tpuembed serving", lifespan=_lifespan, docs_url=None, redoc_url=None)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
-        self.add_api_route("/readyz", self._readyz, summary="Every model has an available version")
+        busy: dict[int | str, dict[str, Any]] = {503: {"description": "Not every model has one"}}
+        self.add_api_route("/readyz", self._readyz, summary="Every model has an available version", responses=busy)
         add_pages(self, self.service)
         if settings.telemetry.metrics_path is not None:
-            self.add_api_route(settings.telemetry.metrics_path, self._metrics, summary="Metrics for Prometheus")
+            self.add_api_route(
+                settings.telemetry.metrics_path,
+                self._metrics,
+                summary="Metrics for Prometheus",
+                response_class=PlainTextResponse,
+                responses={503: {"description": "A worker is busy"}},
+            )
 
     async def load_first(self) -> None:
         """Return once what is there is loaded, where others answer meanwhile."""

@@ -1,8 +1,11 @@
 """What the OpenAPI page says of the raw REST routes."""
 
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["REST_PATHS"]
+from tpuembed_serving.served_model import State
+from tpuembed_serving.status import Code
+
+__all__ = ["REST_PATHS", "STATUS_SCHEMA"]
 
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 _VERSION = {
@@ -36,18 +39,91 @@ _EXAMPLES_REQUEST = {
 }
 
 
+_RPC_STATUS = {
+    "type": "object",
+    "required": ["error_code", "error_message"],
+    "properties": {"error_code": {"enum": [code.name for code in Code]}, "error_message": {"type": "string"}},
+}
+STATUS_SCHEMA: Final[dict[str, Any]] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["version", "state", "status"],
+        "properties": {
+            "version": {"type": "string", "pattern": "^[0-9]+$"},
+            "state": {"enum": [state.name for state in State]},
+            "status": _RPC_STATUS,
+        },
+    },
+}
+"""Of a model's versions."""
+_STATUS_ANSWER = {
+    "type": "object",
+    "required": ["model_version_status"],
+    "properties": {"model_version_status": STATUS_SCHEMA},
+}
+_METADATA_ANSWER = {
+    "type": "object",
+    "required": ["model_spec", "metadata"],
+    "properties": {
+        "model_spec": {
+            "type": "object",
+            "required": ["name", "signature_name", "version"],
+            "properties": {
+                "name": {"type": "string"},
+                "signature_name": {"type": "string"},
+                "version": {"type": "string", "pattern": "^[0-9]+$"},
+            },
+        },
+        "metadata": {
+            "type": "object",
+            "required": ["signature_def"],
+            "properties": {
+                "signature_def": {
+                    "type": "object",
+                    "required": ["signature_def"],
+                    "properties": {"signature_def": {"type": "object", "additionalProperties": {"type": "object"}}},
+                }
+            },
+        },
+    },
+}
+_PREDICT_ANSWER = {
+    "oneOf": [
+        {"type": "object", "required": ["predictions"], "properties": {"predictions": {"type": "array", "items": {}}}},
+        {"type": "object", "required": ["outputs"], "properties": {"outputs": {}}},
+    ]
+}
+_RESULTS_ANSWER = {
+    "type": "object",
+    "required": ["results"],
+    "properties": {"results": {"type": "array", "items": {}}},
+}
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds", "required": True, "schema": {"type": "integer"}}}
+
+
 def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
+def _error(description: str) -> dict[str, Any]:
+    return _json(description, _ERROR_SCHEMA)
+
+
 _ERRORS = {
-    "400": _json("The request is malformed, or the model refuses its inputs", _ERROR_SCHEMA),
-    "404": _json("No such model or version is available", _ERROR_SCHEMA),
+    "400": _error("The request is malformed, or the model refuses its inputs"),
+    "401": _error("The server wants an API key, and there is no valid one"),
+    "404": _error("No such model or version is available"),
+    "408": _error("The request did not come whole in time"),
+    "431": _error("The request's line and headers are too long"),
+    "503": _error("Too many requests are waiting, or too many connections are open") | {"headers": _RETRY_AFTER},
 }
 _RUN_ERRORS = {
-    "501": _json("An input's dtype has no JSON form", _ERROR_SCHEMA),
-    "503": _json("Too many requests are waiting", _ERROR_SCHEMA),
-    "504": _json("The model did not answer in time", _ERROR_SCHEMA),
+    "413": _error("The body is larger than the operator allows"),
+    "429": _error("The model ran out of memory"),
+    "500": _error("The model failed"),
+    "501": _error("A dtype has no form here"),
+    "504": _error("The model did not answer in time"),
 }
 
 
@@ -68,15 +144,13 @@ _INFER_EXAMPLES = {
 
 
 def _predict(parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    answer = {"type": "object", "properties": {"predictions": {"type": "array", "items": {}}, "outputs": {}}}
     request = {"oneOf": [_ROW_REQUEST, _COLUMNAR_REQUEST]}
     summary = "Predict, by row (instances -> predictions) or by column (inputs -> outputs)"
-    return _post(summary, parameters, request, answer, _PREDICT_EXAMPLES)
+    return _post(summary, parameters, request, _PREDICT_ANSWER, _PREDICT_EXAMPLES)
 
 
 def _infer(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    answer = {"type": "object", "properties": {"results": {"type": "array", "items": {}}}}
-    return _post(summary, parameters, _EXAMPLES_REQUEST, answer, _INFER_EXAMPLES)
+    return _post(summary, parameters, _EXAMPLES_REQUEST, _RESULTS_ANSWER, _INFER_EXAMPLES)
 
 
 def _post(
@@ -95,9 +169,9 @@ def _post(
     return {"post": operation}
 
 
-def _get(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    answer = {"200": _json(summary, {"type": "object"}), **_ERRORS}
-    return {"get": {"summary": summary, "parameters": parameters, "responses": answer}}
+def _get(summary: str, parameters: list[dict[str, Any]], answer: dict[str, Any]) -> dict[str, Any]:
+    responses = {"200": _json(summary, answer), **_ERRORS}
+    return {"get": {"summary": summary, "parameters": parameters, "responses": responses}}
 
 
 def _paths(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
@@ -105,8 +179,8 @@ def _paths(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
         f"{base}:predict": _predict(parameters),
         f"{base}:classify": _infer("Classify tf.Examples: a list of [label, score] for each", parameters),
         f"{base}:regress": _infer("Regress tf.Examples: a number for each", parameters),
-        base: _get("The state of the model's versions", parameters),
-        f"{base}/metadata": _get("The signatures of the model", parameters),
+        base: _get("The state of the model's versions", parameters, _STATUS_ANSWER),
+        f"{base}/metadata": _get("The signatures of the model", parameters, _METADATA_ANSWER),
     }
 
 

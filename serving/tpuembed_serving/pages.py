@@ -9,6 +9,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
+from tpuembed_serving.openapi import STATUS_SCHEMA
 from tpuembed_serving.rest import version_status
 from tpuembed_serving.service import ModelSpec, PredictionService
 from tpuembed_serving.status import Code, StatusError
@@ -18,15 +19,17 @@ __all__ = ["add_pages"]
 _ASSETS: Final = "/docs/assets"
 _MODELS: Final = {
     "type": "object",
+    "required": ["models"],
     "properties": {
         "models": {
             "type": "array",
             "items": {
                 "type": "object",
+                "required": ["name", "labels", "model_version_status"],
                 "properties": {
                     "name": {"type": "string"},
                     "labels": {"type": "object", "additionalProperties": {"type": "string"}},
-                    "model_version_status": {"type": "array", "items": {"type": "object"}},
+                    "model_version_status": STATUS_SCHEMA,
                 },
             },
         }

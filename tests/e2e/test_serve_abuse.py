@@ -3,16 +3,14 @@
 import http.client
 import json
 import random
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.good_client import GoodClient
 from tests.e2e.vector_models import save_models
 from tests.e2e.vector_server import VectorServer, read_vectors
 
@@ -36,36 +34,8 @@ def resident_bytes(server: VectorServer) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
-class GoodClient(threading.Thread):
-    """Asks what is right, again and again; `answers` must all be right."""
-
-    def __init__(self, server: VectorServer) -> None:
-        super().__init__()
-        self._url, self._stop_asking = httpx.URL(server.url), threading.Event()
-        self.answers = 0
-        self.failure: Any = None
-
-    def run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._stop_asking.is_set() and self.failure is None:
-                reply = client.post("/v1/models/half:predict", content=GOOD)
-                if (reply.status_code, reply.json()) != (200, GOOD_ANSWER):
-                    self.failure = (reply.status_code, reply.text)
-                self.answers += 1
-                time.sleep(0.002)
-
-    def __enter__(self) -> "GoodClient":
-        self.start()
-        deadline = time.monotonic() + 60
-        while not self.answers and self.failure is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop_asking.set()
-        self.join(60)
-        assert self.failure is None
+def good_client(server: VectorServer) -> GoodClient:
+    return GoodClient(f"{server.url}/v1/models/half:predict", GOOD, GOOD_ANSWER)
 
 
 def mutated(moments: random.Random) -> bytes:
@@ -128,7 +98,7 @@ def check_error(body: bytes) -> None:
 def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
     send_mutated(server, 200, seed=0)
     before = resident_bytes(server)
-    with GoodClient(server):
+    with good_client(server):
         statuses = send_mutated(server, count, seed=count)
     assert statuses[400] > count // 2
     assert statuses[200], "some accidents do no harm"
@@ -152,7 +122,7 @@ def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorSer
 def test_bodies_that_are_large_or_deep(server: VectorServer, body: bytes) -> None:
     """10,000 levels of JSON, and more; good requests are answered meanwhile."""
     before = resident_bytes(server)
-    with GoodClient(server), httpx.Client(base_url=server.url, timeout=60) as client:
+    with good_client(server), httpx.Client(base_url=server.url, timeout=60) as client:
         reply = client.post("/v1/models/half:predict", content=body)
         assert reply.status_code in (200, 400), reply.text[:200]
     assert resident_bytes(server) - before < GROWTH_BYTES + 60 * len(body)
@@ -161,7 +131,7 @@ def test_bodies_that_are_large_or_deep(server: VectorServer, body: bytes) -> Non
 
 def test_clients_that_leave_in_the_middle(server: VectorServer) -> None:
     url = httpx.URL(server.url)
-    with GoodClient(server):
+    with good_client(server):
         for number in range(60):
             connection = http.client.HTTPConnection(url.host, url.port, timeout=60)
             connection.putrequest("POST", "/v1/models/half:predict")
