@@ -17,6 +17,7 @@ from tpuembed.errors import TpuEmbedError
 from tpuembed.export.assemble import assemble
 from tpuembed.export.destinations import Stage, choose_destination
 from tpuembed.export.engines import Engine, check_engine, choose_engine, default_workers
+from tpuembed.export.engines.protocol import StartsEarly
 from tpuembed.export.error_bound import ErrorBound
 from tpuembed.export.execute import StreamReport, stream_into
 from tpuembed.export.layouts import check_layout
@@ -100,16 +101,20 @@ def run_export(
     same = destination.same_tables(key) if options.resume and key else None
     destination.check_room(plan, header, options, is_shared=same is not None)
     _pass_advice_on(checkpoint, plan)
-    with destination.stage(options, header) as staging, resumable(staging):
+    engine = engine or choose_engine(options.engine, plan.workers, options.ray_address)
+    with (
+        destination.stage(options, header) as staging,
+        resumable(staging),
+        _starting(engine, source, plan) if same is None else contextlib.nullcontext(),
+    ):
         _name_kept(staging)
         graph = request.save_graph(plan, staging.path)
         bound = ErrorBound(plan.shards, options.max_error)
         on_progress = on_progress or ignore
         streamed = destination.share(same, plan, staging, on_progress) if same else None
         if streamed is None:
-            running = engine or choose_engine(options.engine, plan.workers, options.ray_address)
             tables = staging.open_tables(plan)
-            streamed = stream_into(plan, source, tables, running, on_progress=on_progress, on_result=bound.check_shard)
+            streamed = stream_into(plan, source, tables, engine, on_progress=on_progress, on_result=bound.check_shard)
         bound.check(streamed.errors)
         path = assemble(
             staging,
@@ -124,6 +129,11 @@ def run_export(
             tables_key=key,
         )
     return _report(path, plan, request, streamed, time.monotonic() - started)
+
+
+def _starting(engine: Engine, source: Source, plan: ExportPlan) -> contextlib.AbstractContextManager[None]:
+    """What takes long to start begins to, beside the graph."""
+    return engine.starting(source, len(plan.shards)) if isinstance(engine, StartsEarly) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,17 @@ from tpuembed.tensor_bundle import crc
 if TYPE_CHECKING:  # the source names what opens it
     from tpuembed.checkpoint import Checkpoint
 
-__all__ = ["DataFile", "ShardResult", "Source", "ignore", "open_source", "peak_rss_bytes", "run_shard", "write_shard"]
+__all__ = [
+    "DataFile",
+    "ShardResult",
+    "Source",
+    "ignore",
+    "open_once",
+    "open_source",
+    "peak_rss_bytes",
+    "run_shard",
+    "write_shard",
+]
 
 _Array = npt.NDArray[Any]
 _Bytes = npt.NDArray[np.uint8]
@@ -132,7 +142,7 @@ def write_shard(
     if is_reused:
         found = {"crc32c": task.written_crc32c, "source_crc32c": 0, "errors": dataclasses.asdict(ErrorSums())}
     else:
-        found = _stream(task, checkpoint or _cached_source(source), data_file, on_chunk)
+        found = _stream(task, checkpoint or open_once(source), data_file, on_chunk)
     return ShardResult(
         index=task.index,
         bytes=task.size,
@@ -162,8 +172,8 @@ def open_source(source: Source) -> "Checkpoint":
 
 
 @functools.lru_cache(maxsize=1)
-def _cached_source(source: Source) -> "Checkpoint":
-    """The checkpoint, opened once per process and never closed."""
+def open_once(source: Source) -> "Checkpoint":
+    """`open_source`, once per process; never closed."""
     return open_source(source)
 
 

@@ -6,6 +6,7 @@ current batch}` now and then, and for each batch `{"results": [...]}` or `{"erro
 "may_pass": ...}}`, of which the last ends it. It never imports TensorFlow, and it never outlives its parent.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ from tpuembed.errors import TpuEmbedError
 from tpuembed.export.batch import run_batch
 from tpuembed.export.failures import Failure
 from tpuembed.export.plan import ShardTask
-from tpuembed.export.stream import Source
+from tpuembed.export.stream import Source, open_once
 
 __all__ = ["main"]
 
@@ -36,6 +37,7 @@ def main() -> int:
         return 0
     time.sleep(job["delay_seconds"])
     worker = _Worker(Source(**job["source"]), job["parent"], replies)
+    worker.prepare()
     return 0 if all(worker.run(json.loads(line)) for line in sys.stdin) else 1
 
 
@@ -50,6 +52,11 @@ class _Worker:
     def __init__(self, source: Source, parent: int, replies: IO[str]) -> None:
         self._source, self._parent, self._replies = source, parent, replies
         self._reported = 0.0
+
+    def prepare(self) -> None:
+        """Open the source while there is nothing else to do. What fails here fails the first batch too, which says so."""
+        with contextlib.suppress(Exception):
+            open_once(self._source)
 
     def run(self, batch: Mapping[str, Any]) -> bool:
         """Stream `batch` and say how it went."""

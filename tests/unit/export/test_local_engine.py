@@ -100,6 +100,47 @@ def test_workers_write_the_table_and_report(tmp_path: Path, plan: ExportPlan, va
     assert len(set(done)) > 6, "progress within shards"
 
 
+def test_workers_that_were_started_before_their_tasks_were_known_do_them(tmp_path: Path, plan: ExportPlan) -> None:
+    source = source_of(tmp_path / "ckpt")
+    engine = local.LocalEngine(plan.workers)
+    before = set(children(os.getpid()))
+    with engine.starting(source, len(plan.shards)):
+        started = set(children(os.getpid())) - before
+        assert len(started) == plan.workers
+        seen = set[int]()
+        stream_tables(
+            plan,
+            source,
+            tmp_path / "out",
+            engine,
+            on_result=lambda _: seen.update(set(children(os.getpid())) - before),
+        )
+        assert seen <= started, "no others"
+    assert set(children(os.getpid())) <= before
+
+
+def test_workers_that_were_started_for_nothing_end(tmp_path: Path, plan: ExportPlan) -> None:
+    engine = local.LocalEngine(plan.workers)
+    before = set(children(os.getpid()))
+
+    def fail() -> None:
+        with engine.starting(source_of(tmp_path / "ckpt"), 1):
+            assert len(set(children(os.getpid())) - before) == 1, "no more than tasks"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert set(children(os.getpid())) <= before
+
+
+def test_workers_that_were_started_for_another_source_get_no_task(tmp_path: Path, plan: ExportPlan) -> None:
+    other = dataclasses.replace(source_of(tmp_path / "ckpt"), fingerprint="another")
+    engine = local.LocalEngine(plan.workers)
+    with engine.starting(other, len(plan.shards)):
+        report = stream_tables(plan, source_of(tmp_path / "ckpt"), tmp_path / "out", engine)
+    assert report.bytes_written == plan.table_bytes
+
+
 def test_results_come_in_the_order_of_their_shards(tmp_path: Path, plan: ExportPlan) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stack_float32_16.data").touch()

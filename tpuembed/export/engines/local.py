@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
 from tpuembed.errors import TpuEmbedError, WorkerError
-from tpuembed.export.batch import Batch
+from tpuembed.export.batch import Batch, Where
 from tpuembed.export.engines.protocol import Job
 from tpuembed.export.failures import Failure
 from tpuembed.export.plan import ShardTask
-from tpuembed.export.stream import ShardResult, ignore
+from tpuembed.export.stream import ShardResult, Source, ignore
 
 __all__ = ["LocalEngine"]
 
@@ -43,6 +43,19 @@ class LocalEngine:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
+        self._started: list[_Worker] = []
+
+    @contextlib.contextmanager
+    def starting(self, source: Source, tasks: int) -> Iterator[None]:
+        """See StartsEarly."""
+        try:
+            for _ in range(min(self._workers, tasks)):
+                self._started.append(_Worker(source))
+            yield
+        finally:
+            for worker in self._started:
+                worker.kill()
+            self._started.clear()
 
     def run(
         self,
@@ -54,7 +67,7 @@ class LocalEngine:
     ) -> list[ShardResult]:
         """See Engine.run. No worker is left when it returns or raises, KeyboardInterrupt included."""
         results: list[ShardResult] = []
-        with _Crew(tasks, job, self._workers) as crew:
+        with _Crew(tasks, job, self._workers, self._started) as crew:
             while len(results) < len(tasks):
                 for result in crew.receive():
                     results.append(result)
@@ -66,8 +79,10 @@ class LocalEngine:
 class _Crew:
     """The workers of one run: at its end they finish, after an exception they are killed."""
 
-    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int) -> None:
+    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int, started: "list[_Worker]") -> None:
+        """`started` are workers that wait for tasks; those that are hired are taken out of it."""
         self._waiting, self._job = deque(job.place.batches(tasks)), job
+        self._started = started
         self._count = min(workers, len(self._waiting))
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -109,15 +124,24 @@ class _Crew:
                 for results in worker.receive():
                     yield from results
                     if self._waiting:
-                        worker.assign(self._waiting.popleft())
+                        self._assign(worker, self._waiting.popleft())
             except _MayPass as failure:
                 self._replace(worker, failure)
 
     def _hire(self, task: Batch, delay_seconds: float = 0) -> None:
-        worker = _Worker(self._job, delay_seconds)
+        worker = self._idle() or _Worker(self._job.source, delay_seconds)
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
-        worker.assign(task)
+        self._assign(worker, task)
+
+    def _idle(self) -> "_Worker | None":
+        """A worker that was started for this source."""
+        if self._started and self._started[-1].source == self._job.source:
+            return self._started.pop()
+        return None
+
+    def _assign(self, worker: "_Worker", task: Batch) -> None:
+        worker.assign(task, self._job.place.where(task))
 
     def _replace(self, worker: "_Worker", failure: "_MayPass") -> None:
         """Have another worker try again what `worker` failed at; raise what happened when it has failed too often."""
@@ -145,9 +169,9 @@ class _MayPass(Exception):  # noqa: N818 - the error is inside
 class _Worker:
     """A worker process and the batch it is at."""
 
-    def __init__(self, job: Job, delay_seconds: float) -> None:
+    def __init__(self, source: Source, delay_seconds: float = 0) -> None:
         self.written = 0
-        self._job = job
+        self.source = source
         self._task: Batch | None = None
         self._unread = b""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill
@@ -155,13 +179,12 @@ class _Worker:
         assert self._process.stdin
         assert self._process.stdout
         self._tasks, self.replies = self._process.stdin, self._process.stdout
-        source = dataclasses.asdict(job.source)
-        self._send({"source": source, "parent": os.getpid(), "delay_seconds": delay_seconds})
+        self._send({"source": dataclasses.asdict(source), "parent": os.getpid(), "delay_seconds": delay_seconds})
 
-    def assign(self, task: Batch) -> None:
+    def assign(self, task: Batch, where: Where) -> None:
         """Give it its next batch."""
         self._task, self.written = task, 0
-        self._send({**dataclasses.asdict(task), "where": self._job.place.where(task)})
+        self._send({**dataclasses.asdict(task), "where": where})
 
     def receive(self) -> Iterator[list[ShardResult]]:
         """The results of batches among what it has said; waits until it says something.

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from tpuembed.export.batch import Place
 from tpuembed.export.plan import ShardTask
 from tpuembed.export.stream import ShardResult, Source, ignore
 
-__all__ = ["Engine", "Job"]
+__all__ = ["Engine", "Job", "StartsEarly"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,4 +48,13 @@ class Engine(Protocol):
             TpuEmbedError: what the first task that failed raised; the others are stopped.
             WorkerError: a process that ran a task died, again and again.
         """
+        ...
+
+
+@runtime_checkable
+class StartsEarly(Protocol):
+    """An engine whose processes can be started before it is known what they will do, which takes a good part of a second."""
+
+    def starting(self, source: Source, tasks: int) -> AbstractContextManager[None]:
+        """Start them for a run of at most so many tasks of `source`; those that no run has taken end with the context."""
         ...
