@@ -1,0 +1,29 @@
+"""What a layer tells and hands to a V1 accelerator, of three fixed models, against goldens and TensorFlow's documentation."""
+
+import functools
+
+import pytest
+
+from tests.tpu.v1 import fields
+from tests.tpu.v1.checks import CHECKS
+from tests.tpu.v1.models import MODELS
+from tests.tpu.v1.tracing import Traced, trace
+
+
+@functools.cache
+def traced(name: str) -> Traced:
+    return trace(MODELS[name]())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_holds(name: str, check: str) -> None:
+    CHECKS[check](name, MODELS[name](), traced(name))
+
+
+def test_every_optimizer_and_kind_of_ids_is_among_the_models() -> None:
+    models = [make() for make in MODELS.values()]
+    rules = {fields.optimizer_of(model, table).kind for model in models for table in model.tables()}
+    assert rules == {"sgd", "adagrad", "adagrad_momentum", "adam", "ftrl"}
+    assert {kind for model in models for kind in model.kinds.values()} == {"sparse", "ragged", "dense"}
+    assert {table.combiner for model in models for table in model.tables()} == {"sum", "mean", "sqrtn"}
