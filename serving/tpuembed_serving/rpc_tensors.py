@@ -6,7 +6,6 @@ bytes do not prove, but for the one value that stands for all, whose tensor is l
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, Final
 
 import ml_dtypes
@@ -19,11 +18,14 @@ from tpuembed_serving.status import Code, StatusError, invalid_argument
 
 __all__ = ["MAX_FILLED_BYTES", "decode_tensor", "dtype_name", "encode_tensor"]
 
-MAX_FILLED_BYTES: Final = 256 << 20
+MAX_FILLED_BYTES: Final = 64 << 20
 """Of a tensor whose values are not all sent: the last one that is stands for the others."""
-
+_STRING_BYTES: Final = 64
+"""Of a string, however short: of the array's object, TensorFlow's own, and those of an answer."""
 _MAX_RANK: Final = 64
 """Of a numpy array; TensorFlow's own limit is 254."""
+_PIECE: Final = 2**16
+"""Of elements that become Python's objects at once: they take many times its memory, and no other thread runs meanwhile."""
 _MAX_ELEMENTS: Final = 2**58
 """Of one that is empty, were its zeros ones: numpy counts its bytes all the same."""
 
@@ -166,7 +168,7 @@ def _strings(proto: Any, shape: tuple[int, ...]) -> Array:
     if count == 0:
         return np.empty(shape, object)
     values = _string_content(proto.tensor_content, count) if proto.tensor_content else list(proto.string_val)
-    if len(values) > count or (len(values) < count and count * 8 > MAX_FILLED_BYTES):
+    if len(values) > count or (len(values) < count and count * _STRING_BYTES > MAX_FILLED_BYTES):
         raise _MalformedTensorError
     array = np.full(count, values[-1] if values else b"", object)
     array[: len(values)] = values
@@ -216,8 +218,9 @@ def _put(proto: Any, field: _Field, array: Array) -> None:
         proto.MergeFromString(_tag(field.name) + varint(len(data)) + data)
         return
     flat = array.ravel()
-    values: Sequence[Any] = (flat.view("<u2") if field.name == "half_val" else flat).tolist()
-    getattr(proto, field.name).extend(values)
+    flat, values = (flat.view("<u2") if field.name == "half_val" else flat), getattr(proto, field.name)
+    for start in range(0, len(flat), _PIECE):
+        values.extend(flat[start : start + _PIECE].tolist())
 
 
 def _tag(name: str) -> bytes:

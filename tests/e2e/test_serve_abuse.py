@@ -5,12 +5,12 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.good_client import GoodClient
+from tests.e2e.memory import GROWTH_BYTES, resident_bytes
 from tests.e2e.vector_models import save_models
 from tests.e2e.vector_server import VectorServer, read_vectors
 
@@ -19,7 +19,6 @@ TARGETS = ["zoo:predict", "half:predict", "ours:predict", "examples:classify", "
 GOOD = b'{"instances": [1.0, 2.0, 5.0]}'
 GOOD_ANSWER = {"predictions": [2.5, 3.0, 4.5]}
 ALLOWED = {200, 400, 404, 413, 501, 503, 504}
-GROWTH_BYTES = 150 << 20
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +26,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
     root = tmp_path_factory.mktemp("abuse")
     with VectorServer(save_models(root), root / "server.log") as running:
         yield running
-
-
-def resident_bytes(server: VectorServer) -> int:
-    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def good_client(server: VectorServer) -> GoodClient:
@@ -97,12 +91,12 @@ def check_error(body: bytes) -> None:
 @pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])])
 def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
     send_mutated(server, 200, seed=0)
-    before = resident_bytes(server)
+    before = resident_bytes(server.process.pid)
     with good_client(server):
         statuses = send_mutated(server, count, seed=count)
     assert statuses[400] > count // 2
     assert statuses[200], "some accidents do no harm"
-    assert resident_bytes(server) - before < GROWTH_BYTES
+    assert resident_bytes(server.process.pid) - before < GROWTH_BYTES
     assert "Traceback" not in server.log
 
 
@@ -121,11 +115,11 @@ def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorSer
 )
 def test_bodies_that_are_large_or_deep(server: VectorServer, body: bytes) -> None:
     """10,000 levels of JSON, and more; good requests are answered meanwhile."""
-    before = resident_bytes(server)
+    before = resident_bytes(server.process.pid)
     with good_client(server), httpx.Client(base_url=server.url, timeout=60) as client:
         reply = client.post("/v1/models/half:predict", content=body)
         assert reply.status_code in (200, 400), reply.text[:200]
-    assert resident_bytes(server) - before < GROWTH_BYTES + 60 * len(body)
+    assert resident_bytes(server.process.pid) - before < GROWTH_BYTES + 60 * len(body)
     assert "Traceback" not in server.log
 
 

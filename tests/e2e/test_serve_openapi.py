@@ -16,6 +16,7 @@ import tensorflow as tf
 from tests.e2e.good_client import GoodClient
 from tests.e2e.serve_models import spec
 from tests.e2e.serve_process import ServerProcess
+from tests.unit.serving.doubles import wait_for
 from tpuembed import export_saved_model
 
 SCRIPT = Path(sys.executable).with_name("schemathesis")
@@ -88,7 +89,10 @@ def document(server: ServerProcess) -> Any:
 def asked(server: ServerProcess) -> dict[str, collections.Counter[int]]:
     """Route -> status -> requests, as the server's own log has them."""
     counts = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
-    for line in server.log_path.with_name("access.log").read_text(encoding="utf-8").splitlines():
+    log = server.log_path.with_name("access.log")
+    server.request("GET", "/v1/models/the-last-one")  # lines are written in order, by a thread that may be behind
+    wait_for(lambda: b"the-last-one" in log.read_bytes())
+    for line in log.read_text(encoding="utf-8").splitlines()[:-1]:
         entry = json.loads(line)
         found = re.fullmatch(r"/v1/models/[^/]*?(/versions/|/labels/|)[^/]*:(\w+)", entry["path"])
         if found and entry["method"] == "POST":

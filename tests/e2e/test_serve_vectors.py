@@ -22,7 +22,7 @@ from tensorflow_serving.apis import (
 )
 
 from tests.e2e.vector_models import save_models
-from tests.e2e.vector_server import VectorServer, read_vectors
+from tests.e2e.vector_server import VectorServer, read_vectors, with_shapes
 
 REST = list(read_vectors("rest_*.yaml"))
 GRPC = list(read_vectors("grpc_*.yaml"))
@@ -88,18 +88,6 @@ def test_rest(client: httpx.Client, vector: dict[str, Any]) -> None:
 def test_there_are_enough_vectors() -> None:
     assert len(REST) >= 250
     assert len({(one.get("method"), one["path"], one["send"], str(one.get("headers"))) for one in REST}) == len(REST)
-
-
-def with_shapes(value: Any) -> Any:
-    """`shape: [2, 3]` as a tensor_shape."""
-    if isinstance(value, list):
-        return [with_shapes(element) for element in value]
-    if not isinstance(value, dict):
-        return value
-    found = {key: with_shapes(member) for key, member in value.items() if key != "shape"}
-    if "shape" in value:
-        found["tensor_shape"] = {"dim": [{"size": str(size)} for size in value["shape"]]}
-    return found
 
 
 class Caller:

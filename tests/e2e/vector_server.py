@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import yaml
 
-__all__ = ["VectorServer", "read_vectors"]
+__all__ = ["VectorServer", "read_vectors", "with_shapes"]
 
 FOLDER = Path(__file__).with_name("vectors")
 START_SECONDS = 120.0
@@ -54,6 +54,18 @@ def _joined(common: Mapping[str, Any], vector: Mapping[str, Any]) -> dict[str, A
     expected = {"json", "has", "body", "error", "error_like", "answer", "text", "text_like"}
     kept = {key: value for key, value in common.items() if not (expected & set(vector) and key in expected)}
     return {**kept, **vector}
+
+
+def with_shapes(value: Any) -> Any:
+    """`shape: [2, 3]` as a tensor_shape."""
+    if isinstance(value, list):
+        return [with_shapes(element) for element in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: with_shapes(member) for key, member in value.items() if key != "shape"}
+    if "shape" in value:
+        found["tensor_shape"] = {"dim": [{"size": str(size)} for size in value["shape"]]}
+    return found
 
 
 class VectorServer:

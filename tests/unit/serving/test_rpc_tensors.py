@@ -147,6 +147,21 @@ def test_a_value_for_many_fills_no_more_than_its_limit() -> None:
     assert decode_tensor(proto, "x")[-1] == 2.5
     dim.size += 1
     assert decoded(proto) is None
+    text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[b"ab"])
+    dim = text.tensor_shape.dim.add(size=2**20)
+    assert decode_tensor(text, "x")[-1] == b"ab"
+    dim.size += 1
+    assert decoded(text) is None
+
+
+def test_more_elements_than_are_converted_at_once() -> None:
+    for dtype, values in (
+        ("int64", np.arange(150_001) * 10**9),
+        ("half", (np.arange(150_001) % 999).astype(np.float16)),
+    ):
+        proto = tensor_pb2.TensorProto()
+        encode_tensor(values, dtype, proto)
+        np.testing.assert_array_equal(tf.make_ndarray(proto), values)
 
 
 def test_a_dtype_that_has_no_field_is_not_sent() -> None:
