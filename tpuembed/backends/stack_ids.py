@@ -3,11 +3,12 @@
 An id outside of its table would be looked up, and trained, in padding, in another table, or in memory beyond.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["ids_inside"]
+__all__ = ["ids_inside", "ids_with_room"]
 
 Tensor = Any
 
@@ -56,3 +57,25 @@ def _miscounted(ids: Any, name: str, samples: int) -> Any:
 def _checked(values: Tensor, *checks: Any) -> Tensor:
     with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.identity(values)
+
+
+_ALIGN = 8  # an owner's ids begin at multiples of it
+
+
+def ids_with_room(ends: Sequence[Tensor], stack: str, size: int) -> list[Tensor]:
+    """`ends`, which fail the step where the ids do not fit into the buffer: TensorFlow's op says so without the stack's name.
+
+    Args:
+        ends: of every SparseCore of a TPU, [owners + 1]: where the ids of each owner begin and end.
+        stack: its name.
+        size: ids that the buffer of one TPU holds.
+    """
+    counts = tf.concat([of_core[1:] - of_core[:-1] for of_core in ends], 0)
+    starts = tf.cumsum((counts + _ALIGN - 1) // _ALIGN * _ALIGN, exclusive=True)
+    taken = tf.reduce_max(starts + counts)
+    message = (
+        f"tables of stack {stack!r}: the ids of one replica's batch do not fit into a buffer of {size} places; raise "
+        "max_ids_per_chip_per_sample of the SparseCoreEmbeddingConfig, or set its allow_id_dropping. Places needed, and ids:"
+    )
+    room = tf.debugging.Assert(taken <= size, [message, taken, tf.reduce_sum(counts)])
+    return [_checked(tf.convert_to_tensor(of_core), room) for of_core in ends]

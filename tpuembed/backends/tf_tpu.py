@@ -13,7 +13,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
-from tpuembed.backends.stack_ids import ids_inside
+from tpuembed.backends.stack_ids import ids_inside, ids_with_room
 from tpuembed.backends.stacked_table import StackLayout, check_stacks
 
 __all__ = [
@@ -193,6 +193,18 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     def _inside(self, feature: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
         rows, samples = self.layout(feature.table.name).rows, math.prod(feature.output_shape)
         return ids_inside(ids, weights, feature.name, rows, samples, feature.validate_weights_and_indices)
+
+    def _get_csr_wrapped_coo_from_sorted_coo_tensor(
+        self, replicas: int, per_sample: int, minibatches: int, coos: Mapping[str, Any], *others: Any
+    ) -> Any:
+        """On the host too: ids go into a buffer of one size, `per_sample` times the samples of a TPU."""
+        if not self._sparse_core_embedding_config.allow_id_dropping:
+            coos = {stack: self._with_room(stack, per_sample, *coo) for stack, coo in coos.items()}
+        return super()._get_csr_wrapped_coo_from_sorted_coo_tensor(replicas, per_sample, minibatches, coos, *others)
+
+    def _with_room(self, stack: str, per_sample: int, rows: Any, columns: Any, gains: Any, ends: Any) -> Any:
+        size = per_sample * self._table_to_sample_count[stack]
+        return rows, columns, gains, ids_with_room(ends, stack, size)
 
     def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
         """Set the ids and unique ids that a SparseCore takes from another one per step, by table.

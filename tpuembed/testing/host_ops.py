@@ -3,11 +3,9 @@
 Ids -> COO per SparseCore of the TPU -> sorted by the SparseCore that owns the row -> one CSR buffer, of which every
 (SparseCore, owner) has a run that is padded to a multiple of 8.
 
-Source: tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc, whose contract is kept, errors included. Minibatches are
-not simulated: TensorFlow's class makes one.
+Source: tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc, whose contract is kept to the bit, errors included.
 """
 
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,6 +19,8 @@ Array = np.ndarray[Any, Any]
 
 _ALIGN: Final = 8
 _PADDING: Final = np.iinfo(np.int32).max
+_DIVISION_LEVELS: Final = 6
+"""An owner's ids are in 2^6 buckets where minibatches are made of them: TensorFlow's flag of this name, by default."""
 
 
 class HostOps:
@@ -49,7 +49,9 @@ class HostOps:
         ids, gains = np.asarray(values), np.asarray(weights)
         check(len(gains) == len(ids), f"{len(ids)} ids with {len(gains)} weights")
         samples = _samples(np.asarray(indices_or_row_splits), len(ids), sample_count)
-        samples, ids, gains = _merged(samples, ids, gains * _scale(combiner, samples, gains, sample_count))
+        scale = _scale(combiner, samples, gains, sample_count)
+        samples, ids, gains = _merged(samples, ids, gains)
+        gains = gains if scale is None else gains * scale[samples]
         per_core, stacked = sample_count // num_sc_per_chip, stacked_table_sample_count // num_sc_per_chip
         core = samples // per_core
         rows = samples % per_core + row_offset // num_sc_per_chip + stacked * core
@@ -94,6 +96,7 @@ class HostOps:
         sorted_col_ids_list: Sequence[Array],
         sorted_gains_list: Sequence[Array],
         id_counts_list: Sequence[Array],
+        splits: Any,
         sample_count_per_sc: int,
         num_replica: int,
         max_minibatches_per_sc: int,
@@ -106,21 +109,18 @@ class HostOps:
         cores = len(id_counts_list)
         size = max_ids_per_chip_per_sample * sample_count_per_sc * cores
         check(size % _ALIGN == 0, f"the buffer of table {table_name} holds {size} ids, no multiple of {_ALIGN}")
+        ends = [_minibatches(np.asarray(counts), num_replica * cores, int(splits)) for counts in id_counts_list]
+        minibatches = ends[0].shape[0]
+        check(minibatches <= max_minibatches_per_sc, f"{minibatches} minibatches of at most {max_minibatches_per_sc}")
         pointers = np.zeros((max_minibatches_per_sc * cores, aligned(num_replica * cores)), np.int32)
-        buffers = [np.full(size, _PADDING, dtype) for dtype in (np.int32, np.int32, np.float32)]
-        position = packed = 0
-        for core, ends in enumerate(id_counts_list):
-            sources = sorted_row_ids_list[core], sorted_col_ids_list[core], sorted_gains_list[core]
-            for owner, (start, stop) in enumerate(itertools.pairwise(ends)):
-                taken = min(int(stop - start), size - position)
-                for buffer, source in zip(buffers, sources, strict=True):
-                    buffer[position : position + taken] = source[start : start + taken]
-                packed, position = packed + taken, position + taken
-                pointers[core, owner] = position
-                position = aligned(position)
-            pointers[core, num_replica * cores :] = position
-        _check_room(table_name, sum(int(ends[-1]) for ends in id_counts_list) - packed, size, allow_id_dropping)
-        return pointers.reshape(-1), *buffers, cores * pointers.shape[1], position, 1
+        sources = zip(sorted_row_ids_list, sorted_col_ids_list, sorted_gains_list, strict=True)
+        packed = _Packed(pointers, size)
+        for of_core, of_owners in zip(sources, ends, strict=True):
+            packed.add([np.asarray(source) for source in of_core], of_owners)
+        missing = sum(int(np.asarray(counts)[-1]) for counts in id_counts_list) - packed.ids
+        _check_room(table_name, missing, size, allow_id_dropping)
+        used = cores * minibatches * pointers.shape[1]
+        return pointers.reshape(-1), *packed.buffers, used, packed.position, minibatches
 
     def tpu_copy_with_dynamic_shape(self, tensors: Sequence[Array], unpadded_sizes: Sequence[int]) -> list[Array]:
         """To the TPU, without what is not used."""
@@ -129,6 +129,33 @@ class HostOps:
     def tpu_annotate_tensors_with_dynamic_shape(self, tensors: Sequence[Array]) -> Sequence[Array]:
         """As they are."""
         return tensors
+
+
+class _Packed:
+    """The CSR buffer of one TPU while it is filled, owner by owner."""
+
+    def __init__(self, pointers: Array, size: int) -> None:
+        """For `size` ids; `pointers` [minibatches, owners and padding] are filled too."""
+        self.buffers = [np.full(size, _PADDING, dtype) for dtype in (np.int32, np.int32, np.float32)]
+        self.ids = self.position = self._row = 0
+        self._pointers, self._size = pointers, size
+
+    def add(self, sources: Sequence[Array], runs: Array) -> None:
+        """All minibatches of a SparseCore; runs [minibatches, owners, 2] say where an owner's ids begin and end in `sources`."""
+        for of_owners in runs:
+            for owner, (start, stop) in enumerate(of_owners):
+                self._copy(sources, int(start), int(stop))
+                self._pointers[self._row, owner] = self.position
+                self.position = aligned(self.position)
+            self._pointers[self._row, len(of_owners) :] = self.position
+            self._row += 1
+
+    def _copy(self, sources: Sequence[Array], start: int, stop: int) -> None:
+        """What there is room for."""
+        taken = min(stop - start, self._size - self.position)
+        for buffer, source in zip(self.buffers, sources, strict=True):
+            buffer[self.position : self.position + taken] = source[start : start + taken]
+        self.ids, self.position = self.ids + taken, self.position + taken
 
 
 def aligned(position: int) -> int:
@@ -179,18 +206,41 @@ def _samples(indices_or_row_splits: Array, ids: int, sample_count: int) -> Array
     return np.repeat(np.arange(given), np.diff(indices_or_row_splits))
 
 
+def _minibatches(ends: Array, owners: int, splits: int) -> Array:
+    """[minibatches, owners, 2] where ids begin and end, of `ends` [owners + 1], or [owners * buckets + 1] in buckets.
+
+    Minibatches are runs of buckets; bit i of `splits` splits them at node i of a binary tree over the buckets, breadth first.
+    """
+    buckets = 1 << _DIVISION_LEVELS
+    whole, divided = owners + 1, owners * buckets + 1
+    check(
+        len(ends) == divided or (len(ends) == whole and not splits),
+        f"counts of ids for {splits=} must be {whole} without minibatches, or {divided}; there are {len(ends)}",
+    )
+    if len(ends) == whole:
+        return np.stack([ends[:-1], ends[1:]], 1)[None]
+    nodes = [bit + 1 for bit in range(splits.bit_length()) if splits >> bit & 1]
+    levels = [node.bit_length() for node in nodes]
+    cuts = [(2 * (node - (1 << level - 1)) + 1) * buckets >> level for node, level in zip(nodes, levels, strict=True)]
+    edges = np.array([0, *sorted(cuts), buckets])
+    places = np.arange(owners)[:, None] * buckets + edges
+    return np.stack([ends[places[:, :-1]].T, ends[places[:, 1:]].T], 2)
+
+
 def _merged(rows: Array, columns: Array, gains: Array) -> tuple[Array, Array, Array]:
-    """Each pair of row and column that follows itself once, with the sum of its gains."""
+    """Each pair of row and column that follows itself once, with the sum of its gains, added up in their order."""
     first = np.ones(len(rows), bool)
     first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
-    return rows[first], columns[first], np.add.reduceat(gains, np.flatnonzero(first)) if len(gains) else gains
+    sums = gains[first]
+    np.add.at(sums, np.cumsum(first)[~first] - 1, gains[~first])
+    return rows[first], columns[first], sums
 
 
-def _scale(combiner: str, samples: Array, weights: Array, sample_count: int) -> Any:
-    """What the weights of each id are multiplied with, so that the sum is what `combiner` asks for."""
+def _scale(combiner: str, samples: Array, weights: Array, sample_count: int) -> Array | None:
+    """[samples] what gains are multiplied with, so that their sum is what `combiner` asks for; None for sums."""
     if combiner == "sum":
-        return np.float32(1.0)
-    totals = np.bincount(samples, weights if combiner == "mean" else weights**2, sample_count)
-    norms = (totals if combiner == "mean" else np.sqrt(totals)).astype(np.float64)
-    inverse = np.divide(1.0, norms, out=np.zeros_like(norms), where=norms != 0.0)
-    return inverse.astype(np.float32)[samples]
+        return None
+    totals = np.zeros(sample_count, np.float32)
+    np.add.at(totals, samples, weights if combiner == "mean" else weights**2)
+    norms = totals if combiner == "mean" else np.sqrt(totals)
+    return np.divide(np.float32(1.0), norms, out=np.zeros_like(norms), where=norms != 0.0)

@@ -23,7 +23,6 @@ Array = np.ndarray[Any, Any]
 
 # Attributes of the update ops that say what the buffer was made with.
 _OF_THE_BUFFER: Final = {
-    "num_minibatches_per_physical_sparse_core",
     "max_ids_per_sparse_core",
     "max_unique_ids_per_sparse_core",
     "table_name",
@@ -82,6 +81,7 @@ class SparseCoreOps(HostOps):
         sorted_gains: Array,
         input_size: int,
         embedding_table: Any,
+        num_minibatches_per_physical_sparse_core: Any,
         quantization_config_num_buckets: int,
         table_name: str,
         **_: Any,
@@ -89,7 +89,8 @@ class SparseCoreOps(HostOps):
         """Activations [input_size, width]: sums of gain times row."""
         if quantization_config_num_buckets:
             raise ConfigError(f"table {table_name!r}: quantization_config is not simulated; drop it")
-        ids = self._unpack(row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains)
+        buffer = row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains
+        ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
         table = self._exchange(self._whole, embedding_table.read_value().numpy())
         _check_rows(table_name, ids.row, table.shape[1])
         activations = np.zeros((self._cores, input_size // self._cores, table.shape[-1]), np.float32)
@@ -103,9 +104,10 @@ class SparseCoreOps(HostOps):
     def _by_owner(self, shards: Sequence[Array]) -> Array:
         return np.concatenate([shard.reshape(self._cores, -1, shard.shape[1]) for shard in shards])
 
-    def _unpack(self, pointers: Array, samples: Array, rows: Array, gains: Array) -> _Ids:
-        """The ids in one TPU's CSR buffer, of which all cores' first minibatches are in use."""
-        runs = list(_runs(pointers.reshape(self._cores, -1)[:, : self._replicas * self._cores]))
+    def _unpack(self, buffer: Sequence[Any], minibatches: int) -> _Ids:
+        """The ids in one TPU's CSR buffer (row pointers, samples, rows, gains), of all minibatches."""
+        pointers, samples, rows, gains = map(np.asarray, buffer)
+        runs = list(_runs(pointers.reshape(self._cores, minibatches, -1)[..., : self._replicas * self._cores]))
         used = np.concatenate([np.arange(start, stop) for _, _, start, stop in runs])
         lengths = [stop - start for *_, start, stop in runs]
         core, owner = (np.repeat([run[which] for run in runs], lengths) for which in (0, 1))
@@ -123,11 +125,13 @@ class SparseCoreOps(HostOps):
         activation_gradients: Any,
         learning_rate: Any,
         embedding_table: Any,
+        num_minibatches_per_physical_sparse_core: Any,
         **attributes: Any,
     ) -> Any:
         """This replica's shards of the table and of `slots` once `rule` has been applied to the rows that any replica touched."""
         shards = [np.asarray(shard) for shard in (embedding_table, *(attributes.pop(slot) for slot in slots))]
-        ids = self._unpack(row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains)
+        buffer = row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains
+        ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
         gradients = np.asarray(activation_gradients).reshape(self._cores, -1, shards[0].shape[1])
         brought = _Update(ids, gradients, float(learning_rate), shards)
         hyper_parameters = {name: value for name, value in attributes.items() if name not in _OF_THE_BUFFER}
@@ -175,8 +179,8 @@ def _check_rows(stack: str, rows: Array, shard_rows: int) -> None:
 
 
 def _runs(pointers: Array) -> Iterator[tuple[int, int, int, int]]:
-    """(SparseCore, owner, start, stop in the buffer) of every run; `pointers` [SparseCores, owners] say where runs end."""
+    """(SparseCore, owner, start, stop in the buffer) of every run; `pointers` [SparseCores, minibatches, owners]: their ends."""
     start = 0
-    for (core, owner), stop in np.ndenumerate(pointers):
+    for (core, _, owner), stop in np.ndenumerate(pointers):
         yield core, owner, start, int(stop)
         start = aligned(int(stop))

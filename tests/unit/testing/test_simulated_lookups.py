@@ -117,7 +117,7 @@ def test_an_exceeded_limit_names_table_count_and_limit(replicas: int) -> None:
 
 def test_ids_that_find_no_room_raise_or_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with simulated_tpu() as strategy:
-        with pytest.raises(tf.errors.InvalidArgumentError, match="max_ids_per_chip of table t is set to be 16 "):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"stack 't': the ids .* a buffer of 16 places; raise"):
             one_table(strategy, [0, 1, 2, 3], max_ids_per_chip_per_sample=2)
         found = one_table(strategy, [0, 1, 2, 3], max_ids_per_chip_per_sample=2, allow_id_dropping=True)
     # 16 places: two owners' runs of 8, of which each holds one id of the first SparseCore's two examples.
