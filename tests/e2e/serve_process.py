@@ -53,6 +53,11 @@ class ServerProcess:
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
+    @property
+    def grpc_address(self) -> str:
+        """HOST:PORT, where gRPC was asked for."""
+        return next(line.split()[-1] for line in self.log.splitlines() if line.startswith("gRPC at "))
+
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=60)
 

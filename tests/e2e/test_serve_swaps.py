@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.serve_load import Load
+from tests.e2e.serve_load import GrpcLoad, Load
 from tests.e2e.serve_models import spec
 from tests.e2e.serve_process import ServerProcess
 from tests.unit.export.fakes import write_checkpoint
@@ -35,12 +35,14 @@ def resident_mib(server: ServerProcess, kind: str = "VmRSS") -> float:
     return int(status.split(f"{kind}:")[1].split()[0]) / 1024
 
 
-def swap(model_dir: Path, tmp_path: Path, swaps: int, connections: int, values: int) -> tuple[Load, list[float]]:
+def swap(
+    model_dir: Path, tmp_path: Path, swaps: int, connections: int, values: int, make_load: type[Load] = Load
+) -> tuple[Load, list[float]]:
     """All that was asked, checked; and the server's memory after each swap."""
     appeared, gone, resident = {1: publish(model_dir, 1, values)}, {}, []
-    with ServerProcess(model_dir, tmp_path / "server.log") as server:
+    with ServerProcess(model_dir, tmp_path / "server.log", "--grpc-port", "0") as server:
         server.wait_for(1)
-        with Load(server, connections) as load:
+        with make_load(server, connections) as load:
             for version in range(2, swaps + 2):
                 appeared[version] = publish(model_dir, version, values)
                 server.wait_for(version)
@@ -62,6 +64,15 @@ def swap(model_dir: Path, tmp_path: Path, swaps: int, connections: int, values: 
 def test_a_few_swaps_under_load(tmp_path: Path) -> None:
     model_dir = tmp_path / "scale"
     swap(model_dir, tmp_path, swaps=4, connections=8, values=10)
+
+
+@pytest.mark.parametrize(
+    ("swaps", "values"), [(20, 10), pytest.param(100, 2_000_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+def test_swaps_under_load_over_grpc(tmp_path: Path, swaps: int, values: int) -> None:
+    load, resident = swap(tmp_path / "scale", tmp_path, swaps, 16, values, make_load=GrpcLoad)
+    print(f"{len(load.asked)} calls; MiB after swaps 1, 10 and {swaps}: {[resident[n - 1] for n in (1, 10, swaps)]}")
+    assert resident[-1] < resident[9] + 80
 
 
 @pytest.mark.long

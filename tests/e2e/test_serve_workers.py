@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
 
-from tests.e2e.serve_load import Load
+from tests.e2e.serve_load import GrpcLoad, Load
 from tests.e2e.serve_models import save_scale
 from tests.e2e.serve_process import ServerProcess, run_command
 from tests.unit.serving.doubles import wait_for
@@ -95,8 +95,7 @@ def test_a_reload_is_answered_once_every_worker_is_done(server: ServerProcess, m
             model_version_policy {{ all {{}} }} {more} }} }}"""
         request = model_management_pb2.ReloadConfigRequest()
         text_format.Parse(text, request.config)
-        port = next(line for line in server.log.splitlines() if line.startswith("gRPC at ")).rsplit(":", 1)[1]
-        with grpc.insecure_channel(f"{server.host}:{port}") as channel:
+        with grpc.insecure_channel(server.grpc_address) as channel:
             model_service_pb2_grpc.ModelServiceStub(channel).HandleReloadConfigRequest(request, timeout=120)
         assert ask(server, 40, "/versions/1") == {1.0}
     assert ask(server, 40, "/labels/stable") == {1.0}
@@ -129,6 +128,24 @@ def test_one_that_is_killed_under_load_comes_back(server: ServerProcess, saved: 
     publish(saved, model_dir, 3)
     server.wait_for(3)
     assert ask(server, 40) == {3.0}
+
+
+def test_one_that_is_killed_under_load_over_grpc(server: ServerProcess) -> None:
+    killed, _ = workers(server)
+    loaded = server.log.count("model scale version 3 loaded")
+    with GrpcLoad(server, 16) as load:
+        wait_for(lambda: len(load.asked) > 500)
+        os.kill(killed, signal.SIGKILL)
+        dead_at = time.monotonic()
+        wait_for(lambda: server.log.count("model scale version 3 loaded") > loaded)
+        wait_for(lambda: len(workers(server)) == 2 and killed not in workers(server))
+        again_at = time.monotonic()
+        wait_for(lambda: sum(one.sent > again_at for one in load.asked) > 500)
+    assert {one.status for one in load.failed} <= {0}, "only connections of the dead one were lost"
+    assert len(load.failed) <= 16, "each at most once"
+    assert [one for one in load.failed if one.sent > dead_at + 1] == []
+    assert {one.version for one in load.asked if one.status == 200} == {3.0}
+    print(f"{len(load.failed)} of {len(load.asked)} calls lost")
 
 
 def test_a_stop_ends_all_with_0(server: ServerProcess) -> None:
