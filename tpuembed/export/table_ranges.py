@@ -123,18 +123,21 @@ class TableRanges:
         return checked
 
     def _fail(self, ids: Tensor, feature: Tensor, padded: bool) -> Tensor:
-        """Fail for the first feature of an id outside. `feature` has the index of that of each id."""
+        """Fail for the first feature with an id outside. `feature` has the index of that of each id.
+
+        Few operations: TensorFlow optimizes them all at a model's first request, though none is expected to be run.
+        """
         feature = tf.broadcast_to(feature, tf.shape(ids))
         outside = ~_inside(ids, tf.gather(self.rows, feature))
         if padded:
             outside &= ids != DROPPED
-        first = tf.boolean_mask(feature, outside)[0]
+        first = tf.reduce_min(tf.where(outside, feature, len(self.tables) - 1))
         mine = (feature == first) & (ids != DROPPED) if padded else feature == first
-        found = self._absolute(tf.boolean_mask(ids, mine), lambda numbers: tf.gather(numbers, first))
-        failed = tf.one_hot(first, len(self.tables), True, False, dtype=tf.bool)
-        rows = [tf.fill([len(self.tables)], reduce(found)) for reduce in (tf.reduce_min, tf.reduce_max)]
-        with tf.control_dependencies([failure(self._spans(), failed, *rows)]):
-            return tf.where(outside, tf.constant(_NOWHERE, tf.int64), ids)
+        found = self._absolute(ids, lambda numbers: tf.gather(numbers, feature))
+        lowest = tf.reduce_min(tf.where(mine, found, tf.int64.max))
+        highest = tf.reduce_max(tf.where(mine, found, tf.int64.min))
+        with tf.control_dependencies([_fails(self._spans(), first, lowest, highest)]):
+            return tf.where(outside, _NOWHERE, ids)
 
     def _spans(self) -> list[tuple[str, int, int]]:
         stops = (self.first_row + self.rows).tolist()
@@ -150,9 +153,13 @@ def failure(ranges: Sequence[tuple[str, int, int]], failed: Tensor, lowest: Tens
     Returns:
         int64 [F], past the end of every stack: the gather itself fails, should a runtime strip the assertion.
     """
-    messages = [f"ids of table {table} must be in [{start}, {stop}); these go from" for table, start, stop in ranges]
     first = tf.argmax(tf.cast(failed, tf.int32))
-    data = [tf.gather(messages, first), tf.gather(lowest, first), "to", tf.gather(highest, first)]
-    # The raw op: `tf.debugging.Assert` wraps it in a branch.
-    with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=data)]):
+    with tf.control_dependencies([_fails(ranges, first, tf.gather(lowest, first), tf.gather(highest, first))]):
         return tf.fill([len(ranges)], tf.constant(_NOWHERE, tf.int64))
+
+
+def _fails(ranges: Sequence[tuple[str, int, int]], index: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
+    """The operation that fails for `ranges[index]`."""
+    messages = [f"ids of table {table} must be in [{start}, {stop}); these go from" for table, start, stop in ranges]
+    # The raw op: `tf.debugging.Assert` wraps it in a branch.
+    return tf.raw_ops.Assert(condition=False, data=[tf.gather(messages, index), lowest, "to", highest])
