@@ -182,5 +182,6 @@ def _runs(pointers: Array) -> Iterator[tuple[int, int, int, int]]:
     """(SparseCore, owner, start, stop in the buffer) of every run; `pointers` [SparseCores, minibatches, owners]: their ends."""
     start = 0
     for (core, _, owner), stop in np.ndenumerate(pointers):
+        check(stop >= start, f"the row pointers of SparseCore {core} go backwards, from {start} to {stop}")
         yield core, owner, start, int(stop)
         start = aligned(int(stop))

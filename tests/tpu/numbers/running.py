@@ -1,0 +1,52 @@
+"""Scripts run by the interpreters of the proof's environments, each in a process of its own, within a time limit."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.tpu.environments import Environment
+
+__all__ = ["REQUIRED", "run", "skip_without"]
+
+REQUIRED: Final = "TPUEMBED_TPU_PROOF"
+"""An environment variable; where it is set, a missing environment is a failure and no skip."""
+_ROOT: Final = Path(__file__).resolve().parents[3]
+
+
+def skip_without(*environments: Environment) -> None:
+    """Skip the running test, by name of what is missing, unless all `environments` are there."""
+    for environment in environments:
+        if environment.is_complete():
+            continue
+        message = f"the environment {environment.name} is not made: python -m tests.tpu.environments, or make tpu-proof"
+        if os.environ.get(REQUIRED):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+def run(environment: Environment, module: str, *arguments: str, seconds: float = 240.0) -> str:
+    """The standard output of `python -m module arguments` in `environment`.
+
+    Raises:
+        AssertionError: it failed, or took longer than `seconds`.
+    """
+    skip_without(environment)
+    names = {"TPU_LIBRARY_PATH": "/nonexistent.so", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu"}
+    command = [str(environment.python), "-m", module, *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=_ROOT,
+            env={**os.environ, **names},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{module} took longer than {seconds} s: {error.stderr!r:.2000}") from None
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
