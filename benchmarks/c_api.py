@@ -21,6 +21,7 @@ from tests.e2e.capi import Output, c_library
 
 Array = np.ndarray[Any, Any]
 _FLOAT, _INT64 = 1, 9
+_MINUS_ONE = b"\xff" * 9 + b"\x01"
 _CALLS = {1: 20, 256: 2}
 """Batch -> calls of a contender in its turn; otherwise 1."""
 
@@ -70,12 +71,13 @@ class _Library:
 
 
 class _Session:
-    """A SavedModel, run by a fixed number of threads."""
+    """A SavedModel, run by a fixed number of threads; by the one that calls, where that is 0."""
 
     def __init__(self, library: _Library, version: str, threads: int) -> None:
         tf, status = library.tf, library.status
         options = ctypes.c_void_p(tf.TF_NewSessionOptions())
-        config = bytes([0x10, threads, 0x28, threads])  # ConfigProto: intra_op_ and inter_op_parallelism_threads
+        # ConfigProto: intra_op_ and inter_op_parallelism_threads, of which -1 is the caller's.
+        config = bytes([0x10, max(threads, 1), 0x28, *([threads] if threads else _MINUS_ONE)])
         tf.TF_SetConfig(options, config, ctypes.c_size_t(len(config)), status)
         self.graph = ctypes.c_void_p(tf.TF_NewGraph())
         tags = (ctypes.c_char_p * 1)(b"serve")
