@@ -97,7 +97,7 @@ class Environment:
             "--no-compile",
         ]
         done = subprocess.run(
-            [*pip, "-r", self.requirements], capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False
+            [*pip, "-r", str(self.requirements)], capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False
         )
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
