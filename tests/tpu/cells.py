@@ -118,7 +118,7 @@ class Model:
     """
 
     tables: tuple[Table, ...]
-    batch: int = 16
+    batch: int = 32
     hot: int = 5
     units: int = 3
     ids_per_sample: int = 24

@@ -34,14 +34,14 @@ def _limits(number: int) -> Callable[[str], str]:
 
 
 def _badly_sharded(text: str) -> str:
-    return text.replace('_xla_sharding_strategy = "mod"', '_xla_sharding_strategy = "div"')
+    return text.replace('_xla_sharding_strategy = "mod"', '_xla_sharding_strategy = "zigzag"')
 
 
 CONTROLS: Final = (
-    Control("a custom call of another name", _renamed, "SparseDenseMatmulOfNobody"),
+    Control("a custom call of another name", _renamed, "SparseDenseMatmul"),
     Control("max_ids = 0", _limits(0), "max_ids_per_partition"),
     Control("max_ids = 100000000", _limits(100_000_000), "E3001|exceed|memory"),
-    Control("sharding strategy div", _badly_sharded, "sharding"),
+    Control("sharding strategy zigzag", _badly_sharded, "sharding"),
     Control("a chip without SparseCores", str, "mixed device type", "v5e:2x2"),
 )
 """Of one-replica programs of SparseCores."""

@@ -14,24 +14,13 @@ import tpuembed.config
 from tests.tpu import shims
 from tests.tpu.broken import breaking
 from tests.tpu.cells import DLRM, SMALL, Cell, Model, Table
+from tests.tpu.expected import LEARNING_RATE, OPTIONS
 from tests.tpu.jobs import serve
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 
-__all__ = ["OPTIMIZERS", "traced"]
+__all__ = ["traced"]
 
 _STEPS = 3  # of a loop on the device; pipelining overlaps them
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {},
-    "Adagrad": {"initial_accumulator_value": 0.2},
-    "AdagradMomentum": {"momentum": 0.9, "use_nesterov": True, "exponent": 3.0, "beta2": 0.75, "epsilon": 1e-3},
-    "Adam": {"beta_1": 0.8, "beta_2": 0.75, "epsilon": 1e-2, "sum_inside_sqrt": True},
-    "FTRL": {
-        "learning_rate_power": -0.4,
-        "l1_regularization_strength": 0.1,
-        "l2_regularization_strength": 0.2,
-        "beta": 0.3,
-    },
-}
 
 
 def traced(cell: Cell, loop: bool = True) -> str:
@@ -48,7 +37,7 @@ def traced(cell: Cell, loop: bool = True) -> str:
 def _once(strategy: Any, step: Callable[..., Any]) -> Any:
     @tf.function
     def run(*inputs: Any) -> Any:
-        return strategy.experimental_local_results(strategy.run(step, args=_of_one_shape(inputs)))[0]
+        return strategy.experimental_local_results(strategy.run(step, args=inputs))[0]
 
     return run
 
@@ -57,14 +46,10 @@ def _looped(strategy: Any, step: Callable[..., Any]) -> Any:
     @tf.function
     def run(*inputs: Any) -> Any:
         for _ in tf.range(_STEPS):
-            strategy.run(step, args=_of_one_shape(inputs))
+            strategy.run(step, args=inputs)
         return tf.constant(0.0)
 
     return run
-
-
-def _of_one_shape(inputs: Any) -> Any:
-    return tf.nest.map_structure(shims.width_of_batch, inputs)
 
 
 # ---- the model
@@ -81,7 +66,7 @@ def _step(cell: Cell, strategy: Any) -> tuple[Callable[..., Any], Sequence[Any]]
         optimizer.build(layer.trainable_variables + dense.trainable_variables)
 
     def loss(ids: Any, weights: Any, target: Any) -> Any:
-        activations = layer(ids, weights)
+        activations = layer(*tf.nest.map_structure(shims.width_of_batch, (ids, weights)))
         outputs = dense(tf.concat([activations[table.name] for table in model.tables], -1))
         return tf.reduce_mean(tf.square(outputs - target))
 
@@ -97,7 +82,7 @@ def _step(cell: Cell, strategy: Any) -> tuple[Callable[..., Any], Sequence[Any]]
 
 def _layer(cell: Cell, model: Model) -> Any:
     features = {table.name: FeatureConfig(_table(cell, table), output_shape=(model.batch,)) for table in model.tables}
-    optimizer = getattr(tpuembed.config, cell.optimizer)(learning_rate=0.5, **OPTIMIZERS[cell.optimizer])
+    optimizer = getattr(tpuembed.config, cell.optimizer)(learning_rate=LEARNING_RATE, **OPTIONS[cell.optimizer])
     on_sparse_cores: dict[str, Any] = {}
     if cell.path == "sparsecore":
         stacking = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig(

@@ -1,0 +1,49 @@
+"""Which of the hosts' buffers reach which operand of a TPU's program: all of one length, a wrong one would still compile."""
+
+import re
+from collections.abc import Sequence
+
+from tests.tpu.program import Program
+
+__all__ = ["check_buffers_of_hosts"]
+
+# What `ConvertToSparseCoreCsrWrappedCooTensor` gives, by number, in the order in which SparseCores take it:
+# row pointers, rows in the owner's shard, samples, gains.
+_ORDER = [0, 2, 1, 3]
+
+
+def check_buffers_of_hosts(bridged: str, programs: Sequence[Program], targets: Sequence[str]) -> str:
+    """"" where every custom call takes row pointers, rows, samples and gains of one stack; else what it takes."""
+    [program] = programs
+    [operands] = re.findall(r'"tf_device\.cluster_func"\(([^)]*)\)', bridged)
+    given = operands.split(", ")
+    for target in targets:
+        for call in program.calls(target):
+            sources = [_source(bridged, given[int(name.removeprefix("%arg"))]) for name in call.arguments()[:4]]
+            if [number for _, number in sources] != _ORDER or len({op for op, _ in sources}) != 1:
+                return f"{target} takes {sources} of the hosts' buffers, not {_ORDER} of one"
+    return ""
+
+
+def _source(text: str, value: str) -> tuple[str, int]:
+    """(result, number) of the op that makes the CSR buffers, from what a program is given."""
+    name, number = _parts(value)
+    line = next(line for line in text.splitlines() if re.match(rf" *(%\w+, )*{name}(:\d+)?[ ,].*= ", line))
+    if "tf_device.launch" in line:
+        after = text[text.index(line) :]
+        returned = re.search(r"tf_device\.return (.*?) : ", after)
+        assert returned, "a launch returns"
+        return _source(after, returned.group(1).split(", ")[number])
+    if "tf.TPUCopyWithDynamicShape" in line:
+        operands = re.search(r"\(([^)]*)\)", line)
+        assert operands, "an op has operands"
+        return _source(text, operands.group(1).split(", ")[number])
+    if "tf.ConvertToSparseCoreCsrWrappedCooTensor" not in line:
+        return line.split(" = ")[-1][:60], -1
+    names = [one.strip() for one in line.split(" = ")[0].split(",")]
+    return names[0], number if len(names) == 1 else names.index(name)
+
+
+def _parts(value: str) -> tuple[str, int]:
+    name, _, number = value.partition("#")
+    return name, int(number or 0)
