@@ -36,8 +36,8 @@ def cells() -> list[Cell]:
 
 @contextlib.contextmanager
 def breaking(name: str) -> Iterator[None]:
-    """The layer with what is broken in the variant `name`; as it is for ""."""
-    with BROKEN[name].patch() if name else contextlib.nullcontext():
+    """The layer with what is broken in the variant `name`; as it is for any other."""
+    with BROKEN[name].patch() if name in BROKEN else contextlib.nullcontext():
         yield
 
 
@@ -214,12 +214,18 @@ BROKEN: Final = {
     "short_buffer": Broken("buffers hold fewer ids than asked for", "lengths_of_buffers", _SC, _short_buffer),
     "no_limits": Broken("the tables' limits of ids are ignored", "limits_of_ids", _SC, _no_limits),
     "wrong_constant": Broken("Adam with another beta_2", "rule_of_updates", _SC, lambda: _spec(beta_2=0.5)),
-    "wrong_rate": Broken("a learning rate ten times as large", "rule_of_updates", _SC, lambda: _spec(learning_rate=3.0)),
+    "wrong_rate": Broken(
+        "a learning rate ten times as large", "rule_of_updates", _SC, lambda: _spec(learning_rate=3.0)
+    ),
     "wrong_rule": Broken("SGD in place of Adam", "rule_of_updates", _SC, _sgd_instead),
     "unwritten_slot": Broken("a slot is not written", "tables_in_place", _SC, _unwritten_slot),
-    "own_gradients": Broken("a replica applies its own gradients alone", "gradients_of_all_replicas", _COPIES, _own_gradients_alone),
+    "own_gradients": Broken(
+        "a replica applies its own gradients alone", "gradients_of_all_replicas", _COPIES, _own_gradients_alone
+    ),
     "dropped_copies": Broken("copies are never updated", "updates_of_copies", _COPIES, _no_update_of_copies),
     "zero_copies": Broken("copies are updated with zeros", "updates_of_copies", _COPIES, _zero_gradients_of_copies),
-    "wrong_copies": Broken("copies' Adam with another beta_2", "rule_of_copies", _COPIES, lambda: _spec_of_copies(beta_2=0.5)),
+    "wrong_copies": Broken(
+        "copies' Adam with another beta_2", "rule_of_copies", _COPIES, lambda: _spec_of_copies(beta_2=0.5)
+    ),
 }
 """Name -> variant."""

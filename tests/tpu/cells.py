@@ -8,7 +8,19 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["CHIPS", "COVERING", "DLRM", "SMALL", "Cell", "Chip", "everything"]
+__all__ = [
+    "CHIPS",
+    "COVERING",
+    "DLRM",
+    "DLRM_CELLS",
+    "NO_LOOP",
+    "SMALL",
+    "Cell",
+    "Chip",
+    "Model",
+    "Table",
+    "everything",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,3 +195,12 @@ def everything() -> Iterator[Cell]:
             (False, True), (False, True)[: 2 if path == "sparsecore" else 1], (1, 4), (True, False)
         ):
             yield Cell(chip, path, optimizer, tables, combiner, weighted, pipelining, replicas, training)
+
+
+DLRM_CELLS: Final = tuple(
+    Cell(chip, "sparsecore", "Adagrad", "dlrm", "sum", pipelining=pipelining, stacking=stacking)
+    for chip, pipelining, stacking in itertools.product(("v5p", "v6e"), (False, True), (True, False))
+)
+"""What the compiler says of a larger model."""
+NO_LOOP: Final = Cell("v5p", "sparsecore", "Adam", pipelining=True, broken="no_loop")
+"""A negative control: pipelined steps need a loop on the device."""

@@ -4,11 +4,11 @@ Each takes a cell and its programs, and raises CheckError; the broken variants s
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from tests.tpu.cells import Cell
-from tests.tpu.expected import CONSTANTS, LEARNING_RATE, SLOTS, Stack, buffer_lengths, model_of, stacks
+from tests.tpu.expected import CONSTANTS, LEARNING_RATE, SLOTS, buffer_lengths, model_of, stacks
 from tests.tpu.host import check_buffers_of_hosts
 from tests.tpu.program import Argument, Operation, Program
 
@@ -69,7 +69,10 @@ def shapes_of_tables(cell: Cell, programs: Programs) -> None:
     for _, call in _calls(programs, UPDATE):
         found = re.findall(r"tensor<[^>]*>", call.kinds()[5])
         one = found[0] in wanted and set(found) == {found[0]}
-        _demand(one and len(found) == 1 + SLOTS[cell.optimizer], f"an update of {found}, not of one of {wanted} and its slots")
+        _demand(
+            one and len(found) == 1 + SLOTS[cell.optimizer],
+            f"an update of {found}, not of one of {wanted} and its slots",
+        )
 
 
 def lengths_of_buffers(cell: Cell, programs: Programs) -> None:
@@ -121,7 +124,11 @@ def tables_in_place(cell: Cell, programs: Programs) -> None:
     """Table and slots that an update takes are variables, and its results are written into them, in order."""
     for program, call in _calls(programs, UPDATE):
         given = [name for name in program.operations[call.arguments()[5]].operands]
-        _equal("where updates go", [_written_from(program, name) for name in given], [(call.result, i) for i in range(len(given))])
+        _equal(
+            "where updates go",
+            [_written_from(program, name) for name in given],
+            [(call.result, i) for i in range(len(given))],
+        )
 
 
 def no_update_in_evaluation(cell: Cell, programs: Programs) -> None:
@@ -181,7 +188,10 @@ def dense_weights_trained(cell: Cell, programs: Programs) -> None:
     _demand(bool(writes) == cell.training, f"programs that write the dense weights: {len(writes)}")
     for program, result in writes:
         sums = {operation.result for operation in program.uses("cross-replica-sum")}
-        _demand(cell.replicas == 1 or bool(sums & program.reached(result)), "dense gradients are not summed over the replicas")
+        _demand(
+            cell.replicas == 1 or bool(sums & program.reached(result)),
+            "dense gradients are not summed over the replicas",
+        )
 
 
 Check = Callable[[Cell, Programs], None]
@@ -291,5 +301,7 @@ def _constants_reached(program: Program, name: str) -> list[float]:
 
 
 def _demand_constants(wanted: Sequence[float], found: Sequence[float], where: str) -> None:
-    missing = [one for one in wanted if not any(abs(one - other) <= 1e-6 * max(1e-3, abs(one)) + 2e-7 for other in found)]
+    missing = [
+        one for one in wanted if not any(abs(one - other) <= 1e-6 * max(1e-3, abs(one)) + 2e-7 for other in found)
+    ]
     _demand(not missing, f"{where} lacks {missing}, it has {sorted(set(found))}")

@@ -74,7 +74,8 @@ class Program:
         self.functions = dict(_bodies(text))
         head, *lines = self.functions["main"].splitlines()
         self.arguments = [
-            Argument(name, kind, _aliased(notes or "")) for name, kind, notes in _ARGUMENT.findall(head.split(" -> ")[0])
+            Argument(name, kind, _aliased(notes or ""))
+            for name, kind, notes in _ARGUMENT.findall(head.split(" -> ")[0])
         ]
         self.operations = {operation.result: operation for operation in _operations(lines)}
         self.results = _NAME.findall(next(line for line in reversed(lines) if line.startswith("    return")))

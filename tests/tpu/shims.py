@@ -159,7 +159,9 @@ def no_annotations(text: str) -> str:
 @_shim
 def all_reduce(text: str) -> str:
     """`cross-replica-sum`, which has no StableHLO name, is written as the all_reduce with addition that it is."""
-    pattern = r'"stablehlo\.cross-replica-sum"\((%\w+)\) <\{replica_groups = (.*?)\}> : \((tensor<[^>]*>)\) -> tensor<[^>]*>'
+    pattern = (
+        r'"stablehlo\.cross-replica-sum"\((%\w+)\) <\{replica_groups = (.*?)\}> : \((tensor<[^>]*>)\) -> tensor<[^>]*>'
+    )
     return re.sub(pattern, lambda found: _sum_of_replicas(*found.groups()), text)
 
 
@@ -173,4 +175,6 @@ def _sum_of_replicas(operand: str, groups: str, kind: str) -> str:
 def replicas_of_module(text: str, replicas: int) -> str:
     """The module says for how many replicas it is."""
     attributes = f"mhlo.num_partitions = 1 : i32, mhlo.num_replicas = {replicas} : i32"
-    return re.sub(r"^module attributes \{.*\} \{$", f"module @step attributes {{{attributes}}} {{", text, count=1, flags=re.M)
+    return re.sub(
+        r"^module attributes \{.*\} \{$", f"module @step attributes {{{attributes}}} {{", text, count=1, flags=re.M
+    )

@@ -14,7 +14,7 @@ from tests.tpu.cells import Cell
 from tests.tpu.environments import JAX, REPOSITORY, TENSORFLOW_TPU, Environment
 from tests.tpu.jobs import result_file
 
-__all__ = ["COMPILE", "CONTROL", "LOWER", "TRACE", "Stage", "run", "surviving"]
+__all__ = ["COMPILE", "CONTROL", "LOWER", "TRACE", "Stage", "result_of", "run", "surviving"]
 
 # libtpu asks the cloud which TPU it is on, for minutes, unless it is told.
 _NO_TPU: Final = {
@@ -49,7 +49,7 @@ TRACE: Final = Stage("trace", TENSORFLOW_TPU, "tests.tpu.trace", 30, {"TPU_LIBRA
 LOWER: Final = Stage("lower", TENSORFLOW_TPU, "tests.tpu.lower", 30)
 COMPILE: Final = Stage("compiled", JAX, "tests.tpu.compiling", 180)
 CONTROL: Final = Stage("controls", JAX, "tests.tpu.controlling", 180)
-_START_SECONDS = 120
+_START_SECONDS = 600  # a machine may be busy
 
 
 def run(stage: Stage, cells: Sequence[Cell], folder: Path, processes: int = 2) -> dict[str, dict[str, Any]]:
@@ -99,3 +99,9 @@ def _process(stage: Stage, cells: Sequence[Cell], folder: Path) -> str:
         process.communicate()
         return f"{stage.module}: no end after {limit} seconds"
     return f"{stage.module} ended with {process.returncode}: {errors[-800:].strip()}"
+
+
+def result_of(stage: Stage, cell: Cell, folder: Path) -> dict[str, Any]:
+    """What `stage` said of `cell`."""
+    result: dict[str, Any] = json.loads(result_file(folder, cell, stage.name).read_text())
+    return result

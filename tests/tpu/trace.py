@@ -13,7 +13,7 @@ from tensorflow.python import pywrap_mlir
 import tpuembed.config
 from tests.tpu import shims
 from tests.tpu.broken import breaking
-from tests.tpu.cells import DLRM, SMALL, Cell, Model, Table
+from tests.tpu.cells import DLRM, NO_LOOP, SMALL, Cell, Model, Table
 from tests.tpu.expected import LEARNING_RATE, OPTIONS
 from tests.tpu.jobs import serve
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
@@ -23,13 +23,13 @@ __all__ = ["traced"]
 _STEPS = 3  # of a loop on the device; pipelining overlaps them
 
 
-def traced(cell: Cell, loop: bool = True) -> str:
-    """The step of `cell` as an MLIR module; pipelined ones in a loop on the device, unless not `loop`."""
+def traced(cell: Cell) -> str:
+    """The step of `cell` as an MLIR module; pipelined ones in a loop on the device."""
     feature = "V2" if cell.path == "sparsecore" else "UNSUPPORTED"
     cluster = shims.made_up_cluster(feature, cell.replicas, cell.hardware.sparse_cores)
     with breaking(cell.broken), cluster as strategy:
         step, signature = _step(cell, strategy)
-        run = _looped if cell.pipelining and loop else _once
+        run = _looped if cell.pipelining and cell.broken != NO_LOOP.broken else _once
         function = run(strategy, step).get_concrete_function(*signature)
         return _imported(function.graph, cell.replicas)
 
@@ -119,7 +119,9 @@ def _imported(function: Any, replicas: int) -> str:
     shims.packed_variables(graph)
     topology = shims.topology_by_name(graph)
     [output] = function.outputs
-    result = shims.result_after_updates(graph, output.op.name, [operation.name for operation in function.control_outputs])
+    result = shims.result_after_updates(
+        graph, output.op.name, [operation.name for operation in function.control_outputs]
+    )
     text = pywrap_mlir.ImportGraphDef(
         text_format.MessageToString(graph).encode(),
         b"",

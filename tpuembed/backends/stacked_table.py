@@ -7,7 +7,7 @@ Source: SparseCoreTableLayout in tensorflow/core/tpu/kernels/sparse_core_layout.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["StackLayout", "StackedTable", "check_stacks"]
+__all__ = ["StackLayout", "StackedTable", "check_shards", "check_stacks"]
 
 Array = np.ndarray[Any, Any]
 
@@ -86,6 +86,26 @@ def check_stacks(layouts: Mapping[str, StackLayout], slots: Mapping[str, Iterabl
                 raise ConfigError(
                     f"table {firsts[slot]!r} is called like a slot of the stack {layout.stack!r}; rename it"
                 )
+
+
+def check_shards(layouts: Mapping[str, StackLayout], shards: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Raise ConfigError where the TPUs do not hold what the layouts say; the TPU compiler takes any shape, and reads beyond it.
+
+    Args:
+        layouts: of every table.
+        shards: stack -> the shape of its rows in each TPU.
+    """
+    for table, layout in layouts.items():
+        shapes = [tuple(shape) for shape in shards[layout.stack]]
+        rows = layout.sparse_cores * layout.rows_per_core
+        even = layout.sparse_cores % len(shapes) == 0 and len(set(shapes)) == 1
+        fits = layout.offset + -(-layout.rows // layout.sparse_cores) <= layout.rows_per_core
+        if not even or not fits or shapes[0][0] * len(shapes) != rows or shapes[0][1] < layout.dim:
+            raise ConfigError(
+                f"table {table!r} of {layout.rows} rows: {len(shapes)} TPUs with {shapes} rows of the stack {layout.stack!r} cannot be "
+                f"shared by {layout.sparse_cores} SparseCores with {layout.rows_per_core} rows each; this TensorFlow's stacks are not "
+                "those that the layer knows: install a version that it was tested with"
+            )
 
 
 class StackedTable:

@@ -14,7 +14,7 @@ from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
 from tpuembed.backends.stack_ids import ids_inside, ids_with_room
-from tpuembed.backends.stacked_table import StackLayout, check_stacks
+from tpuembed.backends.stacked_table import StackLayout, check_shards, check_stacks
 
 __all__ = [
     "LAYOUTS",
@@ -165,8 +165,10 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
         super().__init__(list(features), None, pipelining, config)
         self._given = config
         slots = {feature.table.name: feature.table.optimizer._slot_names() for feature in features}
-        check_stacks({table: self.layout(table) for table in self.embedding_layouts}, slots)
+        layouts = {table: self.layout(table) for table in self.embedding_layouts}
+        check_stacks(layouts, slots)
         self.build()
+        check_shards(layouts, {stack: _shapes(of_roles["parameters"]) for stack, of_roles in self.tables.items()})
 
     @property
     def tables(self) -> Mapping[str, Mapping[str, Any]]:
@@ -222,6 +224,10 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
                 of_tables = [limits[table.name][which] for table in tables]
                 if stack not in (config or {}) and any(limit is not None for limit in of_tables):
                     target[stack] = sum(limit or self.DEFAULT_MAX_IDS_PER_TABLE for limit in of_tables)
+
+
+def _shapes(variable: Any) -> list[Any]:
+    return [shard.shape.as_list() for shard in variable.values]
 
 
 def saved_layouts(path: str) -> dict[str, StackLayout]:

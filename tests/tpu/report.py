@@ -1,0 +1,217 @@
+"""The document of the proof, rendered from its results: the same text for the same results, but for one line with the time."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from tests.tpu import shims
+from tests.tpu.broken import BROKEN
+from tests.tpu.cells import DLRM, DLRM_CELLS, NO_LOOP, Cell
+from tests.tpu.checks import CHECKS
+from tests.tpu.controls import CONTROLS
+from tests.tpu.environments import JAX, TENSORFLOW_TPU
+from tests.tpu.host import check_buffers_of_hosts
+
+__all__ = ["SENTENCE", "rendered"]
+
+SENTENCE: Final = "traced, lowered, compiled by libtpu for these chips, simulated numerically; never executed on a TPU"
+"""What README.md and docs/layer.md say too."""
+
+_HEAD = f"""# The TPU proof
+
+The TPU path is {SENTENCE}.
+
+`make tpu-proof` writes this page. It makes two environments of pinned wheels under `.tpu-proof/`, compares their files with the
+wheels' RECORDs, and takes the step that `tpuembed.TPUEmbedding` traces through three stages, each in processes of its own:
+
+1. **trace**: the real layer in the scope of a real TPUStrategy over a made-up cluster, called in `strategy.run` in a `tf.function`:
+   a dense layer on top, a loss, `tf.GradientTape`, a Keras optimizer; or the loss alone (evaluation).
+2. **lower**: TensorFlow's own bridge, the one that a TPU's host runs (`tf-replicated-clustering-bridge-v2`), takes the hosts' work out,
+   runs the pipelining and sequencing passes of embeddings and leaves TPU programs; TensorFlow's TPU kernels make StableHLO of them.
+3. **compile**: libtpu compiles every program for the named chip.
+
+Between lowering and compiling, checks of the lowered text show that the step is the one that was asked for.
+"""
+_NOT_PROVEN = """## What is not proven
+
+- The numbers that a TPU computes, and its rounding. The simulator's are compared elsewhere (`tests/tpu/numbers`), with TensorFlow's
+  own host kernels and with the rules of the lowered programs run on a CPU.
+- The V1 engine (TPU v2 to v4 with embedding hardware): its ops have no kernel outside the TPU's runtime. Its configuration is
+  golden (`tests/tpu/v1`).
+- Real collectives between TPUs: programs of 4 replicas compile; nothing is exchanged.
+- `TPUCopyWithDynamicShape`: the bridge moves it to the hosts; buffers get the size of their bound.
+- That pipelined programs overlap: TensorFlow's pass splits the loop into the programs above, which compile; their order on a TPU,
+  and the staleness of what they look up, is TensorFlow's.
+- The rest of TensorFlow's bridge (the compile and execute ops of the runtime), other versions than those above, several hosts.
+- Speed on hardware. Bytes and counts above are the compiler's.
+"""
+_OURS = (
+    ("rows that the SparseCores of all replicas cannot share", "`check_stacks`", "test_stacks_are_shared_evenly"),
+    ("samples that a chip's SparseCores cannot share", "`SparseCoreBackend`", "test_what_a_layer_refuses"),
+    (
+        "buffers and row pointers of another length",
+        "`lengths_of_buffers`, below",
+        "the variants `short_buffer`, `pointers_for_ids`",
+    ),
+    ("ids beyond the limits, or without room in a buffer", "the hosts' ops, and `ids_with_room`", "tests/tpu/numbers"),
+    ("ids outside of their table", "`ids_inside`, on the hosts", "tests/tpu/numbers"),
+)
+
+
+def rendered(results: Mapping[str, Any]) -> str:
+    """The page.
+
+    Args:
+        results: what `proof` found: "seconds", "cells", "failures", "controls", "no_loop", "broken", "dlrm", "others".
+    """
+    parts = [
+        _HEAD,
+        _versions(),
+        f"Wall time of the last run: {results['seconds']} seconds.\n",
+        _shims(),
+        _cells(results),
+        _checks(),
+        _controls(results),
+        _unchecked(),
+        _broken(results),
+        _dlrm(results),
+        _NOT_PROVEN,
+    ]
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _versions() -> str:
+    def pins(environment: Any) -> str:
+        wanted = ("tensorflow-tpu", "keras", "jax", "jaxlib", "libtpu")
+        return ", ".join(f"{name} {version}" for name, version in environment.pins().items() if name in wanted)
+
+    return _table(
+        ["environment", "wheels"],
+        [("trace and lower", pins(TENSORFLOW_TPU)), ("compile", pins(JAX))],
+    )
+
+
+def _shims() -> str:
+    rows = [(f"`{name}`", shims.sentence(name)) for name in shims.SHIMS]
+    return "## What stands between `strategy.run` and the compiler\n\n" + _table(["shim", "what it does"], rows)
+
+
+def _cells(results: Mapping[str, Any]) -> str:
+    head = [
+        "chip",
+        "tables are",
+        "replicas",
+        "optimizer",
+        "tables",
+        "combiner",
+        "weights",
+        "pipelined",
+        "step",
+        "result",
+    ]
+    rows = [_row(cell, results) for cell in results["cells"]]
+    return f"## Steps: {len(rows)} cells\n\n" + _table(head, rows)
+
+
+def _row(cell: Cell, results: Mapping[str, Any]) -> list[object]:
+    return [
+        cell.chip,
+        "on SparseCores" if cell.path == "sparsecore" else "replicated",
+        cell.replicas,
+        cell.optimizer,
+        cell.tables,
+        cell.combiner,
+        _yes(cell.weighted),
+        _yes(cell.pipelining),
+        "training" if cell.training else "evaluation",
+        _verdict(cell, results),
+    ]
+
+
+def _verdict(cell: Cell, results: Mapping[str, Any]) -> str:
+    if cell.name in results["failures"]:
+        return f"FAILED: {_quoted(results['failures'][cell.name])}"
+    programs = results["compiled"][cell.name]["programs"]
+    calls = sum(program["sparse_core_calls"] for program in programs.values())
+    of = "1 program" if len(programs) == 1 else f"{len(programs)} programs"
+    return f"compiled: {of}, {calls} calls on SparseCores" if calls else f"compiled: {of}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else ""
+
+
+def _checks() -> str:
+    checks: list[Callable[..., Any]] = [check for of_path in CHECKS.values() for check in of_path]
+    unique = list(dict.fromkeys([*checks, check_buffers_of_hosts]))
+    rows = [(f"`{check.__name__}`", _paths(check), _first(check)) for check in unique]
+    return "## Checks of the lowered steps\n\n" + _table(["check", "of tables", "what holds"], rows)
+
+
+def _paths(check: Callable[..., Any]) -> str:
+    names = [
+        {"sparsecore": "on SparseCores", "replicated": "replicated"}[path] for path in CHECKS if check in CHECKS[path]
+    ]
+    return ", ".join(names) or "on SparseCores, not pipelined"
+
+
+def _first(function: Callable[..., Any]) -> str:
+    return " ".join((function.__doc__ or "").split("\n\n")[0].split())
+
+
+def _controls(results: Mapping[str, Any]) -> str:
+    rows = [
+        (chip, control.name, _quoted(refusals[control.name]) or "ACCEPTED")
+        for chip, refusals in results["controls"].items()
+        for control in CONTROLS
+    ]
+    rows.append((NO_LOOP.chip, "pipelining without a loop on the device", _quoted(results["no_loop"]) or "ACCEPTED"))
+    return "## What is refused, as it must be\n\n" + _table(["chip", "step of the layer, changed", "refusal"], rows)
+
+
+def _quoted(text: str) -> str:
+    short = " ".join(text.split())[:220].replace("`", "'")
+    return f"`{short}`" if short else ""
+
+
+def _unchecked() -> str:
+    return "## What the compiler does not check, and we do\n\n" + _table(["what", "where", "shown by"], _OURS)
+
+
+def _broken(results: Mapping[str, Any]) -> str:
+    rows = [(f"`{name}`", one.breaks, f"`{one.check}`", results["broken"][name]) for name, one in BROKEN.items()]
+    text = "## The layer, deliberately broken\n\n" + _table(["variant", "what is wrong", "check", "caught"], rows)
+    others = [(f"`{name}`", breaks, f"`{check}`") for name, breaks, check in results["others"]]
+    if not others:
+        return text
+    return (
+        text
+        + "\nVariants of the numbers' and of V1's checks, each a test:\n\n"
+        + _table(["variant", "what is wrong", "check"], others)
+    )
+
+
+def _dlrm(results: Mapping[str, Any]) -> str:
+    head = ["chip", "pipelined", "stacked", "program", "calls on SparseCores", *_MEMORY]
+    rows = [row for cell in DLRM_CELLS for row in _programs(cell, results)]
+    about = (
+        f"{len(DLRM.tables)} tables of width {DLRM.tables[0].dim} (1,000 to 7,000 rows), one id each, {DLRM.batch} examples per replica, Adagrad, one "
+        "replica. Bytes as the compiler gives them; `alias` are arguments that are updated in place.\n"
+    )
+    return f"## A larger model, as the compiler sees it\n\n{about}\n" + _table(head, rows)
+
+
+_MEMORY: Final = ("generated_code", "argument", "output", "alias", "temp")
+
+
+def _programs(cell: Cell, results: Mapping[str, Any]) -> Iterator[list[object]]:
+    named: list[object] = [cell.chip, _yes(cell.pipelining), _yes(cell.stacking)]
+    if cell.name in results["failures"]:
+        yield [*named, f"FAILED: {_quoted(results['failures'][cell.name])}", *[""] * (1 + len(_MEMORY))]
+        return
+    for number, facts in enumerate(results["compiled"][cell.name]["programs"].values(), 1):
+        yield [*named, number, facts["sparse_core_calls"], *(f"{facts['memory'][kind]:,}" for kind in _MEMORY)]

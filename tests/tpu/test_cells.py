@@ -1,0 +1,54 @@
+"""The cells of the proof cover what they say."""
+
+import collections
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.tpu.broken import BROKEN
+from tests.tpu.broken import cells as broken_cells
+from tests.tpu.cells import CHIPS, COVERING, Cell, everything
+
+OPTIONS = ("optimizer", "tables", "combiner", "weighted", "training")
+
+
+def values(path: str, option: str) -> set[Any]:
+    found: set[Any] = {getattr(cell, option) for cell in everything() if cell.path == path}
+    return found
+
+
+def cells_of(path: str, **fixed: Any) -> list[Cell]:
+    return [cell for cell in COVERING if cell.path == path and all(getattr(cell, k) == v for k, v in fixed.items())]
+
+
+@pytest.mark.parametrize(("chip", "path"), list(CHIPS))
+@pytest.mark.parametrize("option", [*OPTIONS, "pipelining", "replicas"])
+def test_every_value_of_every_option_with_every_chip(chip: str, path: str, option: str) -> None:
+    assert {getattr(cell, option) for cell in cells_of(path, chip=chip)} == values(path, option)
+
+
+@pytest.mark.parametrize("path", ["sparsecore", "replicated"])
+@pytest.mark.parametrize(("option", "replicas"), list(itertools.product([*OPTIONS, "pipelining"], [1, 4])))
+def test_every_value_of_every_option_with_every_number_of_replicas(path: str, option: str, replicas: int) -> None:
+    assert {getattr(cell, option) for cell in cells_of(path, replicas=replicas)} == values(path, option)
+
+
+@pytest.mark.parametrize(("chip", "path"), list(CHIPS))
+def test_every_optimizer_trains_on_every_chip(chip: str, path: str) -> None:
+    trained = {cell.optimizer for cell in cells_of(path, chip=chip, training=True)}
+    assert trained == {"SGD", "Adagrad", "AdagradMomentum", "Adam", "FTRL"}
+
+
+def test_names_are_of_one_cell_each() -> None:
+    names = collections.Counter(cell.name for cell in [*everything(), *broken_cells()])
+    assert max(names.values()) == 1
+    assert {cell.name for cell in COVERING} <= names.keys()
+
+
+def test_every_kind_of_check_has_a_broken_variant() -> None:
+    assert {one.cell.path for one in BROKEN.values()} == {"sparsecore", "replicated"}
+    assert {
+        "number_of_updates", "gradients_from_the_loss", "check_buffers_of_hosts", "lengths_of_buffers", "limits_of_ids",
+        "rule_of_updates", "tables_in_place", "updates_of_copies", "gradients_of_all_replicas", "rule_of_copies",
+    } <= {one.check for one in BROKEN.values()}  # fmt: skip
