@@ -82,6 +82,8 @@ class Lane:
         run_rows: the most rows of a run of several requests.
         wait_seconds: how long a request waits for others though a thread is free.
         looked_at: when, by the loop's clock, its requests are looked at again for that.
+        answered: when, by that clock, one of its requests was answered last.
+        next_failure: before when, by that clock, what may fail by its ids lets others go first.
         waiting_rows: of all its requests that wait.
     """
 
@@ -97,7 +99,7 @@ class Lane:
         self.run_rows = (chosen or defaults).run_rows
         self.wait_seconds = (chosen or defaults).batch_timeout_micros / 1e6
         self.waiting_rows = 0
-        self.looked_at = 0.0
+        self.looked_at = self.answered = self.next_failure = 0.0
         self._chosen = chosen if merging else None
         self._dtypes = [info.numpy_dtype for info in signature.inputs]
         self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]

@@ -24,6 +24,12 @@ _INLINE_SECONDS: Final = 0.0003
 """A run that is known to be shorter stays on the event loop's thread: to hand it over and back costs about as much."""
 _INLINE_SECONDS_OF_ONE: Final = 0.001
 """The same of a run of one request: few others come meanwhile."""
+_SHARE_OF_FAILURES: Final = 0.05
+"""Of the time, what runs that fail by their ids may take while others are answered: bad ids slow down who sends them."""
+_BUSY_SECONDS: Final = 0.02
+"""After the last answer, how long others are expected to come."""
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+"""Between two runs that fail."""
 
 
 class ModelExecutor:
@@ -181,13 +187,16 @@ class ModelExecutor:
                 self._start(self._take(group))
 
     def _is_due(self, group: Any) -> bool:
-        """Whether the group's requests have waited for others as long as the operator wants them to; mostly not at all."""
+        """Whether the group's requests have waited for others as long as they should; mostly not at all."""
         requests = self._groups[group]
         lane = requests[0].lane
-        if not lane.wait_seconds or sum(request.rows or 0 for request in requests) >= lane.run_rows:
-            return True
         assert self._loop is not None
-        start = requests[0].entered + lane.wait_seconds
+        if requests[0].is_apart:
+            start = lane.next_failure if self._loop.time() < lane.answered + _BUSY_SECONDS else 0.0
+        elif not lane.wait_seconds or sum(request.rows or 0 for request in requests) >= lane.run_rows:
+            return True
+        else:
+            start = requests[0].entered + lane.wait_seconds
         if start <= self._loop.time():
             return True
         if lane.looked_at != start:
@@ -237,6 +246,7 @@ class ModelExecutor:
 
     def _deliver(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
         requests[0].lane.learn_seconds(requests, seconds)
+        self._note_failures(requests[0], outcomes, seconds)
         if self.watch is not None and self._loop is not None:
             self.watch(requests, seconds, self._loop.time())
         for request, outcome in zip(requests, outcomes, strict=True):
@@ -248,6 +258,14 @@ class ModelExecutor:
                 self._open.discard(request)
                 if outcome is not None and not request.is_over:
                     request.future.set_result(outcome)
+
+    def _note_failures(self, first: Request, outcomes: Sequence[Outcome], seconds: float) -> None:
+        assert self._loop is not None
+        if any(isinstance(outcome, list) for outcome in outcomes):
+            first.lane.answered = self._loop.time()
+        elif first.is_apart:
+            pause = min(seconds / _SHARE_OF_FAILURES, _LONGEST_PAUSE_SECONDS)
+            first.lane.next_failure = self._loop.time() + pause
 
     def _postpone(self, request: Request) -> None:
         """To a run of its own, which begins once the others are answered."""

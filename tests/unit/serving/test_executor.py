@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.unit.serving.doubles import DoublingServable
+from tpuembed_serving import executor
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.servable import Array, IdRange, Merging, Signature
@@ -281,6 +282,58 @@ def test_who_may_fail_is_run_after_the_others_are_answered() -> None:
 
     here.play(scenario)
     assert here.executor.waiting == 0
+
+
+class Failing(Gated):
+    """A run of one number above 99 takes long, and fails."""
+
+    SECONDS = 0.04
+
+    def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        outputs = super().run(signature, inputs)
+        if inputs[0].max() >= 100:
+            time.sleep(self.SECONDS)
+            raise StatusError(Code.INVALID_ARGUMENT, "no such row")
+        return outputs
+
+
+def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered() -> None:
+    ranges = (IdRange(0, 100),)
+    servable = Failing(Merging(is_ours=True, is_proven=True, id_ranges=ranges))
+    here = Scene(servable, batching=BatchingSettings(enabled=True))
+    servable.gate.set()
+
+    async def scenario() -> None:
+        good, bad = [here.ask(1), here.ask(2)], here.ask(100)
+        await values(*good)
+        with pytest.raises(StatusError, match="no such row"):
+            await bad
+        started = time.monotonic()
+        good, bad = [here.ask(1), here.ask(2)], here.ask(101)
+        await values(*good)
+        await values(here.ask(3), here.ask(4))
+        assert [101] not in servable.runs
+        with pytest.raises(StatusError, match="no such row"):
+            await bad
+        assert time.monotonic() - started > 10 * Failing.SECONDS, "for so long it was the others' turn"
+        assert await values(here.ask(5)) == [[10]]
+
+    here.play(scenario)
+
+
+def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
+    servable = Failing(Merging(is_ours=True, is_proven=True, id_ranges=(IdRange(0, 100),)))
+    here = Scene(servable, batching=BatchingSettings(enabled=True))
+    servable.gate.set()
+
+    async def scenario() -> None:
+        started = time.monotonic()
+        for _ in range(5):
+            found = await asyncio.gather(here.ask(100), here.ask(101), return_exceptions=True)
+            assert all(isinstance(each, StatusError) for each in found)
+        assert time.monotonic() - started < 4 * Failing.SECONDS / executor._SHARE_OF_FAILURES
+
+    here.play(scenario)
 
 
 def test_a_request_over_the_operators_size_is_refused_in_theirs_words() -> None:
