@@ -55,7 +55,7 @@ def _apply(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
 
 
 def _no_update() -> AbstractContextManager[Any]:
-    return _apply(lambda apply, gradients: [])
+    return _apply(lambda *_: [])
 
 
 def _zero_gradients() -> AbstractContextManager[Any]:
@@ -131,7 +131,7 @@ def _short_buffer() -> AbstractContextManager[Any]:
 def _no_limits() -> AbstractContextManager[Any]:
     from tpuembed.backends.tf_tpu import SparseCoreEngine
 
-    return mock.patch.object(SparseCoreEngine, "limit_ids", lambda engine, limits: None)
+    return mock.patch.object(SparseCoreEngine, "limit_ids")
 
 
 def _spec(**changes: Any) -> AbstractContextManager[Any]:
@@ -182,7 +182,7 @@ def _own_gradients_alone() -> AbstractContextManager[Any]:
 def _no_update_of_copies() -> AbstractContextManager[Any]:
     from tpuembed.backends.host import HostBackend
 
-    return mock.patch.object(HostBackend, "update", lambda *_: [])
+    return mock.patch.object(HostBackend, "update", return_value=[])
 
 
 def _zero_gradients_of_copies() -> AbstractContextManager[Any]:

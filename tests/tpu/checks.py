@@ -123,7 +123,7 @@ def gradients_from_the_loss(cell: Cell, programs: Programs) -> None:
 def tables_in_place(cell: Cell, programs: Programs) -> None:
     """Table and slots that an update takes are variables, and its results are written into them, in order."""
     for program, call in _calls(programs, UPDATE):
-        given = [name for name in program.operations[call.arguments()[5]].operands]
+        given = program.operations[call.arguments()[5]].operands
         _equal(
             "where updates go",
             [_written_from(program, name) for name in given],

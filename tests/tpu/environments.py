@@ -87,7 +87,7 @@ class Environment:
         shutil.rmtree(self.folder, ignore_errors=True)
         venv.create(self.folder, with_pip=True, symlinks=True)
         pip = [
-            self.python,
+            str(self.python),
             "-m",
             "pip",
             "install",

@@ -118,7 +118,8 @@ def _aliased(notes: str) -> int | None:
 
 def _operations(lines: list[str]) -> Iterator[Operation]:
     """Lines of four spaces begin one; deeper ones, and what closes them, are of the last."""
-    result, text, names = "", "", []  # type: str, str, list[str]
+    result, text = "", ""
+    names: list[str] = []
     for line in [*lines, "    end"]:
         begins = line.startswith("    ") and line[4:5] not in (" ", "}", "^")
         if begins and result:
@@ -127,4 +128,4 @@ def _operations(lines: list[str]) -> Iterator[Operation]:
         found = _RESULTS.match(line) if begins else None
         if found:
             result, text, names = found.group(1).split(":")[0].split(",")[0], found.group(2), []
-        names += [name for name in _NAME.findall(found.group(2) if found else line)] if result else []
+        names += _NAME.findall(found.group(2) if found else line) if result else []

@@ -25,8 +25,9 @@ wheels' RECORDs, and takes the step that `tpuembed.TPUEmbedding` traces through 
 
 1. **trace**: the real layer in the scope of a real TPUStrategy over a made-up cluster, called in `strategy.run` in a `tf.function`:
    a dense layer on top, a loss, `tf.GradientTape`, a Keras optimizer; or the loss alone (evaluation).
-2. **lower**: TensorFlow's own bridge, the one that a TPU's host runs (`tf-replicated-clustering-bridge-v2`), takes the hosts' work out,
-   runs the pipelining and sequencing passes of embeddings and leaves TPU programs; TensorFlow's TPU kernels make StableHLO of them.
+2. **lower**: TensorFlow's own bridge, the one that a TPU's host runs (`tf-replicated-clustering-bridge-v2`), takes the hosts'
+   work out, runs the pipelining and sequencing passes of embeddings and leaves TPU programs, of which TensorFlow's TPU kernels
+   make StableHLO.
 3. **compile**: libtpu compiles every program for the named chip.
 
 Between lowering and compiling, checks of the lowered text show that the step is the one that was asked for.
@@ -45,8 +46,16 @@ _NOT_PROVEN = """## What is not proven
 - Speed on hardware. Bytes and counts above are the compiler's.
 """
 _OURS = (
-    ("rows that the SparseCores of all replicas cannot share", "`check_stacks`", "test_stacks_are_shared_evenly"),
-    ("samples that a chip's SparseCores cannot share", "`SparseCoreBackend`", "test_what_a_layer_refuses"),
+    (
+        "rows that the SparseCores of all replicas cannot share",
+        "`check_shards`",
+        "tests/unit/backends/test_stacked_table.py",
+    ),
+    (
+        "samples that a chip's SparseCores cannot share",
+        "`SparseCoreBackend`",
+        "tests/unit/testing/test_simulated_checkpoints.py",
+    ),
     (
         "buffers and row pointers of another length",
         "`lengths_of_buffers`, below",
@@ -199,8 +208,8 @@ def _dlrm(results: Mapping[str, Any]) -> str:
     head = ["chip", "pipelined", "stacked", "program", "calls on SparseCores", *_MEMORY]
     rows = [row for cell in DLRM_CELLS for row in _programs(cell, results)]
     about = (
-        f"{len(DLRM.tables)} tables of width {DLRM.tables[0].dim} (1,000 to 7,000 rows), one id each, {DLRM.batch} examples per replica, Adagrad, one "
-        "replica. Bytes as the compiler gives them; `alias` are arguments that are updated in place.\n"
+        f"{len(DLRM.tables)} tables of width {DLRM.tables[0].dim} (1,000 to 7,000 rows), one id each, {DLRM.batch} examples per "
+        "replica, Adagrad, one replica. Bytes as the compiler gives them; `alias` are arguments that are updated in place.\n"
     )
     return f"## A larger model, as the compiler sees it\n\n{about}\n" + _table(head, rows)
 

@@ -1,6 +1,7 @@
 """How the environments of the proof are made, kept and refused, without making one."""
 
 import subprocess
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def pip_that(monkeypatch: pytest.MonkeyPatch, returncode: int, stderr: str = "")
         return subprocess.CompletedProcess(arguments, returncode, "", stderr)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(environments.venv, "create", lambda folder, **_: Path(folder).mkdir(parents=True))
+    monkeypatch.setattr(venv, "create", lambda folder, **_: Path(folder).mkdir(parents=True))
     return commands
 
 

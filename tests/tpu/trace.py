@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from google.protobuf import text_format
+from google.protobuf import text_format  # type: ignore[import-untyped, unused-ignore]
 from tensorflow.core.framework import types_pb2
 from tensorflow.python import pywrap_mlir
 
@@ -96,8 +96,14 @@ def _layer(cell: Cell, model: Model) -> Any:
 
 
 def _table(cell: Cell, table: Table) -> TableConfig:
-    limits = {"max_ids_per_partition": table.max_ids, "max_unique_ids_per_partition": table.max_unique_ids}
-    return TableConfig(table.rows, table.dim, table.name, combiner=cell.combiner, **limits)
+    return TableConfig(
+        table.rows,
+        table.dim,
+        table.name,
+        combiner=cell.combiner,
+        max_ids_per_partition=table.max_ids,
+        max_unique_ids_per_partition=table.max_unique_ids,
+    )
 
 
 def _signature(cell: Cell, model: Model) -> Sequence[Any]:

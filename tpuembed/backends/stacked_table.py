@@ -102,9 +102,9 @@ def check_shards(layouts: Mapping[str, StackLayout], shards: Mapping[str, Sequen
         fits = layout.offset + -(-layout.rows // layout.sparse_cores) <= layout.rows_per_core
         if not even or not fits or shapes[0][0] * len(shapes) != rows or shapes[0][1] < layout.dim:
             raise ConfigError(
-                f"table {table!r} of {layout.rows} rows: {len(shapes)} TPUs with {shapes} rows of the stack {layout.stack!r} cannot be "
-                f"shared by {layout.sparse_cores} SparseCores with {layout.rows_per_core} rows each; this TensorFlow's stacks are not "
-                "those that the layer knows: install a version that it was tested with"
+                f"table {table!r} of {layout.rows} rows: {len(shapes)} TPUs with {shapes} of the stack {layout.stack!r} cannot be "
+                f"shared by {layout.sparse_cores} SparseCores with {layout.rows_per_core} rows each; this TensorFlow's stacks are "
+                "not those that the layer knows: install a version that it was tested with"
             )
 
 
