@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 RATINGS := .data/ml-100k.inter
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check bench format clean
+.PHONY: help demo test test-long tpu-proof check bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ test: $(STAMP) $(RATINGS)  ## the test suite
 test-long: $(STAMP) $(RATINGS)  ## the tests of `make test` and those with big files, clusters, fuzzing and soaks
 	$(BIN)/python -m pytest -n 2 -m "not long" tests
 	$(BIN)/python -m pytest -m long --timeout 3600 tests
+
+tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: docs/tpu-proof.md
+	$(BIN)/python -m tests.tpu --tests
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
