@@ -7,6 +7,7 @@ Source: tensorflow/core/protobuf/tpu/optimization_parameters.proto.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.tf_config import in_xla_context
@@ -33,7 +34,7 @@ def _adagrad_momentum(
 ) -> tuple[Tensor, ...]:
     squares = tf.square(gradients)
     accumulators = (
-        accumulators + squares if spec.beta2 == 1.0 else spec.beta2 * accumulators + (1.0 - spec.beta2) * squares
+        accumulators + squares if spec.beta2 == 1.0 else spec.beta2 * accumulators + _rest(spec.beta2) * squares
     )
     scaled = gradients * tf.pow(accumulators + spec.epsilon, -1.0 / spec.exponent)
     momenta = spec.momentum * momenta + scaled
@@ -44,11 +45,16 @@ def _adagrad_momentum(
 def _adam(
     spec: Adam, rate: Tensor, gradients: Tensor, rows: Tensor, momenta: Tensor, velocities: Tensor
 ) -> tuple[Tensor, ...]:
-    momenta = spec.beta_1 * momenta + (1.0 - spec.beta_1) * gradients
-    velocities = spec.beta_2 * velocities + (1.0 - spec.beta_2) * tf.square(gradients)
+    momenta = spec.beta_1 * momenta + _rest(spec.beta_1) * gradients
+    velocities = spec.beta_2 * velocities + _rest(spec.beta_2) * tf.square(gradients)
     if spec.sum_inside_sqrt:
         return rows - rate * momenta * tf.math.rsqrt(velocities + spec.epsilon**2), momenta, velocities
     return rows - rate * momenta / (tf.sqrt(velocities) + spec.epsilon), momenta, velocities
+
+
+def _rest(beta: float) -> float:
+    """1 - beta of a TPU, whose hyper-parameters are float32: near 1, that is another number than the rounded 1 - beta."""
+    return float(np.float32(1.0) - np.float32(beta))
 
 
 def _ftrl(

@@ -134,7 +134,10 @@ class SparseCoreOps(HostOps):
         ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
         gradients = np.asarray(activation_gradients).reshape(self._cores, -1, shards[0].shape[1])
         brought = _Update(ids, gradients, float(learning_rate), shards)
-        hyper_parameters = {name: value for name, value in attributes.items() if name not in _OF_THE_BUFFER}
+        of_the_rule = {name: value for name, value in attributes.items() if name not in _OF_THE_BUFFER}
+        hyper_parameters = {  # the op's attributes are float32
+            name: float(np.float32(value)) if isinstance(value, float) else value for name, value in of_the_rule.items()
+        }
         updated = self._exchange(functools.partial(self._apply, functools.partial(rule, **hyper_parameters)), brought)
         return updated if slots else updated[0]
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -9,10 +10,21 @@ import pytest
 
 from tests.tpu.environments import Environment
 
-__all__ = ["REQUIRED", "run", "skip_without"]
+__all__ = ["NO_TPU", "REQUIRED", "SOME_TPU", "run", "skip_without"]
 
 REQUIRED: Final = "TPUEMBED_TPU_PROOF"
 """An environment variable; where it is set, a missing environment is a failure and no skip."""
+NO_TPU: Final[Mapping[str, str]] = {"TPU_LIBRARY_PATH": "/nonexistent.so", "JAX_PLATFORMS": "cpu"}
+"""For what runs on the CPU: no process looks for a TPU."""
+SOME_TPU: Final[Mapping[str, str]] = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+}
+"""For what asks libtpu of TPUs that nothing runs on: they are named, and not looked for."""
 _ROOT: Final = Path(__file__).resolve().parents[3]
 
 
@@ -27,14 +39,16 @@ def skip_without(*environments: Environment) -> None:
         pytest.skip(message)
 
 
-def run(environment: Environment, module: str, *arguments: str, seconds: float = 240.0) -> str:
+def run(
+    environment: Environment, module: str, *arguments: str, seconds: float = 240.0, hardware: Mapping[str, str] = NO_TPU
+) -> str:
     """The standard output of `python -m module arguments` in `environment`.
 
     Raises:
         AssertionError: it failed, or took longer than `seconds`.
     """
     skip_without(environment)
-    names = {"TPU_LIBRARY_PATH": "/nonexistent.so", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu"}
+    names = {**hardware, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [str(environment.python), "-m", module, *arguments]
     try:
         done = subprocess.run(

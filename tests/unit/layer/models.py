@@ -89,15 +89,16 @@ class Reference:
             slots["accumulators"] += g * g
             w -= rate * g / np.sqrt(slots["accumulators"])
         elif isinstance(o, AdagradMomentum):
-            a, m = slots["accumulators"], slots["momenta"]
-            a[:] = a + g * g if o.beta2 == 1 else o.beta2 * a + (1 - o.beta2) * g * g
+            a, m, beta2 = slots["accumulators"], slots["momenta"], as_float32(o.beta2)
+            a[:] = a + g * g if beta2 == 1 else beta2 * a + (1 - beta2) * g * g
             scaled = g / (a + o.epsilon) ** (1 / o.exponent)
             m[:] = o.momentum * m + scaled
             w -= rate * (o.momentum * m + scaled if o.use_nesterov else m)
         elif isinstance(o, Adam):
             m, v = slots["momenta"], slots["velocities"]
-            m[:] = o.beta_1 * m + (1 - o.beta_1) * g
-            v[:] = o.beta_2 * v + (1 - o.beta_2) * g * g
+            beta_1, beta_2 = as_float32(o.beta_1), as_float32(o.beta_2)
+            m[:] = beta_1 * m + (1 - beta_1) * g
+            v[:] = beta_2 * v + (1 - beta_2) * g * g
             w -= rate * m / (np.sqrt(v + o.epsilon**2) if o.sum_inside_sqrt else np.sqrt(v) + o.epsilon)
         else:
             self._ftrl(w, g, rate, slots["accumulators"], slots["linears"])
@@ -117,6 +118,11 @@ class Reference:
         denominator = (new + o.beta) / rate + 2 * o.l2_regularization_strength
         w[:] = np.divide(l1 - plain, denominator, out=np.zeros_like(w), where=denominator != 0)
         linear[:] = plain * factor
+
+
+def as_float32(value: float) -> float:
+    """As a TPU and TensorFlow's kernels hold it: 1 - 0.999 is 1e-5 of itself off there."""
+    return float(np.float32(value))
 
 
 def one_table(optimizer: Any = None, rows: int = 12, dim: int = 3, name: str = "items") -> dict[str, FeatureConfig]:
