@@ -1,4 +1,4 @@
-"""`make tpu-proof`: python -m tests.tpu [--all] [--tests] [--processes N]. Writes docs/tpu-proof.md; exits 1 where the proof fails."""
+"""`make tpu-proof`: python -m tests.tpu [--all] [--tests] [--processes N]. Writes docs/tpu-proof.md; exits 1 if the proof fails."""
 
 import argparse
 import json

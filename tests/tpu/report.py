@@ -192,7 +192,10 @@ def _unchecked() -> str:
 
 
 def _broken(results: Mapping[str, Any]) -> str:
-    rows = [(f"`{name}`", one.breaks, f"`{one.check}`", results["broken"][name]) for name, one in BROKEN.items()]
+    rows = [
+        (f"`{name}`", one.breaks, f"`{one.check}`", results["broken"].get(name, "not run"))
+        for name, one in BROKEN.items()
+    ]
     text = "## The layer, deliberately broken\n\n" + _table(["variant", "what is wrong", "check", "caught"], rows)
     others = [(f"`{name}`", breaks, f"`{check}`") for name, breaks, check in results["others"]]
     if not others:

@@ -159,9 +159,7 @@ def no_annotations(text: str) -> str:
 @_shim
 def all_reduce(text: str) -> str:
     """`cross-replica-sum`, which has no StableHLO name, is written as the all_reduce with addition that it is."""
-    pattern = (
-        r'"stablehlo\.cross-replica-sum"\((%\w+)\) <\{replica_groups = (.*?)\}> : \((tensor<[^>]*>)\) -> tensor<[^>]*>'
-    )
+    pattern = r'"stablehlo\.cross-replica-sum"\((%[\w#]+)\) <\{replica_groups = (.*?)\}> : \((tensor<[^>]*>)\) -> tensor<[^>]*>'
     return re.sub(pattern, lambda found: _sum_of_replicas(*found.groups()), text)
 
 
