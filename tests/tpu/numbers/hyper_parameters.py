@@ -49,7 +49,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "broken_l1": Rule("FTRL", _FTRL, {"l1_regularization_strength": 0.0}),
     "broken_beta": Rule("FTRL", _FTRL, {"beta": 0.0}),
 }
-"""Name -> rule. Those that begin with "broken_" must be found to be other rules."""
+"""Name -> rule. Those with `instead` must be found to be other rules."""
 
 SLOTS: Final = {
     "SGD": (),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.tpu.environments import JAX, TENSORFLOW_TPU
-from tests.tpu.numbers.broken_rules import BROKEN
+from tests.tpu.numbers.broken_rules import HANDED_ON, LAYERS, OWN, SIMULATORS
 from tests.tpu.numbers.hyper_parameters import RULES, SLOTS, Rule
 from tests.tpu.numbers.rules import Array, assert_same, inputs, layers, simulators, spec_of
 from tests.tpu.numbers.running import SOME_TPU, run, skip_without
@@ -17,8 +17,8 @@ from tpuembed.backends import row_optimizers
 pytestmark = pytest.mark.timeout(900)
 
 Rules = Callable[[Rule, Mapping[str, Array]], list[Array]]
-RIGHT = [name for name in RULES if not name.startswith("broken_")]
-BROKEN_STEPS = [name for name in RULES if name.startswith("broken_")]
+RIGHT = [name for name, rule in RULES.items() if not rule.instead]
+OURS = {LAYERS: layers, SIMULATORS: simulators}
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +42,16 @@ def test_equals_the_lowered_computation(name: str, ours: Rules, lowered: Mapping
     assert_same(lowered[name], ours(RULES[name], inputs()), name)
 
 
-@pytest.mark.parametrize("name", BROKEN_STEPS)
+@pytest.mark.parametrize("name", [variant.on for variant in HANDED_ON])
 def test_a_layer_that_hands_on_another_constant_is_caught(name: str, lowered: Mapping[str, list[Array]]) -> None:
     for ours in (layers, simulators):
         with pytest.raises(AssertionError, match="differs"):
             assert_same(lowered[name], ours(RULES[name], inputs()), name)
 
 
-@pytest.mark.parametrize("variant", BROKEN, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", OWN, ids=lambda variant: variant.name)
 def test_a_broken_rule_is_caught(variant: Variant, lowered: Mapping[str, list[Array]]) -> None:
-    ours = {"layers": layers, "simulators": simulators}[variant.check]
+    ours = OURS[variant.check]
     with variant.patch(), pytest.raises(AssertionError, match="differs"):
         assert_same(lowered[variant.on], ours(RULES[variant.on], inputs()), variant.name)
 
