@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.deadlines import wait_until
 from tpuembed_serving.id_guard import IdGuard, KnownIds, LearntIds
 from tpuembed_serving.merging import Merged, equal_results, merge, split, take, varies
 from tpuembed_serving.servable import Array, Merging, Servable, Signature
@@ -50,6 +51,10 @@ class Waiting(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether nobody waits for it any more."""
+
+    @property
+    def deadline(self) -> float:
+        """When that is so at the latest, by `time.monotonic`, which is an event loop's clock."""
 
 
 _POSTPONED: Final = Postponed()
@@ -109,6 +114,8 @@ class BatchRunner:
         Args:
             apart: whether all of them were postponed.
         """
+        if not self._merging.is_steady:  # no other run ends before it is done
+            wait_until(max((request.deadline for request in requests if not request.is_over), default=None))
         batch = _Batch(functools.partial(servable.run, self._signature), requests, [None] * len(requests))
         if apart:
             self._run_suspects(batch, [index for index, request in enumerate(requests) if not request.is_over])

@@ -84,12 +84,14 @@ def _version_status(found: Any) -> VersionStatus:
 class RemotePredictions:
     """Runs signatures there; every method is called in one event loop."""
 
-    def __init__(self, target: str, timeout_seconds: float) -> None:
-        self._target, self._timeout = target, timeout_seconds
+    def __init__(self, target: str) -> None:
+        self._target = target
         self._channel = grpc.aio.insecure_channel(target, _OPTIONS)
         self._predict = self._channel.unary_unary(f"{_PREDICTION}Predict")
 
-    async def run(self, model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+    async def run(
+        self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
+    ) -> list[Array]:
         """The signature's outputs for `inputs`, both in the signature's order.
 
         Raises:
@@ -97,7 +99,7 @@ class RemotePredictions:
         """
         request = _predict_request(model, version, signature, inputs)
         try:
-            answer = await self._predict(request, timeout=self._timeout)
+            answer = await self._predict(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             raise _status_error(error, self._target) from None
         return _outputs(answer, signature, self._target)

@@ -15,11 +15,13 @@ class RowLimit:
     def __init__(self, executor: Executor, most: int) -> None:
         self._executor, self._most = executor, most
 
-    async def run(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+    async def run(
+        self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
+    ) -> list[Array]:
         """See ModelExecutor; rows are the first dimension of any input."""
         rows = max((len(array) for array in inputs if array.ndim), default=0)
         if rows > self._most:
             raise invalid_argument(
                 f"the request has {rows} rows, and this server takes at most {self._most}; send less at once"
             )
-        return await self._executor.run(servable, signature, inputs)
+        return await self._executor.run(servable, signature, inputs, timeout_seconds=timeout_seconds)

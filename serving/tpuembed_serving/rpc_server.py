@@ -5,6 +5,7 @@ Requests reach their method as bytes, so that the port listens before TensorFlow
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tpuembed.errors import ServingError
+from tpuembed_serving.deadlines import wait_until
 from tpuembed_serving.door import key_interceptor
 from tpuembed_serving.observation import GRPC, REQUEST_ID, Headers, RequestRecord, sane_request_id
 from tpuembed_serving.security import SecuritySettings
@@ -119,7 +121,8 @@ class GrpcServer:
                 await context.abort(_STATUS_CODES[error.code], truncated(error.message))
                 raise AssertionError("abort raises") from None
             except asyncio.CancelledError:
-                self._finish(record, Code.CANCELLED, 0)
+                is_late = (context.time_remaining() or 1.0) <= 0
+                self._finish(record, Code.DEADLINE_EXCEEDED if is_late else Code.CANCELLED, 0)
                 raise
             self._finish(record, Code.OK, len(response))
             return response
@@ -130,6 +133,7 @@ class GrpcServer:
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
             raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        wait_until(None if remaining is None else time.monotonic() + remaining)
         try:
             assert self._loading is not None
             methods = await asyncio.shield(self._loading)

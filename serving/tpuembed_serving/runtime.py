@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching_parameters import MODEL_FILE, BatchingParameters, read_parameters
+from tpuembed_serving.deadlines import remaining_seconds
 from tpuembed_serving.mapped_files import advise_random_access, read_ahead
 from tpuembed_serving.model_merging import find_merging
 from tpuembed_serving.packed_call import PackedCall, is_worth_packing
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
+_SHORT = 0.9
+"""Of the timeout that callables have: a client that waits less than that has a run of its own timeout."""
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
@@ -102,6 +106,9 @@ class SavedModelServable:
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
         """The outputs for `inputs`; TensorFlow's errors come as StatusError."""
         try:
+            seconds = remaining_seconds() if self._timeout_ms else None
+            if seconds is not None and 1000 * seconds < _SHORT * self._timeout_ms:
+                return [_as_array(value) for value in self._run_within(seconds, signature, inputs)]
             return [_as_array(value) for value in self._callable(signature)(*inputs)]
         except tf.errors.OpError as error:
             raise _status(error) from None
@@ -137,6 +144,22 @@ class SavedModelServable:
         named = functools.cache(lambda: self._make_callable(signature))
         packed = self._callable(self.signatures["packed"])
         return PackedCall(manifest.packing, signature, packed, lambda *inputs: named()(*inputs))
+
+    def _run_within(self, seconds: float, signature: Signature, inputs: Sequence[Array]) -> list[Any]:
+        """A callable's timeout is its own, and to make one takes longer than a run."""
+        graph = self._session.graph
+        feeds = {
+            graph.get_tensor_by_name(info.tensor)._as_tf_output(): array
+            for info, array in zip(signature.inputs, inputs, strict=True)
+        }
+        fetches = [graph.get_tensor_by_name(info.tensor)._as_tf_output() for info in signature.outputs]
+        options = config_pb2.RunOptions(timeout_in_ms=max(1, round(1000 * seconds)))
+        buffer = tf_session.TF_NewBufferFromString(options.SerializeToString())
+        try:
+            outputs: list[Any] = self._session._call_tf_sessionrun(buffer, feeds, fetches, [], None)
+        finally:
+            tf_session.TF_DeleteBuffer(buffer)
+        return outputs
 
     def _make_callable(self, signature: Signature) -> Callable[..., list[Any]]:
         options = config_pb2.CallableOptions(
@@ -207,7 +230,7 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
     config = config_pb2.ConfigProto(
         inter_op_parallelism_threads=-1 if on_caller else options.threads,
         intra_op_parallelism_threads=1,
-        use_per_session_threads=True,
+        use_per_session_threads=not on_caller,  # with it, -1 would be a pool of its own
     )
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from tpuembed_serving.deadlines import remaining_seconds
 from tpuembed_serving.inference import InferenceResult, Method, check_signature, interpret, to_tensor
 from tpuembed_serving.observation import RequestRecord, current_record
 from tpuembed_serving.servable import Array, Servable, Signature
@@ -75,8 +76,10 @@ class Models(Protocol):
 class Executor(Protocol):
     """What runs them: a ModelExecutor, or a RemoteExecutor."""
 
-    async def run(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """The signature's outputs."""
+    async def run(
+        self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
+    ) -> list[Array]:
+        """The signature's outputs; `timeout_seconds` is how long the client waits, where that is less than it may take."""
 
 
 class PredictionService:
@@ -106,7 +109,7 @@ class PredictionService:
     async def predict(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> dict[str, Array]:
         """The signature's outputs by alias; `inputs` in the signature's order."""
         record = current_record()
-        run = self._executor.run(servable, signature, inputs)
+        run = self._executor.run(servable, signature, inputs, timeout_seconds=remaining_seconds())
         outputs = await run if record is None else await _timed(run, record)
         return dict(zip((info.alias for info in signature.outputs), outputs, strict=True))
 

@@ -211,7 +211,9 @@ class RemoteModels:
 class Predictions(Protocol):
     """What `remote_calls.RemotePredictions` does."""
 
-    async def run(self, model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+    async def run(
+        self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
+    ) -> list[Array]:
         """The outputs."""
 
     def close(self) -> None:
@@ -227,8 +229,10 @@ class RemoteExecutor:
         self._pending = 0
         self._predictions: Predictions | None = None
 
-    async def run(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """The outputs of a RemoteServable.
+    async def run(
+        self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
+    ) -> list[Array]:
+        """The outputs of a RemoteServable; see ModelExecutor.
 
         Raises:
             StatusError: the other server's; UNAVAILABLE, there is none or too many requests are under way.
@@ -241,7 +245,8 @@ class RemoteExecutor:
             self._predictions = self._connect()
         self._pending += 1
         try:
-            return await self._predictions.run(servable.model, servable.version, signature, inputs)
+            seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
+            return await self._predictions.run(servable.model, servable.version, signature, inputs, seconds)
         finally:
             self._pending -= 1
 
@@ -250,7 +255,7 @@ class RemoteExecutor:
             RemotePredictions,
         )  # imported before by RemoteModels: no signature came without
 
-        return RemotePredictions(self._target, self._timeout_seconds)
+        return RemotePredictions(self._target)
 
     def close(self) -> None:
         """Hang up."""

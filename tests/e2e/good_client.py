@@ -22,7 +22,7 @@ class GoodClient(threading.Thread):
         self.failure: Any = None
 
     def run(self) -> None:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=300) as client:
             while not self._stop_asking.is_set() and self.failure is None:
                 try:
                     reply = client.post(self._url, content=self._body)
@@ -45,5 +45,5 @@ class GoodClient(threading.Thread):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop_asking.set()
-        self.join(60)
+        self.join(300)
         assert self.failure is None, self.failure

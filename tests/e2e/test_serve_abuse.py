@@ -14,7 +14,9 @@ from tests.e2e.memory import GROWTH_BYTES, resident_bytes
 from tests.e2e.vector_models import save_models
 from tests.e2e.vector_server import VectorServer, read_vectors
 
-BODIES = sorted({vector["send"].encode() for vector in read_vectors("rest_*.yaml") if vector["send"]})
+POSTS = [one for one in read_vectors("rest_*.yaml") if one["send"] and one.get("method", "POST") == "POST"]
+VALID = sorted({(one["path"], one["send"].encode()) for one in POSTS if one["status"] == 200})
+BODIES = sorted({one["send"].encode() for one in POSTS})
 TARGETS = ["zoo:predict", "half:predict", "ours:predict", "examples:classify", "examples:regress", "more:predict"]
 GOOD = b'{"instances": [1.0, 2.0, 5.0]}'
 GOOD_ANSWER = {"predictions": [2.5, 3.0, 4.5]}
@@ -32,10 +34,13 @@ def good_client(server: VectorServer) -> GoodClient:
     return GoodClient(f"{server.url}/v1/models/half:predict", GOOD, GOOD_ANSWER)
 
 
-def mutated(moments: random.Random) -> bytes:
-    """A valid body after a few accidents."""
-    body = bytearray(moments.choice(BODIES))
-    for _ in range(moments.randint(1, 4)):
+def mutated(moments: random.Random) -> tuple[str, bytes]:
+    """A target, and a body after a few accidents; mostly one that was valid there."""
+    target, valid = moments.choice(VALID)
+    if moments.random() < 0.25:
+        target, valid = f"/v1/models/{moments.choice(TARGETS)}", moments.choice(BODIES)
+    body = bytearray(valid)
+    for _ in range(moments.choice([1, 1, 2, 4])):
         place = moments.randrange(len(body) + 1)
         match moments.randrange(8):
             case 0:
@@ -59,23 +64,24 @@ def mutated(moments: random.Random) -> bytes:
                 body[place:place] = moments.choice(
                     [b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b'\\u0000"', "ü".encode()]
                 )
-    return bytes(body)
+    return target, bytes(body)
 
 
 def send_mutated(server: VectorServer, count: int, seed: int) -> Counter[int]:
     """The statuses of `count` requests over one connection, which no answer may break."""
     moments, statuses = random.Random(seed), Counter[int]()
     url = httpx.URL(server.url)
-    connection = http.client.HTTPConnection(url.host, url.port, timeout=60)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=300)
     for _ in range(count):
-        headers = moments.choice([{}, {}, {"content-encoding": "gzip"}, {"content-type": "text/plain"}])
-        connection.request("POST", f"/v1/models/{moments.choice(TARGETS)}", mutated(moments), headers)
+        headers = moments.choice([{}] * 8 + [{"content-encoding": "gzip"}, {"content-type": "text/plain"}])
+        target, body = mutated(moments)
+        connection.request("POST", target, body, headers)
         reply = connection.getresponse()
-        body = reply.read()
+        answer = reply.read()
         statuses[reply.status] += 1
-        assert reply.status in ALLOWED, body
+        assert reply.status in ALLOWED, answer
         if reply.status != 200:
-            check_error(body)
+            check_error(answer)
     connection.close()
     return statuses
 

@@ -1,7 +1,9 @@
 """The gRPC server around its services: health, reflection, limits, deadlines, reloads, start and end."""
 
 import contextlib
+import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tensorflow_serving.apis import (
 
 from tests.e2e.serve_models import TABLE, save_scale, save_zoo
 from tests.e2e.serve_process import ServerProcess, run_command
+from tests.unit.serving.doubles import wait_for
 
 SERVING, NOT_SERVING = 1, 2
 
@@ -122,6 +125,32 @@ def test_a_deadline(server: GrpcProcess) -> None:
     # What was given up does not keep the others waiting: two threads, one of which may still be at it.
     reply = server.prediction.Predict(predict_request("zoo", ids=np.array([[1, 2]])), timeout=30)
     np.testing.assert_array_equal(tf.make_ndarray(reply.outputs["embedding"]), TABLE[[[1, 2]]])
+
+
+def test_a_deadline_ends_the_run_and_who_waits_is_not_run(tmp_path: Path) -> None:
+    """The only thread is free again once nobody waits for what it does, long before the server's own timeout of 30 s."""
+    save_zoo(tmp_path / "zoo" / "1")
+    endless = predict_request("zoo", "slow", n=np.array([10**12]))
+    with GrpcProcess(tmp_path / "zoo", tmp_path / "log", "--run-threads", "1", "--metrics") as running:
+        running.wait_for(1)
+        good = predict_request("zoo", ids=np.array([[1, 2]]))
+        running.prediction.Predict(good, timeout=30)
+        runs = counted_runs(running)
+        asked = time.monotonic()
+        calls = [running.prediction.Predict.future(endless, timeout=2)]
+        calls += [running.prediction.Predict.future(endless, timeout=seconds) for seconds in (0.3, 0.5, 0.7, 1)]
+        reply = running.prediction.Predict(good, timeout=30)
+        assert time.monotonic() - asked < 15
+        np.testing.assert_array_equal(tf.make_ndarray(reply.outputs["embedding"]), TABLE[[[1, 2]]])
+        for call in calls:
+            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        wait_for(lambda: counted_runs(running) == runs + 2)
+
+
+def counted_runs(server: ServerProcess) -> int:
+    page = server.request("GET", "/monitoring/prometheus/metrics")[1].decode()
+    counts = re.findall(r"^:tensorflow:serving:batching_session:wrapped_run_count\S* (\d+)", page, re.MULTILINE)
+    return sum(map(int, counts))
 
 
 def test_many_calls_at_once_each_get_their_own_answer(server: GrpcProcess) -> None:

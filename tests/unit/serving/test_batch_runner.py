@@ -24,6 +24,7 @@ class Asked:
 
     inputs: Sequence[Array]
     is_over: bool = False
+    deadline: float = float("inf")
 
     @property
     def rows(self) -> int | None:

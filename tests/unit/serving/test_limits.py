@@ -18,7 +18,7 @@ SIGNATURE = signature({"a": "int64", "b": "int64"})
 
 
 class Echo:
-    async def run(self, servable: Any, signature: Any, inputs: Sequence[Any]) -> list[Any]:
+    async def run(self, servable: Any, signature: Any, inputs: Sequence[Any], **options: Any) -> list[Any]:
         return list(inputs)
 
 

@@ -18,6 +18,7 @@ from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.app import ServingApp
 from tpuembed_serving.rpc_server import GrpcServer, truncated
 from tpuembed_serving.service import ModelSpec
+from tpuembed_serving.status import StatusError
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 
@@ -81,19 +82,19 @@ async def failure(channel: Any, data: bytes, timeout: float = 30) -> tuple[Any, 
 
 
 class Watched:
-    """The service's predict; how many calls have come, and an event for one that was cancelled."""
+    """The service's predict; how many calls have come, and an event for one that was given up."""
 
     def __init__(self, predict: Callable[..., Any]) -> None:
         self.came = asyncio.Semaphore(0)
-        self.cancelled = asyncio.Event()
+        self.given_up = asyncio.Event()
         self._predict = predict
 
     async def __call__(self, *args: Any) -> Any:
         self.came.release()
         try:
             return await self._predict(*args)
-        except asyncio.CancelledError:
-            self.cancelled.set()
+        except (asyncio.CancelledError, StatusError):
+            self.given_up.set()
             raise
 
 
@@ -109,7 +110,7 @@ def test_a_call_whose_deadline_passed_is_not_run(tmp_path: Path, monkeypatch: py
             code, _ = await failure(channel, request(2), timeout=0.5)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
             if not watched.came.locked():  # it came in time, and waits
-                await watched.cancelled.wait()
+                await watched.given_up.wait()
             model.go_on.set()
             assert await first == [2]
             assert await predict(channel, request(3)) == [6]
@@ -131,7 +132,7 @@ def test_a_call_that_its_client_gave_up_is_not_run(tmp_path: Path, monkeypatch: 
             for _ in range(3):
                 await watched.came.acquire()
             second.cancel()
-            await watched.cancelled.wait()
+            await watched.given_up.wait()
             model.go_on.set()
             assert (await first, await third) == ([2], [6])
             assert model.runs == 2
