@@ -54,6 +54,7 @@ _START_SECONDS = 600  # a machine may be busy
 
 def run(stage: Stage, cells: Sequence[Cell], folder: Path, processes: int = 2) -> dict[str, dict[str, Any]]:
     """Cell -> the result of `stage`: {"ok", "seconds"} and "error", or what the stage says."""
+    print(f"{stage.name}: {len(cells)} cells", flush=True)
     shares = [share for share in (list(cells[first::processes]) for first in range(processes)) if share]
     with ThreadPoolExecutor(max(1, len(shares))) as pool:
         list(pool.map(lambda share: _run_share(stage, share, folder), shares))
