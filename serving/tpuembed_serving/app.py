@@ -57,9 +57,7 @@ class ServingApp(FastAPI):
         self.service = PredictionService(self.repository, _limited(self.executor, settings))
         self.settings = settings
         guard = settings.security
-        self._enter = (
-            Door(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else self._route
-        )
+        self._door = Door(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry, settings.security.max_json_depth)
@@ -101,7 +99,12 @@ class ServingApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        await self._enter(scope, receive, send)
+        if self._door is not None:
+            await self._door(scope, receive, send)
+        elif is_api_request(scope):
+            await self._rest(scope, receive, send)
+        else:
+            await self._route(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""

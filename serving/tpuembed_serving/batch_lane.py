@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
+
 from tpuembed_serving.batch_runner import BatchRunner
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.merging import count_rows, trailing_shapes
 from tpuembed_serving.observation import current_record
-from tpuembed_serving.servable import Array, Merging, Servable, Signature
+from tpuembed_serving.servable import Array, Columns, Merging, Servable, Signature
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
@@ -104,6 +106,7 @@ class Lane:
         self._dtypes = [info.numpy_dtype for info in signature.inputs]
         self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]
         self._pads_some = any(self._padded)
+        self._takes_columns = not self._pads_some and all(dtype == np.int64 for dtype in self._dtypes)
         self._is_steady = merging is not None and merging.is_steady
         self._seconds: dict[int, float] = {}
 
@@ -142,6 +145,8 @@ class Lane:
         return request
 
     def _group(self, inputs: Sequence[Array], rows: int | None) -> Any:
+        if type(inputs) is Columns and self._takes_columns and self.runner.merges and rows:
+            return self, ()  # as of any of rank 1
         if not self.runner.merges or not rows or [array.dtype for array in inputs] != self._dtypes:
             return object()
         if not self._pads_some and _are_alike(inputs):
@@ -182,4 +187,8 @@ def _are_alike(inputs: Sequence[Array]) -> bool:
 
 def _magnitude(requests: Sequence[Request]) -> int:
     """Of the inputs' sizes."""
-    return sum([array.size for request in requests for array in request.inputs]).bit_length()
+    return sum([_size(request.inputs) for request in requests]).bit_length()
+
+
+def _size(inputs: Sequence[Array]) -> int:
+    return inputs.matrix.size if type(inputs) is Columns else sum([array.size for array in inputs])

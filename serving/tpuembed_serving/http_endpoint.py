@@ -1,7 +1,6 @@
 """What every raw ASGI handler does: reads a body within its limit, answers, and tells observers."""
 
 import abc
-import contextlib
 import dataclasses
 import logging
 import urllib.parse
@@ -98,12 +97,14 @@ class HttpEndpoint(abc.ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
-        with contextlib.suppress(_DisconnectedError):
+        try:
             if self._telemetry is None:
                 reply, request_id = await self._reply(scope, receive), sane_request_id(header(scope, REQUEST_ID))
             else:
                 reply, request_id = await self._observed(self._telemetry, scope, receive)
-            await send_reply(send, reply, *([(REQUEST_ID, request_id.encode("ascii"))] if request_id else []))
+        except _DisconnectedError:
+            return
+        await send_reply(send, reply, *([(REQUEST_ID, request_id.encode("ascii"))] if request_id else ()))
 
     async def _observed(self, telemetry: Telemetry, scope: Scope, receive: Receive) -> tuple[Reply, str]:
         record = telemetry.begin(REST, scope["method"], raw_target(scope), scope["headers"])
@@ -141,20 +142,28 @@ class HttpEndpoint(abc.ABC):
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """The body, inflated where it is compressed."""
-        parts: list[bytes] = []
-        size = 0
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _DisconnectedError
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if self._max_body_bytes is not None and size > self._max_body_bytes:
-                raise _BodyTooLargeError
-            more = message.get("more_body", False)
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        body, more = await self._read_part(receive, 0)
+        if more:
+            body = await self._read_rest(receive, body)
         return _inflate(body) if b"gzip" in header(scope, b"content-encoding") else body
+
+    async def _read_rest(self, receive: Receive, first: bytes) -> bytes:
+        parts, size, more = [first], len(first), True
+        while more:
+            part, more = await self._read_part(receive, size)
+            parts.append(part)
+            size += len(part)
+        return b"".join(parts)
+
+    async def _read_part(self, receive: Receive, size: int) -> tuple[bytes, bool]:
+        """What comes next of a body of which `size` bytes have come, and whether more does."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _DisconnectedError
+        part = message.get("body", b"")
+        if self._max_body_bytes is not None and size + len(part) > self._max_body_bytes:
+            raise _BodyTooLargeError
+        return part, message.get("more_body", False)
 
 
 async def send_reply(send: Send, reply: Reply, *more: tuple[bytes, bytes]) -> None:
@@ -179,7 +188,11 @@ def raw_path(scope: Scope) -> bytes:
 
 def header(scope: Scope, name: bytes) -> bytes:
     """The first header of that name, in lower case; empty where there is none."""
-    return next((value for key, value in scope["headers"] if key == name), b"")
+    value: bytes
+    for key, value in scope["headers"]:
+        if key == name:
+            return value
+    return b""
 
 
 def _inflate(body: bytes) -> bytes:

@@ -5,12 +5,13 @@ filled up with copies of the first row of its last request, and a tensor is wide
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from tpuembed_serving.servable import Array
+from tpuembed_serving.servable import Array, Columns
 
 __all__ = ["Merged", "count_rows", "equal_results", "merge", "split", "take", "trailing_shapes", "varies"]
 
@@ -21,6 +22,8 @@ _SAME_HALF = (2e-2, 1e-3)
 
 def count_rows(inputs: Sequence[Array]) -> int | None:
     """The size of the first dimension; None where an input has none, or another one, or where there is no input."""
+    if type(inputs) is Columns:
+        return len(inputs.matrix)
     sizes = [array.shape[:1] for array in inputs]
     first = sizes[0] if sizes else ()
     return first[0] if first and sizes.count(first) == len(sizes) else None
@@ -61,13 +64,17 @@ def merge(
         widen: whether inputs of different widths that have no padding are widened by their own first element.
         allowed: sizes that the run may have; any, where it is empty.
     """
-    stops = np.cumsum([len(inputs[0]) for inputs in requests]).tolist()
+    stops = list(itertools.accumulate([_rows_of(inputs) for inputs in requests]))
     rows = next((size for size in allowed if size >= stops[-1]), stops[-1])
     if rows > stops[-1] and len(requests[-1][0]):
         first = [array[:1] for array in requests[-1]]
         requests = [*requests, *[first] * (rows - stops[-1])]
     else:
         rows = stops[-1]
+    if all(type(inputs) is Columns for inputs in requests):
+        matrix = np.concatenate([inputs.matrix for inputs in cast("Sequence[Columns]", requests)])
+        block = np.ascontiguousarray(matrix.T)
+        return Merged(list(block), stops, rows, block)
     columns = list(zip(*requests, strict=True))
     if all(parts[0].dtype == np.int64 and parts[0].ndim == 1 for parts in columns):
         # One call instead of one for each input: with few rows it costs as much for all of them as for one.
@@ -75,6 +82,10 @@ def merge(
         return Merged(list(block), stops, rows, block)
     pads = padding or [None] * len(columns)
     return Merged([_join(parts, pad, widen) for parts, pad in zip(columns, pads, strict=True)], stops, rows)
+
+
+def _rows_of(inputs: Sequence[Array]) -> int:
+    return len(inputs.matrix if type(inputs) is Columns else inputs[0])
 
 
 def _join(parts: Sequence[Array], padding: int | None, widen: bool) -> Array:

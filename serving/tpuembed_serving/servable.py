@@ -3,17 +3,39 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed_serving.batching_parameters import BatchingParameters
 
-__all__ = ["Array", "IdRange", "Merging", "Servable", "Signature", "TensorInfo"]
+__all__ = ["Array", "Columns", "IdRange", "Merging", "Servable", "Signature", "TensorInfo"]
 
 Array = npt.NDArray[Any]
+
+
+class Columns(Sequence[Array]):
+    """Inputs that are the columns of one matrix, int64 [rows, inputs]: what would be done to each is done to the matrix."""
+
+    __slots__ = ("matrix",)
+
+    def __init__(self, matrix: Array) -> None:
+        self.matrix = matrix
+
+    def __len__(self) -> int:
+        return int(self.matrix.shape[1])
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+        return self.matrix.T[index] if isinstance(index, int) else list(self.matrix.T[index])
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self.matrix.T)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +62,11 @@ class Signature:
     name: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+
+    @functools.cached_property
+    def output_dtypes(self) -> Mapping[str, str]:
+        """By alias."""
+        return {info.alias: info.dtype for info in self.outputs}
 
     @functools.cached_property
     def int64_row(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]] | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from tpuembed_serving.labels import VersionLabels
 from tpuembed_serving.policies import SpecificVersions, VersionPolicy
@@ -42,8 +43,7 @@ class VersionStatus:
     error: StatusError | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadedVersion:
+class LoadedVersion(NamedTuple):
     """What a request runs on."""
 
     version: int
@@ -80,8 +80,8 @@ class Lease:
         self._record: _Version | None = None
 
     def __enter__(self) -> LoadedVersion:
-        number, self._record, servable = self._model._take(self._version, self._label)
-        return LoadedVersion(number, servable)
+        self._record, loaded = self._model._take(self._version, self._label)
+        return loaded
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -174,15 +174,23 @@ class ServedModel:
         """
         return Lease(self, version, label)
 
-    def _take(self, version: int | None, label: str | None) -> tuple[int, _Version, Servable]:
+    def _take(self, version: int | None, label: str | None) -> tuple[_Version, LoadedVersion]:
         with self._lock:
             version = version if label is None else self._labels.version(label)
-            number = max(self._available_numbers(), default=None) if version is None else version
-            record = None if number is None else self._versions.get(number)
-            if number is None or record is None or record.state is not State.AVAILABLE or record.servable is None:
+            number = self._newest() if version is None else version
+            record = self._versions.get(number)
+            if record is None or record.state is not State.AVAILABLE or record.servable is None:
                 raise servable_not_found(self.name, version)
             record.users += 1
-            return number, record, record.servable
+            return record, LoadedVersion(number, record.servable)
+
+    def _newest(self) -> int:
+        """The newest available version; -1, which is none, where there is none. A loop: every request asks."""
+        newest = -1
+        for number, record in self._versions.items():
+            if number > newest and record.state is State.AVAILABLE:
+                newest = number
+        return newest
 
     def _available_numbers(self) -> Iterator[int]:
         return (number for number, record in self._versions.items() if record.state is State.AVAILABLE)

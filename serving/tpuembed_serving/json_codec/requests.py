@@ -10,7 +10,7 @@ import numpy as np
 from tpuembed_serving.json_codec.debug import debug_string
 from tpuembed_serving.json_codec.document import Document, format_error
 from tpuembed_serving.json_codec.tensors import dense_shape, fast_tensor, fill, is_base64_object, to_array
-from tpuembed_serving.servable import Array, Signature, TensorInfo
+from tpuembed_serving.servable import Array, Columns, Signature, TensorInfo
 from tpuembed_serving.status import StatusError, invalid_argument
 
 __all__ = ["PredictInputs", "decode_inputs", "signature_name"]
@@ -54,7 +54,7 @@ def decode_inputs(document: Document, signature: Signature) -> PredictInputs:
     raise invalid_argument("Missing 'inputs' or 'instances' key")
 
 
-def _decode_rows(document: Document, signature: Signature) -> list[Array]:
+def _decode_rows(document: Document, signature: Signature) -> Sequence[Array]:
     rows = document.members["instances"]
     if not isinstance(rows, list):
         raise format_error(document.members, "Expecting 'instances' to be an list/array")
@@ -66,7 +66,7 @@ def _decode_rows(document: Document, signature: Signature) -> list[Array]:
     return _fast_rows(rows, signature) or _RowDecoder(signature.inputs).decode(rows)
 
 
-def _fast_rows(rows: list[Any], signature: Signature) -> list[Array] | None:
+def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
     """Whole columns at once; None where a row is not as the first promises."""
     inputs = signature.inputs
     if type(rows[0]) is not dict:
@@ -78,7 +78,7 @@ def _fast_rows(rows: list[Any], signature: Signature) -> list[Array] | None:
             return None
         matrix = _int64_matrix(rows, signature)
         if matrix is not None:
-            return list(matrix.T)
+            return Columns(matrix)
         for info in inputs:
             array = fast_tensor([row[info.alias] for row in rows], info)
             if array is None:

@@ -30,9 +30,8 @@ def encode_outputs(outputs: Mapping[str, Array], signature: Signature, row_form:
     """
     if not outputs:
         raise invalid_argument("Cannot convert empty tensor map to JSON")
-    dtypes = {info.alias: info.dtype for info in signature.outputs}
     write = _rows if row_form else _columns
-    return _to_bytes(write(outputs, dtypes))
+    return _to_bytes(write(outputs, signature.output_dtypes))
 
 
 def _to_bytes(text: str) -> bytes:

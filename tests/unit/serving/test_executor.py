@@ -15,7 +15,7 @@ from tests.unit.serving.doubles import DoublingServable
 from tpuembed_serving import executor
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.executor import ModelExecutor
-from tpuembed_serving.servable import Array, IdRange, Merging, Signature
+from tpuembed_serving.servable import Array, Columns, IdRange, Merging, Signature
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError
 
@@ -148,6 +148,20 @@ def test_requests_that_come_together_share_the_first_run() -> None:
 
     async def scenario() -> None:
         assert await values(here.ask(1), here.ask(2), here.ask(3)) == [[2], [4], [6]]
+        assert here.servable.runs == [[1, 2, 3]]
+
+    here.play(scenario)
+
+
+def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
+    here = scene()
+    here.servable.gate.set()
+
+    async def scenario() -> None:
+        matrix = asyncio.ensure_future(
+            here.executor.run(here.servable, here.signature, Columns(np.array([[1], [2]], np.int64)))
+        )
+        assert await values(matrix, here.ask(3)) == [[2, 4], [6]]
         assert here.servable.runs == [[1, 2, 3]]
 
     here.play(scenario)

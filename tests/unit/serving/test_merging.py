@@ -3,8 +3,10 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tpuembed_serving.merging import count_rows, equal_results, merge, split, trailing_shapes
+from tpuembed_serving.servable import Columns
 
 
 def ids(*values: int) -> Any:
@@ -28,6 +30,32 @@ def test_ids_of_many_inputs_are_joined_input_by_input() -> None:
     merged = merge([[ids(1, 2), ids(10, 20)], [ids(3), ids(30)]], (), False, ())
     assert [array.tolist() for array in merged.inputs] == [[1, 2, 3], [10, 20, 30]]
     assert (merged.stops, merged.rows) == ([2, 3], 3)
+
+
+@pytest.mark.parametrize("allowed", [(), (8,)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_columns_of_one_matrix_are_joined_as_any_inputs(allowed: tuple[int, ...], mixed: bool) -> None:
+    matrices = [ids(1, 10, 2, 20).reshape(2, 2), ids(3, 30).reshape(1, 2), ids(4, 40, 5, 50).reshape(2, 2)]
+    plain = [[matrix[:, 0], matrix[:, 1]] for matrix in matrices]
+    columns = [Columns(matrix) for matrix in matrices]
+    given = [columns[0], plain[1], columns[2]] if mixed else columns
+    found, wanted = (merge(requests, (), False, allowed) for requests in (given, plain))
+    assert [array.tolist() for array in found.inputs] == [array.tolist() for array in wanted.inputs]
+    assert (found.stops, found.rows) == (wanted.stops, wanted.rows)
+    assert found.block is not None
+    assert wanted.block is not None
+    np.testing.assert_array_equal(found.block, wanted.block)
+
+
+def test_columns_are_a_sequence_of_inputs() -> None:
+    columns = Columns(ids(1, 10, 100, 2, 20, 200).reshape(2, 3))
+    assert [array.tolist() for array in columns] == [[1, 2], [10, 20], [100, 200]]
+    assert (len(columns), columns[1].tolist(), [array.tolist() for array in columns[1:]]) == (
+        3,
+        [10, 20],
+        [[10, 20], [100, 200]],
+    )
+    assert count_rows(columns) == 2
 
 
 def test_dtypes_are_kept() -> None:
