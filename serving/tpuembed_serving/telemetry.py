@@ -128,7 +128,8 @@ class _Watch:
 
     def __call__(self, requests: Sequence[Request], seconds: float, now: float) -> None:
         """`now` is on the clock that the requests' times are on."""
-        waited = [now - seconds - request.entered for request in requests]
+        # The event loop's clock stands still while a run is on its own thread.
+        waited = [max(0.0, now - seconds - request.entered) for request in requests]
         for request, queue_seconds in zip(requests, waited, strict=True):
             if request.record is not None:
                 request.record.ran(request.rows, queue_seconds, seconds)

@@ -5,7 +5,9 @@ attributes follow OpenTelemetry's semantic conventions for HTTP servers and RPC.
 """
 
 import importlib.util
+import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracing", "check_tracing", "make_provider"]
 
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 5.0
+"""The exporter's own patience is half a minute, which is what many supervisors give a whole process to stop."""
 _SERVICE: Final = "tpuembed-serving"
 _SERVER_FAULTS: Final = frozenset(
     {Code.UNKNOWN, Code.DEADLINE_EXCEEDED, Code.UNIMPLEMENTED, Code.INTERNAL, Code.UNAVAILABLE, Code.DATA_LOSS}
@@ -72,7 +78,8 @@ def make_provider() -> "TracerProvider":
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
     named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    provider = TracerProvider(resource=Resource.create({} if named else {"service.name": _SERVICE}))
+    resource = Resource.create({} if named else {"service.name": _SERVICE})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # that would wait for the collector once more
     name = _exporter_name()
     if name == "console":
         provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter()))
@@ -100,7 +107,14 @@ class Tracing:
         self._records.put(record)
 
     def close(self) -> None:
-        """See Observer."""
+        """See Observer. What a collector does not take within seconds is lost: a server that stops does not wait for it."""
+        closing = threading.Thread(target=self._close, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            logger.warning("the last traces are lost: their collector does not take them")
+
+    def _close(self) -> None:
         self._records.close()
         self._provider.shutdown()
 
