@@ -40,21 +40,20 @@ def skip_without(*environments: Environment) -> None:
 
 
 def run(
-    environment: Environment, module: str, *arguments: str, seconds: float = 240.0, hardware: Mapping[str, str] = NO_TPU
+    environment: Environment, module: str, *arguments: str, seconds: float = 240.0, names: Mapping[str, str] = NO_TPU
 ) -> str:
-    """The standard output of `python -m module arguments` in `environment`.
+    """The standard output of `python -m module arguments` in `environment`, with `names` among its variables.
 
     Raises:
         AssertionError: it failed, or took longer than `seconds`.
     """
     skip_without(environment)
-    names = {**hardware, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [str(environment.python), "-m", module, *arguments]
     try:
         done = subprocess.run(
             command,
             cwd=_ROOT,
-            env={**os.environ, **names},
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **names},
             capture_output=True,
             text=True,
             timeout=seconds,

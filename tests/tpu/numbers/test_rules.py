@@ -27,7 +27,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Array
     skip_without(TENSORFLOW_TPU, JAX)
     folder = tmp_path_factory.mktemp("rules")
     run(TENSORFLOW_TPU, "tests.tpu.numbers.lowering", "trace", str(folder))
-    run(TENSORFLOW_TPU, "tests.tpu.numbers.lowering", "lower", str(folder), hardware=SOME_TPU)
+    run(TENSORFLOW_TPU, "tests.tpu.numbers.lowering", "lower", str(folder), names=SOME_TPU)
     given: Any = inputs()
     np.savez(folder / "inputs.npz", **given)
     run(JAX, "tests.tpu.numbers.executing", str(folder))
