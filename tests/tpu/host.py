@@ -13,7 +13,11 @@ _ORDER = [0, 2, 1, 3]
 
 
 def check_buffers_of_hosts(bridged: str, programs: Sequence[Program], targets: Sequence[str]) -> str:
-    """ "" where every custom call takes row pointers, rows, samples and gains of one stack; else what it takes."""
+    """Custom calls take row pointers, rows, samples and gains of one stack, in this order.
+
+    Returns:
+        What one takes instead; "" where all do.
+    """
     [program] = programs
     [operands] = re.findall(r'"tf_device\.cluster_func"\(([^)]*)\)', bridged)
     given = operands.split(", ")
