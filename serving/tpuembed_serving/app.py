@@ -144,7 +144,13 @@ def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
     timeout_seconds = settings.rest_timeout_ms / 1000
     if settings.target is not None:
         return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests)
-    return ModelExecutor(settings.run_threads, settings.max_queued_requests, timeout_seconds, settings.batching)
+    return ModelExecutor(
+        settings.run_threads,
+        settings.max_queued_requests,
+        timeout_seconds,
+        settings.batching,
+        processes=settings.workers,
+    )
 
 
 def _limited(executor: ModelExecutor | RemoteExecutor, settings: ServerSettings) -> Executor:

@@ -7,6 +7,7 @@ runs at once; the more there are, the more of them share a run.
 import asyncio
 import collections
 import concurrent.futures
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ __all__ = ["ModelExecutor"]
 
 _INLINE_SECONDS: Final = 0.0003
 """A run that is known to be shorter stays on the event loop's thread: to hand it over and back costs about as much."""
+_INLINE_SECONDS_OF_MANY: Final = 0.002
+"""The same where another thread would find no processor: as many processes as there are serve."""
 _INLINE_SECONDS_OF_ONE: Final = 0.001
 """The same of a run of one request: few others come meanwhile."""
 _SHARE_OF_FAILURES: Final = 0.05
@@ -41,9 +44,14 @@ class ModelExecutor:
     """
 
     def __init__(
-        self, threads: int, max_queued: int, timeout_seconds: float, batching: BatchingSettings | None = None
+        self,
+        threads: int,
+        max_queued: int,
+        timeout_seconds: float,
+        batching: BatchingSettings | None = None,
+        processes: int = 1,
     ) -> None:
-        """At most `threads` runs are in progress, and `max_queued` more requests wait."""
+        """At most `threads` runs are in progress, and `max_queued` more requests wait; `processes` do the same on this machine."""
         self._batching = batching or BatchingSettings()
         of_all = self._batching.parameters
         threads = (of_all and of_all.num_batch_threads) or threads
@@ -53,6 +61,8 @@ class ModelExecutor:
         self._free = threads
         self._max_queued = max_queued
         self._timeout_seconds = timeout_seconds
+        is_full = 1 < processes >= (os.cpu_count() or 1)
+        self._inline_seconds = _INLINE_SECONDS_OF_MANY if is_full else _INLINE_SECONDS
         self._lanes: dict[int, dict[str, Lane]] = {}
         self._groups: dict[Any, collections.deque[Request]] = {}
         self._waiting = 0
@@ -223,7 +233,8 @@ class ModelExecutor:
         if not requests:
             return
         lane = requests[0].lane
-        if lane.expected_seconds(requests) < (_INLINE_SECONDS if len(requests) > 1 else _INLINE_SECONDS_OF_ONE):
+        inline = self._inline_seconds if len(requests) > 1 else max(self._inline_seconds, _INLINE_SECONDS_OF_ONE)
+        if lane.expected_seconds(requests) < inline:
             self._deliver(requests, *_run(requests))
             return
         self._free -= 1

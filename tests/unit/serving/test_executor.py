@@ -167,6 +167,28 @@ def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
     here.play(scenario)
 
 
+@pytest.mark.parametrize(("processes", "stays"), [(1, False), (2, True)])
+def test_a_run_of_a_millisecond_stays_on_the_loops_thread_where_no_processor_is_left(
+    monkeypatch: pytest.MonkeyPatch, processes: int, stays: bool
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    threads = list[threading.Thread]()
+    servable = DoublingServable(lambda: threads.append(threading.current_thread()))
+    monkeypatch.setattr(servable, "merging", lambda _: Merging(is_ours=True, is_proven=True, is_steady=True))
+    signature = servable.signatures["serving_default"]
+    runner = ModelExecutor(threads=1, max_queued=10, timeout_seconds=10, processes=processes)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(runner.run(servable, signature, X) for _ in range(2)))
+        lane = runner._lane(servable, signature)
+        lane._seconds = dict.fromkeys(lane._seconds, 0.001)
+        await asyncio.gather(*(runner.run(servable, signature, X) for _ in range(2)))
+
+    asyncio.run(scenario())
+    runner.close()
+    assert [thread is threading.main_thread() for thread in threads] == [False, stays]
+
+
 def test_one_request_waits_for_no_other() -> None:
     here = scene()
     here.servable.gate.set()
