@@ -47,4 +47,4 @@ format: $(STAMP)  ## rewrite the source as `make check` wants it
 	$(BIN)/ruff format .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .tpu-proof benchmarks/results .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache

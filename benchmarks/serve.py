@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks.serve_model import FEATURES, NAMES, ROWS, export
 
 OURS = "tpuembed"
+OVER_GRPC = "tpuembed, gRPC"
 PEERS = {"litserve": "litserve", "bentoml": "bentoml", "mlserver": "mlserver", "ray": "ray[serve]"}
 CASES = [(rows, connections) for rows in (1, 64) for connections in (1, 16, 64)]
 BODIES = 64
@@ -177,7 +178,8 @@ class Bench:
         arguments = [str(port), str(self._workers), str(self._model_dir)]
         if name == OURS:
             code = "from tpuembed_cli.main import main; main()"
-            ports = ["--rest-port", str(port), "--no-grpc", "--workers", str(self._workers)]
+            self._grpc_port = _free_port()
+            ports = ["--rest-port", str(port), "--grpc-port", str(self._grpc_port), "--workers", str(self._workers)]
             command = [sys.executable, "-c", code, "serve", str(self._model_dir), *ports]
         else:
             python = environment_of(name, self._peers) if name in PEERS and self._peers else sys.executable
@@ -211,6 +213,15 @@ class Bench:
         """One server under load."""
         with self.awake(name) as server:
             return figures(wrk(server, self.script(server.form, rows), connections, seconds))
+
+    def measure_grpc(self, rows: int, connections: int, seconds: int) -> dict[str, float]:
+        """Ours over gRPC; its client takes more of the processors than wrk."""
+        command = [sys.executable, "-m", "benchmarks.grpc_load"]
+        with self.awake(OURS):
+            arguments = [str(number) for number in (self._grpc_port, rows, connections, seconds)]
+            done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE, check=True, text=True)
+        found: dict[str, float] = json.loads(done.stdout)
+        return found
 
     def beside_bad(self, seconds: int) -> dict[str, float]:
         """15 clients of ours beside one whose ids are good, and then beside one whose ids are bad."""
@@ -288,14 +299,17 @@ def _title(case: tuple[int, int]) -> str:
 
 
 def _round(bench: Bench, seconds: int) -> dict[tuple[int, int], dict[str, dict[str, float]]]:
-    return {case: {name: bench.measure(name, *case, seconds) for name in bench.servers} for case in CASES}
+    found = {case: {name: bench.measure(name, *case, seconds) for name in bench.servers} for case in CASES}
+    for case in CASES:
+        found[case][OVER_GRPC] = bench.measure_grpc(*case, seconds)
+    return found
 
 
 def _summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for name, values in rounds[0].items():
         summary[name] = {key: statistics.median(each[name][key] for each in rounds) for key in values}
-    for name in [name for name in rounds[0] if name != OURS]:
+    for name in [name for name in rounds[0] if name not in (OURS, OVER_GRPC)]:
         key = "requests_per_second"
         summary[f"over {name}"] = statistics.median(each[OURS][key] / each[name][key] for each in rounds)
     summary["best p99_ms"] = min(each[OURS]["p99_ms"] for each in rounds)

@@ -1,0 +1,176 @@
+"""docs/performance.md, written from the JSON in results/: `python -m benchmarks.report`.
+
+The page states ratios to a peer or a limit of the same run, and figures beside them for scale.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "performance.md"
+
+HEAD = """# Performance
+
+Written by `python -m benchmarks.report` from `benchmarks/results/`, which `python -m benchmarks` fills: every number has its peer
+or its limit beside it, taken in the same run, in turns, medians of the rounds. What counts is the ratio; the figures are those of
+a virtual machine with 2 cores, which also ran the clients. Its disk and its neighbours make rounds differ by 30%.
+"""
+
+Row = Sequence[object]
+
+
+def main() -> None:
+    """Write the page."""
+    parts = [HEAD, *_chart(), *_exports(), *_loads(), *_lookups(), *_servers()]
+    PAGE.write_text("\n".join(parts))
+
+
+def _result(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _table(head: Row, rows: Sequence[Row]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# ---- the chart
+
+
+def _chart() -> Iterator[str]:
+    """How many times faster than the peer, as bars that GitHub draws."""
+    bars = dict(_bars())
+    names = ", ".join(f'"{name}"' for name in bars)
+    values = ", ".join(f"{value:.2f}" for value in bars.values())
+    yield "## Times faster than the peer or the limit (1 is as fast)\n"
+    yield (
+        "```mermaid\nxychart-beta horizontal\n"
+        f"    x-axis [{names}]\n    y-axis 0 --> {max(bars.values(), default=1):.0f}\n    bar [{values}]\n```\n"
+    )
+
+
+def _bars() -> Iterator[tuple[str, float]]:
+    export = _result("export")
+    if export:
+        ratios = export["ratio to cp"]
+        yield "export / cp", ratios["export, 2 workers, float32"]
+        yield "export from SparseCores / cp", ratios["export, 2 workers, float32, from 32 SparseCores"]
+        yield "export / TensorFlow's", export["beside TensorFlow's restore-and-save"]["ratio"]["seconds"]
+    lookups = _result("lookups")
+    if lookups:
+        small, large = lookups["batch 1, hotness 1, caller's thread"], lookups["batch 4096, hotness 1"]
+        peer = "embedding_lookup_sparse, at its best / packed"
+        yield "lookup of 1 / TensorFlow's", small[peer]
+        yield "lookup of 4096 / TensorFlow's", large[peer]
+    for name in ("serve", "serve_2"):
+        for peer, ratio in _over(_result(name).get("1 row, 64 connections", {})):
+            yield f"server, {_result(name)['workers']} worker(s) / {peer}", ratio
+
+
+def _over(case: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    return ((key.removeprefix("over "), value) for key, value in case.items() if key.startswith("over "))
+
+
+# ---- the tables
+
+
+def _exports() -> Iterator[str]:
+    found = _result("export")
+    if not found:
+        return
+    streams = found["streaming"]
+    yield f"## Streaming a table of {streams['bytes'] / (1 << 30):.0f} GiB, fsynced (`benchmarks/export.py`)\n"
+    rows = [
+        (one["name"], one["seconds"], " to ".join(map(str, one["seconds_min_max"])), one["times_cp"],
+         "" if one["worker_peak_rss_mb"] is None else f"{one['worker_peak_rss_mb']:.0f}")
+        for one in streams["contenders"]
+    ]  # fmt: skip
+    yield _table(("", "seconds", "least to most", "rate / cp's", "peak of a worker, MB"), rows)
+    yield "Whole exports, by the command:\n"
+    whole = found["whole exports"]
+    yield _table(
+        ("GiB", "seconds", "of which streaming", "peak of the command, MB", "peak of a worker, MB"),
+        [
+            (one["gib"], one["seconds"], one["stream_seconds"], one["peak_rss_mb"], one["worker_peak_rss_mb"])
+            for one in whole
+        ],
+    )
+    peer = found["beside TensorFlow's restore-and-save"]
+    yield f"TensorFlow's restore-and-save of {peer['gib']} GiB, in turns with the command:\n"
+    rows = [(name, peer[name]["seconds"], peer[name]["peak_rss_mb"]) for name in ("export", "TensorFlow", "ratio")]
+    yield _table(("", "seconds", "peak, MB"), rows)
+
+
+def _loads() -> Iterator[str]:
+    found = _result("load")
+    if not found:
+        return
+    yield f"## Load and first answer, {found['bytes'] / (1 << 30):.0f} GiB (`benchmarks/load.py`)\n"
+    times, ratios = found["seconds to the first answer"], found["variables / mmap"]
+    rows = [(loader, each["variables"], each["mmap"], ratios[loader]) for loader, each in times.items()]
+    yield _table(("", "variables, s", "mmap, s", "variables / mmap"), rows)
+    yield (
+        "".join(f"Two serving processes: {name} {_number(value)}. " for name, value in found["two processes"].items())
+        + "\n"
+    )
+
+
+def _lookups() -> Iterator[str]:
+    found = _result("lookups")
+    cases = {name: case for name, case in found.items() if isinstance(case, dict)}
+    if not cases:
+        return
+    yield "## Lookups: 26 tables of 100,000 x 64, one thread, microseconds (`benchmarks/lookups.py`)\n"
+    names = [
+        "packed",
+        "packed lists",
+        "serving_default",
+        "embedding_lookup_sparse, at its best",
+        "serving_embedding_lookup, at its best",
+    ]
+    rows = [
+        (case, *(_number(each["us"][name]) if name in each["us"] else "" for name in names))
+        for case, each in cases.items()
+    ]
+    yield _table(("", *names), rows)
+
+
+def _servers() -> Iterator[str]:
+    for name in ("serve", "serve_2"):
+        found = _result(name)
+        cases = {case: each for case, each in found.items() if isinstance(each, dict) and "tpuembed" in each}
+        if not cases:
+            continue
+        workers = f"{found['workers']} worker{'s' * (found['workers'] > 1)}"
+        yield f"## Servers of one model, {workers} each, requests per second (`benchmarks/serve.py`)\n"
+        servers = [key for key, value in next(iter(cases.values())).items() if isinstance(value, dict)]
+        rows = [
+            (case, *(_number(each[server]["requests_per_second"]) for server in servers))
+            for case, each in cases.items()
+        ]
+        yield _table(("", *servers), rows)
+        yield "Milliseconds, p50 / p99:\n"
+        rows = [
+            (case, *(f"{each[s]['p50_ms']:.3g} / {each[s]['p99_ms']:.3g}" for s in servers))
+            for case, each in cases.items()
+        ]
+        yield _table(("", *servers), rows)
+        bad = found["1 of 16 clients sends bad ids"]
+        yield (
+            f"With bad ids from 1 of 16 clients {bad['good requests failed']} good requests failed, and the others' rate was "
+            f"{bad['good throughput, ratio']:.2f} of what it was without. A call of 1 row in the process itself: "
+            f"{found['1 row, 1 connection']['in-process call_ms']:.3f} ms; p99 at 16 connections in the best round: "
+            f"{found['1 row, 16 connections']['best p99_ms']} ms.\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
