@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -225,3 +226,28 @@ def test_packed_inputs_are_the_named_ones(models: Path) -> None:
     assert BatchingSettings().covers(merging.is_ours)
     with pytest.raises(Exception, match=r"(?i)dimension 0|shapes"):
         servable.run(signature, [np.array([1, 2]), np.array([1])])
+
+
+def test_runs_of_an_export_stay_on_the_thread_that_calls(models: Path) -> None:
+    servable = runtime.load(models / "ranking" / "1", options=runtime.RunOptions(timeout_ms=30_000, threads=2))
+    signature = servable.signatures["serving_default"]
+    inputs = [np.arange(2) for _ in signature.inputs]
+    servable.run(signature, inputs)
+    before = _ticks_by_thread()
+    while _ticks_by_thread()[threading.get_native_id()] < before[threading.get_native_id()] + 30:
+        for _ in range(100):
+            servable.run(signature, inputs)
+    others = {thread: ticks - before.get(thread, 0) for thread, ticks in _ticks_by_thread().items()}
+    del others[threading.get_native_id()]
+    servable.close()
+    assert sum(others.values()) < 10, "TensorFlow's pool has worked"
+
+
+def _ticks_by_thread() -> dict[int, int]:
+    """Processor time of this process' threads, in the kernel's ticks: see proc_pid_stat(5)."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            found[int(task.name)] = int(fields[11]) + int(fields[12])
+    return found
