@@ -65,7 +65,7 @@ def test_arrays_come_back_as_numpy_computes_them(server: ServerProcess) -> None:
             assert answer.version == 4
             assert sorted(answer.outputs) == ["liked", "watched"]
             for name, wanted in computed(rows).items():
-                np.testing.assert_allclose(answer.outputs[name], wanted, rtol=1e-6)
+                np.testing.assert_allclose(answer.outputs[name], wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_a_refusal_says_why_and_the_connection_goes_on(server: ServerProcess) -> None:
@@ -90,7 +90,7 @@ def test_lists_of_different_lengths_are_what_padded_ones_are(server: ServerProce
     status, reply = server.predict({"instances": rows})
     assert status == 200
     for name, wanted in computed().items():
-        np.testing.assert_allclose([row[name] for row in reply["predictions"]], wanted, rtol=1e-6)
+        np.testing.assert_allclose([row[name] for row in reply["predictions"]], wanted, rtol=1e-6, atol=1e-7)
     rows[0]["watched_weights"] = [0.5]
     status, reply = server.predict({"instances": rows})
     assert (status, "Row 0 has 3 values of watched and 1 of" in reply["error"]) == (400, True)
@@ -131,7 +131,9 @@ def call(server: ServerProcess, request_id: str) -> tuple[Any, dict[str, str]]:
 def test_requests_are_logged_with_what_they_took(server: ServerProcess) -> None:
     response, trailing = call(server, "over-grpc")
     assert trailing["x-request-id"] == "over-grpc"
-    np.testing.assert_allclose(tf.make_ndarray(response.outputs["watched"]), computed()["watched"], rtol=1e-6)
+    np.testing.assert_allclose(
+        tf.make_ndarray(response.outputs["watched"]), computed()["watched"], rtol=1e-6, atol=1e-7
+    )
     with BinaryClient(f"http://{server.host}:{server.port}", headers={"X-Request-Id": "in-bytes"}) as connected:
         connected.predict("rec", inputs())
     path = server.log_path.with_name("access.log")

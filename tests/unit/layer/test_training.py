@@ -145,7 +145,7 @@ def test_slots_may_be_made_by_the_user() -> None:
     )
     _eager(layer)
     _reference_step(reference)
-    np.testing.assert_allclose(made["accumulators"].numpy(), reference.slots["accumulators"], rtol=1e-6)
+    np.testing.assert_allclose(made["accumulators"].numpy(), reference.slots["accumulators"], rtol=1e-6, atol=1e-7)
     with pytest.raises(ConfigError, match="slot_variable_creation_fn must return a float32 variable"):
         _make(Adagrad(slot_variable_creation_fn=lambda *_: {}))
 

@@ -36,7 +36,7 @@ def test_every_so_many_epochs(tmp_path: Path, every: int, at_end: bool, versions
     assert [report.version for report in callback.reports] == list(range(1, versions + 1))
     assert sorted(path.name for path in tmp_path.glob("*")) == [str(n) for n in range(1, versions + 1)]
     if every != 2 and versions:
-        np.testing.assert_allclose(_score(callback.reports[-1].path), model.predict(X, verbose=0), rtol=1e-6)
+        np.testing.assert_allclose(_score(callback.reports[-1].path), model.predict(X, verbose=0), rtol=1e-6, atol=1e-7)
 
 
 def test_each_version_has_its_epochs_tables(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_each_version_has_its_epochs_tables(tmp_path: Path) -> None:
 
     model.fit(X, Y, epochs=2, verbose=0, callbacks=[ExportCallback(tmp_path), Note()])
     for version, expected in enumerate(seen, start=1):
-        np.testing.assert_allclose(_score(tmp_path / str(version)), expected, rtol=1e-6)
+        np.testing.assert_allclose(_score(tmp_path / str(version)), expected, rtol=1e-6, atol=1e-7)
     assert np.abs(seen[0] - seen[1]).max() > 1e-5
 
 
@@ -76,7 +76,7 @@ def test_a_subclassed_model_needs_its_specs(tmp_path: Path) -> None:
     specs = {"item": tf.TensorSpec([None], tf.int64)}
     callback = ExportCallback(tmp_path, input_specs=specs)
     model.fit({"item": X}, {"score": Y}, verbose=0, callbacks=[callback])
-    np.testing.assert_allclose(_score(callback.reports[0].path), model({"item": X})["score"], rtol=1e-6)
+    np.testing.assert_allclose(_score(callback.reports[0].path), model({"item": X})["score"], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def test_a_layer_answers_lookups(tmp_path: Path) -> None:
     report = export_model(layer, tmp_path, serving_config=config)
     rows = {table.name: variable.numpy() for table, variable in layer.embedding_tables.items()}
     found = _answers(report.path, {"liked": np.array([[3, 4], [29, -1]]), "who": np.array([49, 0])})
-    np.testing.assert_allclose(found["liked"], [rows["items"][3] + rows["items"][4], rows["items"][29]], rtol=1e-6)
+    np.testing.assert_allclose(
+        found["liked"], [rows["items"][3] + rows["items"][4], rows["items"][29]], rtol=1e-6, atol=1e-7
+    )
     np.testing.assert_array_equal(found["who"], rows["users"][[49, 0]])
 
 
