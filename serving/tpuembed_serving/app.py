@@ -5,7 +5,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,21 +99,17 @@ class ServingApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if self._door is not None:
-            await self._door(scope, receive, send)
-        elif is_api_request(scope):
-            await self._rest(scope, receive, send)
-        else:
-            await self._route(scope, receive, send)
+        await (self._door or self._handler(scope))(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What is behind the door."""
+        await self._handler(scope)(scope, receive, send)
+
+    def _handler(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""
         if is_api_request(scope):
-            await self._rest(scope, receive, send)
-        elif is_binary_request(scope):
-            await self._binary(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+            return self._rest
+        return self._binary if is_binary_request(scope) else super().__call__
 
     def openapi(self) -> dict[str, Any]:
         """The routes of FastAPI and the raw ones."""

@@ -129,7 +129,8 @@ class _Crew:
                 self._replace(worker, failure)
 
     def _hire(self, task: Batch, delay_seconds: float = 0) -> None:
-        worker = self._idle() or _Worker(self._job.source, delay_seconds)
+        started = None if delay_seconds else self._idle()  # one that waits already would not wait for longer
+        worker = started or _Worker(self._job.source, delay_seconds)
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
         self._assign(worker, task)
