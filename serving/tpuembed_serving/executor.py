@@ -211,8 +211,13 @@ class ModelExecutor:
             return True
         if lane.looked_at != start:
             lane.looked_at = start
-            self._loop.call_at(start, self._start_runs)
+            self._loop.call_at(start, self._look_again, lane)
         return False
+
+    def _look_again(self, lane: Lane) -> None:
+        """uvloop's timers may be up to a millisecond early: then there is another."""
+        lane.looked_at = 0.0
+        self._start_runs()
 
     def _take(self, group: Any) -> list[Request]:
         """Requests for one run; its group goes to the end of the line with what is left of it."""

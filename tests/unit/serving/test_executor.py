@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from tests.unit.serving.doubles import DoublingServable
 from tpuembed_serving import executor
@@ -113,8 +114,8 @@ class Scene:
         """One more run has begun."""
         assert await asyncio.to_thread(self.servable.started.acquire, timeout=10)
 
-    def play(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        asyncio.run(scenario())  # type: ignore[arg-type]
+    def play(self, scenario: Callable[[], Awaitable[None]], run: Callable[[Any], None] = asyncio.run) -> None:
+        run(scenario())
         self.executor.close()
 
 
@@ -370,6 +371,23 @@ def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
         assert time.monotonic() - started < 4 * Failing.SECONDS / executor._SHARE_OF_FAILURES
 
     here.play(scenario)
+
+
+def test_a_pause_ends_on_a_loop_whose_timers_are_early() -> None:
+    """uvloop's are, by up to a millisecond: it rounds to whole ones."""
+    servable = Failing(Merging(is_ours=True, is_proven=True, id_ranges=(IdRange(0, 100),)))
+    servable.SECONDS = executor._BUSY_SECONDS * executor._SHARE_OF_FAILURES / 2
+    here = Scene(servable, batching=BatchingSettings(enabled=True))
+    servable.gate.set()
+
+    async def scenario() -> None:
+        for _ in range(20):
+            good, bad = [here.ask(1), here.ask(2)], here.ask(100)
+            await values(*good)
+            with pytest.raises(StatusError, match="no such row"):
+                await bad
+
+    here.play(scenario, uvloop.run)
 
 
 def test_a_request_over_the_operators_size_is_refused_in_theirs_words() -> None:
