@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.binary_api import BinaryApi, is_binary_request
+from tpuembed_serving.direct_predict import DirectPredict
 from tpuembed_serving.door import Door
 from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.http_endpoint import Receive, Scope, Send
@@ -62,6 +63,7 @@ class ServingApp(FastAPI):
         self._grpc_stop: asyncio.Task[None] | None = None
         self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry, settings.security.max_json_depth)
         self._binary = BinaryApi(self.service, settings.max_body_bytes, self.telemetry)
+        self.direct = self._direct_predict()
         super().__init__(title="tpuembed serving", lifespan=_lifespan, docs_url=None, redoc_url=None)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
         busy: dict[int | str, dict[str, Any]] = {503: {"description": "Not every model has one"}}
@@ -75,6 +77,13 @@ class ServingApp(FastAPI):
                 response_class=PlainTextResponse,
                 responses={503: {"description": "A worker is busy"}},
             )
+
+    def _direct_predict(self) -> DirectPredict | None:
+        """For a server that has nothing to do for a request but to answer it; else None."""
+        settings, executor = self.settings, self.executor
+        if self.telemetry.observes or self._door or settings.security.max_rows or isinstance(executor, RemoteExecutor):
+            return None
+        return DirectPredict(self.service, executor, settings.max_body_bytes, settings.security.max_json_depth)
 
     async def load_first(self) -> None:
         """Return once what is there is loaded, where others answer meanwhile."""

@@ -1,7 +1,6 @@
 """Requests of one signature of one version on their way to a run."""
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -14,7 +13,10 @@ from tpuembed_serving.servable import Array, Columns, Merging, Servable, Signatu
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
-__all__ = ["Lane", "Request"]
+__all__ = ["Lane", "OnOutcome", "Request"]
+
+OnOutcome = Callable[[list[Array] | Exception], None]
+"""Told once, on the event loop's thread, what a request is answered; it does not raise."""
 
 
 class Request:
@@ -28,16 +30,18 @@ class Request:
         entered: when it began to wait.
         is_waiting: whether it does.
         is_apart: whether it may fail a run, and was postponed for that.
+        is_over: whether nobody waits for its outcome any more.
         record: of the client's request that it is a part of, where one is kept.
     """
 
     __slots__ = (
+        "_on_outcome",
         "deadline",
         "entered",
-        "future",
         "group",
         "inputs",
         "is_apart",
+        "is_over",
         "is_waiting",
         "lane",
         "record",
@@ -45,20 +49,19 @@ class Request:
         "servable",
     )
 
-    def __init__(
-        self, lane: "Lane", servable: Servable, inputs: Sequence[Array], future: "asyncio.Future[list[Array]]"
-    ) -> None:
-        self.lane, self.servable, self.inputs, self.future = lane, servable, inputs, future
+    def __init__(self, lane: "Lane", servable: Servable, inputs: Sequence[Array], on_outcome: OnOutcome) -> None:
+        self.lane, self.servable, self.inputs, self._on_outcome = lane, servable, inputs, on_outcome
         self.rows = count_rows(inputs)
         self.group: Any = None
         self.deadline = self.entered = 0.0
-        self.is_waiting = self.is_apart = False
+        self.is_waiting = self.is_apart = self.is_over = False
         self.record = current_record()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody waits for its outcome any more."""
-        return self.future.done()
+    def end(self, outcome: list[Array] | Exception) -> None:
+        """Tell who waits for it, unless nobody does any more."""
+        if not self.is_over:
+            self.is_over = True
+            self._on_outcome(outcome)
 
     def postpone(self) -> None:
         """From here on it shares runs with such as itself alone."""
@@ -127,7 +130,7 @@ class Lane:
         self,
         servable: Servable,
         inputs: Sequence[Array],
-        future: "asyncio.Future[list[Array]]",
+        on_outcome: OnOutcome,
         now: float,
         seconds: float,
     ) -> Request:
@@ -136,7 +139,7 @@ class Lane:
         Raises:
             StatusError: INVALID_ARGUMENT, it has more rows than the operator allows.
         """
-        request = Request(self, servable, inputs, future)
+        request = Request(self, servable, inputs, on_outcome)
         request.entered, request.deadline = now, now + seconds
         if self._chosen is not None and (request.rows or 0) > self._chosen.max_batch_size:
             sizes = f"{request.rows} is larger than maximum input batch size {self._chosen.max_batch_size}"

@@ -64,7 +64,8 @@ def _cors_headers(has_keys: bool) -> Headers:
 
 async def _refuse(send: Send) -> None:
     code = Code.UNAUTHENTICATED
-    await send_reply(send, Reply(HTTP_STATUS[code], encode_error(_REFUSAL), code), (b"www-authenticate", b"Bearer"))
+    reply = Reply(HTTP_STATUS[code], encode_error(_REFUSAL), code)
+    await send_reply(send, reply, "", (b"www-authenticate", b"Bearer"))
 
 
 def key_interceptor(keys: ApiKeys) -> Any:

@@ -7,13 +7,14 @@ runs at once; the more there are, the more of them share a run.
 import asyncio
 import collections
 import concurrent.futures
+import functools
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from tpuembed_serving.batch_lane import Lane, Request
+from tpuembed_serving.batch_lane import Lane, OnOutcome, Request
 from tpuembed_serving.batch_runner import Outcome, Postponed
 from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.settings import BatchingSettings
@@ -92,23 +93,39 @@ class ModelExecutor:
             StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows than
                 the operator's parameters allow.
         """
+        future: asyncio.Future[list[Array]] = asyncio.get_running_loop().create_future()
+        request = self.submit(
+            servable, signature, inputs, functools.partial(_settle, future), timeout_seconds=timeout_seconds
+        )
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._give_up(request)
+            raise
+
+    def submit(
+        self,
+        servable: Servable,
+        signature: Signature,
+        inputs: Sequence[Array],
+        on_outcome: OnOutcome,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> Request:
+        """As `run`, for who does not wait: what comes out is told to `on_outcome`, later, on this event loop."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._enter(loop)
         seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
         lane = self._lane(servable, signature)
-        request = lane.request(servable, inputs, loop.create_future(), loop.time(), seconds)
+        request = lane.request(servable, inputs, on_outcome, loop.time(), seconds)
         if self._waiting >= self._max_queued + self._free:
             raise self._full()
         lane.check_room(request)
         self._add(request)
         self._expect(request.deadline)
         self._plan_start()
-        try:
-            return await request.future
-        except asyncio.CancelledError:
-            self._leave(request)
-            raise
+        return request
 
     def close(self) -> None:
         """Drop what waits. What still runs has outlived its deadline, and ends when its servable is closed."""
@@ -149,6 +166,12 @@ class ModelExecutor:
             request.leave()
             self._waiting -= 1
 
+    def _give_up(self, request: Request) -> None:
+        """Nobody waits for it any more."""
+        request.is_over = True
+        self._open.discard(request)
+        self._leave(request)
+
     def _full(self) -> StatusError:
         return StatusError(
             Code.UNAVAILABLE,
@@ -179,8 +202,7 @@ class ModelExecutor:
     def _fail(self, request: Request, error: Exception) -> None:
         self._open.discard(request)
         self._leave(request)
-        if not request.is_over:
-            request.future.set_exception(error)
+        request.end(error)
 
     # ---- runs
 
@@ -272,8 +294,8 @@ class ModelExecutor:
                 self._postpone(request)
             else:
                 self._open.discard(request)
-                if outcome is not None and not request.is_over:
-                    request.future.set_result(outcome)
+                if outcome is not None:
+                    request.end(outcome)
 
     def _note_failures(self, first: Request, outcomes: Sequence[Outcome], seconds: float) -> None:
         assert self._loop is not None
@@ -289,6 +311,15 @@ class ModelExecutor:
             request.postpone()
             self._add(request)
             self._plan_start()
+
+
+def _settle(future: "asyncio.Future[list[Array]]", outcome: list[Array] | Exception) -> None:
+    if future.done():  # its task is being cancelled
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _run(requests: list[Request]) -> tuple[Sequence[Outcome], float]:

@@ -4,7 +4,7 @@ A client that opens a connection and says nothing, that sends its request byte b
 memory and a file descriptor for as long as it likes. Here all three have a deadline. One look at every connection now and then
 is what that costs: a request sets two fields and no timer.
 
-The only module that knows uvicorn's protocol classes from the inside.
+With `direct_cycle` the only module that knows uvicorn's protocol classes from the inside.
 """
 
 import asyncio
@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tpuembed_serving.direct_cycle import DirectCycle
+from tpuembed_serving.direct_predict import DirectPredict
 from tpuembed_serving.json_codec import encode_error
 from tpuembed_serving.security import ConnectionLimits
 
@@ -27,9 +29,9 @@ _TEXTS: Final = {
 }
 
 
-def protocol_class(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
-    """What uvicorn takes as `http`: its own protocol, within `limits`."""
-    return type("GuardedProtocol", (_GuardedProtocol,), {"limits": limits})
+def protocol_class(limits: ConnectionLimits, direct: DirectPredict | None = None) -> type[HttpToolsProtocol]:
+    """What uvicorn takes as `http`: its own protocol, within `limits`; `direct` answers what it can without ASGI."""
+    return type("GuardedProtocol", (_GuardedProtocol,), {"limits": limits, "direct": direct})
 
 
 async def close_slow_connections(connections: Iterable[Any]) -> None:
@@ -49,6 +51,7 @@ class _GuardedProtocol(HttpToolsProtocol):
     """
 
     limits: ConnectionLimits
+    direct: DirectPredict | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -84,18 +87,41 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._in_headers = False
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.header_bytes:
             self._refuse_headers()
-        else:
+        elif not self._begin_direct():
             super().on_headers_complete()
+
+    def _begin_direct(self) -> bool:
+        """Whether this request needs no ASGI. One that another's answer must come before does: uvicorn makes it wait."""
+        cycle: Any = self.cycle  # None before the first request
+        if self.direct is None or self.flow.write_paused or not (cycle is None or cycle.response_complete):
+            return False
+        if self.parser.get_method() != b"POST" or self.parser.get_http_version() != "1.1":
+            return False
+        request = self.direct.takes(self.url, self.headers)
+        if request is not None:
+            self.cycle = DirectCycle(self, request)  # type: ignore[assignment]
+        return request is not None
 
     def on_body(self, body: bytes) -> None:
         """A piece of it."""
-        if not self._is_refused:
+        cycle: Any = self.cycle
+        if self._is_refused:
+            return
+        if type(cycle) is DirectCycle:
+            cycle.add(body)
+        else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Now it is our turn; the next bytes are of another request."""
         self._since, self._in_headers, self._header_bytes = None, True, 0
-        if not self._is_refused:
+        cycle: Any = self.cycle
+        if self._is_refused:
+            return
+        if type(cycle) is DirectCycle:
+            assert self.direct is not None
+            cycle.answer(self.direct)
+        else:
             super().on_message_complete()
 
     def close_if_slow(self, now: float) -> None:

@@ -24,6 +24,8 @@ __all__ = [
     "header",
     "raw_path",
     "raw_target",
+    "refusal",
+    "reply_headers",
     "send_reply",
 ]
 
@@ -104,7 +106,7 @@ class HttpEndpoint(abc.ABC):
                 reply, request_id = await self._observed(self._telemetry, scope, receive)
         except _DisconnectedError:
             return
-        await send_reply(send, reply, *([(REQUEST_ID, request_id.encode("ascii"))] if request_id else ()))
+        await send_reply(send, reply, request_id)
 
     async def _observed(self, telemetry: Telemetry, scope: Scope, receive: Receive) -> tuple[Reply, str]:
         record = telemetry.begin(REST, scope["method"], raw_target(scope), scope["headers"])
@@ -129,16 +131,13 @@ class HttpEndpoint(abc.ABC):
     async def _reply(self, scope: Scope, receive: Receive) -> Reply:
         try:
             return await self.answer(scope, receive)
-        except StatusError as error:
-            return Reply(HTTP_STATUS[error.code], encode_error(error.message), error.code)
         except _DisconnectedError:
             raise
         except _BodyTooLargeError:
             text = f"the request body is larger than the limit of {self._max_body_bytes} bytes"
             return Reply(_BODY_TOO_LARGE, encode_error(text), Code.RESOURCE_EXHAUSTED)
-        except Exception:
-            logger.exception("a request failed")
-            return Reply(HTTP_STATUS[Code.INTERNAL], encode_error("internal error"), Code.INTERNAL)
+        except Exception as error:
+            return refusal(error)
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """The body, inflated where it is compressed."""
@@ -166,12 +165,28 @@ class HttpEndpoint(abc.ABC):
         return part, message.get("more_body", False)
 
 
-async def send_reply(send: Send, reply: Reply, *more: tuple[bytes, bytes]) -> None:
-    """Send `reply`, with `more` headers."""
+def refusal(error: Exception) -> Reply:
+    """The answer to a request that failed so; what nobody expects is logged, and the client is told nothing of it."""
+    if isinstance(error, StatusError):
+        return Reply(HTTP_STATUS[error.code], encode_error(error.message), error.code)
+    logger.error("a request failed", exc_info=error)
+    return Reply(HTTP_STATUS[Code.INTERNAL], encode_error("internal error"), Code.INTERNAL)
+
+
+def reply_headers(reply: Reply, request_id: str = "") -> list[tuple[bytes, bytes]]:
+    """Of `reply`, to a request of that id where it has one."""
     headers = [(b"content-type", reply.content_type), (b"content-length", b"%d" % len(reply.body))]
     if reply.code is Code.UNAVAILABLE:
         headers.append(_RETRY_AFTER)
-    await send({"type": "http.response.start", "status": reply.status, "headers": [*headers, *more]})
+    if request_id:
+        headers.append((REQUEST_ID, request_id.encode("ascii")))
+    return headers
+
+
+async def send_reply(send: Send, reply: Reply, request_id: str = "", *more: tuple[bytes, bytes]) -> None:
+    """Send `reply`, with `more` headers."""
+    headers = [*reply_headers(reply, request_id), *more]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "http.response.body", "body": reply.body})
 
 

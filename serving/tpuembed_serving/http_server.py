@@ -31,7 +31,7 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
     tls = app.settings.security.tls
     config = uvicorn.Config(
         app,
-        http=protocol_class(app.settings.security.limits),
+        http=protocol_class(app.settings.security.limits, app.direct),
         **(tls.uvicorn_options() if tls else {}),
         access_log=False,
         log_level="warning",

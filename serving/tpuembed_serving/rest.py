@@ -39,7 +39,16 @@ from tpuembed_serving.status import Code, StatusError, invalid_argument
 from tpuembed_serving.telemetry import Telemetry
 from tpuembed_serving.versions import parse_version
 
-__all__ = ["HTTP_STATUS", "RestApi", "find_signature", "is_api_request", "model_spec", "version_status"]
+__all__ = [
+    "HTTP_STATUS",
+    "RestApi",
+    "decode_request",
+    "find_post",
+    "find_signature",
+    "is_api_request",
+    "model_spec",
+    "version_status",
+]
 
 
 _MODEL = rb"/([^/:?]+)"  # a query never matches
@@ -72,7 +81,7 @@ class RestApi(HttpEndpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See HttpEndpoint."""
         method, target = scope["method"], raw_target(scope)
-        if method == "POST" and (found := _find_post(target)):
+        if method == "POST" and (found := find_post(target)):
             return await self._post(*found, scope, receive)
         if method == "GET" and (match := _GET.fullmatch(target)):
             return Reply(200, self._get(match))
@@ -97,7 +106,7 @@ class RestApi(HttpEndpoint):
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
-            inputs = _decode(document, loaded.servable, signature)
+            inputs = decode_request(document, loaded.servable, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return encode_outputs(outputs, signature, inputs.row_form)
 
@@ -107,7 +116,7 @@ class RestApi(HttpEndpoint):
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
-            inputs = await asyncio.to_thread(_decode, document, loaded.servable, signature)
+            inputs = await asyncio.to_thread(decode_request, document, loaded.servable, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return await asyncio.to_thread(encode_outputs, outputs, signature, inputs.row_form)
 
@@ -132,7 +141,12 @@ class RestApi(HttpEndpoint):
         return _status_json(self._service.status(spec))
 
 
-def _decode(document: Document, servable: Servable, signature: Signature) -> PredictInputs:
+def decode_request(document: Document, servable: Servable, signature: Signature) -> PredictInputs:
+    """The inputs of `signature` in a predict request, lists of different lengths filled up where the model says with what.
+
+    Raises:
+        StatusError: they are missing, of another type, ragged, or not the signature's.
+    """
     try:
         return decode_inputs(document, signature)
     except StatusError:
@@ -152,8 +166,12 @@ def _text(value: bytes) -> str:
 
 
 @functools.lru_cache(maxsize=1024)  # few URLs take nearly all requests
-def _find_post(target: bytes) -> tuple[ModelSpec, str] | None:
-    """The model and the method that a URL names; None where it is malformed."""
+def find_post(target: bytes) -> tuple[ModelSpec, str] | None:
+    """The model and the method that a URL names; None where it is malformed.
+
+    Raises:
+        StatusError: its version is no number.
+    """
     match = _POST.fullmatch(target)
     return (model_spec(match), match[4].decode("ascii")) if match else None
 
