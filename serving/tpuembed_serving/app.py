@@ -79,11 +79,11 @@ class ServingApp(FastAPI):
             )
 
     def _direct_predict(self) -> DirectPredict | None:
-        """For a server that has nothing to do for a request but to answer it; else None."""
+        """None where runs are another server's, or answers bear headers for browsers."""
         settings, executor = self.settings, self.executor
-        if self.telemetry.observes or self._door or settings.security.max_rows or isinstance(executor, RemoteExecutor):
+        if settings.security.cors or isinstance(executor, RemoteExecutor):
             return None
-        return DirectPredict(self.service, executor, settings.max_body_bytes, settings.security.max_json_depth)
+        return DirectPredict(self.service, executor, settings, self.telemetry)
 
     async def load_first(self) -> None:
         """Return once what is there is loaded, where others answer meanwhile."""

@@ -1,5 +1,6 @@
 """Requests of one signature of one version on their way to a run."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -16,7 +17,9 @@ from tpuembed_serving.status import Code, StatusError, invalid_argument
 __all__ = ["Lane", "OnOutcome", "Request"]
 
 OnOutcome = Callable[[list[Array] | Exception], None]
-"""Told once, on the event loop's thread, what a request is answered; it does not raise."""
+"""Told once, on the event loop's thread, what a request is answered."""
+
+logger = logging.getLogger(__name__)
 
 
 class Request:
@@ -61,7 +64,10 @@ class Request:
         """Tell who waits for it, unless nobody does any more."""
         if not self.is_over:
             self.is_over = True
-            self._on_outcome(outcome)
+            try:
+                self._on_outcome(outcome)
+            except Exception:  # it is to fail nobody else of the same run
+                logger.exception("an answer was lost")
 
     def postpone(self) -> None:
         """From here on it shares runs with such as itself alone."""

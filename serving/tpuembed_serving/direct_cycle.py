@@ -47,7 +47,7 @@ class DirectCycle:
 
     def answer(self, direct: DirectPredict) -> None:
         """The body is there."""
-        direct.answer(self._request.spec, self._body, self._send)
+        direct.answer(self._request, self._body, self._send)
 
     def _send(self, reply: Reply) -> None:
         protocol: Any = self._protocol

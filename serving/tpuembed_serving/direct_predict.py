@@ -1,54 +1,68 @@
 """Predict requests of the REST API, answered from the bytes of a connection without a coroutine.
 
 ASGI's task, scope and messages cost a request of one row more than its prediction. What is common goes this way: a small body of
-known length, over a connection that is used again. Everything else, and every request where somebody observes, limits or checks
-keys, goes by ASGI (see `tpuembed_serving.rest`), with the same decoding, the same runs and the same answers.
+known length, over a connection that is used again. Everything else, and what is refused for want of a key, goes by ASGI (see
+`tpuembed_serving.rest`), with the same decoding, the same runs and the same answers.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple
+from typing import Final
 
+from tpuembed_serving.api_keys import ApiKeys
 from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.http_endpoint import Reply, refusal
 from tpuembed_serving.json_codec import encode_outputs, parse_document, signature_name
-from tpuembed_serving.observation import REQUEST_ID, sane_request_id
+from tpuembed_serving.observation import REQUEST_ID, REST, Headers, RequestRecord, observing, sane_request_id
 from tpuembed_serving.off_loop import MAX_INLINE_BYTES
 from tpuembed_serving.rest import decode_request, find_post, find_signature
+from tpuembed_serving.row_limit import check_rows
 from tpuembed_serving.servable import Array, Signature
 from tpuembed_serving.served_model import LoadedVersion
 from tpuembed_serving.service import ModelSpec, PredictionService
+from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.status import StatusError
+from tpuembed_serving.telemetry import Telemetry
 
 __all__ = ["DirectPredict", "PredictRequest"]
 
 _UNUSUAL: Final = frozenset({b"connection", b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
 """Headers that ask for more than this module does, but for `connection: keep-alive`."""
 
+Respond = Callable[[Reply], None]
 
-class PredictRequest(NamedTuple):
-    """What is known of a request before its body is there; `request_id` is the client's, or empty."""
 
-    spec: ModelSpec
-    request_id: str
+class PredictRequest:
+    """What is known of a request before its body is there.
+
+    Attributes:
+        spec: the model it asks.
+        request_id: that the answer bears; empty for none.
+        record: of what observers learn; None where nobody observes.
+    """
+
+    __slots__ = ("record", "request_id", "spec")
+
+    def __init__(self, spec: ModelSpec, request_id: str, record: RequestRecord | None) -> None:
+        self.spec, self.request_id, self.record = spec, request_id, record
 
 
 class DirectPredict:
     """See the module. Its methods belong to the event loop's thread, and do not raise."""
 
     def __init__(
-        self,
-        service: PredictionService,
-        executor: ModelExecutor,
-        max_body_bytes: int | None,
-        max_json_depth: int | None,
+        self, service: PredictionService, executor: ModelExecutor, settings: ServerSettings, telemetry: Telemetry
     ) -> None:
+        guard, most = settings.security, settings.max_body_bytes
         self._service, self._executor = service, executor
-        self._parse = functools.partial(parse_document, max_depth=max_json_depth)
-        self._most = MAX_INLINE_BYTES if max_body_bytes is None else min(MAX_INLINE_BYTES, max_body_bytes)
+        self._telemetry = telemetry if telemetry.observes else None
+        self._parse = functools.partial(parse_document, max_depth=guard.max_json_depth)
+        self._keys: ApiKeys | None = guard.api_keys
+        self._max_rows = guard.max_rows
+        self._max_bytes = MAX_INLINE_BYTES if most is None else min(MAX_INLINE_BYTES, most)
 
-    def takes(self, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> PredictRequest | None:
+    def begin(self, target: bytes, headers: Headers) -> PredictRequest | None:
         """The POST request, where it goes this way; names of `headers` are in lower case."""
         spec = _predict_target(target)
         if spec is None:
@@ -61,45 +75,77 @@ class DirectPredict:
                 request_id = sane_request_id(value)
             elif name in _UNUSUAL and (name != b"connection" or value.lower() != b"keep-alive"):
                 return None
-        return PredictRequest(spec, request_id or "") if 0 <= size <= self._most else None
+        if not 0 <= size <= self._max_bytes or (self._keys is not None and not self._keys.accept(headers)):
+            return None
+        if self._telemetry is None:
+            return PredictRequest(spec, request_id or "", None)
+        record = _record(self._telemetry, spec, target, headers)
+        return PredictRequest(spec, record.request_id or request_id or "", record)
 
-    def answer(self, spec: ModelSpec, body: bytes, send: Callable[[Reply], None]) -> None:
-        """Have `send` told the answer to `body`, now or later."""
+    def answer(self, request: PredictRequest, body: bytes, respond: Respond) -> None:
+        """Have `respond` told the answer to `body`, now or later."""
+        record = request.record
+        if record is None:
+            self._start(request.spec, body, respond)
+            return
+        record.body(len(body))
+        observing(record)
+        try:
+            self._start(request.spec, body, functools.partial(self._finish, record, respond))
+        finally:
+            observing(None)
+
+    def _finish(self, record: RequestRecord, respond: Respond, reply: Reply) -> None:
+        record.answered(reply.code, reply.status, len(reply.body))
+        assert self._telemetry is not None
+        self._telemetry.finish(record)
+        respond(reply)
+
+    def _start(self, spec: ModelSpec, body: bytes, respond: Respond) -> None:
         try:
             document = self._parse(body)
             name = signature_name(document)
             lease = self._service.lease(spec)
             loaded = lease.__enter__()
         except Exception as error:
-            send(refusal(error))
+            respond(refusal(error))
             return
         try:
             signature = find_signature(loaded.servable, name)
             inputs = decode_request(document, loaded.servable, signature)
-            finish = functools.partial(_finish, lease, signature, inputs.row_form, send)
-            self._executor.submit(loaded.servable, signature, inputs.arrays, finish)
+            if self._max_rows is not None:
+                check_rows(inputs.arrays, self._max_rows)
+            end = functools.partial(_end, lease, signature, inputs.row_form, respond)
+            self._executor.submit(loaded.servable, signature, inputs.arrays, end)
         except Exception as error:
             lease.__exit__(None, None, None)
-            send(refusal(error))
+            respond(refusal(error))
 
 
-def _finish(
+def _record(telemetry: Telemetry, spec: ModelSpec, target: bytes, headers: Headers) -> RequestRecord:
+    record = telemetry.begin(REST, "POST", target, headers)
+    observing(None)  # what this connection does next may be another's
+    record.model, record.api = spec.name, "predict"
+    return record
+
+
+def _end(
     lease: AbstractContextManager[LoadedVersion],
     signature: Signature,
     row_form: bool,
-    send: Callable[[Reply], None],
+    respond: Respond,
     outcome: list[Array] | Exception,
 ) -> None:
     lease.__exit__(None, None, None)
     if isinstance(outcome, Exception):
-        send(refusal(outcome))
+        respond(refusal(outcome))
         return
     try:
         outputs = dict(zip(signature.output_dtypes, outcome, strict=True))
         reply = Reply(200, encode_outputs(outputs, signature, row_form))
     except Exception as error:
         reply = refusal(error)
-    send(reply)
+    respond(reply)
 
 
 @functools.lru_cache(maxsize=1024)

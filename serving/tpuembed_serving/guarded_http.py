@@ -97,7 +97,7 @@ class _GuardedProtocol(HttpToolsProtocol):
             return False
         if self.parser.get_method() != b"POST" or self.parser.get_http_version() != "1.1":
             return False
-        request = self.direct.takes(self.url, self.headers)
+        request = self.direct.begin(self.url, self.headers)
         if request is not None:
             self.cycle = DirectCycle(self, request)  # type: ignore[assignment]
         return request is not None

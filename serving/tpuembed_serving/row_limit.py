@@ -6,7 +6,14 @@ from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.service import Executor
 from tpuembed_serving.status import invalid_argument
 
-__all__ = ["RowLimit"]
+__all__ = ["RowLimit", "check_rows"]
+
+
+def check_rows(inputs: Sequence[Array], most: int) -> None:
+    """Raise StatusError, INVALID_ARGUMENT, where a request has more rows, the first dimension of any input."""
+    rows = max((len(array) for array in inputs if array.ndim), default=0)
+    if rows > most:
+        raise invalid_argument(f"the request has {rows} rows, and this server takes at most {most}; send less at once")
 
 
 class RowLimit:
@@ -18,10 +25,6 @@ class RowLimit:
     async def run(
         self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
     ) -> list[Array]:
-        """See ModelExecutor; rows are the first dimension of any input."""
-        rows = max((len(array) for array in inputs if array.ndim), default=0)
-        if rows > self._most:
-            raise invalid_argument(
-                f"the request has {rows} rows, and this server takes at most {self._most}; send less at once"
-            )
+        """See ModelExecutor."""
+        check_rows(inputs, self._most)
         return await self._executor.run(servable, signature, inputs, timeout_seconds=timeout_seconds)

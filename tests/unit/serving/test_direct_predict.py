@@ -1,8 +1,10 @@
 """Requests that their connection answers without ASGI: over real sockets, beside the same requests by way of ASGI."""
 
+import asyncio
 import contextlib
 import http.client
 import itertools
+import json
 import socket
 import threading
 import time
@@ -14,11 +16,12 @@ import pytest
 
 from tests.unit.serving.doubles import DoublingServable, make_version, wait_for
 from tpuembed_serving import ServerSettings, create_app, http_server
+from tpuembed_serving.api_keys import ApiKeys
 from tpuembed_serving.direct_cycle import DirectCycle
 from tpuembed_serving.direct_predict import DirectPredict
 from tpuembed_serving.executor import ModelExecutor
 from tpuembed_serving.http_endpoint import Reply
-from tpuembed_serving.rest import RestApi
+from tpuembed_serving.observation import current_record
 from tpuembed_serving.security import SecuritySettings
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.stopping import Stop
@@ -31,9 +34,10 @@ BODY = b'{"instances": [1, 2]}'
 class Running:
     """A server of the double in a thread of its own, and how many requests went by ASGI."""
 
-    def __init__(self, folder: Path, servable: DoublingServable) -> None:
+    def __init__(self, folder: Path, servable: DoublingServable, **options: Any) -> None:
         make_version(folder / "m", 1)
-        settings = ServerSettings.for_model_dir(folder / "m", max_body_bytes=1_000_000, drain_seconds=10)
+        options = {"max_body_bytes": 1_000_000, "drain_seconds": 10, **options}
+        settings = ServerSettings.for_model_dir(folder / "m", **options)
         self.app = create_app(settings, load=lambda _: servable, load_first=True)
         self.by_asgi = 0
         counted: Any = self._count(self.app._handler)
@@ -146,6 +150,7 @@ def answers(found: bytes) -> list[tuple[bytes, dict[bytes, bytes], bytes]]:
 
 
 CLOSE = b"connection: close"
+_OWN = ("time", "request_id", "stages_ms")
 
 
 @pytest.mark.parametrize(
@@ -299,20 +304,70 @@ def refuses(port: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"telemetry": TelemetrySettings(metrics_path="/metrics")},
-        {"security": SecuritySettings(max_rows=5)},
-        {"security": SecuritySettings(cors=True)},
-        {"target": "127.0.0.1:1"},
-        {},
-    ],
-)
-def test_a_server_that_does_more_with_requests_has_no_such_way(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"security": SecuritySettings(cors=True)}, {"target": "127.0.0.1:1"}, {}])
+def test_a_server_whose_answers_are_others_has_no_such_way(tmp_path: Path, settings: dict[str, Any]) -> None:
     app = create_app(ServerSettings.for_model_dir(tmp_path / "m", **settings), load=lambda _: DoublingServable())
     assert isinstance(app.direct, DirectPredict) is not bool(settings)
-    assert isinstance(app._rest, RestApi)
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Running]:
+    """A server with keys and limits, that everybody observes who can."""
+    (tmp_path / "keys").write_text("k" * 20 + "\n")
+    guard = SecuritySettings(max_rows=2, api_keys=ApiKeys.read(tmp_path / "keys"))
+    telemetry = TelemetrySettings(metrics_path="/metrics", access_log=str(tmp_path / "log"))
+    running = Running(tmp_path, DoublingServable(), security=guard, telemetry=telemetry)
+    yield running
+    running.close()
+
+
+def test_limits_and_keys_hold(guarded: Running) -> None:
+    key = b"x-api-key: " + b"k" * 20
+    bodies = [BODY, b'{"instances": [1, 2, 3]}', b'{"instances": "x"}']
+    sent = [request(body, *headers) for body in bodies for headers in [(key,), (b"x-api-key: no",)]]
+    found = answers(guarded.raw(*sent, request(BODY, CLOSE, key), pause=0.05))
+    assert [int(status.split()[1]) for status, _, _ in found] == [200, 401, 400, 401, 400, 401, 200]
+    assert guarded.by_asgi == 1, "the last; those without a key came no further than the door"
+    assert b"at most 2" in found[2][2]
+
+
+def test_a_record_is_left_behind_once_the_request_waits(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    telemetry = TelemetrySettings(metrics_path="/metrics")
+    app = create_app(
+        ServerSettings.for_model_dir(tmp_path / "m", telemetry=telemetry), load=lambda _: DoublingServable()
+    )
+    assert app.direct is not None
+
+    async def scenario(direct: DirectPredict) -> None:
+        replied = asyncio.get_running_loop().create_future()
+        found = direct.begin(TARGET.encode(), [(b"content-length", b"1")])
+        assert found is not None
+        assert current_record() is None
+        direct.answer(found, b"{", replied.set_result)
+        assert current_record() is None
+        assert (await replied).status == 400
+
+    asyncio.run(scenario(app.direct))
+
+
+def test_observers_see_the_same_of_both(guarded: Running, tmp_path: Path) -> None:
+    key = b"x-api-key: " + b"k" * 20
+    bodies = [BODY, b"{", b'{"instances": [7]}']
+    for body in bodies:
+        sent = [request(body, key), request(body, key, b"x-request-id: abc"), request(body, key, CLOSE)]
+        ids = [headers[b"x-request-id"] for _, headers, _ in answers(guarded.raw(*sent, pause=0.05))]
+        assert (len(ids[0]), ids[1], len(ids[2])) == (16, b"abc", 16)
+    assert guarded.by_asgi == len(bodies)
+    wait_for(lambda: (tmp_path / "log").read_text().count("\n") == 9)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    for direct, by_asgi in zip(lines[1::3], lines[2::3], strict=True):
+        assert direct.keys() == by_asgi.keys()
+        assert direct["stages_ms"].keys() == by_asgi["stages_ms"].keys()
+        same = [name for name in direct if not isinstance(direct[name], float) and name not in _OWN]
+        assert {name: direct[name] for name in same} == {name: by_asgi[name] for name in same}
+    text = answers(guarded.raw(b"GET /metrics HTTP/1.1\r\nhost: s\r\n%b\r\nconnection: close\r\n\r\n" % key))[0][2]
+    assert b'request_count{model_name="m",status="OK"} 6' in text, text.decode()
 
 
 def test_answers_that_nobody_reads_do_not_pile_up(steady: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,22 @@ def test_which_models_are_merged(enabled: bool | None, is_ours: bool, runs: int)
     here.play(scenario)
 
 
+def test_who_cannot_be_told_fails_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    here = scene()
+    here.servable.gate.set()
+
+    async def scenario() -> None:
+        def broken(_: object) -> None:
+            raise RuntimeError("gone")
+
+        here.executor.submit(here.servable, here.signature, [np.array([1])], broken)
+        assert await values(here.ask(2), here.ask(3)) == [[4], [6]]
+        assert here.servable.runs == [[1, 2, 3]]
+
+    here.play(scenario)
+    assert "gone" in caplog.text
+
+
 def test_whose_time_is_over_while_it_waits_is_never_run() -> None:
     here = scene()
 
