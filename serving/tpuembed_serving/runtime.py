@@ -25,6 +25,7 @@ from tpuembed.manifest import Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching_parameters import MODEL_FILE, BatchingParameters, read_parameters
 from tpuembed_serving.deadlines import remaining_seconds
+from tpuembed_serving.lean_graph import is_lean, make_lean
 from tpuembed_serving.mapped_files import advise_random_access, read_ahead
 from tpuembed_serving.model_merging import find_merging
 from tpuembed_serving.packed_call import PackedCall, is_worth_packing
@@ -232,6 +233,9 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
         intra_op_parallelism_threads=1,
         use_per_session_threads=not on_caller,  # with it, -1 would be a pool of its own
     )
+    if manifest is not None and not manifest.features and is_lean(meta_graph.graph_def):
+        make_lean(meta_graph.graph_def)
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
         with session.graph.as_default():
