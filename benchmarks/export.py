@@ -5,7 +5,9 @@
 Streaming: all read a table from the page cache and end when the copy is on the disk; rates are of the source's bytes, whatever
 is stored. Workers are started before, as an export starts them while it saves its graph. Rounds are interleaved, so that a
 slow moment of the machine meets all contenders; medians are reported. The SparseCores' checkpoint is the same bytes, dealt out
-to 32 SparseCores.
+to 32 SparseCores. Before every contender the machine rests, the same time for all: a deleted file's blocks are discarded and,
+on a virtual machine, its memory goes back to the host, which takes seconds. Whoever came at once would find that memory still
+there, and whoever came a second later would pay for the other's return.
 Whole exports: the command, in a process of its own, by sizes: its memory must not grow. TensorFlow's way, in a process of its
 own too, reads the table into a variable and saves that; its import is not in its time, and is in its memory, as in ours. Both
 are run in turns. What is first written to a part of a disk may take longer than what is written there again: the first round of
@@ -49,6 +51,7 @@ CONTENDERS = (
     (2, "float32", "sparse_cores"),
 )
 SPARSE_CORES = 32
+REST_SECONDS = 3
 STARTING_SECONDS = 1
 """About as long as saving a graph takes."""
 
@@ -97,6 +100,7 @@ def whole_export(gib: int, folder: str | None) -> dict[str, Any]:
 
 def run_command(place: Path) -> dict[str, float]:
     """`tpuembed export` of `place`/table; the model is deleted after it."""
+    rest()
     config = json.dumps({"features": {"x": {"table": "table"}}})
     (place / "serving.json").write_text(config)
     command = [
@@ -162,6 +166,7 @@ def beside_tensorflow(rounds: int, gib: int, folder: str | None) -> dict[str, An
 
 def restore_and_save(place: Path) -> dict[str, float]:
     """TensorFlow's way with `place`/table; its model is deleted after it."""
+    rest()
     command = [sys.executable, "-c", RESTORE_AND_SAVE, str(place / "table"), str(place / "model")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
     shutil.rmtree(place / "model")
@@ -175,11 +180,16 @@ def interleave(contenders: dict[str, Callable[[], float]], rounds: int) -> dict[
     for index in range(rounds + 1):
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:  # each comes first in turn: deleting a file has its price for the next
+            rest()
             took = contenders[name]()
-            os.sync()
             if index:  # the first round warms up
                 seconds[name].append(took)
     return seconds
+
+
+def rest() -> None:
+    os.sync()
+    time.sleep(REST_SECONDS)
 
 
 def summary(size: int, seconds: dict[str, list[float]], reports: dict[str, list[StreamReport]]) -> list[dict[str, Any]]:
@@ -189,6 +199,7 @@ def summary(size: int, seconds: dict[str, list[float]], reports: dict[str, list[
             "name": name,
             "seconds": round(statistics.median(taken), 3),
             "seconds_min_max": [round(min(taken), 3), round(max(taken), 3)],
+            "seconds_of_rounds": [round(took, 3) for took in taken],
             "mb_per_second": round(size / statistics.median(taken) / 1e6),
             "bytes_written": reports[name][0].bytes_written if name in reports else size,
             "times_cp": round(base / statistics.median(taken), 2),

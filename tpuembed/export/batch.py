@@ -5,12 +5,12 @@ batch is given out. In a folder a batch is one shard; in a store it is one part 
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tpuembed.export.plan import ShardTask
+from tpuembed.export.record import flush_data
 from tpuembed.export.stream import ShardResult, Source, ignore, run_shard
 
 if TYPE_CHECKING:
@@ -99,5 +99,4 @@ def run_batch(
 def flush_batch(shards: Sequence[ShardTask], where: Where) -> None:
     """Have this machine's disk hold what it wrote: what another machine flushes is what it has itself."""
     for file in {shard.file for shard in shards} if "folder" in where else ():
-        with open(Path(where["folder"], file), "rb") as written:
-            os.fsync(written.fileno())
+        flush_data(Path(where["folder"], file))

@@ -22,7 +22,7 @@ from tpuembed.export.plan import ExportPlan
 from tpuembed.export.stream import ShardResult, Source
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["Header", "Record", "Recorder", "export_key", "flush", "read_record", "start_record"]
+__all__ = ["Header", "Record", "Recorder", "export_key", "flush", "flush_data", "read_record", "start_record"]
 
 FORMAT: Final = 1
 """Of the record and of what it promises; a record of another number is not resumed."""
@@ -203,7 +203,7 @@ class Recorder:
     def _write(self, batch: Iterable[tuple[str, ShardResult]]) -> None:
         batch = list(batch)
         for file in sorted({file for file, _ in batch}):
-            flush(self._folder / file)
+            flush_data(self._folder / file)
         with open(self._folder / _NAME, "ab") as record:
             record.write(b"".join(_line(dataclasses.asdict(result)) for _, result in batch))
             record.flush()
@@ -215,5 +215,20 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_data(path: Path) -> None:
+    """Have the disk hold what a data file holds, and memory no longer.
+
+    The kernel writes new rows into the pages that this frees, not into those of what other programs read, nor into memory
+    that a virtual machine has to ask its host for: there, a table takes half the time.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)

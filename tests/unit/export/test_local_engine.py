@@ -1,14 +1,17 @@
 """Worker processes: their results, their deaths, and that none is left."""
 
+import ctypes
 import dataclasses
 import errno
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +204,34 @@ def test_what_may_pass_is_tried_again(
     assert report.bytes_written == values.nbytes
 
 
+def test_a_retry_keeps_its_pause_though_a_started_worker_is_idle(
+    tmp_path: Path, plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may pass has passed after a while, and a worker that waits for tasks would not wait for longer."""
+    pause_seconds, told = 0.25, list[float]()
+    monkeypatch.setattr(local, "_RETRY_SECONDS", (pause_seconds,))
+    send = local._Worker._send
+
+    def listen(worker: Any, message: Mapping[str, Any]) -> None:
+        told.extend([message["delay_seconds"]] if "delay_seconds" in message else [])
+        send(worker, message)
+
+    monkeypatch.setattr(local._Worker, "_send", listen)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / plan.shards[0].file).touch()
+    (tmp_path / "0.trouble-EIO").touch()
+    source, engine = source_of(tmp_path / "ckpt", fakes.FlakyCheckpoint), local.LocalEngine(WORKERS)
+    job = Job(source=source, place=FolderPlace(tmp_path / "out"))
+    with engine.starting(source, WORKERS):
+        assert told == [0] * WORKERS
+        started = time.monotonic()
+        with pytest.warns(UserWarning, match="it is tried again"):
+            (result,) = engine.run(plan.shards[:1], job)
+        assert time.monotonic() - started >= pause_seconds
+    assert told == [0] * WORKERS + [pause_seconds], "one was idle, and another one was started"
+    assert result.bytes == plan.shards[0].size
+
+
 @pytest.mark.parametrize("trouble", ["EACCES", "ENOENT", "ESTALE"])
 def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, plan: ExportPlan, trouble: str) -> None:
     (tmp_path / f"1.trouble-{trouble}").touch()
@@ -341,6 +372,38 @@ def test_a_shard_is_recorded_when_its_data_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", synced)
     stream(plan, tmp_path, on_result=lambda result: finished.append(result.index))
     assert recorded == flushed == 6
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux, whose page cache can be asked")
+def test_what_was_written_does_not_stay_in_memory(tmp_path: Path) -> None:
+    """Neither what other programs read, nor a small machine, makes room for it."""
+    if not can_be_dropped(tmp_path / "probe"):
+        pytest.skip("needs a temporary folder on a disk")
+    infos = write_checkpoint(tmp_path / "ckpt", {"t": random_table(200_000, 16)})
+    stream(plan_export(list(infos.values()), workers=WORKERS), tmp_path)
+    written = tmp_path / "out" / "stack_float32_16.data"
+    assert written.stat().st_size == 12_800_000
+    assert cached_bytes(written) == 0
+    assert cached_bytes(shard_path(tmp_path / "ckpt", 0, 1)) > 0, "what others may read stays"
+
+
+def can_be_dropped(path: Path) -> bool:
+    with open(path, "wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return cached_bytes(path) == 0
+
+
+def cached_bytes(path: Path) -> int:
+    """Of a file, how much the page cache holds. See mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages) == 0
+        return mmap.PAGESIZE * sum(page & 1 for page in pages)
 
 
 def test_a_file_system_that_reserves_nothing_will_do(

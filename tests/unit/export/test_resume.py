@@ -159,14 +159,10 @@ def test_another_export_begins_anew(tmp_path: Path, plan: ExportPlan, values: Ar
 def test_a_disk_that_fails_when_it_is_flushed_ends_the_export(
     tmp_path: Path, plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flush = recording.flush
-
     def failing(path: Path) -> None:
-        if path.suffix == ".data":
-            raise OSError(5, "Input/output error")
-        flush(path)
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(recording, "flush", failing)
+    monkeypatch.setattr(recording, "flush_data", failing)
     with pytest.raises(
         ExportError, match=r"out: what was written cannot be flushed .*: Input/output error; free space"
     ):

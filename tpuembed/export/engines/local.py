@@ -101,10 +101,17 @@ class _Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            for worker in self._workers if kind is None else ():
-                worker.finish()
+            if kind is None:
+                self._finish()
         finally:
             self._end()
+
+    def _finish(self) -> None:
+        """Let the workers end, all at once: they have nothing left to do."""
+        for worker in self._workers:
+            worker.dismiss()
+        for worker in self._workers:
+            worker.wait()
 
     def _end(self) -> None:
         self._selector.close()
@@ -201,9 +208,15 @@ class _Worker:
         for line in lines:
             yield from self._understand(json.loads(line))
 
-    def finish(self) -> None:
+    def dismiss(self) -> None:
         """Let it end: it has nothing left to do."""
         self._tasks.close()
+
+    def wait(self) -> None:
+        """Until it has ended, but not forever."""
+        with selectors.DefaultSelector() as end:  # `Popen.wait` with a limit only looks now and then, every 50 ms
+            end.register(self.replies, selectors.EVENT_READ)
+            end.select(_EXIT_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_SECONDS)
 
@@ -238,8 +251,7 @@ class _Worker:
         raise error
 
     def _raise_death(self) -> NoReturn:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_SECONDS)
+        self.wait()
         assert self._task
         raise _MayPass(self._task, WorkerError(f"{self._task}: its worker process {self._cause_of_death()}"))
 
