@@ -1,14 +1,28 @@
-"""`make tpu-proof`: python -m tests.tpu [--all] [--tests] [--processes N]. Writes docs/tpu-proof.md; exits 1 if the proof fails."""
+"""`make tpu-proof`: python -m tests.tpu [--tests] [--slow] [--all [N]] [--processes N]. Writes docs/tpu-proof.md; 1 if it fails."""
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from tests.tpu.cells import COVERING, everything
-from tests.tpu.environments import ENVIRONMENTS, REPOSITORY, ROOT, EnvironmentUnavailableError, ensure
+from tests.tpu import slow
+from tests.tpu.cells import COVERING, Cell, everything
+from tests.tpu.environments import (
+    ENVIRONMENTS,
+    REPOSITORY,
+    ROOT,
+    DamagedEnvironmentError,
+    EnvironmentUnavailableError,
+    ensure,
+)
 from tests.tpu.numbers.running import REQUIRED
 from tests.tpu.proof import Proof, problems
 from tests.tpu.report import rendered
@@ -16,33 +30,85 @@ from tests.tpu.report import rendered
 __all__ = ["main"]
 
 _PAGE = REPOSITORY / "docs" / "tpu-proof.md"
+_EVERY_PAGE = ROOT / "tpu-proof.md"
+_SECONDS_PER_CELL = 14  # of two processes on two cores
 
 
 def main() -> int:
     """The exit code."""
     options = _options()
+    with _alone() as alone:
+        if not alone:
+            print(f"another proof runs in {ROOT}: wait for its end")
+            return 1
+        try:
+            for environment in ENVIRONMENTS:
+                print(f"{environment.name}: {'made' if ensure(environment) else 'was there'}", flush=True)
+        except EnvironmentUnavailableError as error:
+            return _skipped(str(error))
+        except DamagedEnvironmentError as error:
+            print(error)
+            return 1
+        if options.slow:
+            slow.measure(ROOT / "slow")
+        return _prove(options)
+
+
+def _prove(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    try:
-        for environment in ENVIRONMENTS:
-            print(f"{environment.name}: {'made' if ensure(environment) else 'was there'}", flush=True)
-    except EnvironmentUnavailableError as error:
-        return _skipped(str(error))
-    cells = tuple(everything()) if options.all else COVERING
+    cells, page = _chosen(options.all)
     results = Proof(ROOT / "results", cells, processes=options.processes).results()
     results["seconds"] = round(time.perf_counter() - began)
     (ROOT / "proof.json").write_text(json.dumps(results, default=vars, indent=1))
-    _PAGE.write_text(rendered(results))
+    page.write_text(rendered(results))
     found = problems(results)
-    print("\n".join([*found, f"{len(cells)} cells, {len(found)} problems, {results['seconds']} s: {_PAGE}"]))
-    return 1 if found or (options.tests and not _tests_pass()) else 0
+    print("\n".join([*found, f"{len(cells)} cells, {len(found)} problems, {results['seconds']} s: {page}"]), flush=True)
+    passed = not options.tests or _tests_pass()
+    return 0 if passed and not found else 1
+
+
+def _chosen(number: int | None) -> tuple[Sequence[Cell], Path]:
+    """The cells, and where their page goes: the committed one is of the covering cells."""
+    if number is None:
+        return COVERING, _PAGE
+    cells = list(everything())
+    return random.Random(7).sample(cells, number) if number else cells, _EVERY_PAGE
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--all", action="store_true", help="the whole product of options, thousands of cells")
+    count = sum(1 for _ in everything())
+    parser.add_argument(
+        "--all",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="N",
+        help=f"N cells by chance of the whole product of options, or all {count:,} of them (about "
+        f"{count * _SECONDS_PER_CELL / 3600:.0f} hours on 2 cores); the page is {_EVERY_PAGE.relative_to(REPOSITORY)}",
+    )
+    parser.add_argument(
+        "--slow",
+        action="store_true",
+        help=f"also measure {slow.FILE.name} anew, which takes hours: programs of many stacks",
+    )
     parser.add_argument("--tests", action="store_true", help="the tests of numbers and of V1 too")
     parser.add_argument("--processes", type=int, default=2, help="of a stage at a time")
     return parser.parse_args()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[bool]:
+    """Whether no other proof uses the environments and results. Ctrl-C ends this one at once, and its processes with it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ROOT.mkdir(exist_ok=True)
+    with (ROOT / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def _tests_pass() -> bool:

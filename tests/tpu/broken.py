@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 from unittest import mock
 
-from tests.tpu.cells import Cell
+from tests.tpu.cells import NO_LOOP, Cell
 
 __all__ = ["BROKEN", "Broken", "breaking", "cells"]
 
@@ -18,7 +18,7 @@ class Broken:
 
     Attributes:
         breaks: what is wrong, for people.
-        check: the check that must fail; "trace" where TensorFlow refuses to trace the step.
+        check: the check that must fail.
         cell: what it is checked on.
         patch: breaks the layer while it is entered.
     """
@@ -37,8 +37,14 @@ def cells() -> list[Cell]:
 @contextlib.contextmanager
 def breaking(name: str) -> Iterator[None]:
     """The layer with what is broken in the variant `name`; as it is for any other."""
-    with BROKEN[name].patch() if name in BROKEN else contextlib.nullcontext():
+    with _patch(name):
         yield
+
+
+def _patch(name: str) -> AbstractContextManager[Any]:
+    if name == NO_LOOP.broken:
+        return _without_loop()
+    return BROKEN[name].patch() if name in BROKEN else contextlib.nullcontext()
 
 
 # Patches import what they break: only the process that traces has it.
@@ -68,21 +74,45 @@ def _twice() -> AbstractContextManager[Any]:
     return _apply(lambda apply, gradients: [*apply(gradients), *apply(gradients)])
 
 
-def _update_in_lookup() -> AbstractContextManager[Any]:
-    """Also an evaluation trains."""
-    import tensorflow as tf
-
+def _lookup(change: Callable[[Any, Callable[[], Any]], Any]) -> AbstractContextManager[Any]:
+    """SparseCores' `lookup()` with `change(step, lookup)` in its place, but where Keras only asks for shapes."""
     from tpuembed.backends import sparsecore
 
     real = sparsecore._Step.lookup
 
     def lookup(step: Any) -> Any:
-        activations = real(step)
-        if step._shapes_only is None:
-            step.apply([tf.ones_like(activation) for activation in activations])
-        return activations
+        return real(step) if step._shapes_only is not None else change(step, lambda: real(step))
 
     return mock.patch.object(sparsecore._Step, "lookup", lookup)
+
+
+def _looked_up_twice() -> AbstractContextManager[Any]:
+    def mean_of_two(_: Any, lookup: Callable[[], Any]) -> Any:
+        return [(first + second) / 2.0 for first, second in zip(lookup(), lookup(), strict=True)]
+
+    return _lookup(mean_of_two)
+
+
+def _update_in_lookup() -> AbstractContextManager[Any]:
+    """Also an evaluation trains."""
+    import tensorflow as tf
+
+    def trained(step: Any, lookup: Callable[[], Any]) -> Any:
+        activations = lookup()
+        step.apply([tf.ones_like(activation) for activation in activations])
+        return activations
+
+    return _lookup(trained)
+
+
+def _shrinking_lookup() -> AbstractContextManager[Any]:
+    def shrunk(step: Any, lookup: Callable[[], Any]) -> Any:
+        for of_stack in step._engine.tables.values():
+            rows = of_stack["parameters"]
+            rows.assign(rows.read_value() * 0.5)
+        return lookup()
+
+    return _lookup(shrunk)
 
 
 def _csr(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
@@ -93,6 +123,20 @@ def _csr(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
 
     def preprocess(engine: Any, **arguments: Any) -> Any:
         return {name: change(of_stack) for name, of_stack in real(engine, **arguments).items()}
+
+    return mock.patch.object(SparseCoreEngine, "_preprocess_features", preprocess)
+
+
+def _stacks_exchanged() -> AbstractContextManager[Any]:
+    """Each stack gets the hosts' buffers of the next one, all of which are of one length."""
+    from tpuembed.backends.tf_tpu import SparseCoreEngine
+
+    real = SparseCoreEngine._preprocess_features
+
+    def preprocess(engine: Any, **arguments: Any) -> Any:
+        made = real(engine, **arguments)
+        stacks = list(made)
+        return {name: made[other] for name, other in zip(stacks, stacks[1:] + stacks[:1], strict=True)}
 
     return mock.patch.object(SparseCoreEngine, "_preprocess_features", preprocess)
 
@@ -132,6 +176,36 @@ def _no_limits() -> AbstractContextManager[Any]:
     from tpuembed.backends.tf_tpu import SparseCoreEngine
 
     return mock.patch.object(SparseCoreEngine, "limit_ids")
+
+
+def _twice_the_rows() -> AbstractContextManager[Any]:
+    from tpuembed.backends import tf_config
+
+    real = tf_config._table_to_tf
+    return mock.patch.object(
+        tf_config,
+        "_table_to_tf",
+        lambda table: real(dataclasses.replace(table, vocabulary_size=2 * table.vocabulary_size)),
+    )
+
+
+def _frozen_dense() -> AbstractContextManager[Any]:
+    import keras
+
+    real = keras.optimizers.SGD.apply
+
+    def apply(optimizer: Any, gradients: Any, variables: Any) -> Any:
+        kept = [(g, v) for g, v in zip(gradients, variables, strict=True) if v.ndim != 2]
+        return real(optimizer, [g for g, _ in kept], [v for _, v in kept])
+
+    return mock.patch.object(keras.optimizers.SGD, "apply", apply)
+
+
+def _without_loop() -> AbstractContextManager[Any]:
+    """The layer no longer asks for the loop that pipelined steps need."""
+    from tpuembed.backends import sparsecore
+
+    return mock.patch.object(sparsecore, "check_loop")
 
 
 def _spec(**changes: Any) -> AbstractContextManager[Any]:
@@ -202,14 +276,26 @@ _SC = Cell("v5p", "sparsecore", "Adam")
 _PIPELINED = dataclasses.replace(_SC, pipelining=True)
 _COPIES = Cell("v5e", "replicated", "Adam", replicas=4)
 _EVALUATION = dataclasses.replace(_SC, training=False)
+_WIDTHS = dataclasses.replace(_SC, tables="widths")
 
 BROKEN: Final = {
     "dropped_gradient": Broken("gradients are never applied", "number_of_updates", _SC, _no_update),
     "dropped_when_pipelined": Broken("the same, pipelined", "number_of_updates", _PIPELINED, _no_update),
+    "zeros_when_pipelined": Broken(
+        "zeros are applied in place of gradients, pipelined", "gradients_from_the_loss", _PIPELINED, _zero_gradients
+    ),
     "zero_gradient": Broken("zeros are applied in place of gradients", "gradients_from_the_loss", _SC, _zero_gradients),
     "gradient_twice": Broken("every gradient is applied twice", "number_of_updates", _SC, _twice),
+    "looked_up_twice": Broken("every lookup is done twice", "number_of_lookups", _SC, _looked_up_twice),
+    "twice_the_rows": Broken("tables have twice as many rows", "shapes_of_tables", _SC, _twice_the_rows),
     "training_evaluation": Broken("lookups train too", "number_of_updates", _EVALUATION, _update_in_lookup),
+    "shrinking_evaluation": Broken(
+        "lookups halve the tables", "no_update_in_evaluation", _EVALUATION, _shrinking_lookup
+    ),
     "swapped_ids": Broken("rows and samples change places", "check_buffers_of_hosts", _SC, _swapped_ids),
+    "stacks_exchanged": Broken(
+        "each stack looks up the ids of another one", "check_buffers_of_hosts", _WIDTHS, _stacks_exchanged
+    ),
     "pointers_for_ids": Broken("row pointers are another buffer", "lengths_of_buffers", _SC, _pointers_for_ids),
     "short_buffer": Broken("buffers hold fewer ids than asked for", "lengths_of_buffers", _SC, _short_buffer),
     "no_limits": Broken("the tables' limits of ids are ignored", "limits_of_ids", _SC, _no_limits),
@@ -227,5 +313,6 @@ BROKEN: Final = {
     "wrong_copies": Broken(
         "copies' Adam with another beta_2", "rule_of_copies", _COPIES, lambda: _spec_of_copies(beta_2=0.5)
     ),
+    "frozen_dense": Broken("the dense layer's kernel is not trained", "dense_weights_trained", _SC, _frozen_dense),
 }
 """Name -> variant."""

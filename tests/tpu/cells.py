@@ -13,7 +13,9 @@ __all__ = [
     "COVERING",
     "DLRM",
     "DLRM_CELLS",
+    "MODELS",
     "NO_LOOP",
+    "SLOW_CELLS",
     "SMALL",
     "Cell",
     "Chip",
@@ -142,7 +144,7 @@ SMALL: Final = {
     "stacked": Model((_VIDEOS, Table("users", 50, 8))),
     "widths": Model((_VIDEOS, Table("users", 50, 16), Table("items", 30, 32))),
 }
-"""Name of a cell's tables -> the model."""
+"""The models of the covering cells."""
 DLRM: Final = Model(
     tuple(Table(f"table_{index:02}", 1000 * (1 + index % 7), 64, None, None) for index in range(26)),
     batch=4096,
@@ -151,6 +153,8 @@ DLRM: Final = Model(
     ids_per_sample=4,
 )
 """26 tables of width 64, as the Criteo data set has features; what the compiler says of its memory is in the document."""
+MODELS: Final = {**SMALL, "dlrm": DLRM}
+"""Name of a cell's tables -> the model."""
 
 # ---- cells
 
@@ -197,14 +201,12 @@ def everything() -> Iterator[Cell]:
             yield Cell(chip, path, optimizer, tables, combiner, weighted, pipelining, replicas, training)
 
 
-DLRM_CELLS: Final = (
-    *(
-        Cell(chip, "sparsecore", "Adagrad", "dlrm", "sum", pipelining=pipelining)
-        for chip, pipelining in itertools.product(("v5p", "v6e"), (False, True))
-    ),
-    # One program, of 26 lookups and updates, takes the compiler minutes; pipelined ones would be three such.
-    Cell("v5p", "sparsecore", "Adagrad", "dlrm", "sum", stacking=False),
+DLRM_CELLS: Final = tuple(
+    Cell(chip, "sparsecore", "Adagrad", "dlrm", "sum", pipelining=pipelining, stacking=stacking)
+    for stacking, chip, pipelining in itertools.product((True, False), ("v5p", "v6e"), (False, True))
 )
 """What the compiler says of a larger model."""
+SLOW_CELLS: Final = tuple(cell for cell in DLRM_CELLS if not cell.stacking)
+"""Those of 26 lookups and updates a step, which the compiler takes minutes for: measured apart (`slow`)."""
 NO_LOOP: Final = Cell("v5p", "sparsecore", "Adam", pipelining=True, broken="no_loop")
 """A negative control: pipelined steps need a loop on the device."""

@@ -4,6 +4,7 @@ Each takes a cell and its programs, and raises CheckError; the broken variants s
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -62,24 +63,22 @@ def number_of_updates(cell: Cell, programs: Programs) -> None:
 
 
 def shapes_of_tables(cell: Cell, programs: Programs) -> None:
-    """Lookups and updates take the shards of the stacks, with as many slots as the optimizer has."""
-    wanted = {_kind(stack.shape) for stack in stacks(cell)}
-    for _, call in _calls(programs, LOOKUP):
-        _demand(call.kinds()[5] in wanted, f"a lookup in {call.kinds()[5]}, not one of {wanted}")
-    for _, call in _calls(programs, UPDATE):
-        found = re.findall(r"tensor<[^>]*>", call.kinds()[5])
-        one = found[0] in wanted and set(found) == {found[0]}
-        _demand(
-            one and len(found) == 1 + SLOTS[cell.optimizer],
-            f"an update of {found}, not of one of {wanted} and its slots",
-        )
+    """Lookups and updates take the shards of the stacks, each of its own, with as many slots as the optimizer has."""
+    wanted = Counter(_kind(stack.shape) for stack in stacks(cell))
+    times = _OVERLAPPED if cell.pipelining else 1
+    shards = Counter({kind: times * count for kind, count in wanted.items()})
+    _equal("lookups in", Counter(call.kinds()[5] for _, call in _calls(programs, LOOKUP)), shards)
+    updated = [re.findall(r"tensor<[^>]*>", call.kinds()[5]) for _, call in _calls(programs, UPDATE)]
+    _equal("updates of", Counter(kinds[0] for kinds in updated), shards if cell.training else Counter())
+    for kinds in updated:
+        _equal("a table and its slots", kinds, [kinds[0]] * (1 + SLOTS[cell.optimizer]))
 
 
 def lengths_of_buffers(cell: Cell, programs: Programs) -> None:
     """Row pointers, ids and gains have the lengths that the SparseCores and the samples ask for."""
     by_width = {stack.shape[1]: stack for stack in stacks(cell)}
     for _, call in [*_calls(programs, LOOKUP), *_calls(programs, UPDATE)]:
-        stack = by_width[_width(call)]
+        stack = by_width[call.width()]
         pointers, ids = buffer_lengths(cell, stack)
         wanted = [f"tensor<{pointers}xi32>", *[f"tensor<{ids}xi32>"] * 2, f"tensor<{ids}xf32>"]
         _equal(f"buffers of {call.target}", call.kinds()[:4], wanted)
@@ -89,7 +88,7 @@ def limits_of_ids(cell: Cell, programs: Programs) -> None:
     """The limits of the tables' configs are those of the custom calls."""
     by_width = {stack.shape[1]: stack for stack in stacks(cell)}
     for _, call in [*_calls(programs, LOOKUP), *_calls(programs, UPDATE)]:
-        stack = by_width[_width(call)]
+        stack = by_width[call.width()]
         names = ("_xla_max_ids_per_partition", "_xla_max_unique_ids_per_partition")
         wanted = [str(stack.max_ids), str(stack.max_unique_ids)]
         _equal(f"limits of {call.target}", [call.attribute(name) for name in names], wanted)
@@ -111,8 +110,9 @@ def gradients_from_the_loss(cell: Cell, programs: Programs) -> None:
         return
     targets = {_kind((model_of(cell).batch, model_of(cell).units))}
     if cell.pipelining:
-        wanted = {_kind((stack.samples, stack.shape[1])) for stack in stacks(cell)}
-        _demand(any(_depends(program, targets, wanted) for program in programs), "no gradient depends on the targets")
+        for kind in {_kind((stack.samples, stack.shape[1])) for stack in stacks(cell)}:
+            depends = any(_depends(program, targets, {kind}) for program in programs)
+            _demand(depends, f"no gradient {kind} depends on the targets")
         return
     for program, call in _calls(programs, UPDATE):
         reached = program.reached(call.arguments()[6])
@@ -244,10 +244,6 @@ def _failure(check: Check, cell: Cell, programs: Programs) -> str:
 
 def _kind(shape: Sequence[int]) -> str:
     return f"tensor<{'x'.join(map(str, shape))}xf32>"
-
-
-def _width(call: Operation) -> int:
-    return int(re.findall(r"x(\d+)xf32", call.kinds()[5])[0])
 
 
 def _table_shapes(cell: Cell) -> list[tuple[int, int]]:

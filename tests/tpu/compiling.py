@@ -21,7 +21,7 @@ from tests.tpu.jobs import result_file, serve
 
 __all__ = ["build"]
 
-_MEMORY = ("generated_code", "argument", "output", "alias", "temp")
+_KINDS = ("generated_code", "argument", "output", "alias", "temp")
 
 
 def build(text: str, topology: str, replicas: int) -> dict[str, Any]:
@@ -47,10 +47,12 @@ def _devices(topology: str) -> tuple[Any, ...]:
 def _facts(executable: Any) -> dict[str, Any]:
     optimized = "\n".join(module.to_string() for module in executable.hlo_modules())
     memory = executable.get_compiled_memory_stats()
-    threads = re.findall(r'execution_thread="(sparsecore\w*)"', optimized)
     return {
-        "memory": {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in _MEMORY},
-        "sparse_core_calls": len(threads),
+        "memory": {
+            **{kind: getattr(memory, f"{kind}_size_in_bytes") for kind in _KINDS},
+            "peak": memory.peak_memory_in_bytes,
+        },
+        "sparse_core_starts": len(re.findall(r'async_execution_thread="sparsecore\w*"', optimized)),
         "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', optimized))),
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.tpu.cells import Cell
 from tests.tpu.compiling import build
-from tests.tpu.controls import CONTROLS, Control
+from tests.tpu.controls import Control, controls_of
 from tests.tpu.jobs import result_file, serve
 
 __all__ = ["controls"]
@@ -17,7 +17,7 @@ def controls(cell: Cell, folder: Path) -> dict[str, Any]:
     """Control -> the compiler's words, or "" where it took what it must refuse."""
     [program] = json.loads(result_file(folder, cell, "lower").read_text())["programs"]
     text = (folder / f"{cell.name}.{program}.mlir").read_text()
-    return {"refusals": {control.name: _refusal(control, cell, text) for control in CONTROLS}}
+    return {"refusals": {control.name: _refusal(control, cell, text) for control in controls_of(cell.path)}}
 
 
 def _refusal(control: Control, cell: Cell, text: str) -> str:

@@ -12,9 +12,19 @@ import venv
 from pathlib import Path
 from typing import Final
 
+from tests.tpu import child
 from tests.tpu.integrity import problems
 
-__all__ = ["ENVIRONMENTS", "JAX", "ROOT", "TENSORFLOW_TPU", "Environment", "EnvironmentUnavailableError", "ensure"]
+__all__ = [
+    "ENVIRONMENTS",
+    "JAX",
+    "ROOT",
+    "TENSORFLOW_TPU",
+    "DamagedEnvironmentError",
+    "Environment",
+    "EnvironmentUnavailableError",
+    "ensure",
+]
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 ROOT: Final = REPOSITORY / ".tpu-proof"
@@ -26,17 +36,19 @@ class EnvironmentUnavailableError(Exception):
     """An environment cannot be made here: a wheel is missing, or cannot be fetched."""
 
 
+class DamagedEnvironmentError(Exception):
+    """An environment's files are not those of its wheels: nothing that it says counts."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Environment:
     """A virtual environment with pinned wheels.
 
     Attributes:
         name: of its folder and of its requirements file.
-        key: the distribution that it exists for, whose files are checked.
     """
 
     name: str
-    key: str
 
     @property
     def folder(self) -> Path:
@@ -69,7 +81,7 @@ class Environment:
 
     def problems(self) -> list[str]:
         """What is wrong with its files, a sentence each."""
-        return problems(self.site_packages, self.key)
+        return problems(self.site_packages, self.pins())
 
     @property
     def _stamp(self) -> Path:
@@ -84,30 +96,36 @@ class Environment:
         Raises:
             EnvironmentUnavailableError: pip could not install the wheels.
         """
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
         venv.create(self.folder, with_pip=True, symlinks=True)
-        pip = [
-            str(self.python),
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--no-compile",
-        ]
-        done = subprocess.run(
-            [*pip, "-r", str(self.requirements)], capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False
-        )
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            raise EnvironmentUnavailableError(f"{self.name}: {(errors or [done.stderr[-500:]])[-1]}")
+        if error := _pip(self.python, self.requirements):
+            raise EnvironmentUnavailableError(f"{self.name}: {error}")
         self._stamp.write_text(self._fingerprint())
 
 
-TENSORFLOW_TPU: Final = Environment("tensorflow-tpu", "tensorflow-tpu")
+def _pip(python: Path, requirements: Path) -> str:
+    """Install `requirements`, wheels alone; what went wrong, "" where nothing did."""
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile", "--only-binary", ":all:")
+    try:
+        done = subprocess.run(
+            child.command(python, "pip", "install", *options, "-r", str(requirements)),
+            cwd=REPOSITORY,
+            env=child.variables(),
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip had not ended after {_INSTALL_SECONDS} seconds"
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return (errors or [f"pip: {done.stderr[-500:]}"])[-1] if done.returncode else ""
+
+
+TENSORFLOW_TPU: Final = Environment("tensorflow-tpu")
 """Traces and lowers. Trace with TPU_LIBRARY_PATH=/nonexistent.so: it waits for minutes for a TPU otherwise."""
-JAX: Final = Environment("jax", "libtpu")
+JAX: Final = Environment("jax")
 """Compiles."""
 ENVIRONMENTS: Final = (TENSORFLOW_TPU, JAX)
 
@@ -116,14 +134,15 @@ def ensure(environment: Environment) -> bool:
     """Make `environment` unless it is there; whether it was made now.
 
     Raises:
-        EnvironmentUnavailableError: it cannot be made, or its files are not those of its wheels.
+        EnvironmentUnavailableError: it cannot be made.
+        DamagedEnvironmentError: its files are not those of its wheels.
     """
     made = not environment.is_complete()
     if made:
         environment.make()
     if found := environment.problems():
         shown = "\n  ".join(found[:5])
-        raise EnvironmentUnavailableError(
+        raise DamagedEnvironmentError(
             f"{environment.name} is damaged, remove {environment.folder} and try again ({len(found)} problems):\n  {shown}"
         )
     return made

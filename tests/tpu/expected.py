@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 from typing import Final
 
-from tests.tpu.cells import SMALL, Cell, Model, Table
+from tests.tpu.cells import MODELS, Cell, Model, Table
 
-__all__ = ["CONSTANTS", "LEARNING_RATE", "SLOTS", "Stack", "buffer_lengths", "model_of", "stacks"]
+__all__ = ["CONSTANTS", "DEFAULT_LIMIT", "LEARNING_RATE", "SLOTS", "Stack", "buffer_lengths", "model_of", "stacks"]
 
 LEARNING_RATE: Final = 0.3
 OPTIONS: Final[dict[str, dict[str, float | bool]]] = {
@@ -33,6 +33,8 @@ CONSTANTS: Final[dict[str, tuple[float, ...]]] = {
 }
 """Absolute numbers of each rule that its computation must hold, by the formulas of optimization_parameters.proto."""
 
+DEFAULT_LIMIT: Final = 256
+"""Ids that a SparseCore takes from another one for a stack of which nothing is said (TPUEmbeddingV2.DEFAULT_MAX_IDS_PER_TABLE)."""
 _ALIGN = 8  # rows of a table per SparseCore, owners in a row of pointers
 _MINIBATCHES = 64  # at most, of one SparseCore
 
@@ -54,13 +56,15 @@ class Stack:
 
 
 def model_of(cell: Cell) -> Model:
-    """The model of a cell of the small ones."""
-    return SMALL[cell.tables]
+    """The model of a cell."""
+    return MODELS[cell.tables]
 
 
 def stacks(cell: Cell) -> list[Stack]:
-    """One per width of the tables."""
+    """One per width of the tables, or per table where none may be stacked."""
     model = model_of(cell)
+    if not cell.stacking:
+        return [_stack(cell, model, [table]) for table in model.tables]
     ordered = sorted(model.tables, key=lambda table: table.dim)
     return [_stack(cell, model, list(tables)) for _, tables in itertools.groupby(ordered, lambda table: table.dim)]
 
@@ -69,8 +73,13 @@ def _stack(cell: Cell, model: Model, tables: list[Table]) -> Stack:
     cores = cell.hardware.sparse_cores
     unit = _ALIGN * cores * cell.replicas
     rows = sum(-(-table.rows // unit) * unit for table in tables)
-    ids, unique = sum(table.max_ids or 256 for table in tables), sum(table.max_unique_ids or 256 for table in tables)
+    ids, unique = _limit([table.max_ids for table in tables]), _limit([table.max_unique_ids for table in tables])
     return Stack((rows // cell.replicas, tables[0].dim), model.batch * len(tables), ids, unique)
+
+
+def _limit(of_tables: list[int | None]) -> int:
+    """Of a stack: its tables' together, TensorFlow's default for one that does not say; the default where none says."""
+    return sum(limit or DEFAULT_LIMIT for limit in of_tables) if any(of_tables) else DEFAULT_LIMIT
 
 
 def buffer_lengths(cell: Cell, stack: Stack) -> tuple[int, int]:

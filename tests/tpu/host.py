@@ -1,5 +1,6 @@
 """Which of the hosts' buffers reach which operand of a TPU's program: all of one length, a wrong one would still compile."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ _ORDER = [0, 2, 1, 3]
 
 
 def check_buffers_of_hosts(bridged: str, programs: Sequence[Program], targets: Sequence[str]) -> str:
-    """Custom calls take row pointers, rows, samples and gains of one stack, in this order.
+    """Custom calls take row pointers, rows, samples and gains, in this order, that were made for a stack of their width.
 
     Returns:
         What one takes instead; "" where all do.
@@ -24,13 +25,30 @@ def check_buffers_of_hosts(bridged: str, programs: Sequence[Program], targets: S
     for target in targets:
         for call in program.calls(target):
             sources = [_source(bridged, given[int(name.removeprefix("%arg"))]) for name in call.arguments()[:4]]
-            if [number for _, number in sources] != _ORDER or len({op for op, _ in sources}) != 1:
+            if [source.number for source in sources] != _ORDER or len({source.op for source in sources}) != 1:
                 return f"{target} takes {sources} of the hosts' buffers, not {_ORDER} of one"
+            if sources[0].width != call.width():
+                return f"{target} of width {call.width()} takes buffers of width {sources[0].width}"
     return ""
 
 
-def _source(text: str, value: str) -> tuple[str, int]:
-    """(result, number) of the op that makes the CSR buffers, from what a program is given."""
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where a buffer comes from.
+
+    Attributes:
+        op: the name of its first result; the line of another op than the one that makes the CSR buffers.
+        number: which result; -1 of another op.
+        width: of the stack that the op works for.
+    """
+
+    op: str
+    number: int
+    width: int = 0
+
+
+def _source(text: str, value: str) -> _Source:
+    """Of what a program is given."""
     name, number = _parts(value)
     line = next(line for line in text.splitlines() if re.match(rf" *(%\w+, )*{name}(:\d+)?[ ,].*= ", line))
     if "tf_device.launch" in line:
@@ -43,9 +61,11 @@ def _source(text: str, value: str) -> tuple[str, int]:
         assert operands, "an op has operands"
         return _source(text, operands.group(1).split(", ")[number])
     if "tf.ConvertToSparseCoreCsrWrappedCooTensor" not in line:
-        return line.split(" = ")[-1][:60], -1
+        return _Source(line.split(" = ")[-1][:60], -1)
     names = [one.strip() for one in line.split(" = ")[0].split(",")]
-    return names[0], number if len(names) == 1 else names.index(name)
+    width = re.search(r"feature_width = (\d+)", line)
+    assert width, "the op has a width"
+    return _Source(names[0], number if len(names) == 1 else names.index(name), int(width.group(1)))
 
 
 def _parts(value: str) -> tuple[str, int]:

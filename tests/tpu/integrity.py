@@ -3,6 +3,7 @@
 import base64
 import csv
 import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 __all__ = ["distributions", "foreign_tensorflows", "overwritten_files", "problems"]
@@ -11,26 +12,48 @@ _TENSORFLOWS = {"tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-
 _CHUNK_BYTES = 1 << 22
 
 
-def problems(site_packages: Path, distribution: str) -> list[str]:
-    """What is wrong with `distribution` in `site_packages`, a sentence each: none where it can be trusted.
+def problems(site_packages: Path, pins: Mapping[str, str]) -> list[str]:
+    """What is wrong with the distributions in `site_packages`, a sentence each: none where they can be trusted.
 
     Args:
         site_packages: where the distributions lie.
-        distribution: the one whose files are compared with its RECORD.
+        pins: distribution -> version of those that must be there, with the files of their RECORDs.
     """
-    if distribution not in distributions(site_packages):
-        return [f"{distribution} is not installed in {site_packages}"]
-    others = foreign_tensorflows(site_packages, distribution)
-    return [f"{other} is installed beside {distribution} and overwrites its files" for other in others] + [
-        f"{distribution}: {path} is not the file of its RECORD"
-        for path in overwritten_files(site_packages, distribution)
+    wanted = {_plain(name): version for name, version in pins.items()}
+    return [
+        *(
+            f"{other} is installed beside {name} and overwrites its files"
+            for name, other in _rivals(site_packages, wanted)
+        ),
+        *(problem for name, version in wanted.items() for problem in _of_one(site_packages, name, version)),
     ]
+
+
+def _of_one(site_packages: Path, name: str, version: str) -> list[str]:
+    found = distributions(site_packages).get(name)
+    if found is None:
+        return [f"{name} is not installed in {site_packages}"]
+    there = found.name.removesuffix(".dist-info").rpartition("-")[2]
+    if there != version:
+        return [f"{name} is of version {there}, not {version}"]
+    return [f"{name}: {path} is not the file of its RECORD" for path in overwritten_files(site_packages, name)]
+
+
+def _rivals(site_packages: Path, wanted: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, another TensorFlow) of every one that is wanted."""
+    names = sorted(_TENSORFLOWS & set(wanted))
+    return [(name, other) for name in names for other in foreign_tensorflows(site_packages, name)]
+
+
+def _plain(name: str) -> str:
+    """In lower case with dashes."""
+    return name.replace("_", "-").lower()
 
 
 def distributions(site_packages: Path) -> dict[str, Path]:
     """Name, in lower case with dashes -> its .dist-info folder."""
     folders = sorted(site_packages.glob("*.dist-info"))
-    return {folder.name.split("-")[0].replace("_", "-").lower(): folder for folder in folders}
+    return {_plain(folder.name.split("-")[0]): folder for folder in folders}
 
 
 def foreign_tensorflows(site_packages: Path, distribution: str) -> list[str]:

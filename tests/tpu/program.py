@@ -66,6 +66,10 @@ class Operation:
         found = re.search(r" : \((.*)\) -> ", self.text)
         return re.findall(r"tuple<.*?>>|tensor<[^>]*>", found.group(1)) if found else []
 
+    def width(self) -> int:
+        """Of the table that a custom call on SparseCores takes."""
+        return int(re.findall(r"x(\d+)xf32", self.kinds()[5])[0])
+
 
 class Program:
     """A StableHLO module."""

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from tests.tpu import shims
+from tests.tpu import shims, slow
 from tests.tpu.broken import BROKEN
-from tests.tpu.cells import DLRM, DLRM_CELLS, NO_LOOP, Cell
+from tests.tpu.cells import DLRM, DLRM_CELLS, NO_LOOP, SLOW_CELLS, Cell
 from tests.tpu.checks import CHECKS
-from tests.tpu.controls import CONTROLS
+from tests.tpu.controls import controls_of
 from tests.tpu.environments import JAX, TENSORFLOW_TPU
+from tests.tpu.expected import DEFAULT_LIMIT
 from tests.tpu.host import check_buffers_of_hosts
 
 __all__ = ["SENTENCE", "rendered"]
@@ -20,8 +21,9 @@ _HEAD = f"""# The TPU proof
 
 The TPU path is {SENTENCE}.
 
-`make tpu-proof` writes this page. It makes two environments of pinned wheels under `.tpu-proof/`, compares their files with the
-wheels' RECORDs, and takes the step that `tpuembed.TPUEmbedding` traces through three stages, each in processes of its own:
+`make tpu-proof` writes this page. It makes two environments of pinned wheels under `.tpu-proof/`, compares their
+versions and files with the pins and the wheels' RECORDs, and takes the step that `tpuembed.TPUEmbedding` traces through three
+stages, each in processes of its own:
 
 1. **trace**: the real layer in the scope of a real TPUStrategy over a made-up cluster, called in `strategy.run` in a `tf.function`:
    a dense layer on top, a loss, `tf.GradientTape`, a Keras optimizer; or the loss alone (evaluation).
@@ -32,6 +34,7 @@ wheels' RECORDs, and takes the step that `tpuembed.TPUEmbedding` traces through 
 
 Between lowering and compiling, checks of the lowered text show that the step is the one that was asked for.
 """
+_PATHS: Final = {"sparsecore": "on SparseCores", "replicated": "replicated"}
 _NOT_PROVEN = """## What is not proven
 
 - The numbers that a TPU computes, and its rounding. The simulator's are compared elsewhere (`tests/tpu/numbers`), with TensorFlow's
@@ -43,6 +46,8 @@ _NOT_PROVEN = """## What is not proven
 - `TPUCopyWithDynamicShape`: the bridge moves it to the hosts; buffers get the size of their bound.
 - That pipelined programs overlap: TensorFlow's pass splits the loop into the programs above, which compile; their order on a TPU,
   and the staleness of what they look up, is TensorFlow's.
+- Minibatches beyond their layout: what divides ids into them on a TPU's host asks the TPU's library. Of those that a test makes,
+  TensorFlow's CSR kernel makes what the simulator makes and what gives the lookup; TensorFlow 2.19's class divides none.
 - The rest of TensorFlow's bridge (the compile and execute ops of the runtime), other versions than those above, several hosts.
 - Speed on hardware. Bytes and counts above are the compiler's.
 """
@@ -64,6 +69,11 @@ _OURS = (
     ),
     ("ids beyond the limits, or without room in a buffer", "the hosts' ops, and `ids_with_room`", "tests/tpu/numbers"),
     ("ids outside of their table", "`ids_inside`, on the hosts", "tests/tpu/numbers"),
+    (
+        "a pipelined step outside of a loop (TensorFlow does, below the layer)",
+        "`check_loop`",
+        "tests/unit/backends/test_tpu_traces.py",
+    ),
 )
 
 
@@ -130,7 +140,7 @@ def _cells(results: Mapping[str, Any]) -> str:
 def _row(cell: Cell, results: Mapping[str, Any]) -> list[object]:
     return [
         cell.chip,
-        "on SparseCores" if cell.path == "sparsecore" else "replicated",
+        _tables_are(cell),
         cell.replicas,
         cell.optimizer,
         cell.tables,
@@ -142,13 +152,17 @@ def _row(cell: Cell, results: Mapping[str, Any]) -> list[object]:
     ]
 
 
+def _tables_are(cell: Cell) -> str:
+    return _PATHS[cell.path]
+
+
 def _verdict(cell: Cell, results: Mapping[str, Any]) -> str:
     if cell.name in results["failures"]:
         return f"FAILED: {_quoted(results['failures'][cell.name])}"
     programs = results["compiled"][cell.name]["programs"]
-    calls = sum(program["sparse_core_calls"] for program in programs.values())
+    starts = sum(program["sparse_core_starts"] for program in programs.values())
     of = "1 program" if len(programs) == 1 else f"{len(programs)} programs"
-    return f"compiled: {of}, {calls} calls on SparseCores" if calls else f"compiled: {of}"
+    return f"compiled: {of}, {starts} starts on SparseCores" if starts else f"compiled: {of}"
 
 
 def _yes(value: bool) -> str:
@@ -163,9 +177,7 @@ def _checks() -> str:
 
 
 def _paths(check: Callable[..., Any]) -> str:
-    names = [
-        {"sparsecore": "on SparseCores", "replicated": "replicated"}[path] for path in CHECKS if check in CHECKS[path]
-    ]
+    names = [name for path, name in _PATHS.items() if check in CHECKS[path]]
     return ", ".join(names) or "on SparseCores, not pipelined"
 
 
@@ -175,12 +187,14 @@ def _first(function: Callable[..., Any]) -> str:
 
 def _controls(results: Mapping[str, Any]) -> str:
     rows = [
-        (chip, control.name, _quoted(refusals[control.name]) or "ACCEPTED")
-        for chip, refusals in results["controls"].items()
-        for control in CONTROLS
+        (cell.chip, _tables_are(cell), control.name, _quoted(refusals.get(control.name, "")) or "ACCEPTED")
+        for cell, refusals in results["controls"]
+        for control in controls_of(cell.path)
     ]
-    rows.append((NO_LOOP.chip, "pipelining without a loop on the device", _quoted(results["no_loop"]) or "ACCEPTED"))
-    return "## What is refused, as it must be\n\n" + _table(["chip", "step of the layer, changed", "refusal"], rows)
+    no_loop = (NO_LOOP.chip, _tables_are(NO_LOOP), "pipelining without a loop, which the layer refuses first")
+    rows.append((*no_loop, _quoted(results["no_loop"]) or "ACCEPTED"))
+    head = ["chip", "tables are", "step of the layer, changed", "refusal"]
+    return "## What is refused, as it must be\n\n" + _table(head, rows)
 
 
 def _quoted(text: str) -> str:
@@ -209,23 +223,77 @@ def _broken(results: Mapping[str, Any]) -> str:
 
 
 def _dlrm(results: Mapping[str, Any]) -> str:
-    head = ["chip", "pipelined", "stacked", "program", "calls on SparseCores", *_MEMORY]
-    rows = [row for cell in DLRM_CELLS for row in _programs(cell, results)]
-    about = (
-        f"{len(DLRM.tables)} tables of width {DLRM.tables[0].dim} (1,000 to 7,000 rows), one id each, {DLRM.batch} examples per "
-        "replica, Adagrad, one replica. Bytes as the compiler gives them; `alias` are arguments that are updated in "
-        "place. Without stacks and pipelined it is left out, for the minutes that it takes.\n"
+    head = ["chip", "pipelined", "stacked", "program", "starts on SparseCores", *_MEMORY]
+    rows = [row for cell in DLRM_CELLS if cell not in SLOW_CELLS for row in _programs(cell, results)]
+    return (
+        f"## A larger model, as the compiler sees it\n\n{_ABOUT_DLRM}\n"
+        + _table(head, rows)
+        + "\n"
+        + _slow(slow.committed())
     )
-    return f"## A larger model, as the compiler sees it\n\n{about}\n" + _table(head, rows)
 
 
-_MEMORY: Final = ("generated_code", "argument", "output", "alias", "temp")
+_MEMORY: Final = ("generated_code", "argument", "output", "alias", "temp", "peak")
+
+
+_ABOUT_DLRM = f"""{len(DLRM.tables)} tables of width {DLRM.tables[0].dim} (1,000 to 7,000 rows), one id each, Adagrad, one replica
+of {DLRM.batch} examples. Bytes of one TPU as the compiler gives them; `alias` are arguments that are updated in place, `peak` is
+what is in use at most. `starts` are the instructions that a program starts on the thread of the SparseCores ("sparsecore", the only
+such thread that the compiler names), beside its own. Programs of a pipelined step do not all run in every step. Limits of ids
+are TensorFlow's default, {DEFAULT_LIMIT} of a stack from one SparseCore to another.
+"""
 
 
 def _programs(cell: Cell, results: Mapping[str, Any]) -> Iterator[list[object]]:
-    named: list[object] = [cell.chip, _yes(cell.pipelining), _yes(cell.stacking)]
     if cell.name in results["failures"]:
-        yield [*named, f"FAILED: {_quoted(results['failures'][cell.name])}", *[""] * (1 + len(_MEMORY))]
+        yield [*_flags(cell), f"FAILED: {_quoted(results['failures'][cell.name])}", *[""] * (1 + len(_MEMORY))]
         return
     for number, facts in enumerate(results["compiled"][cell.name]["programs"].values(), 1):
-        yield [*named, number, facts["sparse_core_calls"], *(f"{facts['memory'][kind]:,}" for kind in _MEMORY)]
+        yield [*_flags(cell), number, *_facts(facts)]
+
+
+def _flags(cell: Cell) -> list[object]:
+    return [cell.chip, _yes(cell.pipelining), _yes(cell.stacking)]
+
+
+def _facts(facts: Mapping[str, Any]) -> list[object]:
+    return [facts["sparse_core_starts"], *(f"{facts['memory'][kind]:,}" for kind in _MEMORY)]
+
+
+def _slow(measured: Mapping[str, Any]) -> str:
+    """The programs that take minutes, from the committed file."""
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    about = (
+        f"Without stacks every table is looked up and updated by itself, and the compiler takes minutes. Measured apart, with "
+        f"`python -m tests.tpu --slow`, on {measured['date']} ({versions}); a test compares the versions with the requirements. "
+        "`seconds` are processor time of the compiler, `compiler` the most memory that its process had.\n"
+    )
+    rows = [row for cell in SLOW_CELLS for row in _slow_programs(cell, measured["cells"][cell.name])]
+    programs = _table(["chip", "pipelined", "program", "seconds", "compiler", *_HEAD_OF_FACTS], rows)
+    return f"{about}\n{programs}\n{_ABOUT_LIMITS}\n" + _table(
+        ["chip", "limit of ids and unique ids", "peak"], map(_limited, measured["limits"])
+    )
+
+
+_HEAD_OF_FACTS: Final = ("starts on SparseCores", *_MEMORY)
+_ABOUT_LIMITS = """Limits decide about memory, and a batch with more ids than they say fails on the host. Of a stack of all
+tables a SparseCore sends batch * 26 / (SparseCores of a chip)^2 / replicas ids to another one, if they spread evenly: 6,656 on one
+v5p, 26,624 on one v6e. The default is enough from 26 v5p or 104 v6e on. The stacked step that is not pipelined, with other limits:
+"""
+
+
+def _limited(one: Mapping[str, Any]) -> list[object]:
+    return [
+        one["chip"],
+        f"{one['limit']:,}",
+        f"{one['peak']:,}" if "peak" in one else f"refused: {_quoted(one['refusal'])}",
+    ]
+
+
+def _slow_programs(cell: Cell, programs: Mapping[str, Any]) -> Iterator[list[object]]:
+    for number, facts in enumerate(programs.values(), 1):
+        first = [cell.chip, _yes(cell.pipelining), number]
+        if "left_out" in facts:
+            yield [*first, facts["left_out"], *[""] * (1 + len(_HEAD_OF_FACTS))]
+        else:
+            yield [*first, facts["cpu_seconds"], f"{facts['compiler_bytes']:,}", *_facts(facts)]

@@ -2,22 +2,21 @@
 
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from tests.tpu import child
 from tests.tpu.cells import Cell
 from tests.tpu.environments import JAX, REPOSITORY, TENSORFLOW_TPU, Environment
 from tests.tpu.jobs import result_file
 
-__all__ = ["COMPILE", "CONTROL", "LOWER", "TRACE", "Stage", "result_of", "run", "surviving"]
+__all__ = ["COMPILE", "CONTROL", "LOWER", "NO_TPU", "TRACE", "Stage", "result_of", "run", "surviving"]
 
 # libtpu asks the cloud which TPU it is on, for minutes, unless it is told.
-_NO_TPU: Final = {
+NO_TPU: Final[Mapping[str, str]] = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -26,6 +25,7 @@ _NO_TPU: Final = {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
+"""For all stages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,23 +83,21 @@ def _run_share(stage: Stage, cells: list[Cell], folder: Path) -> None:
 def _process(stage: Stage, cells: Sequence[Cell], folder: Path) -> str:
     """How a process that ran `cells` ended."""
     limit = _START_SECONDS + stage.seconds_per_cell * len(cells)
-    process = subprocess.Popen(
-        [stage.environment.python, "-m", stage.module, folder],
-        cwd=REPOSITORY,
-        env={**os.environ, **_NO_TPU, "PYTHONPATH": str(REPOSITORY), **stage.variables},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
     try:
-        _, errors = process.communicate(json.dumps([dataclasses.asdict(cell) for cell in cells]), timeout=limit)
+        done = subprocess.run(
+            child.command(stage.environment.python, stage.module, str(folder)),
+            cwd=REPOSITORY,
+            env=child.variables(NO_TPU, {"PYTHONPATH": str(REPOSITORY)}, stage.variables),
+            input=json.dumps([dataclasses.asdict(cell) for cell in cells]),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return f"{stage.module}: no end after {limit} seconds"
-    return f"{stage.module} ended with {process.returncode}: {errors[-800:].strip()}"
+    return f"{stage.module} ended with {done.returncode}: {done.stderr[-800:].strip()}"
 
 
 def result_of(stage: Stage, cell: Cell, folder: Path) -> dict[str, Any]:

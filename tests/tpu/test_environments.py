@@ -1,7 +1,10 @@
 """How the environments of the proof are made, kept and refused, without making one."""
 
+import fcntl
+import signal
 import subprocess
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,14 @@ import pytest
 
 from tests.tpu import __main__ as command
 from tests.tpu import environments
-from tests.tpu.environments import JAX, TENSORFLOW_TPU, Environment, EnvironmentUnavailableError, ensure
+from tests.tpu.environments import (
+    JAX,
+    TENSORFLOW_TPU,
+    DamagedEnvironmentError,
+    Environment,
+    EnvironmentUnavailableError,
+    ensure,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +68,63 @@ def test_an_interrupted_one_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_damaged_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pip_that(monkeypatch, 0)
     monkeypatch.setattr(Environment, "problems", lambda _: ["libtpu: libtpu.so is not the file of its RECORD"])
-    with pytest.raises(EnvironmentUnavailableError, match=r"(?s)jax is damaged, remove .*libtpu.so is not the file"):
+    with pytest.raises(DamagedEnvironmentError, match=r"(?s)jax is damaged, remove .*libtpu.so is not the file"):
         ensure(JAX)
 
 
 @pytest.mark.parametrize(("ci", "code"), [("", 0), ("true", 1)])
 def test_a_missing_wheel_is_a_skip_by_name_and_no_success_for_ci(
-    ci: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ci: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unavailable(_: Environment) -> bool:
         raise EnvironmentUnavailableError("tensorflow-tpu: ERROR: No matching distribution found")
 
     monkeypatch.setattr(command, "ensure", unavailable)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr("sys.argv", ["tpu-proof"])
     assert command.main() == code
     assert "SKIPPED: make tpu-proof: tensorflow-tpu: ERROR: No matching distribution" in capsys.readouterr().out
+
+
+def test_a_damaged_environment_is_no_skip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damaged(_: Environment) -> bool:
+        raise DamagedEnvironmentError("jax is damaged")
+
+    monkeypatch.setattr(command, "ensure", damaged)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("sys.argv", ["tpu-proof"])
+    assert command.main() == 1
+    assert "jax is damaged" in capsys.readouterr().out
+
+
+def test_two_proofs_do_not_share_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["tpu-proof"])
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert command.main() == 1
+    assert "another proof runs" in capsys.readouterr().out
+
+
+def test_a_pip_that_does_not_end_is_an_environment_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(arguments: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(arguments, timeout)
+
+    pip_that(monkeypatch, 0)
+    monkeypatch.setattr(subprocess, "run", endless)
+    with pytest.raises(EnvironmentUnavailableError, match="jax: pip had not ended after 1800 seconds"):
+        ensure(JAX)
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """`main` changes what Ctrl-C does to this process."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -12,6 +12,7 @@ FILES = {
     "tensorflow/__init__.py": b"version = 1\n",
     "tensorflow/libtensorflow_cc.so.2": b"\x7fELF of the TPU's\n" * 1000,
 }
+PINS = {"tensorflow-tpu": "2.19.1"}
 
 
 def install(folder: Path, name: str, files: dict[str, bytes], version: str = "2.19.1") -> None:
@@ -29,13 +30,13 @@ def install(folder: Path, name: str, files: dict[str, bytes], version: str = "2.
 
 def test_files_as_recorded(tmp_path: Path) -> None:
     install(tmp_path, "tensorflow-tpu", FILES)
-    assert problems(tmp_path, "tensorflow-tpu") == []
+    assert problems(tmp_path, PINS) == []
 
 
 def test_a_second_tensorflow_overwrites_the_first(tmp_path: Path) -> None:
     install(tmp_path, "tensorflow-tpu", FILES)
     install(tmp_path, "tensorflow", {"tensorflow/libtensorflow_cc.so.2": b"\x7fELF of the CPU's\n" * 1000})
-    assert problems(tmp_path, "tensorflow-tpu") == [
+    assert problems(tmp_path, PINS) == [
         "tensorflow is installed beside tensorflow-tpu and overwrites its files",
         "tensorflow-tpu: tensorflow/libtensorflow_cc.so.2 is not the file of its RECORD",
     ]
@@ -57,4 +58,14 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_nothing_to_trust(tmp_path: Path, there: dict[str, dict[str, bytes]]) -> None:
     for name, files in there.items():
         install(tmp_path, name, files)
-    assert problems(tmp_path, "tensorflow-tpu") == [f"tensorflow-tpu is not installed in {tmp_path}"]
+    assert problems(tmp_path, PINS) == [f"tensorflow-tpu is not installed in {tmp_path}"]
+
+
+def test_every_pinned_distribution_is_looked_at(tmp_path: Path) -> None:
+    install(tmp_path, "tensorflow-tpu", FILES)
+    install(tmp_path, "ml_dtypes", {"ml_dtypes/__init__.py": b"1\n"}, "0.6.0")
+    pins = {**PINS, "ml_dtypes": "0.6.0"}
+    assert problems(tmp_path, pins) == []
+    (tmp_path / "ml_dtypes/__init__.py").write_bytes(b"2\n")
+    assert problems(tmp_path, pins) == ["ml-dtypes: ml_dtypes/__init__.py is not the file of its RECORD"]
+    assert problems(tmp_path, {**PINS, "ml_dtypes": "0.7.0"}) == ["ml-dtypes is of version 0.6.0, not 0.7.0"]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.tpu import shims
-from tests.tpu.controls import CONTROLS
+from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
 from tests.tpu.host import check_buffers_of_hosts
 from tests.tpu.program import Program
 
@@ -42,6 +42,13 @@ def test_a_custom_call() -> None:
     assert call.arguments() == ["%arg0", "%arg2", "%arg1", "%arg3", "%cst", "%arg4", "%cst"]
     assert call.kinds()[3:6] == ["tensor<64xf32>", "tensor<f32>", "tensor<32x8xf32>"]
     assert call.attribute("_xla_max_ids_per_partition") == "64"
+
+
+def test_a_product_by_somebody_unknown() -> None:
+    [control] = CONTROLS_OF_COPIES
+    kinds = "(tensor<2x3xf32>, tensor<8x3xf32>) -> tensor<2x8xf32>"
+    product = f"%46 = stablehlo.dot_general %43, %arg3, contracting_dims = [1] x [1] {{a = {{b}}}} : {kinds}"
+    assert control.change(product) == f"%46 = stablehlo.custom_call @Nobody(%43, %arg3) : {kinds}"
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
@@ -95,8 +102,8 @@ def test_every_shim_says_what_it_does_in_a_sentence() -> None:
 
 BRIDGED = """
     %5:5 = "tf_device.launch"() <{device = "CPU:0"}> ({
-      %row_pointers, %samples, %rows, %gains, %u0, %u1, %n = "tf.ConvertToSparseCoreCsrWrappedCooTensor"(%1) : ()
-      %7:4 = "tf.TPUCopyWithDynamicShape"(%row_pointers, %samples, %rows, %gains, %u0, %u1, %u1, %u1) : ()
+      %pointers, %samples, %rows, %gains, %u, %n = "tf.ConvertToSparseCoreCsrWrappedCooTensor"(%1) {feature_width = 8 : i64} : ()
+      %7:4 = "tf.TPUCopyWithDynamicShape"(%pointers, %samples, %rows, %gains, %u) : ()
       tf_device.return %n, %7#0, %7#1, %7#2, %7#3 : tensor<i32>
     }) : () -> (tensor<i32>)
     %6 = "tf_device.cluster_func"(%5#1, %5#2, %5#3, %5#4, %table, %target) <{func = @_func}> : ()
@@ -104,7 +111,13 @@ BRIDGED = """
 
 
 @pytest.mark.parametrize(
-    ("swapped", "caught"), [({}, False), ({"%5#2, %5#3": "%5#3, %5#2"}, True), ({"(%5#1": "(%5#2"}, True)]
+    ("swapped", "caught"),
+    [
+        ({}, False),
+        ({"%5#2, %5#3": "%5#3, %5#2"}, True),
+        ({"(%5#1": "(%5#2"}, True),
+        ({"width = 8": "width = 16"}, True),
+    ],
 )
 def test_which_buffer_is_which(swapped: dict[str, str], caught: bool) -> None:
     text = BRIDGED

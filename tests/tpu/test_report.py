@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.tpu import shims, slow
 from tests.tpu.broken import BROKEN
-from tests.tpu.cells import COVERING, DLRM_CELLS
-from tests.tpu.controls import CONTROLS
+from tests.tpu.cells import COVERING, DLRM_CELLS, SLOW_CELLS, Cell
+from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
 from tests.tpu.proof import problems
 from tests.tpu.report import SENTENCE, rendered
 
@@ -21,18 +22,29 @@ REFUSALS = {
         strict=True,
     )
 }
+REFUSALS_OF_COPIES = {control.name: "unknown custom call Nobody" for control in CONTROLS_OF_COPIES}
+CONTROLLED = {(cell.chip, cell.path): cell for cell in COVERING}
+
+
+def refused(**changes: str) -> list[tuple[Cell, dict[str, str]]]:
+    """Of every chip and path; `changes` of the last one with SparseCores."""
+    of_path = {"sparsecore": REFUSALS, "replicated": REFUSALS_OF_COPIES}
+    found = [(cell, dict(of_path[cell.path])) for cell in CONTROLLED.values()]
+    [*_, last] = [refusals for cell, refusals in found if cell.path == "sparsecore"]
+    last.update(changes)
+    return found
 
 
 def results(**changes: Any) -> dict[str, Any]:
     facts = {
-        "memory": dict.fromkeys(("generated_code", "argument", "output", "alias", "temp"), 1024),
-        "sparse_core_calls": 2,
+        "memory": dict.fromkeys(("generated_code", "argument", "output", "alias", "temp", "peak"), 1024),
+        "sparse_core_starts": 2,
     }
     return {
         "cells": COVERING,
         "compiled": {cell.name: {"programs": {"_func": facts}} for cell in [*COVERING, *DLRM_CELLS]},
         "failures": {},
-        "controls": {"v5p": REFUSALS},
+        "controls": refused(),
         "no_loop": "unable to find while body user",
         "broken": {name: f"`{one.check}`" for name, one in BROKEN.items()},
         "others": [("stale_row", "a row is stale", "numbers")],
@@ -57,7 +69,8 @@ def test_a_proof_that_holds() -> None:
     [
         ({"failures": {COVERING[0].name: "E1000: no room"}}, f"{COVERING[0].name}: E1000: no room"),
         ({"broken": {"dropped_gradient": "NO"}}, "dropped_gradient is not caught by number_of_updates: NO"),
-        ({"controls": {"v6e": {**REFUSALS, "max_ids = 0": ""}}}, "v6e: max_ids = 0 is not refused as expected: ''"),
+        ({"controls": refused(**{"max_ids = 0": ""})}, "v6e: max_ids = 0 is not refused as expected: ''"),
+        ({"controls": refused()[1:]}, "v5p sparsecore: no control was tried"),
         ({"no_loop": ""}, "pipelining without a loop is not refused"),
     ],
 )
@@ -70,3 +83,24 @@ def test_a_proof_that_fails_says_why(changes: dict[str, Any], match: str) -> Non
 @pytest.mark.parametrize("page", ["README.md", "docs/layer.md", "docs/tpu-proof.md"])
 def test_the_same_sentence_everywhere(page: str) -> None:
     assert SENTENCE in re.sub(r"\s+", " ", (ROOT / page).read_text())
+
+
+def test_slow_programs_are_those_of_the_pinned_versions() -> None:
+    measured = slow.committed()
+    assert measured["versions"] == slow.versions(), "run `python -m tests.tpu --slow`"
+    assert set(measured["cells"]) == {cell.name for cell in SLOW_CELLS}
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    page = (ROOT / "docs" / "tpu-proof.md").read_text()
+    named = set(re.findall(r"\btests/[\w/.]*\w", page))
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_a_slow_program_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = slow.committed()
+    [first, *_] = measured["cells"][SLOW_CELLS[0].name]
+    measured["cells"][SLOW_CELLS[0].name][first] = {"left_out": "stopped after 2,700 seconds"}
+    monkeypatch.setattr(slow, "committed", lambda: measured)
+    assert "stopped after 2,700 seconds" in rendered(results())

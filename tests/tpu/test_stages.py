@@ -1,12 +1,14 @@
 """A process that ends, or hangs, costs its cell and no other."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tpu import stages
+from tests.tpu import child, stages
 from tests.tpu.cells import COVERING
 from tests.tpu.environments import Environment
 
@@ -42,7 +44,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stages.Stage:
     (tmp_path / "fragile_worker.py").write_text(WORKER)
     monkeypatch.setattr(stages, "_START_SECONDS", 60)
     path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}"}
-    return stages.Stage("fragile", Here("here", "none"), "fragile_worker", 0, path)
+    return stages.Stage("fragile", Here("here"), "fragile_worker", 0, path)
 
 
 def cells(*optimizers: str) -> list[Any]:
@@ -69,3 +71,37 @@ def test_results_of_an_earlier_run_are_not_taken(stage: stages.Stage, tmp_path: 
     [cell] = cells("Adagrad")
     (tmp_path / f"{cell.name}.fragile.json").write_text('{"ok": true}')
     assert not stages.run(stage, [cell], tmp_path)[cell.name]["ok"]
+
+
+STARTER = """
+import subprocess, sys
+from tests.tpu import child
+subprocess.Popen(child.command(sys.executable, "endless"), env=child.variables())
+sys.stdin.read()
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Killed outright, so that it can tell nobody."""
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    os.mkfifo(started)
+    os.mkfifo(ended)
+    (tmp_path / "endless.py").write_text(
+        f"import time\nended = open({str(ended)!r}, 'w')\nopen({str(started)!r}, 'w').close()\ntime.sleep(600)\n"
+    )
+    path = f"{tmp_path}:{Path(__file__).resolve().parents[2]}"
+    command = [sys.executable, "-c", STARTER]
+    silent = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    starter = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **silent)  # type: ignore[call-overload]
+    with starter, ended.open() as reader, started.open():
+        starter.kill()
+        assert reader.read() == "", "no writer is left, so that reading ends"
+
+
+def test_a_process_whose_starter_has_ended_does_nothing(tmp_path: Path) -> None:
+    command = child.command(sys.executable, "json.tool", str(tmp_path))
+    done = subprocess.run(
+        command, env={**child.variables(), child.PARENT: "1"}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "the process 1 that started this one has ended\n"

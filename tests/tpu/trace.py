@@ -13,7 +13,7 @@ from tensorflow.python import pywrap_mlir
 import tpuembed.config
 from tests.tpu import shims
 from tests.tpu.broken import breaking
-from tests.tpu.cells import DLRM, NO_LOOP, SMALL, Cell, Model, Table
+from tests.tpu.cells import MODELS, NO_LOOP, Cell, Model, Table
 from tests.tpu.expected import LEARNING_RATE, OPTIONS
 from tests.tpu.jobs import serve
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
@@ -57,7 +57,7 @@ def _looped(strategy: Any, step: Callable[..., Any]) -> Any:
 
 def _step(cell: Cell, strategy: Any) -> tuple[Callable[..., Any], Sequence[Any]]:
     """The step of one replica, and the signature of its inputs."""
-    model = DLRM if cell.tables == "dlrm" else SMALL[cell.tables]
+    model = MODELS[cell.tables]
     with strategy.scope():
         layer = _layer(cell, model)
         dense = keras.layers.Dense(model.units)

@@ -26,11 +26,11 @@ from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.request import Request
 from tpuembed.backends.stacked_table import StackedTable, StackLayout
 from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_tpu import LAYOUTS, SparseCoreEngine, sparse_cores_per_chip
+from tpuembed.backends.tf_tpu import LAYOUTS, SparseCoreEngine, sparse_cores_per_chip, traced_outside_of_loops
 from tpuembed.config import Optimizer
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, TrainingError
 
-__all__ = ["SparseCoreBackend"]
+__all__ = ["SparseCoreBackend", "check_loop"]
 
 Tensor = Any
 
@@ -70,7 +70,7 @@ class SparseCoreBackend:
         self.states: Mapping[str, TableState] = {
             table.name: self._state(table, specs[table.name]) for table in request.tables
         }
-        self._batch_size = request.batch_size
+        self._batch_size, self._pipelining = request.batch_size, request.pipelining
         self._guard = StepGuard([path for path, _ in request.features], _HARDWARE)
 
     def _state(self, table: Any, spec: Optimizer) -> TableState:
@@ -112,6 +112,8 @@ class SparseCoreBackend:
         """None in a step, once the shapes of its activations are known to be those that the layer was built for."""
         shapes = activation_shapes(features, self._batch_size)
         check_same_shapes(features, shapes, self._built_for)
+        if entered and self._pipelining:
+            check_loop()
         return None if entered else zeros(shapes, features)
 
 
@@ -135,6 +137,19 @@ class _Step:
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
         self._engine.apply_gradients([tf.cast(gradient, tf.float32) for gradient in gradients], self._preserved)
         return []
+
+
+def check_loop() -> None:
+    """Refuse a pipelined step that is traced outside of a loop: TensorFlow overlaps the steps of a loop, and compiles no other.
+
+    Raises:
+        TrainingError: there is no loop around the body of `strategy.run`.
+    """
+    if traced_outside_of_loops():
+        raise TrainingError(
+            "TPUEmbedding: pipeline_execution_with_tensor_core=True needs a loop around strategy.run, whose steps overlap; write "
+            "`for _ in tf.range(steps): strategy.run(...)` inside of the tf.function, or build the layer without it"
+        )
 
 
 def _output_shape(path: str, config: Any, batch_size: int | None, cores: int) -> tuple[int, ...]:

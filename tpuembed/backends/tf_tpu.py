@@ -4,6 +4,7 @@ With `tf_config` and `tf_stacks`, the only backend modules that use private name
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
 from tpuembed.backends.stack_ids import ids_inside, ids_with_room
@@ -27,6 +29,7 @@ __all__ = [
     "saved_layouts",
     "sparse_cores_per_chip",
     "tpu_call",
+    "traced_outside_of_loops",
 ]
 
 Tensor = Any
@@ -70,15 +73,33 @@ def _densify(values: Any, padding: float) -> Tensor:
 
 def tpu_call() -> Any:
     """The body of `strategy.run` that is being traced for TPUs, as an object that tells bodies apart; None outside."""
+    return next((context for graph in _graphs() if (context := _tpu_context(graph)) is not None), None)
+
+
+def traced_outside_of_loops() -> bool:
+    """Whether a body of `strategy.run` is being traced for TPUs that stands in no loop (`tf.range`, `tf.while_loop`) of steps.
+
+    A loop inside of the body is part of one step.
+    """
+    around = list(itertools.dropwhile(lambda graph: _tpu_context(graph) is None, _graphs()))
+    return bool(around) and not any(
+        isinstance(graph, control_flow_v2_func_graphs.WhileBodyFuncGraph) for graph in around
+    )
+
+
+def _graphs() -> Iterator[Any]:
+    """The graph that is being traced, the one around it, and so on."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
-        context = graph._get_control_flow_context()
-        while context is not None:
-            if isinstance(context, tpu_replication.TPUReplicateContext):
-                return context
-            context = context.outer_context
+        yield graph
         graph = getattr(graph, "outer_graph", None)
-    return None
+
+
+def _tpu_context(graph: Any) -> Any:
+    context = graph._get_control_flow_context()
+    while context is not None and not isinstance(context, tpu_replication.TPUReplicateContext):
+        context = context.outer_context
+    return context
 
 
 class HostShards(tpu_embedding_v2.TPUEmbeddingVariable):

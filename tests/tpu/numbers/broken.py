@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from tests.tpu.numbers.variant import Variant
-from tpuembed.backends import sparsecore, stack_ids, tf_config
+from tpuembed.backends import sparsecore, stack_ids, tf_config, tf_tpu
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_tpu import SparseCoreEngine
 from tpuembed.testing import host_ops
@@ -99,6 +99,12 @@ def _doubled(right: Any, engine: Any, gradients: Any, *others: Any) -> None:
     right(engine, [2.0 * gradient for gradient in gradients], *others)
 
 
+def _gradients_exchanged(right: Any, engine: Any, gradients: Any, *others: Any) -> None:
+    """Of `a` and `a_again`, two features of one table."""
+    first, second, *more = gradients
+    right(engine, [second, first, *more], *others)
+
+
 LOOKUP, STEP, MINIBATCHES = (
     "lookups_equal_plain_ones",
     "a_step_moves_the_rows_that_it_looked_up",
@@ -134,6 +140,14 @@ BROKEN: Final = [
         "kernels", lambda: mock.patch.object(stack_ids, "_ALIGN", 1)),
     Variant("applied_twice", "a gradient is applied twice", STEP, "kernels",
         _method(SparseCoreEngine, "apply_gradients", _twice)),
+    Variant("gradients_exchanged", "two features get each other's gradients", STEP, "kernels",
+        _method(SparseCoreEngine, "apply_gradients", _gradients_exchanged)),
+    Variant("ids_unchecked", "the layer hands on every id", "ids_outside_of_their_table_fail", "kernels",
+        lambda: mock.patch.object(tf_tpu, "ids_inside", lambda ids, weights, *_: (ids, weights))),
+    Variant("room_unchecked", "the layer leaves a full buffer to the kernel, whose error names no table", "room_holds_to_the_id",
+        "kernels", lambda: mock.patch.object(tf_tpu, "ids_with_room", lambda ends, *_: ends)),
+    Variant("one_more_than_counted", "limits are one higher than what statistics say",
+        "statistics_equal_the_limits_that_hold", "kernels", _method(SparseCoreEngine, "limit_ids", _one_more)),
     Variant("doubled", "gradients are twice as large", STEP, "kernels",
         _method(SparseCoreEngine, "apply_gradients", _doubled)),
 ]  # fmt: skip

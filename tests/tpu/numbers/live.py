@@ -6,6 +6,7 @@ prints {"outcomes": {name: null, or why it failed}, "calls": {kernel: how often 
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -22,15 +23,14 @@ from tensorflow.python.tpu.ops import gen_xla_ops
 
 from tests.tpu.numbers import kernels
 from tests.tpu.numbers.broken import BROKEN
-from tests.tpu.numbers.cases import FEATURES, TABLES, batch, rows_of
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, inputs, make_layer
-from tpuembed import SGD, TableConfig
+from tests.unit.testing.simulated import EXAMPLES, Array, Ids, inputs
+from tests.unit.testing.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
+from tpuembed import SGD
 from tpuembed.backends.stack_ids import ids_with_room
 from tpuembed.testing import simulated_tpu, simulation
 
 __all__ = ["CHECKS"]
 
-SparseCoreConfig = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig
 SEEDS: Final = 8
 CHIPS: Final = ((1, 4), (1, 2), (2, 4), (2, 2), (4, 4), (4, 2))
 """Replicas, and SparseCores of each."""
@@ -44,23 +44,14 @@ def live(replicas: int = 1, cores: int = 4, ops: Any = kernels.LiveOps) -> Itera
 
 
 def _layer(strategy: Any, rows: Mapping[str, Array], stacked: bool = True, **options: Any) -> Any:
-    config = SparseCoreConfig(disable_table_stacking=not stacked)
     with strategy.scope():
-        features = {name: TABLES[table] for name, (table, _, _) in FEATURES.items()}
-        return make_layer(features, rows, sparse_core_embedding_config=config, **options)
-
-
-def _looked_up(strategy: Any, layer: Any, ids: Mapping[str, Ids]) -> dict[str, Array]:
-    """All replicas' activations, one after another."""
-    activations = strategy.run(lambda features, weights: layer(features, weights), args=inputs(strategy, ids))
-    local = strategy.experimental_local_results
-    return {name: np.concatenate([part.numpy() for part in local(of)]) for name, of in activations.items()}
+        return layer_of(rows, stacked, **options)
 
 
 def _equal_lookups(strategy: Any, layer: Any, rows: Mapping[str, Array], seeds: Sequence[int]) -> None:
     for seed in seeds:
         ids = batch(strategy.num_replicas_in_sync, seed)
-        found = _looked_up(strategy, layer, ids)
+        found = looked_up(strategy, layer, ids)
         for name, (table, _, _) in FEATURES.items():
             truth = ids[name].lookup(rows[table], TABLES[table].combiner)
             np.testing.assert_allclose(found[name], truth, rtol=1e-6, atol=1e-6, err_msg=f"{name}, seed {seed}")
@@ -84,29 +75,45 @@ def minibatches_equal_plain_lookups() -> None:
 
 
 def a_step_moves_the_rows_that_it_looked_up() -> None:
-    """One SGD step of a loss whose gradient is 1 everywhere: each row moves by the rate times the sum of its gains."""
+    """One SGD step: each row moves by the rate times the gradients of the activations that it is in, times its gains there."""
     rate, rows = 0.25, rows_of(3)
     for replicas, ops in ((1, kernels.LiveOps), (2, kernels.LiveOps), (2, kernels.MinibatchedOps)):
         with live(replicas, 4, ops) as strategy:
             layer = _layer(strategy, rows, optimizer=SGD(learning_rate=rate))
-            ids = batch(replicas, 5)
-            strategy.run(_step, args=(layer, *inputs(strategy, ids)))
+            ids, gradients = batch(replicas, 5), _gradients(replicas)
+            strategy.run(_step, args=(layer, *inputs(strategy, ids), _of_replicas(strategy, gradients)))
             for table, variable in layer.embedding_tables.items():
-                truth = rows[table.name] - rate * _gains(ids, table.name)[:, None]
-                np.testing.assert_allclose(variable.numpy(), truth, rtol=1e-6, atol=1e-6, err_msg=table.name)
+                truth = rows[table.name] - rate * _moved(ids, gradients, table.name)
+                np.testing.assert_allclose(variable.numpy(), truth, rtol=1e-6, atol=2e-6, err_msg=table.name)
 
 
-def _step(layer: Any, features: Any, weights: Any) -> None:
+def _step(layer: Any, features: Any, weights: Any, gradients: Mapping[str, Any]) -> None:
     with tf.GradientTape() as tape:
-        loss = tf.add_n([tf.reduce_sum(activation) for activation in layer(features, weights).values()])
+        activations = layer(features, weights)
+        loss = tf.add_n([tf.reduce_sum(activations[name] * gradients[name]) for name in gradients])
     tape.gradient(loss, layer.trainable_variables)
 
 
-def _gains(ids: Mapping[str, Ids], table: str) -> Array:
-    """[rows] how much of each row the activations of all features of `table` hold: lookups of a table of one-hot rows."""
+def _gradients(replicas: int) -> dict[str, Array]:
+    """Feature -> [examples of all replicas, dim], halves and quarters."""
+    random = np.random.default_rng(6)
+    shapes = {name: (EXAMPLES * replicas, TABLES[table].dim) for name, (table, _, _) in FEATURES.items()}
+    return {name: random.integers(-4, 5, shape).astype(np.float32) / 4 for name, shape in shapes.items()}
+
+
+def _of_replicas(strategy: Any, gradients: Mapping[str, Array]) -> Any:
+    def of(context: Any) -> Any:
+        first = context.replica_id_in_sync_group * EXAMPLES
+        return {name: tf.constant(array[first : first + EXAMPLES]) for name, array in gradients.items()}
+
+    return strategy.experimental_distribute_values_from_function(of)
+
+
+def _moved(ids: Mapping[str, Ids], gradients: Mapping[str, Array], table: str) -> Array:
+    """[rows, dim] sums of gradients; a lookup of a table of one-hot rows is how much of each row an activation holds."""
     config = TABLES[table]
     found = [
-        ids[name].lookup(np.eye(config.vocabulary_size), config.combiner).sum(0)
+        ids[name].lookup(np.eye(config.vocabulary_size), config.combiner).T @ gradients[name]
         for name, (of, _, _) in FEATURES.items()
         if of == table
     ]
@@ -117,20 +124,17 @@ def _gains(ids: Mapping[str, Ids], table: str) -> Array:
 
 
 def _one_table(strategy: Any, per_example: list[int], **options: Any) -> Array:
-    """Activations of a table of 64 distinct rows; every example has the same ids."""
-    limits = {name: options.pop(name) for name in list(options) if name.endswith("_partition")}
-    with strategy.scope():
-        table = TableConfig(64, 8, "t", combiner="sum", **limits)
-        rows = {"t": np.arange(512, dtype=np.float32).reshape(64, 8)}
-        config = SparseCoreConfig(**options) if options else None
-        layer = make_layer({"x": table}, rows, optimizer="sgd", sparse_core_embedding_config=config)
-    ids = Ids("ragged", [per_example] * EXAMPLES * strategy.num_replicas_in_sync)
-    return _looked_up(strategy, layer, {"x": ids})["x"]
+    """Every example has the same ids."""
+    return looked_up_in_one(strategy, [per_example] * EXAMPLES * strategy.num_replicas_in_sync, **options)
 
 
-def _fails(words: str, *arguments: Any, **options: Any) -> None:
+def _fails(words: str, strategy: Any, per_example: list[int], **options: Any) -> None:
+    _fails_with(words, lambda: _one_table(strategy, per_example, **options))
+
+
+def _fails_with(words: str, attempt: Callable[[], object]) -> None:
     try:
-        _one_table(*arguments, **options)
+        attempt()
     except tf.errors.InvalidArgumentError as error:
         said = str(error)
     else:
@@ -210,19 +214,40 @@ def _refuses(attempt: Callable[[], object]) -> bool:
     return False
 
 
+def ids_outside_of_their_table_fail() -> None:
+    """The last row is looked up, the next id, a row of padding to the kernels, fails with the feature and the id."""
+    with live() as strategy:
+        found = looked_up_in_one(strategy, [[59]] * EXAMPLES, rows=60)
+        np.testing.assert_allclose(found[:, 0], 8.0 * 59)
+        outside = functools.partial(looked_up_in_one, strategy, [[60]] * EXAMPLES, rows=60)
+        _fails_with("feature 'x': ids outside of their table of 60 rows", outside)
+
+
 def statistics_equal_the_limits_that_hold() -> None:
-    """What GetStatsFromListOfSparseCoreCooTensors counts, by which limits are chosen, is what numpy counts."""
+    """What TensorFlow counts of a batch (`compute_sparse_core_stats`) are limits of the layer that hold, and one less do not."""
+    ids = [0, 4, 8, 0, 1, 2, 3, 60]  # two to each SparseCore
+    most, unique = _statistics(ids)
+    cores = np.reshape(ids, (4, 2))
+    assert most == unique == max(np.bincount(np.unique(core) % 4).max() for core in cores) == 2, (most, unique)
+    examples = [[one] for one in ids]
+    with live() as strategy:
+        limits = {"max_ids_per_partition": most, "max_unique_ids_per_partition": unique}
+        found = looked_up_in_one(strategy, examples, **limits)
+        np.testing.assert_allclose(found[:, 0], 8.0 * np.array(ids))
+        for name in limits:
+            less = {**limits, name: limits[name] - 1}
+            _fails_with("Sparse core 0 gets 2", functools.partial(looked_up_in_one, strategy, examples, **less))
+
+
+def _statistics(ids: list[int]) -> tuple[int, int]:
     embedding = tf.tpu.experimental.embedding
-    ids = tf.constant([0, 4, 8, 0, 1, 2, 3, 60], tf.int32)
     table = embedding.TableConfig(64, 8, combiner="sum", name="t")
     feature = embedding.FeatureConfig(table, output_shape=[EXAMPLES])
+    given = {"x": tf.constant(ids, tf.int32)}
     most, unique = embedding.TPUEmbeddingV2.compute_sparse_core_stats(
-        {"x": ids}, {"x": feature}, num_tpu_chips=1, num_sc_per_chip=4, optimizer=embedding.SGD(0.1)
+        given, {"x": feature}, num_tpu_chips=1, num_sc_per_chip=4, optimizer=embedding.SGD(0.1)
     )
-    counted = int(most["t"]), int(unique["t"])
-    cores = ids.numpy().reshape(4, 2)
-    truth = [np.bincount(np.unique(core) % 4, minlength=4).max() for core in cores]
-    assert counted == (max(truth), max(truth)), (counted, truth)
+    return int(most["t"]), int(unique["t"])
 
 
 CHECKS: Final[Mapping[str, Callable[[], None]]] = {
@@ -234,6 +259,7 @@ CHECKS: Final[Mapping[str, Callable[[], None]]] = {
         limits_hold_to_the_id,
         room_holds_to_the_id,
         room_is_refused_where_the_kernel_refuses_it,
+        ids_outside_of_their_table_fail,
         statistics_equal_the_limits_that_hold,
     )
 }

@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from tests.tpu import child
 from tests.tpu.environments import Environment
 
 __all__ = ["NO_TPU", "REQUIRED", "SOME_TPU", "run", "skip_without"]
@@ -48,12 +49,11 @@ def run(
         AssertionError: it failed, or took longer than `seconds`.
     """
     skip_without(environment)
-    command = [str(environment.python), "-m", module, *arguments]
     try:
         done = subprocess.run(
-            command,
+            child.command(environment.python, module, *arguments),
             cwd=_ROOT,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **names},
+            env=child.variables({"TF_CPP_MIN_LOG_LEVEL": "3"}, names),
             capture_output=True,
             text=True,
             timeout=seconds,

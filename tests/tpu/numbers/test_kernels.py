@@ -18,6 +18,7 @@ CHECKS = [
     "limits_hold_to_the_id",
     "room_holds_to_the_id",
     "room_is_refused_where_the_kernel_refuses_it",
+    "ids_outside_of_their_table_fail",
     "statistics_equal_the_limits_that_hold",
 ]
 """Of `live`, which this process cannot import."""
@@ -51,3 +52,7 @@ def test_a_broken_variant_is_caught(name: str, found: Any) -> None:
     why = found["outcomes"][f"broken:{name}"]
     assert why is not None, "nothing failed"
     assert why.startswith(("AssertionError", "InvalidArgumentError")), why
+
+
+def test_every_check_has_a_variant() -> None:
+    assert {variant.check for variant in BROKEN} == set(CHECKS)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from unittest import mock
 
 import tensorflow as tf
+from tensorflow.core.protobuf.tpu.tpu_embedding_configuration_pb2 import TPUEmbeddingConfiguration
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v2_utils
 
 from tests.tpu.numbers.variant import Variant
@@ -81,6 +82,31 @@ def _columns_swapped(right: Any, engine: Any, tensor: Any, *others: Any) -> None
 def _splits_shifted(right: Any, engine: Any, tensor: Any, weight: Any, splits: Any, *others: Any) -> None:
     right(engine, tensor, weight, splits, *others)
     splits[-1] = tf.concat([splits[-1][:1], splits[-1][:-2], splits[-1][-1:]], 0)
+
+
+def _reversed(right: Any, engine: Any, tensor: Any, weight: Any, *others: Any) -> None:
+    """Ids without weights are enqueued last to first, which gives the same sums."""
+    if weight is None:
+        tensor = tf.SparseTensor(tensor.indices[::-1], tensor.values[::-1], tensor.dense_shape)
+    right(engine, tensor, weight, *others)
+
+
+def _other_configuration() -> Any:
+    """Gradients are sent with a configuration of two hosts."""
+    right = tpu_embedding_v2.tpu_ops.send_tpu_embedding_gradients
+
+    def broken(config: bytes, **arguments: Any) -> Any:
+        proto = TPUEmbeddingConfiguration.FromString(config)
+        proto.num_hosts = 2
+        return right(config=proto.SerializeToString(), **arguments)
+
+    return mock.patch.object(tpu_embedding_v2.tpu_ops, "send_tpu_embedding_gradients", broken)
+
+
+def _always_training(right: Any, *arguments: Any, **named: Any) -> Any:
+    chosen = named["mode_override"].op
+    training = tf.where(tf.identity(True), chosen.inputs[1], chosen.inputs[1])
+    return right(*arguments, **{**named, "mode_override": training})
 
 
 def _combiners_reversed() -> Any:
@@ -185,6 +211,16 @@ BROKEN: Final = [
         _calling("apply_gradients", _swapped)),
     Variant("no_sequence", "a sequence feature has the shape of a combined one", FIELDS, "five_optimizers",
         _calling("start", _without_length)),
+    Variant("sequence_of_one", "a sequence feature counts as one sample of an example", "shapes_complete_the_configuration",
+        "five_optimizers", _calling("start", _without_length)),
+    Variant("sequence_flattened", "a sequence feature's activations are those of a combined one",
+        "activations_have_their_shapes", "five_optimizers", _calling("start", _without_length)),
+    Variant("ids_reversed", "ids are enqueued last to first", "ops_are_golden", "live_rates",
+        _calling("_add_data_for_sparse_tensor", _reversed, Theirs)),
+    Variant("two_hosts", "gradients are sent with another configuration", "all_ops_have_one_configuration", "defaults",
+        _other_configuration),
+    Variant("always_training", "an evaluation is enqueued as training", "modes_follow_the_gradients", "defaults",
+        _calling("_generate_enqueue_op", _always_training, Theirs)),
     Variant("not_pipelined", "pipelining is dropped", FIELDS, "five_optimizers", _calling("__init__", _not_pipelined)),
     Variant("a_tag_each", "tables of one optimizer do not share its rate", FIELDS, "live_rates", _a_tag_each),
     Variant("frozen_rate", "a live rate is frozen", FIELDS, "live_rates", _frozen_rate),

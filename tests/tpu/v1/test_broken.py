@@ -16,3 +16,7 @@ def test_a_broken_variant_is_caught(variant: Variant) -> None:
         traced = trace(model)
     with pytest.raises(AssertionError):
         CHECKS[variant.check](variant.on, model, traced)
+
+
+def test_every_check_has_a_variant() -> None:
+    assert {variant.check for variant in BROKEN} == CHECKS.keys()

@@ -279,10 +279,7 @@ def test_v1_reads_a_live_learning_rate_in_the_step() -> None:
 
 
 @pytest.mark.parametrize("pipelining", [True, False])
-def test_pipelining_reaches_the_hardware(pipelining: bool) -> None:
-    with traced("V2", pipeline_execution_with_tensor_core=pipelining):
-        marks = {node.attr["_embedding_pipelining"].s for node in nodes() if "_embedding_pipelining" in node.attr}
-        assert marks == ({b"forward", b"backward"} if pipelining else set())
+def test_pipelining_reaches_a_v1_accelerator(pipelining: bool) -> None:
     with traced("V1", pipeline_execution_with_tensor_core=pipelining) as layer:
         assert layer._parts.backend.engine.configuration.pipeline_execution_with_tensor_core == pipelining
 
@@ -446,3 +443,69 @@ def test_a_layers_config_keeps_what_accelerators_are_told() -> None:
     assert again.get_config() == layer.get_config()
     assert again._parts.request.sparse_core_config == stacking
     assert {name: again.get_config()[name] for name in arguments} == arguments
+
+
+# ---- pipelining
+
+
+def pipelining_marks(graph: Any) -> set[bytes]:
+    definition = graph.as_graph_def()
+    found = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return {node.attr["_embedding_pipelining"].s for node in found if "_embedding_pipelining" in node.attr}
+
+
+def test_steps_are_not_pipelined_unless_they_are_to_be() -> None:
+    with traced("V2"):
+        assert pipelining_marks(tf.compat.v1.get_default_graph()) == set()
+
+
+def pipelined(strategy: Any) -> TPUEmbedding:
+    with strategy.scope():
+        return TPUEmbedding(config(), "adagrad", pipeline_execution_with_tensor_core=True, batch_size=BATCH)
+
+
+def dense_inputs() -> dict[str, Any]:
+    return {name: tf.zeros([BATCH], tf.int64) for name in ("seen", "user")}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_pipelined_steps_in_a_loop_are_traced(nested: bool) -> None:
+    """The step's own tf.function changes nothing."""
+    with fake_tpu("V2") as strategy:
+        layer = pipelined(strategy)
+
+        def step() -> None:
+            train_in(strategy, layer, dense_inputs())
+
+        called = tf.function(step) if nested else step
+
+        @tf.function
+        def steps() -> None:
+            for _ in tf.range(3):
+                called()
+
+        assert pipelining_marks(steps.get_concrete_function().graph) == {b"forward", b"backward"}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pipelined_step_outside_of_a_loop_is_refused(inside: bool) -> None:
+    """A loop inside of the step is not one of steps."""
+    with fake_tpu("V2") as strategy:
+        layer = pipelined(strategy)
+
+        def look_up() -> Any:
+            for _ in tf.range(3) if inside else range(1):
+                layer(dense_inputs())
+
+        @tf.function
+        def steps() -> None:
+            strategy.run(tf.autograph.experimental.do_not_convert(look_up) if not inside else look_up)
+
+        with pytest.raises(TrainingError, match=r"needs a loop around strategy.run, .*`for _ in tf.range\(steps\)"):
+            steps.get_concrete_function()
+
+
+def test_a_v1_accelerator_pipelines_steps_outside_of_a_loop() -> None:
+    """It keeps the order of its own steps."""
+    with traced("V1", pipeline_execution_with_tensor_core=True):
+        assert marked() == V1_OPS

@@ -1,13 +1,13 @@
 """Lookups of the layer's SparseCore backend, through TensorFlow's own class, equal lookups in numpy."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, inputs, make_layer, random_ids
+from tests.unit.testing.simulated import EXAMPLES, Array, Ids, make_layer
+from tests.unit.testing.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu
@@ -16,86 +16,26 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The 'warn' function is deprecated:DeprecationWarning"
 )  # TensorFlow's logging
 
-SparseCoreConfig = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig
-
-TABLES = [
-    TableConfig(37, 5, "a", combiner="mean"),
-    TableConfig(300, 8, "b", combiner="sum"),
-    TableConfig(9, 7, "c", combiner="sqrtn"),
-    TableConfig(10, 12, "d", combiner="sqrtn"),
-    TableConfig(64, 16, "e", combiner="mean"),
-    TableConfig(1, 3, "f", combiner="sum"),
-]
-"""a, b, c, f share a stack of width 8, and so do d and e, of width 16."""
-
-FEATURES = {
-    "a": ("a", "ragged", True),
-    "a_again": ("a", "sparse", False),
-    "a_dense": ("a", "dense", False),
-    "b": ("b", "sparse", True),
-    "c": ("c", "ragged", True),
-    "d": ("d", "ragged", False),
-    "e": ("e", "sparse", True),
-    "f": ("f", "ragged", False),
-}
-"""Feature -> its table, the kind of its ids, whether it has weights."""
-
-
-def table(name: str) -> TableConfig:
-    return next(config for config in TABLES if config.name == name)
-
-
-def values(tables: list[TableConfig], seed: int = 1) -> dict[str, Array]:
-    random = np.random.default_rng(seed)
-    return {t.name: random.normal(size=(t.vocabulary_size, t.dim)).astype(np.float32) for t in tables}
-
-
-def batch(replicas: int, seed: int) -> dict[str, Ids]:
-    random = np.random.default_rng(seed)
-    return {
-        name: random_ids(random, kind, table(of).vocabulary_size, EXAMPLES * replicas, weighted)
-        for name, (of, kind, weighted) in FEATURES.items()
-    }
-
-
-def looked_up(strategy: Any, layer: TPUEmbedding, ids: Mapping[str, Ids]) -> dict[str, Array]:
-    """All replicas' activations, one after another."""
-    activations = strategy.run(lambda features, weights: layer(features, weights), args=inputs(strategy, ids))
-    local = strategy.experimental_local_results
-    return {name: np.concatenate([part.numpy() for part in local(of)]) for name, of in activations.items()}
-
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (1, 2), (2, 4), (2, 2), (4, 4), (4, 2)])
 def test_lookups_equal_numpy(replicas: int, sparse_cores: int, stacked: bool) -> None:
-    rows = values(TABLES)
-    config = SparseCoreConfig(disable_table_stacking=not stacked)
+    rows = rows_of(1)
     with simulated_tpu(replicas=replicas, sparse_cores=sparse_cores) as strategy, strategy.scope():
-        features = {name: table(of) for name, (of, _, _) in FEATURES.items()}
-        layer = make_layer(features, rows, optimizer="sgd", sparse_core_embedding_config=config)
+        layer = layer_of(rows, stacked, optimizer="sgd")
         stacks = set(layer._tpu_embedding._trackable_children()) - {"updates", "_sparse_core_table_layouts"}
-        assert stacks == ({"a_b_c_f", "d_e"} if stacked else {t.name for t in TABLES})
+        assert stacks == ({"a_b_c_e", "d_f"} if stacked else TABLES.keys())
         for seed in range(3):
             ids = batch(replicas, seed)
             found = looked_up(strategy, layer, ids)
             for name, (of, _, _) in FEATURES.items():
-                truth = ids[name].lookup(rows[of], table(of).combiner)
+                truth = ids[name].lookup(rows[of], TABLES[of].combiner)
                 np.testing.assert_allclose(found[name], truth, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-def one_table(strategy: Any, per_example: list[int], rows: int = 64, **config: Any) -> Array:
-    """Activations of one table of distinct numbers; every example of a TPU has the same ids."""
-    table_options = {name: config.pop(name) for name in list(config) if name.endswith("per_partition")}
-    with strategy.scope():
-        t = TableConfig(rows, 8, "t", combiner="sum", **table_options)
-        layer = make_layer(
-            {"x": t},
-            {"t": np.arange(rows * 8, dtype=np.float32).reshape(rows, 8)},
-            optimizer="sgd",
-            sparse_core_embedding_config=SparseCoreConfig(**config) if config else None,
-        )
-    replicas = strategy.num_replicas_in_sync
-    return looked_up(strategy, layer, {"x": Ids("ragged", [per_example] * EXAMPLES * replicas)})["x"]
+def one_table(strategy: Any, per_example: list[int], **options: Any) -> Array:
+    """Activations of one table; every example has the same ids."""
+    return looked_up_in_one(strategy, [per_example] * EXAMPLES * strategy.num_replicas_in_sync, **options)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
