@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpu import shims, slow
+from tests.tpu import slow
 from tests.tpu.broken import BROKEN
 from tests.tpu.cells import COVERING, DLRM_CELLS, SLOW_CELLS, Cell
 from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
