@@ -21,10 +21,10 @@ _NAMES: Final = """
 
     Assert Const Identity IdentityN If NoOp PartitionedCall Placeholder StatefulPartitionedCall StatelessIf
 
-    All Any ArgMax Bitcast BroadcastTo Cast ConcatV2 Cumsum DivNoNan Equal ExpandDims Fill FloorDiv FloorMod GatherV2 Greater
-    GreaterEqual Less LessEqual LogicalAnd LogicalNot LogicalOr Max Maximum Min Minimum NotEqual Pack ParseExampleV2 Prod Range
-    ResourceGather Reshape SegmentSum Select SelectV2 Shape ShapeN Size Slice Split SplitV Squeeze StridedSlice Sum Transpose
-    Unpack UnsortedSegmentSum UpperBound ZerosLike
+    All Any ArgMax Bitcast BroadcastTo Cast ConcatV2 Cumsum DivNoNan EnsureShape Equal ExpandDims Fill FloorDiv
+    FloorMod GatherV2 Greater GreaterEqual Less LessEqual LogicalAnd LogicalNot LogicalOr Max Maximum Min Minimum
+    NotEqual Pack ParseExampleV2 Prod Range ResourceGather Reshape SegmentSum Select SelectV2 Shape ShapeN Size Slice
+    Split SplitV Squeeze StridedSlice Sum Transpose Unpack UnsortedSegmentSum UpperBound ZerosLike
 
     AddV2 BiasAdd MatMul Mul RealDiv Relu Sigmoid Softmax Sqrt Sub Tanh
 """

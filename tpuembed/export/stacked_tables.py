@@ -14,7 +14,7 @@ from tpuembed.export.branches import choose, not_inlined
 from tpuembed.export.decode import decode_rows
 from tpuembed.export.plan import Placement, StackPlan
 from tpuembed.export.signature import find_table
-from tpuembed.export.table_ranges import failure
+from tpuembed.export.table_ranges import all_inside, failure
 from tpuembed.lookup import DROPPED, LookupIds, gather_grouped
 
 if TYPE_CHECKING:
@@ -83,13 +83,22 @@ class StackedTables:
         if not self._places:
             raise ExportError("the model looked up its tables while it was being built; build it from symbolic inputs")
         stacks = [self._places[table][0].name for table in tables]
-        shifted: list[LookupIds] = list(features)
+        activations: list[Tensor] = [None] * len(features)
         for stack in dict.fromkeys(stacks):
             mine = [index for index, name in enumerate(stacks) if name == stack]
             places = [self._places[tables[index]][1] for index in mine]
-            for index, moved in zip(mine, _shifted([features[index] for index in mine], places), strict=True):
-                shifted[index] = moved
-        return gather_grouped(shifted, stacks, self.gather)
+            found = self._lookup(stack, [features[index] for index in mine], places)
+            for index, activation in zip(mine, found, strict=True):
+                activations[index] = activation
+        return activations
+
+    def _lookup(self, stack: str, features: Sequence[LookupIds], places: Sequence[Placement]) -> list[Tensor]:
+        """Activations of features of one stack."""
+        if len(features) > 1 and all(map(_is_plain, features)) and not any(place.first_row for place in places):
+            sizes, ids = _shifted_together([feature.ids for feature in features], places)
+            rows = tf.split(self.gather(stack, ids), sizes, num=len(features))
+            return [_as_activations(feature, part) for feature, part in zip(features, rows, strict=True)]
+        return gather_grouped(_shifted(features, places), [stack] * len(features), self.gather)
 
     def gather(self, stack: str, ids: Tensor) -> Tensor:
         """float32 [*shape, dim] of int64 `ids` of that shape, rows of the stack."""
@@ -99,6 +108,47 @@ class StackedTables:
         flat = ids if plan.storage != "int8" else tf.reshape(ids, [-1])
         rows = decode_rows(tf.gather(self._variables[stack], flat, name=f"gather_{stack}"), plan.storage, plan.dim)
         return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))
+
+
+def _is_plain(feature: LookupIds) -> bool:
+    """Whether row k is activation k, of any id."""
+    return type(feature) is LookupIds and feature.segments is None and feature.scale is None and not feature.droppable
+
+
+def _as_activations(feature: LookupIds, rows: Tensor) -> Tensor:
+    """`feature.combine(rows)` of a plain one, without operations where the ids were a vector."""
+    if len(feature.static_shape) != 1:
+        return feature.combine(rows)
+    rows.set_shape([*feature.static_shape, None])
+    return rows
+
+
+def _shifted_together(ids: Sequence[Tensor], places: Sequence[Placement]) -> tuple[Tensor, Tensor]:
+    """How many ids each plain feature has, and all of them behind each other, as ids of the stack.
+
+    Features of one length, as most are, lie as rows of a matrix: so their check and shift are a few operations for all.
+    """
+    sizes, joined = tf.concat(tf.shape_n(ids, tf.int64), 0), tf.concat(ids, 0)
+    are_even = tf.reduce_all(sizes == sizes[0])
+    matrix = tf.reshape(joined, tf.where(are_even, tf.constant([len(ids), -1], tf.int64), [1, -1]))
+    rows = np.array([[place.rows] for place in places])
+    offsets = tf.constant([[place.row_offset] for place in places], tf.int64)
+    fail = not_inlined(
+        lambda joined, sizes: _shifted_apart(tf.split(joined, sizes, num=len(ids)), places),
+        tf.TensorSpec([None], tf.int64),
+        tf.TensorSpec([len(ids)], tf.int64),
+    )
+    moved = tf.cond(
+        are_even & all_inside(matrix, rows), lambda: tf.reshape(matrix + offsets, [-1]), lambda: fail(joined, sizes)
+    )
+    return sizes, moved
+
+
+def _shifted_apart(ids: Sequence[Tensor], places: Sequence[Placement]) -> Tensor:
+    """As `_shifted_together` does it, of features of any lengths, one by one; this is where ids outside fail."""
+    shape = tf.constant([-1], tf.int64)
+    features = [LookupIds(ids=one, shape=shape, static_shape=(None,)) for one in ids]
+    return tf.concat([feature.ids for feature in _shifted(features, places)], 0)
 
 
 def _shifted(features: Sequence[LookupIds], places: Sequence[Placement]) -> list[LookupIds]:
