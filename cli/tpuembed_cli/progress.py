@@ -34,18 +34,22 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """One line every few seconds."""
+    """One line every few seconds, from the first call on: what comes before it, and what was done before, is no rate."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._started = label, time.monotonic()
-        self._next = self._started + _SECONDS_BETWEEN_LINES
+        self._label = label
+        self._first: tuple[float, int] | None = None
+        self._next = 0.0  # known once there is a first call
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
+        if self._first is None:
+            self._first, self._next = (now, done), now + _SECONDS_BETWEEN_LINES
         if now < self._next:
             return
         self._next = now + _SECONDS_BETWEEN_LINES
-        rate = done / (now - self._started)
+        started, before = self._first
+        rate = (done - before) / (now - started)
         left = (total - done) / rate if rate else 0.0
         click.echo(
             f"{self._label}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {rate / 1e6:.0f} MB/s, {left:.0f} s left",
