@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -77,8 +77,7 @@ class _Trust:
             self.equal += 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Requests that are being run, and what has come out so far."""
 
     call: Callable[[Sequence[Array]], list[Array]]

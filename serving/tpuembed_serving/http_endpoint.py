@@ -1,12 +1,11 @@
 """What every raw ASGI handler does: reads a body within its limit, answers, and tells observers."""
 
 import abc
-import dataclasses
 import logging
 import urllib.parse
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tpuembed_serving.json_codec import encode_error
 from tpuembed_serving.observation import REQUEST_ID, REST, RequestRecord, sane_request_id
@@ -64,8 +63,7 @@ _RETRY_AFTER: Final = (b"retry-after", b"1")
 """Of an overload: what waits is gone within a second, or answered that it took too long."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """An answer; `code` is what `status` stands for."""
 
     status: int

@@ -1,10 +1,9 @@
 """A request body as a JSON document: by a fast library where that agrees with RapidJSON, else by our own parser."""
 
-import dataclasses
 import json
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -15,8 +14,7 @@ from tpuembed_serving.status import StatusError, invalid_argument
 __all__ = ["Document", "format_error", "parse_document"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A parsed body.
 
     Attributes:
@@ -61,12 +59,11 @@ def _parse(body: bytes, max_depth: int | None) -> Any:
 def _count_members(root: dict[str, Any]) -> int:
     """Members in plain sight. Each has a colon, so that as many colons in the body prove that no key is repeated."""
     count = len(root)
-    for key in ("instances", "examples"):
-        if type(rows := root.get(key)) is list:
-            count += sum([len(row) for row in rows if type(row) is dict])
-    for key in ("inputs", "context"):
-        if type(members := root.get(key)) is dict:
-            count += len(members)
+    for key, value in root.items():
+        if key in _LISTS and type(value) is list:
+            count += sum([len(row) for row in value if type(row) is dict])
+        elif key in _OBJECTS and type(value) is dict:
+            count += len(value)
     return count
 
 
@@ -99,6 +96,8 @@ def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_LISTS = frozenset({"instances", "examples"})
+_OBJECTS = frozenset({"inputs", "context"})
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LOOSE = json.JSONDecoder(
     object_pairs_hook=_first_wins,

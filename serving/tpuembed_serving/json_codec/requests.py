@@ -1,9 +1,8 @@
 """A predict request, in row form ("instances") or columnar form ("inputs"), to the inputs of a signature."""
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from tpuembed_serving.status import StatusError, invalid_argument
 __all__ = ["PredictInputs", "decode_inputs", "signature_name"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PredictInputs:
+class PredictInputs(NamedTuple):
     """Arrays in the order of the signature's inputs, and which form the answer takes."""
 
     arrays: Sequence[Array]
