@@ -148,7 +148,8 @@ def check_loop() -> None:
     if traced_outside_of_loops():
         raise TrainingError(
             "TPUEmbedding: pipeline_execution_with_tensor_core=True needs a loop around strategy.run, whose steps overlap; write "
-            "`for _ in tf.range(steps): strategy.run(...)` inside of the tf.function, or build the layer without it"
+            "`for _ in tf.range(steps): strategy.run(...)` inside of the tf.function, with neither a condition (as fit has) "
+            "nor another tf.function between, or build the layer without it"
         )
 
 

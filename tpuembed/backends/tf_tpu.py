@@ -4,7 +4,6 @@ With `tf_config` and `tf_stacks`, the only backend modules that use private name
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -77,14 +76,13 @@ def tpu_call() -> Any:
 
 
 def traced_outside_of_loops() -> bool:
-    """Whether a body of `strategy.run` is being traced for TPUs that stands in no loop (`tf.range`, `tf.while_loop`) of steps.
+    """Whether a body of `strategy.run` is being traced for TPUs that is no step of a loop (`tf.range`, `tf.while_loop`).
 
-    A loop inside of the body is part of one step.
+    A loop inside of the body is part of one step. A condition or another function between loop and body makes it none either:
+    TensorFlow's pass looks for the loop whose body holds the ops (FindOwningWhileOp in embedding_pipelining.cc).
     """
-    around = list(itertools.dropwhile(lambda graph: _tpu_context(graph) is None, _graphs()))
-    return bool(around) and not any(
-        isinstance(graph, control_flow_v2_func_graphs.WhileBodyFuncGraph) for graph in around
-    )
+    holding = next((graph for graph in _graphs() if _tpu_context(graph) is not None), None)
+    return holding is not None and not isinstance(holding, control_flow_v2_func_graphs.WhileBodyFuncGraph)
 
 
 def _graphs() -> Iterator[Any]:

@@ -468,38 +468,55 @@ def dense_inputs() -> dict[str, Any]:
     return {name: tf.zeros([BATCH], tf.int64) for name in ("seen", "user")}
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_pipelined_steps_in_a_loop_are_traced(nested: bool) -> None:
-    """The step's own tf.function changes nothing."""
+def test_pipelined_steps_in_a_loop_are_traced() -> None:
     with fake_tpu("V2") as strategy:
         layer = pipelined(strategy)
 
+        @tf.function
+        def steps() -> None:
+            for _ in tf.range(3):
+                train_in(strategy, layer, dense_inputs())
+
+        assert pipelining_marks(steps.get_concrete_function().graph) == {b"forward", b"backward"}
+
+
+def once(step: Any) -> None:
+    step()
+
+
+def conditional(step: Any) -> None:
+    for index in tf.range(3):
+        if index > 0:
+            step()
+
+
+def looped(step: Any) -> None:
+    for _ in tf.range(3):
+        step()
+
+
+@pytest.mark.parametrize(("steps_of", "nested"), [(once, False), (conditional, False), (looped, True)])
+@pytest.mark.parametrize("loop_inside", [False, True])
+def test_a_pipelined_step_outside_of_a_loop_is_refused(loop_inside: bool, steps_of: Any, nested: bool) -> None:
+    """A loop inside of the step is not one of steps, and TensorFlow takes nothing between loop and step."""
+    with fake_tpu("V2") as strategy:
+        layer = pipelined(strategy)
+
+        def look_up() -> None:
+            layer(dense_inputs())
+
+        def look_up_often() -> None:
+            for _ in tf.range(3):
+                layer(dense_inputs())
+
         def step() -> None:
-            train_in(strategy, layer, dense_inputs())
+            strategy.run(look_up_often if loop_inside else look_up)
 
         called = tf.function(step) if nested else step
 
         @tf.function
         def steps() -> None:
-            for _ in tf.range(3):
-                called()
-
-        assert pipelining_marks(steps.get_concrete_function().graph) == {b"forward", b"backward"}
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_pipelined_step_outside_of_a_loop_is_refused(inside: bool) -> None:
-    """A loop inside of the step is not one of steps."""
-    with fake_tpu("V2") as strategy:
-        layer = pipelined(strategy)
-
-        def look_up() -> Any:
-            for _ in tf.range(3) if inside else range(1):
-                layer(dense_inputs())
-
-        @tf.function
-        def steps() -> None:
-            strategy.run(tf.autograph.experimental.do_not_convert(look_up) if not inside else look_up)
+            steps_of(called)
 
         with pytest.raises(TrainingError, match=r"needs a loop around strategy.run, .*`for _ in tf.range\(steps\)"):
             steps.get_concrete_function()
