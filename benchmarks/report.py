@@ -109,8 +109,8 @@ def _exports() -> Iterator[str]:
     )
     peer = found["beside TensorFlow's restore-and-save"]
     yield f"TensorFlow's restore-and-save of {peer['gib']} GiB, in turns with the command:\n"
-    rows = [(name, peer[name]["seconds"], peer[name]["peak_rss_mb"]) for name in ("export", "TensorFlow", "ratio")]
-    yield _table(("", "seconds", "peak, MB"), rows)
+    beside = [(name, peer[name]["seconds"], peer[name]["peak_rss_mb"]) for name in ("export", "TensorFlow", "ratio")]
+    yield _table(("", "seconds", "peak, MB"), beside)
 
 
 def _loads() -> Iterator[str]:
