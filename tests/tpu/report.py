@@ -257,7 +257,12 @@ def _flags(cell: Cell) -> list[object]:
 
 
 def _facts(facts: Mapping[str, Any]) -> list[object]:
-    return [facts["sparse_core_starts"], *(f"{facts['memory'][kind]:,}" for kind in _MEMORY)]
+    return [facts.get("sparse_core_starts", ""), *(_grouped(facts["memory"].get(kind)) for kind in _MEMORY)]
+
+
+def _grouped(number: int | None) -> str:
+    """With commas; "" where it was not measured."""
+    return "" if number is None else f"{number:,}"
 
 
 def _slow(measured: Mapping[str, Any]) -> str:
@@ -296,4 +301,4 @@ def _slow_programs(cell: Cell, programs: Mapping[str, Any]) -> Iterator[list[obj
         if "left_out" in facts:
             yield [*first, facts["left_out"], *[""] * (1 + len(_HEAD_OF_FACTS))]
         else:
-            yield [*first, facts["cpu_seconds"], f"{facts['compiler_bytes']:,}", *_facts(facts)]
+            yield [*first, _grouped(facts.get("cpu_seconds")), _grouped(facts.get("compiler_bytes")), *_facts(facts)]
