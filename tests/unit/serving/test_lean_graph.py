@@ -77,6 +77,20 @@ def test_a_lean_graph_computes_the_same(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(run(meta_graph), truth, atol=1e-5)
 
 
+def test_an_activation_that_waits_for_something_still_does(tmp_path: Path) -> None:
+    def body(x: Any, kernel: Any, bias: Any) -> Any:
+        layer = product(x, kernel, bias)
+        with tf.control_dependencies([tf.reduce_sum(x)]):
+            return tf.nn.relu(layer)
+
+    meta_graph = save(body, tmp_path)
+    make_lean(meta_graph.graph_def)
+    found = [node for function in meta_graph.graph_def.library.function for node in function.node_def]
+    assert [node.op for node in found if any(name.startswith("^") for name in node.input) and node.op == "Relu"]
+    assert [node.op for node in found].count("_FusedMatMul") == 1
+    np.testing.assert_allclose(run(meta_graph), np.maximum(PLAIN, 0), atol=1e-5)
+
+
 def test_calls_of_a_signature_are_in_line_and_those_that_shall_not_be_are_not(tmp_path: Path) -> None:
     aside = tf.function(
         lambda x: x * 2.0,
