@@ -23,10 +23,10 @@ _NAMES: Final = """
 
     All Any ArgMax Bitcast BroadcastTo Cast ConcatV2 Cumsum DivNoNan EnsureShape Equal ExpandDims Fill FloorDiv
     FloorMod GatherV2 Greater GreaterEqual Less LessEqual LogicalAnd LogicalNot LogicalOr Max Maximum Min Minimum
-    NotEqual Pack ParseExampleV2 Prod Range ResourceGather Reshape SegmentSum Select SelectV2 Shape ShapeN Size Slice
-    Split SplitV Squeeze StridedSlice Sum Transpose Unpack UnsortedSegmentSum UpperBound ZerosLike
+    NotEqual OnesLike Pack ParseExampleV2 Prod Range ResourceGather Reshape SegmentSum Select SelectV2 Shape ShapeN Size Slice
+    SparseToDense Split SplitV Squeeze StridedSlice Sum Tile Transpose Unpack UnsortedSegmentSum UpperBound Where ZerosLike
 
-    AddV2 BiasAdd MatMul Mul RealDiv Relu Sigmoid Softmax Sqrt Sub Tanh
+    AddV2 BatchMatMulV2 BiasAdd MatMul Mul RealDiv Relu Rsqrt Sigmoid Softmax Sqrt Sub Tanh
 """
 _LEAN_OPS: Final = frozenset(_NAMES.split())
 """Of tables and weights, of structure, of ids and sums of rows, of dense layers: the optimizer does no more for them."""

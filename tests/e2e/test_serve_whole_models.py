@@ -1,5 +1,6 @@
 """A whole model in the server's runtime: without TensorFlow's optimizer, with the numbers of its layers."""
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
-from tpuembed_serving import runtime
+from tpuembed_serving import lean_graph, runtime
 from tpuembed_serving.status import StatusError
 
 NAMES = ("a", "b", "c")
@@ -106,3 +107,45 @@ def test_the_graph_is_lean(loaded: Any) -> None:
     library = loaded[0]._session.graph.as_graph_def().library
     ops = [node.op for function in library.function for node in function.node_def]
     assert ops.count("_FusedMatMul") >= 3  # one of each signature, at least
+
+
+LISTS = {
+    "mean": {"table": "t", "combiner": "mean"},
+    "weighted": {"table": "t", "combiner": "sum", "weighted": True},
+    "sequence": {"table": "t", "max_sequence_length": 4},
+    "one": {"table": "t", "input": "id"},
+}
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_lookups_of_lists_need_no_optimizer(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def counted(graph: Any) -> None:
+        made.append(graph)
+        lean_graph.make_lean(graph)
+
+    monkeypatch.setattr(runtime, "make_lean", counted)
+    table = np.random.default_rng(3).normal(size=(30, 4)).astype(np.float32)
+    checkpoint = tf.train.Checkpoint(t=tf.Variable(table)).write(str(tmp_path / "ckpt"))
+    export_saved_model(checkpoint, tmp_path / "m", serving_config={"features": LISTS}, layout=layout)
+    servable = runtime.load(tmp_path / "m" / "1")
+    assert made
+    ids = np.array([[3, 29, -1], [0, 0, 7]])
+    weights = np.array([[0.5, 2.0, 0.0], [1.0, 1.0, 3.0]], np.float32)
+    inputs = dict.fromkeys(["mean", "weighted", "sequence"], ids) | {
+        "weighted_weights": weights,
+        "one": np.array([5, 6]),
+    }
+    signature = servable.signatures["serving_default"]
+    values = servable.run(signature, [inputs[info.alias] for info in signature.inputs])
+    found = dict(zip((info.alias for info in signature.outputs), values, strict=True))
+    rows = np.where((ids >= 0)[..., None], table[ids], 0).astype(np.float64)
+    counts = (ids >= 0).sum(1)[:, None]
+    np.testing.assert_allclose(found["mean"], rows.sum(1) / counts, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["weighted"], (rows * weights[..., None]).sum(1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found["sequence"], np.pad(rows, ((0, 0), (0, 1), (0, 0))).astype(np.float32))
+    np.testing.assert_array_equal(found["one"], table[[5, 6]])
+    with pytest.raises(StatusError, match=r"ids of table t must be in .0, 30.; these go from. .1. .to. .30"):
+        servable.run(signature, [(inputs | {"mean": np.array([[30, 1], [2, 3]])})[i.alias] for i in signature.inputs])
+    servable.close()
