@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpu import slow
+from tests.tpu import shims, slow
 from tests.tpu.broken import BROKEN
 from tests.tpu.cells import COVERING, DLRM_CELLS, SLOW_CELLS, Cell
 from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
@@ -104,3 +104,10 @@ def test_a_slow_program_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch
     measured["cells"][SLOW_CELLS[0].name][first] = {"left_out": "stopped after 2,700 seconds"}
     monkeypatch.setattr(slow, "committed", lambda: measured)
     assert "stopped after 2,700 seconds" in rendered(results())
+
+
+def test_the_committed_page_has_every_cell_control_and_variant() -> None:
+    page = (ROOT / "docs" / "tpu-proof.md").read_text()
+    wanted = [*BROKEN, *(control.name for control in (*CONTROLS, *CONTROLS_OF_COPIES)), *shims.SHIMS]
+    assert [name for name in wanted if name not in page] == []
+    assert not re.search("FAILED|ACCEPTED|not run|NO \\|", page)
