@@ -37,7 +37,7 @@ class DirectCycle:
 
     def __init__(self, protocol: HttpToolsProtocol, request: PredictRequest) -> None:
         self._protocol, self._request = protocol, request
-        self._body = b""
+        self._body = bytearray()
         self.disconnected = self.response_started = self.response_complete = False
         self.keep_alive = True
 
@@ -47,7 +47,7 @@ class DirectCycle:
 
     def answer(self, direct: DirectPredict) -> None:
         """The body is there."""
-        direct.answer(self._request, self._body, self._send)
+        direct.answer(self._request, bytes(self._body), self._send)
 
     def _send(self, reply: Reply) -> None:
         protocol: Any = self._protocol

@@ -247,11 +247,19 @@ def test_a_body_in_pieces_is_put_together(steady: Running) -> None:
     assert steady.by_asgi == 1
 
 
-def test_who_goes_away_holds_no_version(server: Running, gate: Gate) -> None:
+@contextlib.contextmanager
+def held(server: Running, gate: Gate) -> Iterator[socket.socket]:
+    """A connection whose request runs until the gate is opened."""
     gate.open.clear()
     with socket.create_connection(("127.0.0.1", server.port), 20) as client:
         client.sendall(request())
         assert gate.entered.acquire(timeout=20)
+        yield client
+
+
+def test_who_goes_away_holds_no_version(server: Running, gate: Gate) -> None:
+    with held(server, gate):
+        pass
     gate.open.set()
     wait_for(lambda: server.users == 0)
     assert answers(server.raw(request(BODY, CLOSE)))[0][2] == ANSWER
@@ -285,10 +293,8 @@ def test_an_error_of_the_model_is_this_request_s(server: Running, gate: Gate) ->
 
 
 def test_a_stop_waits_for_the_answer_and_says_that_it_closes(server: Running, gate: Gate) -> None:
-    gate.open.clear()
-    with socket.create_connection(("127.0.0.1", server.port), 5) as client:
-        client.sendall(request())
-        assert gate.entered.acquire(timeout=20)
+    with held(server, gate) as client:
+        client.settimeout(5)
         server.stop.handle()
         wait_for(lambda: refuses(server.port))
         gate.open.set()
