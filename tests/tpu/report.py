@@ -269,8 +269,9 @@ def _slow(measured: Mapping[str, Any]) -> str:
     """The programs that take minutes, from the committed file."""
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     about = (
-        f"Without stacks every table is looked up and updated by itself, and the compiler takes minutes. Measured apart, one program "
-        f"at a time (`python -m tests.tpu --slow` measures them anew), on {measured['date']} ({versions}); a test compares the versions with the requirements. "
+        "Without stacks every table is looked up and updated by itself, and the compiler takes minutes. Measured apart, one "
+        f"program at a time (`python -m tests.tpu --slow` measures them anew), on {measured['date']} ({versions}); "
+        "a test compares the versions with the requirements. "
         "`seconds` are processor time of the compiler, `compiler` the most memory that its process had.\n"
     )
     rows = [row for cell in SLOW_CELLS for row in _slow_programs(cell, measured["cells"][cell.name])]
