@@ -16,6 +16,8 @@ from typing import Any, Final
 
 from tpuembed_serving.batch_lane import Lane, OnOutcome, Request
 from tpuembed_serving.batch_runner import Outcome, Postponed
+from tpuembed_serving.busy_poll import BusyPoll
+from tpuembed_serving.expiry import Expiry
 from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.status import Code, StatusError
@@ -67,14 +69,17 @@ class ModelExecutor:
         self._lanes: dict[int, dict[str, Lane]] = {}
         self._groups: dict[Any, collections.deque[Request]] = {}
         self._waiting = 0
-        self._enter(None)
+        self._polls = processes < (os.cpu_count() or 1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: set[Request] = set()
 
-    def _enter(self, loop: asyncio.AbstractEventLoop | None) -> None:
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
         """What was planned belongs to the loop that ends with it."""
         self._loop = loop
-        self._open: set[Request] = set()
+        self._open = set()
         self._will_start = False
-        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry = Expiry(loop, self._open, self._fail)
+        self._poll = BusyPoll(loop) if self._polls else None
 
     async def run(
         self,
@@ -123,8 +128,10 @@ class ModelExecutor:
             raise self._full()
         lane.check_room(request)
         self._add(request)
-        self._expect(request.deadline)
+        self._expiry.expect(request.deadline)
         self._plan_start()
+        if self._poll is not None:
+            self._poll.arrived()
         return request
 
     def close(self) -> None:
@@ -178,26 +185,6 @@ class ModelExecutor:
             "The batch scheduling queue to which this task was submitted is full; currently "
             f"{self._waiting} requests are waiting and at most {self._max_queued} may",
         )
-
-    # ---- deadlines: one timer for all
-
-    def _expect(self, deadline: float) -> None:
-        assert self._loop is not None
-        if self._expiry is None or deadline < self._expiry.when():
-            if self._expiry is not None:
-                self._expiry.cancel()
-            self._expiry = self._loop.call_at(deadline, self._expire)
-
-    def _expire(self) -> None:
-        assert self._loop is not None
-        self._expiry = None
-        now = self._loop.time()
-        for request in list(self._open):
-            if request.deadline <= now:
-                # TensorFlow's text for a Session::Run that outlives RunOptions.timeout_in_ms.
-                self._fail(request, StatusError(Code.DEADLINE_EXCEEDED, "Timed out waiting for notification"))
-        if self._open:
-            self._expect(min(request.deadline for request in self._open))
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._open.discard(request)
@@ -296,6 +283,8 @@ class ModelExecutor:
                 self._open.discard(request)
                 if outcome is not None:
                     request.end(outcome)
+        if self._poll is not None and len(requests) == 1 and not self._open:
+            self._poll.answered()
 
     def _note_failures(self, first: Request, outcomes: Sequence[Outcome], seconds: float) -> None:
         assert self._loop is not None

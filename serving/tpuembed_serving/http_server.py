@@ -14,7 +14,7 @@ from tpuembed_serving.app import ServingApp
 from tpuembed_serving.guarded_http import close_slow_connections, protocol_class
 from tpuembed_serving.stopping import Stop
 
-__all__ = ["log_to_stderr", "quiet_tensorflow", "run_app"]
+__all__ = ["log_to_stderr", "prepare_tensorflow", "run_app"]
 
 logger = logging.getLogger("tpuembed_serving")
 
@@ -47,9 +47,10 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
         server.run(sockets=[listener])
 
 
-def quiet_tensorflow() -> None:
-    """Before it is imported: its notes are none of a server's."""
+def prepare_tensorflow() -> None:
+    """Before it is imported: its notes are none of a server's, and oneDNN costs more than it saves in runs of few rows."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 
 def log_to_stderr(prefix: str = "") -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tpuembed.errors import ServingError
 from tpuembed_serving.app import create_app
 from tpuembed_serving.config_file import ConfigFile
-from tpuembed_serving.http_server import log_to_stderr, quiet_tensorflow, run_app
+from tpuembed_serving.http_server import log_to_stderr, prepare_tensorflow, run_app
 from tpuembed_serving.listening import bind, reserve
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.stopping import Stop, stop_on_signals
@@ -32,7 +32,7 @@ def serve(settings: ServerSettings) -> None:
     Raises:
         ServingError: a model's folder is missing, unreadable or no model folder; or the port cannot be bound.
     """
-    quiet_tensorflow()
+    prepare_tensorflow()
     check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
     empty = [model for model in here if not _find_versions(model.base_path, _source(settings, model))]

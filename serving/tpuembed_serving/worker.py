@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 from tpuembed_serving.app import create_app
 from tpuembed_serving.fleet import Channel, Start
-from tpuembed_serving.http_server import log_to_stderr, quiet_tensorflow, run_app
+from tpuembed_serving.http_server import log_to_stderr, prepare_tensorflow, run_app
 from tpuembed_serving.listening import bind_shared
 from tpuembed_serving.stopping import stop_on_signals
 from tpuembed_serving.worker_link import WorkerLink
@@ -18,7 +18,7 @@ __all__ = ["main"]
 def main() -> None:
     """Serve what the supervisor at the other end of file descriptor FD says, until SIGTERM or its end."""
     index, descriptor = (int(argument) for argument in sys.argv[1:])
-    quiet_tensorflow()
+    prepare_tensorflow()
     log_to_stderr(f"worker {index}: ")
     with stop_on_signals() as stop:
         channel = Channel(Connection(descriptor))

@@ -157,3 +157,20 @@ def test_a_stop_where_python_ignores_exceptions(tmp_path: Path) -> None:
 def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, tmp_path.with_name(f"{tmp_path.name}.log")) as server:
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("asked", [None, "1"])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_onednn_is_off_unless_it_is_asked_for(
+    workers: str, asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFlow says so where it is on and its log is not silenced."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", asked)
+    save_zoo(tmp_path / "zoo" / "1")
+    with ServerProcess(tmp_path / "zoo", tmp_path / "log", "--workers", workers) as server:
+        server.wait_for(1)
+        assert "TensorFlow" in server.log  # its notes are there
+        assert ("oneDNN custom operations are on" in server.log) == (asked is not None)
