@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ class SavedModelServable:
             for name, definition in meta_graph.signature_def.items()
         }
         self._callables: dict[str, Callable[..., list[Any]]] = {}
+        self._building = threading.RLock()
+        self._is_closing = False
         self._prepare()
 
     def merging(self, signature: Signature) -> Merging | None:
@@ -116,29 +119,48 @@ class SavedModelServable:
 
     def close(self) -> None:
         """Cancel what still runs, free the variables, and let the garbage collector have the graph."""
+        self._is_closing = True
+        self._rest.join()
         self._callables.clear()
         self._session.close()
         self._session = None
         _collect()
 
     def _prepare(self) -> None:
-        """Build the callables now, so that no request pays for it; one that cannot be built fails its own requests."""
-        for signature in self.signatures.values():
+        """Build the callables now, so that no request pays for it; one that cannot be built fails its own requests.
+
+        Of an export the others than `serving_default`, which are most of a load, are built while that is asked already. No
+        thread of a process that ends is to be in TensorFlow: this one is waited for.
+        """
+        callable_ones = [signature for signature in self.signatures.values() if signature.inputs]
+        first = [one for one in callable_ones if self._manifest is None or one.name == "serving_default"]
+        self._build(first)
+        rest = [signature for signature in callable_ones if signature not in first]
+        self._rest = threading.Thread(target=self._build, args=(rest,), name="model-signatures")
+        self._rest.start()
+
+    def _build(self, signatures: Sequence[Signature]) -> None:
+        for signature in signatures:
             try:
-                if signature.inputs:
+                if not self._is_closing:
                     self._callable(signature)
             except tf.errors.OpError as error:
                 logger.warning("signature %s cannot be called: %s", signature.name, error.message)
 
     def _callable(self, signature: Signature) -> Callable[..., list[Any]]:
-        found = self._callables.get(signature.name)
-        if found is None:
+        return self._callables.get(signature.name) or self._built(signature)
+
+    def _built(self, signature: Signature) -> Callable[..., list[Any]]:
+        with self._building:
+            found = self._callables.get(signature.name)
+            if found is not None:
+                return found
             if self._manifest is not None and is_worth_packing(self._manifest, signature):
                 found = self._packed_call(self._manifest, signature)
             else:
                 found = self._make_callable(signature)
             self._callables[signature.name] = found
-        return found
+            return found
 
     def _packed_call(self, manifest: Manifest, signature: Signature) -> PackedCall:
         """`signature` itself is made once it is needed, which is to refuse inputs: making one is most of a mapped load."""

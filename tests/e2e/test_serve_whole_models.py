@@ -1,5 +1,6 @@
 """A whole model in the server's runtime: without TensorFlow's optimizer, with the numbers of its layers."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def expected(model: Any) -> Any:
 
 @pytest.fixture(scope="module", params=["variables", "mmap"])
 def loaded(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A loaded export, and what it shall answer."""
+    """A loaded export, what it shall answer, and where it lies."""
     folder = tmp_path_factory.mktemp("whole")
     model = build()
     for weight in model.weights:
@@ -47,7 +48,7 @@ def loaded(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     checkpoint = tf.train.Checkpoint(model=model).write(str(folder / "ckpt"))
     export_saved_model(checkpoint, folder / "m", model=build, layout=request.param)
     servable = runtime.load(folder / "m" / "1")
-    yield servable, expected(model)
+    yield servable, expected(model), folder / "m" / "1"
     servable.close()
 
 
@@ -58,7 +59,7 @@ def call(servable: Any, name: str, inputs: dict[str, Any]) -> Any:
 
 
 def test_numbers_of_every_signature(loaded: Any) -> None:
-    servable, truth = loaded
+    servable, truth, _ = loaded
     examples = [
         tf.train.Example(
             features=tf.train.Features(
@@ -80,7 +81,7 @@ def test_numbers_of_every_signature(loaded: Any) -> None:
 
 @pytest.mark.parametrize("bad", [-1, -7, 20, 1 << 62])
 def test_an_id_outside_of_its_table_is_named(loaded: Any, bad: int) -> None:
-    servable, _ = loaded
+    servable, *_ = loaded
     for ids in ([bad, 3, 4], [3, 4, bad]):
         text = f"[ids of table table_b must be in [0, 20); these go from] [{min(ids)}] [to] [{max(ids)}]"
         with pytest.raises(StatusError) as caught:
@@ -90,7 +91,7 @@ def test_an_id_outside_of_its_table_is_named(loaded: Any, bad: int) -> None:
 
 def test_features_of_different_lengths(loaded: Any) -> None:
     """Each is looked up by itself; that they do not fit together is for the model to say, and ids out of range come first."""
-    servable, _ = loaded
+    servable, *_ = loaded
     with pytest.raises(StatusError, match=r"must be in .0, 30.; these go from. .2. .to. .30"):
         call(servable, "serving_default", IDS | {"b": np.array([1]), "c": np.array([30, 2])})
     with pytest.raises(StatusError, match="ConcatOp"):
@@ -98,7 +99,7 @@ def test_features_of_different_lengths(loaded: Any) -> None:
 
 
 def test_no_rows(loaded: Any) -> None:
-    servable, _ = loaded
+    servable, *_ = loaded
     assert call(servable, "serving_default", dict.fromkeys(NAMES, np.empty(0, np.int64))).shape == (0, 2)
 
 
@@ -107,6 +108,35 @@ def test_the_graph_is_lean(loaded: Any) -> None:
     library = loaded[0]._session.graph.as_graph_def().library
     ops = [node.op for function in library.function for node in function.node_def]
     assert ops.count("_FusedMatMul") >= 3  # one of each signature, at least
+
+
+def test_it_answers_while_its_other_signatures_are_built_and_closes_after_that(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, truth, version_dir = loaded
+    built: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+    make = runtime.SavedModelServable._make_callable
+
+    def held(self: Any, signature: Any) -> Any:
+        built.append(signature.name)
+        if signature.name != "serving_default":
+            begun.set()
+            assert go.wait(60)
+        return make(self, signature)
+
+    monkeypatch.setattr(runtime.SavedModelServable, "_make_callable", held)
+    servable = runtime.load(version_dir)
+    assert begun.wait(60)
+    np.testing.assert_allclose(call(servable, "serving_default", IDS), truth, rtol=1e-5)
+    closing = threading.Thread(target=servable.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    go.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert len(built) == 2  # it was closed before the third
 
 
 LISTS = {
