@@ -76,8 +76,12 @@ def _packed(inputs: Mapping[str, _Array], packing: Packing) -> dict[str, _Array]
 def _examples(inputs: Mapping[str, _Array]) -> dict[str, _Array]:
     count = len(next(iter(inputs.values())))
     rows = [{name: _feature(values[row]) for name, values in inputs.items()} for row in range(count)]
-    examples = [tf.train.Example(features=tf.train.Features(feature=row)).SerializeToString() for row in rows]
-    return {"examples": np.array(examples, np.object_)}
+    return {"examples": np.array([_example(row) for row in rows], np.object_)}
+
+
+def _example(row: Mapping[str, tf.train.Feature]) -> bytes:
+    """Serialized with its features in the order of their names: otherwise every process has an order of its own."""
+    return tf.train.Example(features=tf.train.Features(feature=row)).SerializeToString(deterministic=True)
 
 
 def _feature(value: Any) -> tf.train.Feature:
@@ -98,5 +102,5 @@ def _prediction_log(signature: str, inputs: Mapping[str, _Array]) -> bytes:
 
 def _input(name: str, values: _Array) -> bytes:
     """An entry of the map PredictRequest.inputs = 2: its key = 1 and its TensorProto = 2."""
-    tensor = tf.make_tensor_proto(values).SerializeToString()
+    tensor = tf.make_tensor_proto(values).SerializeToString(deterministic=True)
     return bytes_field(2, bytes_field(1, name.encode()) + bytes_field(2, tensor))
