@@ -4,12 +4,13 @@ import importlib
 import io
 import os
 import sys
-from typing import Any
+import warnings
+from typing import Any, TextIO
 
 import click
 
 import tpuembed
-from tpuembed.errors import TpuEmbedError
+from tpuembed.errors import TpuEmbedError, printable
 
 __all__ = ["cli", "main"]
 
@@ -62,6 +63,19 @@ def cli() -> None:
     """Export embedding tables of any size from checkpoints, and serve them on CPUs."""
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In one line, as errors are shown; where the code is that warns is not the user's news."""
+    del category, filename, lineno, line
+    click.echo(f"Warning: {printable(' '.join(str(message).split()))}", file=file, err=True)
+
+
 def main() -> None:
     """The console script."""
     # Before TensorFlow is imported by whichever command needs it: its start-up notices are not the user's news.
@@ -69,7 +83,18 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # names that the terminal's encoding does not have
-    cli()
+    warnings.showwarning = _show_warning
+    try:
+        cli()
+    finally:
+        _let_go_of_runs()
+
+
+def _let_go_of_runs() -> None:
+    """A server's run that nobody waits for any more does not keep the process."""
+    stopping = sys.modules.get("tpuembed_serving.stopping")
+    if stopping is not None:
+        stopping.end_within(stopping.LAST_SECONDS)
 
 
 if __name__ == "__main__":

@@ -143,9 +143,9 @@ def resumable(staging: Stage) -> Iterator[None]:
         yield
     except TpuEmbedError as error:
         if staging.is_kept_after(error):
-            error.args = (
-                f"{error}; {staging.finished} finished shards are kept, and the same export goes on from them",
-            )
+            count = staging.finished
+            kept = "1 finished shard is kept" if count == 1 else f"{count} finished shards are kept"
+            error.args = (f"{error}; {kept}, and the same export goes on from {'it' if count == 1 else 'them'}",)
         raise
 
 

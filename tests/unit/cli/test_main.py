@@ -12,6 +12,11 @@ import tensorflow as tf
 
 import tpuembed
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.checkpoint import open_checkpoint
+from tpuembed.export.engines import choose_engine
+from tpuembed.export.execute import stream_tables
+from tpuembed.export.plan import plan_export
+from tpuembed.export.run import source_of
 from tpuembed_cli.main import cli
 from tpuembed_cli.options import SIZE
 
@@ -127,6 +132,19 @@ def test_describe_and_export_print_one_json_object(checkpoint: Path, tmp_path: P
     assert described["signatures"]["serving_default"]["inputs"] == {"x": {"dtype": "int64", "shape": [None, None]}}
     assert "users" in _run("describe", tmp_path / "m").stdout
     assert "users" in _run("describe", checkpoint).stdout
+
+
+def test_a_warning_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    """Here of what a killed export of something else has left."""
+    left = tmp_path / "m" / ".staging-1-left"
+    left.mkdir(parents=True)
+    with open_checkpoint(str(checkpoint)) as opened:
+        plan = plan_export(list(opened.tables().values()), storage={"*": "int8"})
+        stream_tables(plan, source_of(opened), left / "tables", choose_engine("local", 1))
+    done = _run("export", checkpoint, tmp_path / "m")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Warning: MODEL_DIR {tmp_path / 'm'}: an unfinished export of something else is kept ")
 
 
 def test_a_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -221,14 +221,15 @@ def test_damage_of_the_source_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
+    ("error", "shards", "text"),
     [
-        (ExportError("disk full"), "disk full; 2 finished shards are kept, and the same export goes on from them"),
-        (CheckpointCorruptError("bad rows"), "bad rows"),
+        (ExportError("disk full"), 2, "disk full; 2 finished shards are kept, and the same export goes on from them"),
+        (ExportError("disk full"), 1, "disk full; 1 finished shard is kept, and the same export goes on from it"),
+        (CheckpointCorruptError("bad rows"), 2, "bad rows"),
     ],
 )
-def test_an_error_says_what_is_not_lost(tmp_path: Path, error: TpuEmbedError, text: str) -> None:
-    leave(tmp_path, HEADER)
+def test_an_error_says_what_is_not_lost(tmp_path: Path, error: TpuEmbedError, shards: int, text: str) -> None:
+    leave(tmp_path, HEADER, shards=shards)
     with pytest.raises(type(error)) as caught, Staging(tmp_path, None, HEADER) as staging, steps.resumable(staging):
         raise error
     assert str(caught.value) == text
