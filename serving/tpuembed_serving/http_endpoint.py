@@ -139,10 +139,21 @@ class HttpEndpoint(abc.ABC):
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """The body, inflated where it is compressed."""
+        length = header(scope, b"content-length")
+        if length.isdigit():
+            self._check_size(int(length))  # before it is asked for
         body, more = await self._read_part(receive, 0)
         if more:
             body = await self._read_rest(receive, body)
-        return _inflate(body) if b"gzip" in header(scope, b"content-encoding") else body
+        if b"gzip" not in header(scope, b"content-encoding"):
+            return body
+        inflated = _inflate(body)
+        self._check_size(len(inflated))
+        return inflated
+
+    def _check_size(self, size: int) -> None:
+        if self._max_body_bytes is not None and size > self._max_body_bytes:
+            raise _BodyTooLargeError
 
     async def _read_rest(self, receive: Receive, first: bytes) -> bytes:
         parts, size, more = [first], len(first), True
@@ -158,8 +169,7 @@ class HttpEndpoint(abc.ABC):
         if message["type"] == "http.disconnect":
             raise _DisconnectedError
         part = message.get("body", b"")
-        if self._max_body_bytes is not None and size + len(part) > self._max_body_bytes:
-            raise _BodyTooLargeError
+        self._check_size(size + len(part))
         return part, message.get("more_body", False)
 
 

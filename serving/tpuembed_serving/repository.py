@@ -41,7 +41,7 @@ class ModelRepository:
         self._reloading = threading.Lock()
         self._looks = threading.Condition()
         self._asked, self._done, self._looked = 0, 0, False
-        self._configured = tuple(models)
+        self._configured = self._adopted = tuple(models)
         self._models = {model.name: self._model(model) for model in models}
         self._successors: dict[str, ServedModel] = {}
         self._removed: dict[str, ServedModel] = {}
@@ -156,14 +156,13 @@ class ModelRepository:
         return ServedModel(settings, self._load, self._wake.set, options=self._options, changed=self._changed)
 
     def _watch(self) -> None:
-        adopted = self._configured
         while not self._stopping:
             with self._looks:
                 asked, configured = self._asked, self._configured
-            news = configured is not adopted or not self._looked
-            if configured is not adopted:
+            news = configured is not self._adopted or not self._looked
+            if configured is not self._adopted:
                 self._adopt(configured)
-                adopted = configured
+                self._adopted = configured
             self._look()
             if news:
                 self._changed()

@@ -116,6 +116,8 @@ class SavedModelServable:
             return [_as_array(value) for value in self._callable(signature)(*inputs)]
         except tf.errors.OpError as error:
             raise _status(error) from None
+        except UnicodeDecodeError as error:  # of the message, which quotes what the client sent; its code is lost
+            raise invalid_argument(error.object.decode("utf-8", "replace")) from None
 
     def close(self) -> None:
         """Cancel what still runs, free the variables, and let the garbage collector have the graph."""

@@ -102,9 +102,11 @@ class PredictionService:
         """
         if not spec.name:
             raise invalid_argument("ModelSpec has no name specified.")
-        lease = self._repository.lease(spec.name, spec.version, spec.label)
         record = current_record()
-        return lease if record is None else _noted(lease, record, spec.name)
+        if record is not None:
+            record.model = spec.name
+        lease = self._repository.lease(spec.name, spec.version, spec.label)
+        return lease if record is None else _noted(lease, record)
 
     async def predict(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> dict[str, Array]:
         """The signature's outputs by alias; `inputs` in the signature's order."""
@@ -188,11 +190,8 @@ async def _timed(run: Awaitable[list[Array]], record: RequestRecord) -> list[Arr
 
 
 @contextlib.contextmanager
-def _noted(
-    lease: contextlib.AbstractContextManager[LoadedVersion], record: RequestRecord, model: str
-) -> Iterator[LoadedVersion]:
-    """The lease; who observes requests learns of the model and the version."""
-    record.model = model
+def _noted(lease: contextlib.AbstractContextManager[LoadedVersion], record: RequestRecord) -> Iterator[LoadedVersion]:
+    """The lease; who observes requests learns of the version."""
     with lease as loaded:
         record.version = loaded.version
         yield loaded

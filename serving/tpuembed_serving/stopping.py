@@ -5,8 +5,12 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Final
 
-__all__ = ["Stop", "stop_on_signals"]
+__all__ = ["LAST_SECONDS", "Stop", "end_within", "stop_on_signals"]
+
+LAST_SECONDS: Final = 10.0
+"""Beyond the drain, for a process to unload and exit."""
 
 
 class Stop:
@@ -42,3 +46,9 @@ def stop_on_signals() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_within(seconds: float) -> None:
+    """Have the process ended by SIGALRM then, whatever it does: Python waits for its threads, and a run takes its time."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)

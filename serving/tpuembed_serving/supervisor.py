@@ -26,6 +26,7 @@ from tpuembed_serving.fleet import (
     together,
 )
 from tpuembed_serving.settings import ModelSettings, ServerSettings
+from tpuembed_serving.stopping import LAST_SECONDS
 from tpuembed_serving.worker_process import Exited, WorkerProcess
 
 __all__ = ["Supervisor"]
@@ -36,8 +37,6 @@ _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _STEADY_SECONDS: Final = 60.0
 """A worker that lived so long starts anew at once when it dies."""
-_KILL_SECONDS: Final = 10.0
-"""Beyond the drain, for a worker to unload and exit."""
 
 
 @dataclasses.dataclass
@@ -217,7 +216,7 @@ class Supervisor:
     def _begin_stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            self._kill_at = time.monotonic() + self._settings.drain_seconds + _KILL_SECONDS
+            self._kill_at = time.monotonic() + self._settings.drain_seconds + LAST_SECONDS
             for process in self._processes():
                 process.terminate()
 

@@ -1,5 +1,7 @@
 """`tpuembed serve` as a command: what it refuses, how it starts, how it ends."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from tests.e2e.serve_models import save_zoo
 from tests.e2e.serve_process import ServerProcess, run_command
+from tests.unit.serving.doubles import wait_for
 
 
 def test_a_missing_model_dir(tmp_path: Path) -> None:
@@ -174,3 +177,26 @@ def test_onednn_is_off_unless_it_is_asked_for(
         server.wait_for(1)
         assert "TensorFlow" in server.log  # its notes are there
         assert ("oneDNN custom operations are on" in server.log) == (asked is not None)
+
+
+def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> None:
+    """It has the drain and ten seconds more."""
+    save_zoo(tmp_path / "zoo" / "1")
+    options = ("--drain-seconds", "1", "--rest-timeout-ms", "600000")
+    with ServerProcess(tmp_path / "zoo", tmp_path / "log", *options) as server:
+        server.wait_for(1)
+        with socket.create_connection((server.host, server.port)) as connection:
+            body = b'{"signature_name": "slow", "instances": [1000000000000]}'
+            connection.sendall(
+                b"POST %s:predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s"
+                % (server.path.encode(), len(body), body)
+            )
+            busy = processor_seconds(server) + 1
+            wait_for(lambda: processor_seconds(server) > busy)
+            assert server.stop() == -signal.SIGALRM
+            assert connection.recv(1) == b""
+
+
+def processor_seconds(server: ServerProcess) -> float:
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

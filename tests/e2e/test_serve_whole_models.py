@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed_serving import lean_graph, runtime
-from tpuembed_serving.status import StatusError
+from tpuembed_serving.status import Code, StatusError
 
 NAMES = ("a", "b", "c")
 ROWS = {"a": 10, "b": 20, "c": 30}
@@ -87,6 +87,13 @@ def test_an_id_outside_of_its_table_is_named(loaded: Any, bad: int) -> None:
         with pytest.raises(StatusError) as caught:
             call(servable, "serving_default", IDS | {"b": np.array(ids)})
         assert text in caught.value.message
+
+
+def test_an_error_that_quotes_bytes_of_the_client_is_no_fault_of_the_server(loaded: Any) -> None:
+    """Python cannot have TensorFlow's message: it is no UTF-8."""
+    with pytest.raises(StatusError, match="Could not parse example input, value: '\ufffd\ufffd'") as caught:
+        call(loaded[0], "serving_examples", {"examples": np.array([b"\xff\xff"], object)})
+    assert caught.value.code is Code.INVALID_ARGUMENT
 
 
 def test_features_of_different_lengths(loaded: Any) -> None:

@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.serving.doubles import DoublingServable, make_version
+from tests.unit.serving.doubles import DoublingServable, FakeLoader, make_version
 from tests.unit.serving.test_rest import running, send, wait_until_ready
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.access_log import AccessLog
 from tpuembed_serving.app import ServingApp
-from tpuembed_serving.observation import GRPC, RequestRecord
+from tpuembed_serving.executor import ModelExecutor
+from tpuembed_serving.observation import GRPC, RequestRecord, observing
+from tpuembed_serving.repository import ModelRepository
+from tpuembed_serving.service import ModelSpec, PredictionService
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.status import Code
+from tpuembed_serving.status import Code, StatusError
 from tpuembed_serving.telemetry import check_telemetry
 
 STAGES = ["read", "parse", "queue", "run", "encode"]
@@ -94,6 +97,17 @@ def test_a_call_has_the_name_of_its_code(tmp_path: Path) -> None:
     log.close()
     line = json.loads((tmp_path / "log").read_text())
     assert (line["status"], line["request_id"], line["entrypoint"]) == ("NOT_FOUND", "a", "GRPC")
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    models = ModelRepository([], FakeLoader(), poll_seconds=3600)
+    service = PredictionService(models, ModelExecutor(threads=1, max_queued=1, timeout_seconds=10))
+    one = record()
+    observing(one)
+    with pytest.raises(StatusError, match="not found"):
+        service.lease(ModelSpec("unknown"))
+    observing(None)
+    assert one.model == "unknown"
 
 
 def test_a_rotated_file_is_made_anew(tmp_path: Path) -> None:

@@ -262,3 +262,16 @@ def test_a_server_without_a_model_tells_that_it_is_ready(loader: FakeLoader) -> 
     wait_for(lambda: bool(told))
     idle.stop()
     assert told == [True]
+
+
+def test_a_reload_before_the_first_look_counts(first: ModelSettings, loader: FakeLoader, tmp_path: Path) -> None:
+    """A worker may be told of a config while it starts."""
+    starting = ModelRepository([first, model(tmp_path, "n", 1)], loader, poll_seconds=3600)
+    reload = threading.Thread(target=starting.reload, args=([first, model(tmp_path, "o", 5)],))
+    reload.start()
+    wait_for(lambda: starting._asked == 1)
+    starting.start()
+    reload.join(60)
+    assert set(starting.labels()) == {"m", "o"}
+    assert served(starting, "o") == 5
+    starting.stop()

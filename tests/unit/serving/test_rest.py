@@ -234,6 +234,18 @@ def test_a_body_over_the_limit(app: ServingApp) -> None:
     assert (reply.status, reply.error) == (413, "the request body is larger than the limit of 100000 bytes")
 
 
+def test_an_inflated_body_over_the_limit(app: ServingApp) -> None:
+    packed = gzip.compress(b" " * 100_001)
+    assert len(packed) < 1000
+    reply = send(app, "POST", "/v1/models/m%20x:predict", packed, content_encoding="gzip")
+    assert (reply.status, reply.error) == (413, "the request body is larger than the limit of 100000 bytes")
+
+
+def test_a_body_that_says_that_it_is_over_the_limit_is_refused_before_it_comes(app: ServingApp) -> None:
+    assert send(app, "POST", "/v1/models/m%20x:predict", FULL, content_length="100000").status == 200
+    assert send(app, "POST", "/v1/models/m%20x:predict", FULL, content_length="100001").status == 413
+
+
 def test_a_cors_preflight(app: ServingApp) -> None:
     assert send(app, "OPTIONS", "/v1/models/m:predict", origin="https://a.example").status == 200
     refused = send(app, "OPTIONS", "/v1/models/m:predict")

@@ -223,7 +223,7 @@ def test_a_stop_drains_every_worker_and_starts_none(fleets: Fleets) -> None:
 
 
 def test_one_that_does_not_end_is_killed(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed_serving.supervisor._KILL_SECONDS", 0.01)
+    monkeypatch.setattr("tpuembed_serving.supervisor.LAST_SECONDS", 0.01)
     fleet = fleets(1, drain_seconds=0.01)
     fleet.supervisor.stop()
     wait_for(lambda: fleet.started[0].signals == ["term", "kill"])
