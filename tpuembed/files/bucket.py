@@ -96,12 +96,21 @@ class Bucket:
             return found.tag
 
     def replace(self, key: str, data: bytes, tag: str) -> str:
-        """Write an object over the one of ETag `tag`; its ETag. FileExistsError where it is another one by now, or none."""
+        """Write an object over the one of ETag `tag`; its ETag.
+
+        Raises:
+            FileExistsError: it is another one by now.
+            FileNotFoundError: there is none any more; MissingBucketError where there is no bucket.
+        """
         try:
             return self._put(key, data, IfMatch=tag)
         except (FileExistsError, FileNotFoundError) as error:
+            if isinstance(error, MissingBucketError):
+                raise
             found = self.get(key)
-            if found is None or found.data != data:
+            if found is None:
+                raise FileNotFoundError(errno.ENOENT, error.strerror, self._url(key)) from None
+            if found.data != data:
                 raise FileExistsError(errno.EEXIST, error.strerror, self._url(key)) from None
             return found.tag
 

@@ -180,7 +180,19 @@ def claim(root: Root, version: int | None, header: Header | None, *, restart: bo
         _remove(one)
     kept = tuple(str(one) for one in others if one not in litter)
     taken = None if resumable is None else _take(resumable)
+    if taken is not None and version is None:
+        _warn_below(root, taken.version, found)
     return taken or _reserve(root, version, header), kept
+
+
+def _warn_below(root: Root, version: int, found: Found) -> None:
+    newest = max(found.versions, default=0)
+    if version < newest:
+        warnings.warn(
+            f"MODEL_DIR {root.path}: a killed export is gone on with as version {version}, and version {newest} exists: servers "
+            f"of the newest version will not serve it; for version {found.free}, begin anew with --restart (resume=False)",
+            stacklevel=2,
+        )
 
 
 def _settled(unfinished: StoreUnfinished) -> StoreUnfinished:
@@ -209,7 +221,7 @@ def _take(unfinished: StoreUnfinished) -> Claim | None:
     key, tag = unfinished.root.record_key(unfinished.version), unfinished.stored.tag
     try:
         return Claim(unfinished.version, record, unfinished.root.bucket.replace(key, record.to_bytes(), tag))
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):
         return None
 
 

@@ -1,5 +1,6 @@
 """Keeps the record of a version in the making: renews it, and adds what is finished, in a thread of its own."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -11,6 +12,8 @@ from tpuembed.export.store.claim import Claim, Root
 from tpuembed.export.store.failing import failing
 from tpuembed.export.store.record import StoreRecord
 from tpuembed.export.stream import ShardResult
+from tpuembed.export.unfinished import PREFIX
+from tpuembed.files import MissingBucketError
 
 __all__ = ["Keeper"]
 
@@ -53,11 +56,24 @@ class Keeper:
         with self._changed:
             return dataclasses.replace(self._record, finished=dict(self._finished))
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the version is another export's, as far as is known."""
+        return isinstance(self._error, FileExistsError)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the store has no record of the version any more; it is asked, unless it has failed before."""
+        if self._error is None:
+            with contextlib.suppress(OSError):
+                return self._root.bucket.head(self._root.record_key(self.version)) is None
+        return isinstance(self._error, FileNotFoundError)
+
     def add(self, file: str, result: ShardResult) -> None:  # noqa: ARG002 - as Recording
         """Note `result`, which lies in a part that the store has.
 
         Raises:
-            ExportError: earlier ones could not be written, or the version is another export's by now.
+            ExportError: earlier ones could not be written, or the version is another export's by now, or gone.
         """
         with self._changed:
             self._finished[result.index] = result
@@ -71,7 +87,7 @@ class Keeper:
 
         Raises:
             OSError: it cannot be written.
-            ExportError: the version is another export's by now.
+            ExportError: the version is another export's by now, or gone.
         """
         with self._changed:
             self._record = dataclasses.replace(self._record, **changes)
@@ -85,6 +101,16 @@ class Keeper:
             raise ExportError(
                 f"MODEL_DIR {self._root.path}: version {self.version}: another export has taken it over, because this one was "
                 "not heard of for a minute; export again"
+            )
+        if isinstance(self._error, FileNotFoundError):
+            is_bucket = isinstance(self._error, MissingBucketError)
+            what = (
+                self._error.strerror
+                if is_bucket
+                else f"its record, {PREFIX}{self.version}/record, was removed meanwhile"
+            )
+            raise ExportError(
+                f"MODEL_DIR {self._root.path}: version {self.version}: {what}; nothing is kept; export again"
             )
         if self._error is not None:
             raise self._error

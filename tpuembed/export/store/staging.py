@@ -84,6 +84,12 @@ class StoreStaging:
         if self._is_visible:
             self._root.bucket.delete([self._root.record_key(version)])
             return
+        if self._keeper.is_taken:
+            return  # all of it is the other export's
+        if self._keeper.is_gone:
+            for upload in self._keeper.record.uploads.values():
+                self._root.bucket.abort_upload(upload.key, upload.id)
+            return
         if error is not None and self.is_kept_after(error):
             self._keeper.update(owner=None)
         else:
@@ -92,7 +98,9 @@ class StoreStaging:
 
     def is_kept_after(self, error: BaseException) -> bool:
         """Whether the next export can go on with what there is."""
-        return self._can_go_on and not self._is_committing and not isinstance(error, _SPOILING) and self.finished > 0
+        if not self._can_go_on or self._is_committing or isinstance(error, _SPOILING) or not self.finished:
+            return False
+        return not (self._keeper.is_taken or self._keeper.is_gone)
 
     @property
     def finished(self) -> int:

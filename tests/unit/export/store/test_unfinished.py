@@ -23,6 +23,7 @@ from tests.unit.export.store.exports import (
     stage,
 )
 from tpuembed.errors import ExportError
+from tpuembed.export.run import resumable
 from tpuembed.export.store import claim as claims
 from tpuembed.export.store.record import Owner, StoreRecord
 from tpuembed.export.store.staging import StoreStaging
@@ -49,7 +50,11 @@ def test_an_export_of_something_else_is_kept_and_named(
         assert f"from {prefix})" in kept
         fill(staging, plan, tmp_path / "other")
         assert str(staging.commit()) == f"s3://{bucket}/m/2"
-    assert export(f"s3://{bucket}/m", prefix)[1].bytes_reused > 0
+    below = (
+        f"MODEL_DIR s3://{bucket}/m: .* as version 1, and version 2 exists: .* for version 3, begin anew with --restart"
+    )
+    with pytest.warns(UserWarning, match=below):
+        assert export(f"s3://{bucket}/m", prefix)[1].bytes_reused > 0
     assert_complete(server, bucket, "m/1")
 
 
@@ -144,13 +149,41 @@ def test_who_was_taken_over_stops(server: S3, bucket: str, prefix: Path) -> None
     def lose(_: StoreStaging) -> None:
         edit_record(server, bucket, "m/.staging-1/record", owner=elsewhere())
 
-    with (
-        pytest.warns(UserWarning, match="cannot be cleared"),
-        pytest.raises(ExportError, match="another export has taken it over"),
-    ):
+    with pytest.raises(ExportError, match="another export has taken it over"):
         export(f"s3://{bucket}/m", prefix, meanwhile=lose)
     assert server.keys(bucket) == ["m/.staging-1/record"]
     assert len(server.uploads(bucket)) == 2, "they are the other's now"
+
+
+@pytest.mark.parametrize("notices", ["the commit", "a worker"])
+def test_whose_record_was_removed_keeps_nothing_and_says_so(
+    server: S3, bucket: str, prefix: Path, notices: str
+) -> None:
+    """No other export has taken it over, and none can go on with it."""
+
+    def run() -> None:
+        plan = plan_of(prefix)
+        with stage(f"s3://{bucket}/m", plan, prefix) as staging, resumable(staging):
+            fill(staging, plan, prefix)
+            staging._keeper.__exit__()  # which may notice it first
+            server.delete(bucket, "m/.staging-1/record")
+            if notices == "a worker":
+                raise ExportError("a part is gone")
+            staging.commit()
+
+    removed = "version 1: its record, .staging-1/record, was removed meanwhile; nothing is kept; export again$"
+    message = removed if notices == "the commit" else "^a part is gone$"
+    with pytest.raises(ExportError, match=message):
+        run()
+    assert leftovers(server, bucket) == []
+
+
+def test_a_bucket_that_was_removed_is_named(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
+    def lose(_: StoreStaging) -> None:
+        proxy.fault = lambda _: (404, "NoSuchBucket")
+
+    with pytest.raises(ExportError, match=f"version 1: there is no bucket '{bucket}'; nothing is kept; export again$"):
+        export(f"s3://{bucket}/m", prefix, meanwhile=lose)
 
 
 def test_a_commit_that_was_killed_half_way_is_gone_on_with(
