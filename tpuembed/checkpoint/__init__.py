@@ -112,7 +112,11 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
         raise
     except MissingBucketError as error:
         raise CheckpointNotFoundError(f"checkpoint {path}: {error.strerror}; check the URL") from None
-    except (OSError, ValueError) as error:  # no permission, a name too long or with a zero byte
+    except PermissionError as error:
+        is_told = not error.filename or "://" in str(error.filename)  # credentials are of all of a store
+        where = "" if is_told else f" (of {error.filename})"
+        raise CheckpointError(f"checkpoint {path}: cannot be read: {error.strerror or error}{where}") from None
+    except (OSError, ValueError) as error:  # a name too long or with a zero byte
         raise CheckpointError(f"checkpoint {path}: cannot be read: {error}") from None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import MissingExtraError, one_line
+from tpuembed.files.answers import NOT_ALLOWED, refusal
 from tpuembed.files.types import MissingBucketError
 
 __all__ = ["Bucket", "Part", "Stored", "content_md5", "md5"]
@@ -229,14 +230,14 @@ class Bucket:
     def _meaning(self, error: Any, key: str) -> OSError:
         said = error.response.get("Error", {})
         code, status = said.get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
-        line, url = f"the store answers {status} {code}: {said.get('Message', '')}", self._url(key)
+        line, url = refusal(status, code=code, message=said.get("Message", "")), self._url(key)
         if code == "NoSuchBucket" or (status == 404 and not key):
             return MissingBucketError(errno.ENOENT, f"there is no bucket {self.name!r}", url)
         if status == 404:
             return FileNotFoundError(errno.ENOENT, line, url)
         if status in (409, 412):
             return FileExistsError(errno.EEXIST, line, url)
-        if status in (401, 403) or code in _DENIED:
+        if status in NOT_ALLOWED or code in _DENIED:
             return PermissionError(errno.EACCES, line, url)
         return OSError(errno.EIO, line, url)
 

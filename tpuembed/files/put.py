@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, Final
 
+from tpuembed.files.answers import NOT_ALLOWED, refusal
+
 __all__ = ["put_file"]
 
 _PAUSES_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -48,7 +50,7 @@ def put_file(
             failure = _reason(error)
         if pause is not None:
             time.sleep(pause * random.uniform(0.5, 1.5))
-    raise TimeoutError(errno.ETIMEDOUT, f"{failure}; it was tried {len(_PAUSES_SECONDS) + 1} times")
+    raise TimeoutError(errno.ETIMEDOUT, f"{failure} ({len(_PAUSES_SECONDS) + 1} times in a row)")
 
 
 def _put(url: str, file: BinaryIO, size: int, headers: Mapping[str, str], on_block: Callable[[], None]) -> str:
@@ -82,12 +84,12 @@ def _opener() -> Any:
 def _meaning(error: urllib.error.HTTPError) -> str:
     """What the store says, where another try may help; raises otherwise."""
     body = error.read(_MAX_BODY_BYTES)
-    line = f"the store answers {error.code}: {' '.join(body.decode(errors='replace').split())[:300]}"
+    line = refusal(error.code, body.decode(errors="replace"))
     if error.code in _MAY_PASS or b"RequestTimeout" in body or b"BadDigest" in body:
         return line
     if any(code in body for code in _EXPIRED):
         raise TimeoutError(errno.ETIMEDOUT, line)  # whoever signs anew may go on
-    if error.code in (401, 403):
+    if error.code in NOT_ALLOWED:
         raise PermissionError(errno.EACCES, line)
     if error.code == 404:
         raise FileNotFoundError(errno.ENOENT, line)

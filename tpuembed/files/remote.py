@@ -7,10 +7,12 @@ import concurrent.futures
 import datetime as dt
 import errno
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from tpuembed.errors import MissingExtraError
+from tpuembed.files.answers import NOT_ALLOWED, refusal
 from tpuembed.files.types import FileVersion, MissingBucketError, Pending, finish
 
 if TYPE_CHECKING:
@@ -33,8 +35,11 @@ _MAX_MESSAGE: Final = 300
 _NO_BUCKET: Final = "status code: 404 Not Found"
 """In the client's message, which has no class for it: of a listing, only a bucket can be missing."""
 
+_ANSWER: Final = re.compile(r"non-2xx status code: (\d{3})\b")
+
 _CREDENTIALS: Final = {
-    "/latest/api/token": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true",
+    "/latest/api/token": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true; profiles in "
+    '~/.aws are not read: eval "$(aws configure export-credentials --format env)"',
     "/computeMetadata/": "no credentials: set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true",
 }
 """Paths of the service that a cloud's machine gets its identity from, asked last -> what to do where there is none."""
@@ -167,18 +172,29 @@ def _fail(path: "UrlPath", error: Exception) -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, _line(error), str(path)) from None
     if isinstance(error, exceptions.PreconditionError):
         raise OSError(errno.ESTALE, "it has changed since it was opened", str(path)) from None
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        raise PermissionError(errno.EACCES, _line(error), str(path)) from None
+    refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+    if refused or _status(error) in NOT_ALLOWED:
+        line = _line(error)
+        remedy = "" if line in _CREDENTIALS.values() else "; the credentials are wrong, or not allowed to read there"
+        raise PermissionError(errno.EACCES, line + remedy, str(path)) from None
     raise OSError(errno.EIO, _line(error), str(path)) from None
 
 
 def _line(error: Exception) -> str:
-    """The first paragraph of the store's message, in one line that is not long."""
+    """What the store answered, or else the first paragraph of the client's message, in one line that is not long."""
     text = _first_paragraph(error)
     for metadata_service, hint in _CREDENTIALS.items():
         if metadata_service in text:
             return hint
+    if status := _status(error):
+        return refusal(status, text)
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
+
+
+def _status(error: Exception) -> int:
+    """Of the answer that the client's message is about; 0 where it is about none."""
+    found = _ANSWER.search(str(error))
+    return int(found[1]) if found else 0
 
 
 def _first_paragraph(error: Exception) -> str:

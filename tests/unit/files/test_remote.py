@@ -241,6 +241,34 @@ def test_a_server_that_refuses(gcs: GcsStub, status: int, kind: type[OSError], m
     assert "\n" not in str(caught.value)
 
 
+NOT_ALLOWED = "the store answers 403 {}; the credentials are wrong, or not allowed to read there"
+XML = b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>No.</Message><HostId>x</HostId></Error>'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "line"),
+    [
+        (403, XML, NOT_ALLOWED.format("AccessDenied: No.")),
+        (403, b"<html>" + bytes(2000), NOT_ALLOWED.format("Forbidden")),
+        (400, b"<html>\n<title>Bad</title>", "the store answers 400 Bad Request"),
+    ],
+)
+def test_bodies_of_refusals_are_not_shown(gcs: GcsStub, status: int, body: bytes, line: str) -> None:
+    """Of a listing, for which the client has no class of errors, and of bytes."""
+    gcs.objects["bucket/object"] = DATA[:1000]
+    file = open_bytes(as_path("gs://bucket/object"))
+
+    def refuse(request: Any) -> bool:
+        request.answer(status, body)
+        return True
+
+    gcs.fault = refuse
+    for call in (lambda: read(file, 10, 20), lambda: list(as_path("gs://bucket").iterdir())):
+        with pytest.raises(PermissionError if status == 403 else OSError) as caught:
+            call()
+        assert caught.value.strerror == line
+
+
 def test_a_body_that_is_cut_is_asked_for_again_or_refused(gcs: GcsStub) -> None:
     gcs.objects["bucket/object"] = DATA[:1000]
     file = open_bytes(as_path("gs://bucket/object"))

@@ -21,7 +21,7 @@ def failing(model_dir: UrlPath) -> Iterator[None]:
 
 def _remedy(error: OSError) -> str:
     if isinstance(error, PermissionError) and "no credentials" not in str(error):
-        return "; these credentials must be allowed to list, read, write and delete there"
+        return "; these credentials are wrong, or not allowed to list, read, write and delete there"
     if isinstance(error, MissingBucketError):
         return "; make it, or name another"
     return ""

@@ -100,7 +100,7 @@ class _PartFile:
         try:
             return put_file(url, self._file, self._size, headers, on_block)
         except TimeoutError as error:
-            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror}; try again") from error
+            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror}") from error
         except OSError as error:
             raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror or error}") from None
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.stores import GcsStub
 from tests.unit.checkpoint.orbax_trees import Leaves, write_tree
 from tests.unit.tensor_bundle.bundles import write
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from tpuembed.export import export_saved_model
-from tpuembed.files import open_stream
+from tpuembed.files import open_stream, remote
 from tpuembed.protobuf import MalformedError
 from tpuembed.saved_model import relocate_export
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path, verification, write_index
@@ -140,13 +142,32 @@ def test_a_data_file_that_the_system_refuses(prefix: Path, monkeypatch: pytest.M
     assert {damage.file for damage in verify_files(prefix).damaged} == {str(refused), str(others[0])}
 
 
+def test_a_store_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: Any) -> bool:
+        request.answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+        return True
+
+    remote._store.cache_clear()
+    with GcsStub() as stub:
+        stub.fault = refuse
+        for name, value in stub.environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(CheckpointError) as caught:
+            verify_files("gs://bucket/models")
+    remote._store.cache_clear()
+    assert re.fullmatch(
+        r"checkpoint gs://bucket/models: cannot be read: the store answers 403 \w+; the credentials are wrong, or not allowed .*",
+        str(caught.value),
+    )
+
+
 def test_a_folder_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "is_file", refuse)
     assert find_export(tmp_path) is None
-    with pytest.raises(CheckpointError, match=r"checkpoint .*: cannot be read: .*Permission denied"):
+    with pytest.raises(CheckpointError, match=r": cannot be read: Permission denied \(of .*/_METADATA\)$"):
         verify_files(tmp_path)
 
 

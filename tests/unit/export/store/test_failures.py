@@ -88,7 +88,9 @@ def test_what_does_not_pass_is_told_and_the_next_export_goes_on(
     server: S3, proxy: S3Proxy, bucket: str, prefix: Path
 ) -> None:
     proxy.fault = lambda request: (403, "AccessDenied") if request.part == 3 else None
-    with pytest.raises(ExportError, match=r"part 3: cannot be uploaded: the store answers 403: .*AccessDenied"):
+    with pytest.raises(
+        ExportError, match=r"part 3: cannot be uploaded: the store answers 403 AccessDenied: as the test"
+    ):
         export(f"s3://{bucket}/m", prefix)
     assert [key for key in server.keys(bucket) if not key.startswith("m/.staging-1/")] == []
     sent = [(one.key, one.part) for one in proxy.requests if one.part and one.part != 3]
@@ -99,6 +101,13 @@ def test_what_does_not_pass_is_told_and_the_next_export_goes_on(
     assert not set(sent) & {(one.key, one.part) for one in proxy.requests[before:] if one.part}
     assert_complete(server, bucket, "m/1")
     assert leftovers(server, bucket) == []
+
+
+def test_a_store_that_stays_busy_is_told_in_one_short_line(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
+    proxy.fault = lambda request: (503, "SlowDown") if request.part == 3 else None
+    line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)$"
+    with pytest.raises(ExportError, match=line):
+        export(f"s3://{bucket}/m", prefix)
 
 
 def test_a_damaged_source_leaves_nothing(server: S3, bucket: str, prefix: Path) -> None:
@@ -165,7 +174,8 @@ def test_a_store_that_cannot_be_written_is_told_at_once(
 def test_a_store_that_refuses_is_told_at_once(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     proxy.fault = lambda _: (403, "AccessDenied")
     with pytest.raises(
-        ExportError, match=r"answers 403 .*these credentials must be allowed to list, read, write and delete"
+        ExportError,
+        match=r"answers 403 .*these credentials are wrong, or not allowed to list, read, write and delete there",
     ):
         export(f"s3://{bucket}/m", prefix)
     assert not any(request.part for request in proxy.requests)
