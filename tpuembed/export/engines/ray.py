@@ -8,12 +8,14 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from tpuembed.errors import ExportError, MissingExtraError, TpuEmbedError, WorkerError, one_line
 from tpuembed.export.batch import Batch, Where, flush_batch, run_batch
@@ -99,7 +101,8 @@ def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult
     try:
         reply = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        raise ExportError(f"{task}: {one_line(error.cause)}; it was tried {_RETRIES + 1} times") from None
+        said = str(error.cause) if isinstance(error.cause, _MayPassError) else f"{task}: {one_line(error.cause)}"
+        raise ExportError(f"{said}; it was tried {_RETRIES + 1} times") from None
     except ray.exceptions.RayError as error:
         raise WorkerError(
             f"{task}: Ray lost it {_RETRIES + 1} times: {one_line(error)}; look at the cluster's nodes"
@@ -133,17 +136,56 @@ def _connected(address: str | None) -> Iterator[Any]:
         yield ray
         return
     where = address or os.environ.get("RAY_ADDRESS") or "local"
-    try:
-        _reach(where)
-        ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
-    except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray has no type for it
-        raise ExportError(
-            f"ray: no cluster at {where!r} can be used: {one_line(error)}; start one, or name another with --ray-address"
-        ) from None
+    with _notices() as notices:
+        try:
+            _reach(where)
+            ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
+        except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray has no type for it
+            raise _unusable(where, error, notices) from None
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _unusable(where: str, error: Exception, notices: BinaryIO) -> ExportError:
+    """What to do about a cluster that cannot be used; `notices` of a token are told in it, once."""
+    notices.seek(0)
+    written = notices.read()
+    if b"AuthToken" in written or "Authentication" in type(error).__name__:
+        notices.seek(0)
+        notices.truncate()
+        return ExportError(
+            f"ray: the cluster at {where!r} refuses the token, or there is none: set RAY_AUTH_TOKEN to the cluster's, with "
+            "RAY_AUTH_MODE=token"
+        )
+    # Ray names an address of its own making.
+    said = re.sub(r"Failed to connect to Ray cluster at \S+", "failed to connect", one_line(error))
+    return ExportError(
+        f"ray: no cluster at {where!r} can be used: {said}; start one, name another with --ray-address, or set RAY_AUTH_TOKEN "
+        "where it asks for a token"
+    )
+
+
+@contextlib.contextmanager
+def _notices() -> Iterator[BinaryIO]:
+    """A file for what is written to file descriptor 2 meanwhile; what is left in it at the end is written there.
+
+    Ray's own code writes a line every second there, before any log level applies.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            while block := file.read(1 << 16):
+                os.write(2, block)
 
 
 def _reach(where: str) -> None:
