@@ -1,14 +1,21 @@
 """What is said of a cluster that cannot be used, by a stand-in for Ray: the real one takes twenty seconds to say it."""
 
 import os
+import socket
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.export.fakes import random_table, write_checkpoint
 from tpuembed.errors import ExportError
+from tpuembed.export.batch import Batch, FolderPlace
 from tpuembed.export.engines import ray as engine
+from tpuembed.export.engines.protocol import Job
+from tpuembed.export.plan import plan_export
+from tpuembed.export.stream import Source
 
 NOTICE = b"[2026-01-01 00:00:00,000 W 1 1] gcs_client.cc:210: Failed to get cluster ID: InvalidAuthToken: missing or incorrect\n"
 
@@ -40,3 +47,34 @@ def test_other_notices_are_shown_and_the_address_is_the_users(
     assert message.startswith("ray: no cluster at 'auto' can be used: ConnectionError: failed to connect; start one, ")
     assert "192.0.2.1" not in message
     assert capfd.readouterr().err == "disk full\n" * 2
+
+
+def test_a_cluster_that_dies_is_told_before_ray_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under way is cancelled."""
+    monkeypatch.setattr(engine, "_SILENT_SECONDS", 0.0)
+    infos = write_checkpoint(tmp_path / "ckpt", {"t": random_table(10, 4)})
+    plan = plan_export(list(infos.values()))
+    job = Job(source=Source(path="ckpt", fingerprint="f"), place=FolderPlace(tmp_path / "m" / ".staging" / "tables"))
+    listening, cancelled = socket.create_server(("127.0.0.1", 0)), list[str]()
+    address = f"127.0.0.1:{listening.getsockname()[1]}"
+    waits = 0
+
+    def wait(references: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        nonlocal waits
+        waits += 1
+        assert waits < 4, "nobody notices"
+        if waits == 2:
+            listening.close()
+        return [], references
+
+    fake = types.SimpleNamespace(
+        get_runtime_context=lambda: types.SimpleNamespace(gcs_address=address),
+        wait=wait,
+        cancel=lambda reference, **_: cancelled.append(reference),
+    )
+    task = types.SimpleNamespace(remote=lambda *_: "task")
+    with pytest.raises(ExportError, match=f"head at {address} has not answered .*; start the cluster again, and run"):
+        list(engine._results(fake, task, [Batch(plan.shards)], job, 2))
+    assert (waits, cancelled) == (2, ["task"])

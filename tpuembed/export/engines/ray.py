@@ -12,6 +12,7 @@ import re
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,9 @@ __all__ = ["RayEngine"]
 
 _RETRIES: Final = 3
 _CONNECT_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 5.0
+_SILENT_SECONDS: Final = 30.0
+"""Half of what Ray gives a head to come back."""
 _QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
 
 
@@ -85,16 +89,46 @@ def _results(ray: Any, run: Any, batches: Sequence[Batch], job: Job, at_once: in
             for batch in islice(waiting, count)
         }
 
+    head = _Head(ray.get_runtime_context().gcs_address)
     running = submit(at_once)
     try:
         while running:
-            done, _ = ray.wait(list(running), num_returns=1)
+            done, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_SECONDS)
+            if not done:
+                head.check()
             for reference in done:
                 yield from _result(ray, reference, running.pop(reference), job)
             running |= submit(len(done))
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
+
+
+class _Head:
+    """The cluster's head, as far as it can be asked from here: Ray itself ends this process when it is gone for a minute."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._silent_since = address, 0.0
+        self._is_watched = self._answers()  # what "ray://..." leads to need not be seen from here
+
+    def check(self) -> None:
+        """Raise WorkerError where it has been silent for too long."""
+        if not self._is_watched or self._answers():
+            self._silent_since = 0.0
+            return
+        self._silent_since = self._silent_since or time.monotonic()
+        if time.monotonic() - self._silent_since >= _SILENT_SECONDS:
+            raise WorkerError(
+                f"ray: the cluster's head at {self._address} has not answered for {_SILENT_SECONDS:.0f} seconds; start the cluster "
+                "again, and run the same command"
+            )
+
+    def _answers(self) -> bool:
+        try:
+            _reach(self._address, _LOOK_SECONDS)
+        except OSError:
+            return False
+        return True
 
 
 def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult]:
@@ -188,11 +222,11 @@ def _notices() -> Iterator[BinaryIO]:
                 os.write(2, block)
 
 
-def _reach(where: str) -> None:
+def _reach(where: str, timeout_seconds: float = _CONNECT_SECONDS) -> None:
     """Raise OSError where nothing listens at HOST:PORT; Ray itself would try for minutes."""
     host, _, port = where.rpartition(":")
     if port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
 
 
 def _options(where: str) -> dict[str, Any]:
