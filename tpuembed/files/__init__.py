@@ -4,6 +4,7 @@ paths     what a user's text names: a `Path`, or a `UrlPath` that has the few me
 types     the protocol of an open file
 local     files of the operating system
 remote    objects in a store, read by parallel range requests under one byte budget
+answers   what a store says when it refuses, in one line
 
 Whatever fails raises an OSError with one line as its `strerror`, or EOFError where a file is shorter than the range.
 """
