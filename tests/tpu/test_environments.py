@@ -61,8 +61,25 @@ def test_an_interrupted_one_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> Non
         EnvironmentUnavailableError, match=r"jax: ERROR: No matching distribution found for jax==0.10.2"
     ):
         ensure(JAX)
-    assert JAX.folder.exists()
     assert not JAX.is_complete()
+    left = JAX.folder / "half"
+    left.touch()
+    pip_that(monkeypatch, 0)
+    monkeypatch.setattr(Environment, "problems", lambda _: [])
+    assert ensure(JAX) is True
+    assert not left.exists()
+
+
+def test_one_of_other_requirements_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_that(monkeypatch, 0)
+    monkeypatch.setattr(Environment, "problems", lambda _: [])
+    pins = tmp_path / "jax.txt"
+    pins.write_text("jax==0.10.2\n")
+    monkeypatch.setattr(Environment, "requirements", pins)
+    assert ensure(JAX) is True
+    pins.write_text("jax==0.10.3\n")
+    assert ensure(JAX) is True
+    assert ensure(JAX) is False
 
 
 def test_a_damaged_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +124,7 @@ def test_two_proofs_do_not_share_their_files(
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["tpu-proof"])
     with (tmp_path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # which two of these would share
         assert command.main() == 1
     assert "another proof runs" in capsys.readouterr().out
 
