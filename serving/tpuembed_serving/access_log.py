@@ -3,6 +3,7 @@
 import datetime as dt
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 STDERR: Final = "-"
 """In the place of a file's path."""
+
+_LINE_ENDS: Final = re.compile(rb"\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
+"""UTF-8 of the C1 controls, one of which ends a line, and of the separators of lines and paragraphs."""
 
 
 def entry(record: RequestRecord, stages: Sequence[float], wall_offset: float) -> dict[str, Any]:
@@ -46,6 +50,12 @@ def entry(record: RequestRecord, stages: Sequence[float], wall_offset: float) ->
         "ms": _ms(record.ended - record.started),
         "stages_ms": {name: _ms(seconds) for name, seconds in zip(STAGES, stages, strict=True)},
     }
+
+
+def _line(found: dict[str, Any]) -> bytes:
+    """JSON in a line, whatever its reader takes for the end of one: clients choose names."""
+    line = orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
+    return line if line.isascii() else _LINE_ENDS.sub(lambda end: b"\\u%04x" % ord(end[0].decode()), line)
 
 
 def _ms(seconds: float) -> float:
@@ -96,11 +106,11 @@ class AccessLog:
     def _write(self, records: Sequence[RequestRecord], dropped: int) -> None:
         offset = time.time() - time.perf_counter()
         lines = [
-            orjson.dumps(entry(record, stages, offset), option=orjson.OPT_APPEND_NEWLINE)
+            _line(entry(record, stages, offset))
             for record, stages in zip(records, stage_seconds(records).tolist(), strict=True)
         ]
         if dropped:
-            lines.append(orjson.dumps({"dropped": dropped}, option=orjson.OPT_APPEND_NEWLINE))
+            lines.append(_line({"dropped": dropped}))
         try:
             self._follow_rotation()
             self._file.write(b"".join(lines))

@@ -85,6 +85,12 @@ def test_a_path_cannot_break_a_line(tmp_path: Path) -> None:
     assert [line["path"] for line in lines] == ['/v1/models/"\n{}\x7f']
 
 
+def test_a_name_cannot_break_a_line(tmp_path: Path) -> None:
+    """Some readers end lines at U+0085, U+2028 and U+2029 too."""
+    lines = logged(tmp_path, lambda app: send(app, "POST", "/v1/models/%C2%85%E2%80%A8%E2%80%A9%C3%A9:predict", "{}"))
+    assert [line["model"] for line in lines] == ["\x85\u2028\u2029\xe9"]
+
+
 def record() -> RequestRecord:
     one = RequestRecord(GRPC, "POST", b"/tensorflow.serving.PredictionService/Predict", [(b"x-request-id", b"a")])
     one.answered(Code.NOT_FOUND, int(Code.NOT_FOUND), 0)
