@@ -154,7 +154,9 @@ def test_a_worker_that_is_killed_again_and_again(large: Path, tmp_path: Path, mo
     spawn = local._spawn
     trouble = Trouble(tmp_path / "m", kill)
     with pytest.warns(UserWarning, match="it is tried again"):
-        fails(large, tmp_path / "m", trouble, WorkerError, r"killed by SIGKILL .*; it was tried 3 times; .* (is|are) kept")
+        fails(
+            large, tmp_path / "m", trouble, WorkerError, r"killed by SIGKILL .*; it was tried 3 times; .* (is|are) kept"
+        )
     monkeypatch.setattr(local, "_spawn", spawn)
     goes_on(large, tmp_path / "m")
 
@@ -170,7 +172,9 @@ def test_a_source_that_is_gone(large: Path, tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)  # the next one opens the files anew
 
     with pytest.warns(UserWarning, match="it is tried again"):
-        fails(large, tmp_path / "m", Trouble(tmp_path / "m", unmount), CheckpointNotFoundError, f"{large}.* (is|are) kept")
+        fails(
+            large, tmp_path / "m", Trouble(tmp_path / "m", unmount), CheckpointNotFoundError, f"{large}.* (is|are) kept"
+        )
     (tmp_path / "elsewhere").rename(large.parent)
     goes_on(large, tmp_path / "m")
 
