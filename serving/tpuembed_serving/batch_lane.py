@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
-from tpuembed_serving.batch_runner import BatchRunner
+from tpuembed_serving.batch_runner import BatchRunner, Outcome
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.merging import count_rows, trailing_shapes
 from tpuembed_serving.observation import current_record
@@ -20,6 +20,11 @@ OnOutcome = Callable[[list[Array] | Exception], None]
 """Told once, on the event loop's thread, what a request is answered."""
 
 logger = logging.getLogger(__name__)
+
+_SHARE_OF_FAILURES: Final = 0.05
+"""Of the time, what runs that fail by their ids may take while others are answered: bad ids slow down who sends them."""
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+"""Between two runs that fail."""
 
 
 class Request:
@@ -186,6 +191,13 @@ class Lane:
         key = _magnitude(requests)
         before = self._seconds.get(key, seconds)
         self._seconds[key] = 0.8 * before + 0.2 * min(seconds, 4 * before)
+
+    def learn_outcomes(self, first: Request, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
+        """A run of `first` and others, which took so long, came out so, by the event loop's clock."""
+        if any(isinstance(outcome, list) for outcome in outcomes):
+            self.answered = now
+        elif first.is_apart:
+            self.next_failure = now + min(seconds / _SHARE_OF_FAILURES, _LONGEST_PAUSE_SECONDS)
 
 
 def _are_alike(inputs: Sequence[Array]) -> bool:

@@ -30,12 +30,8 @@ _INLINE_SECONDS_OF_MANY: Final = 0.002
 """The same where another thread would find no processor: as many processes as there are serve."""
 _INLINE_SECONDS_OF_ONE: Final = 0.001
 """The same of a run of one request: few others come meanwhile."""
-_SHARE_OF_FAILURES: Final = 0.05
-"""Of the time, what runs that fail by their ids may take while others are answered: bad ids slow down who sends them."""
 _BUSY_SECONDS: Final = 0.02
 """After the last answer, how long others are expected to come."""
-_LONGEST_PAUSE_SECONDS: Final = 1.0
-"""Between two runs that fail."""
 
 
 class ModelExecutor:
@@ -271,9 +267,11 @@ class ModelExecutor:
 
     def _deliver(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
         requests[0].lane.learn_seconds(requests, seconds)
-        self._note_failures(requests[0], outcomes, seconds)
-        if self.watch is not None and self._loop is not None:
-            self.watch(requests, seconds, self._loop.time())
+        assert self._loop is not None
+        now = self._loop.time()
+        requests[0].lane.learn_outcomes(requests[0], outcomes, seconds, now)
+        if self.watch is not None:
+            self.watch(requests, seconds, now)
         for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self._fail(request, outcome)
@@ -285,14 +283,6 @@ class ModelExecutor:
                     request.end(outcome)
         if self._poll is not None and len(requests) == 1 and not self._open:
             self._poll.answered()
-
-    def _note_failures(self, first: Request, outcomes: Sequence[Outcome], seconds: float) -> None:
-        assert self._loop is not None
-        if any(isinstance(outcome, list) for outcome in outcomes):
-            first.lane.answered = self._loop.time()
-        elif first.is_apart:
-            pause = min(seconds / _SHARE_OF_FAILURES, _LONGEST_PAUSE_SECONDS)
-            first.lane.next_failure = self._loop.time() + pause
 
     def _postpone(self, request: Request) -> None:
         """To a run of its own, which begins once the others are answered."""

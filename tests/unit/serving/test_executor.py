@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from tests.unit.serving.doubles import DoublingServable
-from tpuembed_serving import executor
+from tpuembed_serving import batch_lane, executor
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.busy_poll import BusyPoll
 from tpuembed_serving.executor import ModelExecutor
@@ -388,7 +388,7 @@ def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
         for _ in range(5):
             found = await asyncio.gather(here.ask(100), here.ask(101), return_exceptions=True)
             assert all(isinstance(each, StatusError) for each in found)
-        assert time.monotonic() - started < 4 * Failing.SECONDS / executor._SHARE_OF_FAILURES
+        assert time.monotonic() - started < 4 * Failing.SECONDS / batch_lane._SHARE_OF_FAILURES
 
     here.play(scenario)
 
@@ -396,7 +396,7 @@ def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
 def test_a_pause_ends_on_a_loop_whose_timers_are_early() -> None:
     """uvloop's are, by up to a millisecond: it rounds to whole ones."""
     servable = Failing(Merging(is_ours=True, is_proven=True, id_ranges=(IdRange(0, 100),)))
-    servable.SECONDS = executor._BUSY_SECONDS * executor._SHARE_OF_FAILURES / 2
+    servable.SECONDS = executor._BUSY_SECONDS * batch_lane._SHARE_OF_FAILURES / 2
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
 
