@@ -11,7 +11,14 @@ from tpuembed.export import worker
 from tpuembed.export.stream import Source
 
 SLACK_BYTES = 768 << 10
-"""For the interpreter's own objects, which come and go by arenas of 256 KiB."""
+"""For the interpreter's own objects."""
+
+EXACT_ALLOCATION = {"PYTHONMALLOC": "malloc", "MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+"""Environment of a worker that takes what it needs, and gives back what it no longer needs.
+
+CPython takes memory for small objects in arenas of 1 MiB. Whether a worker needs one more depends on how full the last one
+is when the limit is set. Without this, shifting that by 90 KiB made a worker need 1 MiB more.
+"""
 
 
 def open_limited(path: str, budget: int, log: str) -> Checkpoint:

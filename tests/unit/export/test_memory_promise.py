@@ -8,7 +8,7 @@ import pytest
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
 from tests.unit.checkpoint.keras_files import write_tables
 from tests.unit.export.fakes import info, random_table, write_checkpoint
-from tests.unit.export.limited import limited_source
+from tests.unit.export.limited import EXACT_ALLOCATION, limited_source
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import ReadBuffers
 from tpuembed.errors import ConfigError, WorkerError
@@ -59,6 +59,8 @@ def plan_of(path: Path, storage: str, max_memory_bytes: int) -> ExportPlan:
 def shards_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpuembed.export.plan._SHARD_BYTES", 3 * MIB)
     monkeypatch.setattr("tpuembed.export.engines.local._RETRY_SECONDS", ())
+    for name, value in EXACT_ALLOCATION.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("storage", ["float32", "int8"])
