@@ -33,9 +33,10 @@ def diff(
     second_options: dict[str, str],
     as_json: bool,
 ) -> None:
-    """Compare the tables of the checkpoints A and B: names, shapes, dtypes, and every row by value.
+    """Compare the tables of A and B, checkpoints or exports: names, shapes, dtypes, and every row by value.
 
-    NaN is equal to NaN. Checkpoints of different formats can be compared. Exits with 0 whether or not they differ.
+    NaN is equal to NaN. Checkpoints of different formats can be compared, and exports (a version, or MODEL_DIR's highest) with
+    both. Exits with 0 whether or not they differ.
     """
     from tpuembed.checkpoint.tools import diff_checkpoints
 

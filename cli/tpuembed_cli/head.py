@@ -32,7 +32,9 @@ class _RowRange(click.ParamType[tuple[int, int]]):
 @click.command()
 @click.argument("path")
 @click.argument("table")
-@click.option("--rows", "row_range", type=_RowRange(), metavar="START:STOP", help="Default: the first five.")
+@click.option(
+    "--rows", "row_range", type=_RowRange(), metavar="START:STOP", help="Default: the first five that are there."
+)
 @click.option("--slot", help="Rows of this optimizer slot, such as accumulators, instead.")
 @options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, every value of a row in it.")
@@ -44,10 +46,13 @@ def head(
     checkpoint_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Print rows of TABLE in the checkpoint at PATH, a line each; of long rows the first values alone."""
+    """Print rows of TABLE in the checkpoint or the export at PATH, a line each; of long rows the first values alone.
+
+    PATH of an export is a version or MODEL_DIR, whose highest version is read. Its int8 rows are decoded.
+    """
     from tpuembed.checkpoint.tools import stream_rows
 
-    start, stop = row_range or (0, None)
+    start, stop = row_range or (None, None)
     pieces = stream_rows(path, table, start, stop, slot=slot, checkpoint_options=checkpoint_options)
     for text in _json_pieces(pieces) if as_json else map(_lines, pieces):
         click.echo(text, nl=False)

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tpuembed.export.storage_int8 import PARAMETER_BYTES
+from tpuembed.saved_model.stored_rows import PARAMETER_BYTES
 
 __all__ = ["decode_rows"]
 

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from tpuembed.config import QuantizationConfig
 from tpuembed.export.storage_cast import CastBlocks
-from tpuembed.export.storage_int8 import PARAMETER_BYTES, Int8Blocks, decode_int8
+from tpuembed.export.storage_int8 import Int8Blocks
 from tpuembed.export.storage_types import BlockEncoder, block_rows
 from tpuembed.export.training_quantization import quantize
+from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
 
 __all__ = ["SOURCE_DTYPES", "STORAGES", "Codec", "RowEncoder", "is_exact", "scratch_bytes"]
 

@@ -18,11 +18,9 @@ import numpy.typing as npt
 
 from tpuembed.config import QuantizationConfig
 from tpuembed.export.storage_types import UnstorableRowError, block_rows
+from tpuembed.saved_model.stored_rows import PARAMETER_BYTES
 
-__all__ = ["PARAMETER_BYTES", "Int8Blocks", "decode_int8"]
-
-PARAMETER_BYTES = 8
-"""Of a row, after its codes: scale and centre."""
+__all__ = ["Int8Blocks"]
 
 _Floats = npt.NDArray[np.float32]
 _MAX_CODE = np.float32(127)
@@ -36,14 +34,6 @@ _WIDE = 32
 # Elements as wide as so many floats, and as so many codes.
 _FLOATS: dict[int, Any] = {1: np.float32, 2: np.complex64, 4: np.complex128}
 _CODES: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32}
-
-
-def decode_int8(stored: npt.NDArray[np.int8]) -> _Floats:
-    """float32 [n, dim] of stored rows [n, dim + 8]."""
-    codes, bytes_ = stored[:, :-PARAMETER_BYTES], stored[:, -PARAMETER_BYTES:]
-    parameters = np.ascontiguousarray(bytes_).view(_PARAMETERS)
-    decoded: _Floats = codes.astype(np.float32) * parameters[:, :1] + parameters[:, 1:]
-    return decoded
 
 
 class Int8Blocks:

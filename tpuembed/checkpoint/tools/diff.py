@@ -1,4 +1,4 @@
-"""What changed between two checkpoints: tables, shapes, and rows by value, streamed side by side."""
+"""What changed between two checkpoints or exports: tables, shapes, and rows by value, streamed side by side."""
 
 import dataclasses
 import math
@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
+from tpuembed.checkpoint.tools.exports import Tables, first_row, open_tables
+from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.files import FilePath
 
 __all__ = ["CheckpointDiff", "LargestChange", "TableDiff", "diff_checkpoints"]
@@ -95,10 +95,11 @@ def diff_checkpoints(
     second_options: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> CheckpointDiff:
-    """Compare the tables of two checkpoints, of whatever formats, by name and row.
+    """Compare the tables of two checkpoints or exports, of whatever formats, by name and row.
 
     Args:
-        first, second: as `open_checkpoint` takes them.
+        first, second: as `open_checkpoint` takes them; or versions of exports, or MODEL_DIRs, whose highest version is read.
+            Of tables that an export holds in part, the rows that both sides have are compared.
         slots: compare the rows of slots too.
         checkpoint_options: what `open_checkpoint` takes beside the path.
         second_options: the same for the second; by default those of the first.
@@ -109,7 +110,7 @@ def diff_checkpoints(
     """
     options = checkpoint_options or {}
     others = options if second_options is None else second_options
-    with open_checkpoint(first, **options) as a, open_checkpoint(second, **others) as b:
+    with open_tables(first, options) as a, open_tables(second, others) as b:
         tables = a.tables(), b.tables()
         common = [name for name in tables[0] if name in tables[1]]
         pairs = [
@@ -139,29 +140,32 @@ def _extra_slots(of: dict[str, TableInfo], over: dict[str, TableInfo], names: li
 class _Pair:
     """The same table, or slot, of two checkpoints."""
 
-    a: Checkpoint
-    b: Checkpoint
+    a: Tables
+    b: Tables
     info_a: TableInfo
     info_b: TableInfo
     slot: str | None
 
     @property
-    def rows(self) -> int:
-        """Those that can be compared."""
-        return min(self.info_a.rows, self.info_b.rows) if self.info_a.dim == self.info_b.dim else 0
+    def rows(self) -> range:
+        """The rows that both have; none where the widths differ."""
+        name = self.info_a.name
+        if self.info_a.dim != self.info_b.dim:
+            return range(0)
+        return range(max(first_row(self.a, name), first_row(self.b, name)), min(self.info_a.rows, self.info_b.rows))
 
     def pieces(self) -> Iterator[tuple[int, Array, Array]]:
         """(first row, rows of a, rows of b) as float64, a piece at a time."""
         step = max(1, _PIECE_BYTES // max(1, 8 * self.info_a.dim))
-        for start in range(0, self.rows, step):
-            stop = min(start + step, self.rows)
+        for start in range(self.rows.start, self.rows.stop, step):
+            stop = min(start + step, self.rows.stop)
             a = self.a.read(self.info_a.name, start, stop, self.slot)
             b = self.b.read(self.info_b.name, start, stop, self.slot)
             yield start, a.astype(np.float64), b.astype(np.float64)
 
 
 def _compare_all(pairs: list[_Pair], on_progress: Progress | None) -> Iterator[TableDiff]:
-    total, done = sum(pair.rows * pair.info_a.dim * pair.info_a.dtype.itemsize for pair in pairs), 0
+    total, done = sum(len(pair.rows) * pair.info_a.dim * pair.info_a.dtype.itemsize for pair in pairs), 0
     for pair in pairs:
         comparison = _Comparison()
         for start, a, b in pair.pieces():
@@ -206,7 +210,7 @@ class _Comparison:
             slot=pair.slot,
             shapes=((a.rows, a.dim), (b.rows, b.dim)),
             dtypes=(str(a.dtype), str(b.dtype)),
-            rows_compared=pair.rows,
+            rows_compared=len(pair.rows),
             rows_changed=self._changed,
             rows_nan=self._nan,
             largest_l2=self._l2,

@@ -1,15 +1,51 @@
-"""Exports among the paths that the tools are given."""
+"""Exports among the paths that the tools are given, and the tables in them."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, Protocol
 
-from tpuembed.files import FilePath, as_path
-from tpuembed.manifest import MANIFEST_PATH, Manifest
+import ml_dtypes
+import numpy as np
 
-__all__ = ["find_export"]
+from tpuembed.checkpoint import open_checkpoint
+from tpuembed.checkpoint.types import Array, TableInfo
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.files import FilePath, as_path, open_bytes
+from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
+from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
+
+__all__ = ["Tables", "find_export", "first_row", "open_tables"]
+
+_DTYPES: Final = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+}
+
+
+class Tables(Protocol):
+    """What `head` and `diff` need of a checkpoint or of an export."""
+
+    @property
+    def path(self) -> str:
+        """The path that was opened."""
+
+    def tables(self) -> dict[str, TableInfo]:
+        """Return the tables by name."""
+
+    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
+        """Return rows [start, stop) of a table or slot, [stop - start, dim].
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+            RowRangeError: the range is not inside the table.
+        """
 
 
 def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
-    """The export at `path` and its manifest: a version, or the highest version of a MODEL_DIR; None for anything else.
+    """Return the export at `path` and its manifest: a version, or the highest version of a MODEL_DIR; None for anything else.
 
     Raises:
         ConfigError: its manifest cannot be read.
@@ -17,10 +53,100 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
     place = as_path(path)
     try:
         version = _version_of(place)
-    except OSError:  # which whoever opens it as a checkpoint meets again, and tells
+    except OSError:  # whoever opens it as a checkpoint meets this again, and reports it
         return None
     manifest = Manifest.read(version) if version else None
     return (version, manifest) if version and manifest else None
+
+
+@contextlib.contextmanager
+def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[Tables]:
+    """Open the export, or else the checkpoint, at `path`.
+
+    Args:
+        path: a version of an export, a MODEL_DIR (its highest version), or what `open_checkpoint` takes.
+        options: what `open_checkpoint` takes beside the path.
+
+    Raises:
+        ConfigError: options are given for an export, which takes none.
+        TpuEmbedError: as `open_checkpoint`.
+    """
+    export = find_export(path)
+    if export is None:
+        with open_checkpoint(path, **options) as checkpoint:
+            yield checkpoint
+        return
+    if options:
+        raise ConfigError(
+            f"export {export[0]}: {', '.join(sorted(options))} is an option of checkpoints. An export says all of this in its "
+            "manifest. Leave the option out"
+        )
+    yield _ExportTables(*export)
+
+
+def first_row(tables: Tables, table: str) -> int:
+    """Return the number of the first row that is there: above 0 for an export of some rows of `table`."""
+    return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
+
+
+class _ExportTables:
+    """The tables of an export by its manifest. Rows are numbered as in training; int8 rows are decoded to float32."""
+
+    def __init__(self, version: FilePath, manifest: Manifest) -> None:
+        self.path = str(version)
+        self._version = version
+        self._tables = {table.name: table for table in manifest.tables}
+        self._stacks = {stack.name: stack for stack in manifest.stacks}
+
+    def tables(self) -> dict[str, TableInfo]:
+        """See Tables. `rows` ends at the last row that is there."""
+        return {name: self._info(table) for name, table in self._tables.items()}
+
+    def first_row(self, table: str) -> int:
+        """Return the number of the first row of `table`; 0 for an unknown one, which `read` refuses."""
+        return self._tables[table].first_row if table in self._tables else 0
+
+    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
+        """See Tables."""
+        if table not in self._tables:
+            raise UnknownTableError(f"export {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}")
+        if slot is not None:
+            raise UnknownTableError(
+                f"export {self.path}: has no slot {slot!r}. Exports hold tables alone. Read a checkpoint"
+            )
+        entry = self._tables[table]
+        first, last = entry.first_row, entry.first_row + entry.rows
+        stop = last if stop is None else stop
+        if not first <= start <= stop <= last:
+            raise RowRangeError(
+                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside [{first}, {last}), which it holds"
+            )
+        return self._read(entry, self._stacks[entry.stack], start - first, stop - start)
+
+    def _info(self, table: TableEntry) -> TableInfo:
+        stored = self._stacks[table.stack].storage
+        dtype = _DTYPES["float32" if stored == "int8" else stored]
+        return TableInfo(table.name, table.first_row + table.rows, table.dim, dtype, layout=f"stored as {stored}")
+
+    def _read(self, table: TableEntry, stack: StackEntry, start: int, count: int) -> Array:
+        """Return `count` rows from row `start` of those that the stack holds of `table`."""
+        columns = stack.dim + (PARAMETER_BYTES if stack.storage == "int8" else 0)
+        out = np.empty((count, columns), _DTYPES[stack.storage])
+        offset = stack.offset + (table.row_offset + start) * columns * out.itemsize
+        path = self._version / stack.file
+        try:
+            file = open_bytes(path)
+            try:
+                file.read_into(offset, memoryview(out.reshape(-1).view(np.uint8)))
+            finally:
+                file.close()
+        except EOFError as error:
+            raise CheckpointCorruptError(
+                f"export {self.path}: data file {error}. Copy the version again or export it again"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"export {self.path}: {path} cannot be read: {error.strerror}") from None
+        return decode_int8(out) if stack.storage == "int8" else out
 
 
 def _version_of(path: FilePath) -> FilePath | None:
@@ -32,5 +158,5 @@ def _version_of(path: FilePath) -> FilePath | None:
 
 
 def _is_version(path: FilePath) -> bool:
-    """Also one that has lost its graph, so that whoever looks into it can say so."""
+    """Return True also for one that has lost its graph, so that the caller can say so."""
     return (path / "saved_model.pb").is_file() or (path / MANIFEST_PATH).is_file()

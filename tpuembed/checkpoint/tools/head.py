@@ -1,4 +1,4 @@
-"""A few rows of a table."""
+"""A few rows of a table of a checkpoint or of an export."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint import open_checkpoint
+from tpuembed.checkpoint.tools.exports import first_row, open_tables
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import FilePath
 
@@ -37,18 +37,19 @@ class Rows:
 def read_rows(
     path: str | FilePath,
     table: str,
-    start: int = 0,
+    start: int | None = None,
     stop: int | None = None,
     *,
     slot: str | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> Rows:
-    """Read rows [start, stop) of a table in the checkpoint at `path`.
+    """Read rows [start, stop) of a table in the checkpoint or the export at `path`.
 
     Args:
-        path: as `open_checkpoint` takes it.
+        path: as `open_checkpoint` takes it; or a version of an export, or a MODEL_DIR, whose highest version is read.
         table: its name.
-        start, stop: `stop` None is five rows on, or the table's end.
+        start: None is the first row that is there; above 0 where an export holds some rows of the table.
+        stop: None is five rows after `start`, or the table's end.
         slot: one of the table's slots instead.
         checkpoint_options: what `open_checkpoint` takes beside the path.
 
@@ -64,7 +65,7 @@ def read_rows(
 def stream_rows(
     path: str | FilePath,
     table: str,
-    start: int = 0,
+    start: int | None = None,
     stop: int | None = None,
     *,
     slot: str | None = None,
@@ -75,8 +76,9 @@ def stream_rows(
     Raises:
         UnknownTableError, RowRangeError, TpuEmbedError: as `read_rows`, and before the first piece.
     """
-    with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
+    with open_tables(path, checkpoint_options or {}) as checkpoint:
         info = checkpoint.tables().get(table)
+        start = first_row(checkpoint, table) if start is None else start
         rows = 0 if info is None else info.rows
         stop = max(start, min(start + _DEFAULT_ROWS, rows)) if stop is None else stop
         if info is None or not 0 <= start <= stop <= rows:

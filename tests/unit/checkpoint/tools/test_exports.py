@@ -1,0 +1,136 @@
+"""Rows of exports, against the lookups that TensorFlow makes in them, and against the checkpoint they were made of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+
+from tests.unit.tensor_bundle.bundles import write
+from tpuembed import export_saved_model
+from tpuembed.checkpoint.tools import diff_checkpoints, read_rows
+from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed_cli.main import cli
+from tpuembed_serving.settings import ServerSettings
+
+ROWS = {"users": 40, "videos": 25, "wide": 30}
+DIMS = {"users": 6, "videos": 6, "wide": 12}
+
+
+@pytest.fixture
+def tables() -> dict[str, Any]:
+    random = np.random.default_rng(3)
+    return {name: random.normal(size=(rows, DIMS[name])).astype(np.float32) for name, rows in ROWS.items()}
+
+
+def exported(folder: Path, values: dict[str, Any], **options: Any) -> Path:
+    write(folder / "ckpt", values)
+    features = {name: {"table": name, "input": "id"} for name in values}
+    return export_saved_model(
+        folder / "ckpt", folder / "model", serving_config={"features": features}, workers=1, **options
+    ).path
+
+
+def looked_up(version: Path, table: str, ids: Any) -> Any:
+    """What TensorFlow answers."""
+    loaded = tf.saved_model.load(str(version))
+    signature = loaded.signatures["serving_default"]
+    inputs = {name: tf.constant(ids if name == table else np.zeros_like(ids), tf.int64) for name in ROWS}
+    return signature(**inputs)[table].numpy()
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
+def test_rows_are_what_lookups_answer(tmp_path: Path, tables: dict[str, Any], storage: Any, layout: str) -> None:
+    version = exported(tmp_path, tables, storage=storage, layout=layout)
+    for name, rows in ROWS.items():
+        found = read_rows(version, name, 0, rows).values
+        np.testing.assert_array_equal(found.astype(np.float32), looked_up(version, name, np.arange(rows)))
+        np.testing.assert_array_equal(read_rows(version.parent, name, 7, 9).values, found[7:9])
+        assert len(read_rows(version, name).values) == 5
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: dict[str, Any], storage: Any) -> None:
+    version = exported(tmp_path, tables, storage=storage, rows={"users": (10, 31)})
+    rows = read_rows(version, "users")
+    assert rows.start == 10
+    np.testing.assert_allclose(rows.values, tables["users"][10:15], atol=0 if storage == "float32" else 0.02)
+    np.testing.assert_allclose(read_rows(version, "users", 30, 31).values, tables["users"][30:31], atol=0.02)
+    with pytest.raises(RowRangeError, match=r"rows \[9, 12\) are not inside \[10, 31\)"):
+        read_rows(version, "users", 9, 12)
+    found = {table.name: table for table in diff_checkpoints(tmp_path / "ckpt", version).tables}
+    assert found["users"].rows_compared == 21
+    assert (found["users"].rows_changed == 0) == (storage == "float32")
+
+
+def test_two_versions_are_compared_row_by_row(tmp_path: Path, tables: dict[str, Any]) -> None:
+    first = exported(tmp_path, tables)
+    changed = {name: table.copy() for name, table in tables.items()}
+    changed["videos"][3] += 1
+    changed["videos"][11, 2] = 9
+    second = exported(tmp_path, changed, layout="mmap")
+    assert (first.name, second.name) == ("1", "2")
+    found = diff_checkpoints(first, second)
+    assert {table.name: (table.rows_compared, table.rows_changed) for table in found.tables} == {
+        "users": (40, 0),
+        "videos": (25, 2),
+        "wide": (30, 0),
+    }
+    expected = np.abs(changed["videos"][11, 2] - tables["videos"][11, 2])
+    [videos] = [table for table in found.tables if table.name == "videos"]
+    assert videos.largest_abs is not None
+    assert (videos.largest_abs.row, videos.largest_abs.by) == (11, pytest.approx(expected))
+
+
+def test_a_checkpoint_and_its_export_are_the_same(tmp_path: Path, tables: dict[str, Any]) -> None:
+    version = exported(tmp_path, tables, tables=["users", "wide"])
+    found = diff_checkpoints(tmp_path / "ckpt", version)
+    assert [table.differs for table in found.tables] == [False, False]
+    assert (found.removed, found.added) == (("videos",), ())
+
+
+def test_int8_is_compared_decoded(tmp_path: Path, tables: dict[str, Any]) -> None:
+    version = exported(tmp_path, tables, storage="int8")
+    for table in diff_checkpoints(tmp_path / "ckpt", version).tables:
+        decoded = looked_up(version, table.name, np.arange(ROWS[table.name]))
+        assert table.dtypes == ("float32", "float32")
+        assert table.largest_abs is not None
+        assert table.largest_abs.by == pytest.approx(np.abs(tables[table.name] - decoded).max())
+
+
+def test_commands(tmp_path: Path, tables: dict[str, Any]) -> None:
+    version = exported(tmp_path, tables)
+    shown = CliRunner().invoke(cli, ["head", str(version), "videos", "--rows", "3:5", "--json"])
+    np.testing.assert_array_equal(np.float32(json.loads(shown.stdout)["values"]), tables["videos"][3:5])
+    shown = CliRunner().invoke(cli, ["diff", str(tmp_path / "ckpt"), str(version.parent), "--json"])
+    assert (shown.exit_code, json.loads(shown.stdout)["differs"]) == (0, False)
+
+
+def test_what_an_export_does_not_have_is_refused(tmp_path: Path, tables: dict[str, Any]) -> None:
+    version = exported(tmp_path, tables)
+    with pytest.raises(UnknownTableError, match="no table 'video'"):
+        read_rows(version, "video")
+    with pytest.raises(UnknownTableError, match="no slot 'momenta'"):
+        read_rows(version, "videos", slot="momenta")
+    with pytest.raises(ConfigError, match="partition_strategy"):
+        read_rows(version, "videos", checkpoint_options={"partition_strategy": "div"})
+    [data] = [path for path in (version / "variables").iterdir() if path.stat().st_size == 4 * 12 * 30]
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.raises(CheckpointCorruptError, match="ends at byte"):
+        read_rows(version, "wide", 25, 30)
+
+
+def test_serving_a_version_names_the_command_that_serves_its_model(tmp_path: Path, tables: dict[str, Any]) -> None:
+    version = exported(tmp_path, tables)
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings.for_model_dir(version)
+    assert str(caught.value).endswith(f"run: tpuembed serve {version.parent}")
+    moved = version.rename(tmp_path / "my export")
+    with pytest.raises(ConfigError, match="move it into a folder of versions"):
+        ServerSettings.for_model_dir(moved)
+    shown = CliRunner().invoke(cli, ["serve", str(moved)])
+    assert shown.exit_code == 1
