@@ -198,9 +198,11 @@ class BundleCheckpoint:
     def _key(self, table: str, slot: str | None) -> str:
         """The bundle's key of a table or slot."""
         if table not in self._keys:
+            if table in self.bundle.entries:
+                self.bundle.entry(table)  # which raises for one with holes
             raise UnknownTableError(
                 f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._keys)}"
-                f"{about_missing_table(self.graph, table)}"
+                f"{about_missing_table(self.graph, self._keys, table)}"
             )
         keys = self._keys[table]
         if slot is None:

@@ -38,8 +38,11 @@ def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str 
             f"checkpoint {bundle.prefix}: partition_strategy is for checkpoints of TensorFlow 1, and this one has an object "
             "graph, which says how its rows lie; leave it out"
         )
+    if graph is not None:
+        _check_no_holes(bundle)
     found = _discover(bundle, graph, partition_strategy)
     if not found.tables:
+        _check_no_holes(bundle)
         raise CheckpointFormatError(
             f"checkpoint {bundle.prefix}: holds no table, neither an embedding layer's nor a variable that is a matrix "
             f"of floats, among {len(bundle.entries)} tensors; was the layer built before the checkpoint was saved? (Of "
@@ -47,6 +50,13 @@ def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str 
         )
     _check_all_there(bundle, graph)
     return found
+
+
+def _check_no_holes(bundle: Bundle) -> None:
+    """Raise CheckpointCorruptError for a tensor with holes. TensorFlow 1 alone writes such; see `Entry.holes`."""
+    for key, entry in bundle.entries.items():
+        if entry.holes:
+            bundle.entry(key)
 
 
 def _check_all_there(bundle: Bundle, graph: ObjectGraph | None) -> None:

@@ -1,5 +1,7 @@
 """From the path that a user gives to the prefix of one tensor bundle."""
 
+import glob
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +16,8 @@ _FILE_ENDING = re.compile(r"(?P<prefix>.+)(\.index|\.data-\d{5,}-of-\d{5,})", re
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)", re.DOTALL)
 _STATE_LINE = re.compile(r'^\s*model_checkpoint_path\s*:\s*"(?P<path>(?:[^"\\]|\\.)*)"\s*$', re.MULTILINE)
 _ESCAPE = re.compile(rb"\\([0-7]{1,3}|.)", re.DOTALL)
+_SSTABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
+"""How each file of a checkpoint in TensorFlow 1's format V1 ends, and no data file of V2. Source: table_format.txt of LevelDB."""
 _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
@@ -26,13 +30,14 @@ def find_bundle(path: FilePath) -> FilePath | None:
     Raises:
         CheckpointNotFoundError: the `checkpoint` file names a checkpoint that is not there.
         CheckpointCorruptError: the `checkpoint` file names none.
-        CheckpointFormatError: a directory holds several and nothing says which is meant.
+        CheckpointFormatError: a directory holds several and nothing says which is meant, or it is of format V1.
     """
     ending = _FILE_ENDING.fullmatch(str(path))
     if ending and path.is_file():
         return as_path(ending["prefix"])
     if index_path(path).is_file():
         return path
+    _refuse_v1(path)
     return _find_in_directory(path) if path.is_dir() else None
 
 
@@ -75,7 +80,11 @@ def _prefixes(directory: FilePath) -> list[FilePath]:
 
 
 def _named_by(state_file: FilePath) -> FilePath:
-    """The checkpoint that a `checkpoint` file calls the latest; where its directory was moved, by its base name."""
+    """Return the checkpoint that a `checkpoint` file calls the latest.
+
+    It is taken from beside the `checkpoint` file where it is there. An absolute path in that file is of where the checkpoint was
+    written, and may by now hold another one.
+    """
     try:
         match = _STATE_LINE.search(state_file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -89,10 +98,28 @@ def _named_by(state_file: FilePath) -> FilePath:
     for candidate in candidates:
         if index_path(candidate).is_file():
             return candidate
+        _refuse_v1(candidate)
     raise CheckpointNotFoundError(
         f"checkpoint state {state_file}: names {named!r} as the latest, and there is no "
         f"{_in_one_line(index_path(candidates[0]))}; give the path of a checkpoint that is there"
     )
+
+
+def _refuse_v1(path: FilePath) -> None:
+    """Raise CheckpointFormatError for a checkpoint of TensorFlow 1's format V1: one sstable, which may be cut in shards."""
+    if not isinstance(path, Path):
+        return
+    stem = re.sub(r"-\?{5}-of-\d{5}$", "", path.name)  # how a state file names shards
+    for file in (path, *path.parent.glob(f"{glob.escape(stem)}-?????-of-?????")):
+        if file.is_file() and file.stat().st_size >= len(_SSTABLE_END):
+            with open(file, "rb") as stream:
+                stream.seek(-len(_SSTABLE_END), os.SEEK_END)
+                is_v1 = stream.read() == _SSTABLE_END
+            if is_v1:
+                raise CheckpointFormatError(
+                    f"checkpoint {path}: is of TensorFlow 1's format V1, and only V2 is read. Restore it with "
+                    "tf.compat.v1.train.Saver() and save it again, which writes V2"
+                )
 
 
 def _candidates(state_file: FilePath, named: str) -> list[FilePath]:
@@ -100,9 +127,9 @@ def _candidates(state_file: FilePath, named: str) -> list[FilePath]:
     folder = state_file.parent
     base: FilePath = folder / Path(named).name
     if isinstance(folder, Path):
-        return [folder / Path(named), base]
+        return [base, Path(named)] if Path(named).is_absolute() else [folder / named, base]
     if named.startswith(f"{folder.scheme}://{folder.bucket}/"):
-        return [as_path(named), base]
+        return [base, as_path(named)]
     return [base] if "://" in named or Path(named).is_absolute() else [folder / named, base]
 
 

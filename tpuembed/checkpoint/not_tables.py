@@ -15,8 +15,12 @@ _SHOWN: Final = 4
 _MAX_NAME: Final = 100
 
 
-def about_missing_table(graph: ObjectGraph | None, name: str) -> str:
-    """A clause that follows "has no table `name`": empty where there is nothing to say."""
+def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKeys], name: str) -> str:
+    """Return a clause that follows "has no table `name`"; empty where there is nothing to say."""
+    for table in tables.values():
+        for slot, key in table.slots.items():
+            if key == name:
+                return f" (it is slot {slot!r} of table {table.name!r})"
     if graph is None:
         return ""
     for number in sorted(graph.optimizer_variables & graph.parents.keys()):

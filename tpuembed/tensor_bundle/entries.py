@@ -55,6 +55,8 @@ class Entry:
         shape: of the whole tensor.
         shard, offset, size, crc32c: as in Slice; all 0 where the tensor lies in slices.
         slices: the boxes that tile the tensor; empty for a tensor in one piece.
+        holes: why it cannot be read, where its slices hold a part of it; else empty. TensorFlow 1 writes such tensors: the
+            slots of partitioned variables whose optimizer was made in a variable_scope.
     """
 
     dtype: str
@@ -64,6 +66,7 @@ class Entry:
     size: int = 0
     crc32c: int = 0
     slices: tuple[Slice, ...] = ()
+    holes: str = ""
 
     def parts(self) -> tuple[Slice, ...]:
         """The slices; for a tensor in one piece, one that covers it."""

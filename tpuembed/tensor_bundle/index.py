@@ -19,7 +19,7 @@ from tpuembed.tensor_bundle.entries import (
 )
 from tpuembed.tensor_bundle.ordered_code import slice_key
 from tpuembed.tensor_bundle.sstable import read_table, write_table
-from tpuembed.tensor_bundle.tiling import check_tiling
+from tpuembed.tensor_bundle.tiling import HolesError, check_tiling
 
 __all__ = ["BundleIndex", "index_path", "merge_entries", "read_index", "shard_path", "write_index"]
 
@@ -61,7 +61,7 @@ def read_index(path: str | FilePath) -> BundleIndex:
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CheckpointCorruptError: it contradicts itself: a CRC, a size, slices that do not tile their tensor.
+        CheckpointCorruptError: it contradicts itself: a CRC, a size, slices that overlap. (See Entry for slices with holes.)
         CheckpointFormatError: it is compressed, big-endian or of a newer version.
     """
     try:
@@ -119,7 +119,10 @@ def _with_slices(key: bytes, entry: Entry, regions: Sequence[SliceRegion], piece
     if not regions:
         return entry
     slices = tuple(_take_slice(key, entry, region, pieces) for region in regions)
-    check_tiling(entry.shape, slices)
+    try:
+        check_tiling(entry.shape, slices)
+    except HolesError as error:
+        return dataclasses.replace(entry, slices=slices, holes=str(error))
     return dataclasses.replace(entry, slices=slices)
 
 

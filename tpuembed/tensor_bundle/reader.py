@@ -108,14 +108,20 @@ class Bundle:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def entry(self, key: str) -> Entry:
-        """The entry of tensor `key`.
+        """Return the entry of tensor `key`, whose bytes are all there.
 
         Raises:
             UnknownTableError: there is none; the message names the nearest.
+            CheckpointCorruptError: its slices leave holes.
         """
         if key not in self.entries:
             raise UnknownTableError(f"bundle {self.prefix}: has no tensor {key!r}; {did_you_mean(key, self.entries)}")
-        return self.entries[key]
+        entry = self.entries[key]
+        if entry.holes:
+            raise CheckpointCorruptError(
+                f"index {index_path(self.prefix)}: tensor {key!r}: {entry.holes}; restore it from another copy"
+            )
+        return entry
 
     def read(self, key: str) -> Array:
         """The whole tensor; a string tensor as an object array of bytes."""

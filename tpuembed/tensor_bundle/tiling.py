@@ -8,21 +8,29 @@ from typing import Final
 from tpuembed.protobuf import MalformedError, UnsupportedError
 from tpuembed.tensor_bundle.entries import Slice
 
-__all__ = ["check_tiling"]
+__all__ = ["HolesError", "check_tiling"]
 
 _MAX_CUT_DIMS: Final = 8
 
 
+class HolesError(MalformedError):
+    """Slices that hold fewer elements than their tensor."""
+
+
 def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
     """Raise MalformedError unless the boxes `slices`, each inside `shape`, cover every element exactly once.
+
+    It is a HolesError where they hold too few elements.
 
     A set of boxes covers exactly the elements of one box an odd number of times if and only if, with corners that
     coincide in pairs struck out, that box's corners are left. If the volumes also add up, "odd" is "once". This takes
     time linear in the number of slices, however they lie.
     """
     held, volume = sum(math.prod(piece.shape) for piece in slices), math.prod(shape)
-    if held != volume:
-        raise MalformedError(f"its {len(slices)} slices {_verb(held, volume)}: {held} elements of {volume}")
+    if held < volume:
+        raise HolesError(f"its {len(slices)} slices leave holes: {held} elements of {volume}")
+    if held > volume:
+        raise MalformedError(f"its {len(slices)} slices overlap: {held} elements of {volume}")
     cut = [dim for dim, size in enumerate(shape) if any(piece.shape[dim] != size for piece in slices)]
     if len(cut) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"its slices cut {len(cut)} dimensions")
@@ -31,10 +39,6 @@ def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
         corners ^= _corners(piece.start, piece.shape, cut)
     if corners:
         raise MalformedError(f"its {len(slices)} slices overlap and leave holes, near {min(corners)}")
-
-
-def _verb(held: int, volume: int) -> str:
-    return "leave holes" if held < volume else "overlap"
 
 
 def _corners(start: Sequence[int], shape: Sequence[int], cut: Sequence[int]) -> set[tuple[int, ...]]:

@@ -68,6 +68,30 @@ def test_absolute_paths_in_a_moved_state_file(tmp_path: Path) -> None:
     assert value(tmp_path / "new") == 5
 
 
+def test_a_copied_directory_is_read_from_beside_its_state_file(tmp_path: Path) -> None:
+    """The state file of the copy has the absolute path of the original, which was trained on."""
+    [path] = save(tmp_path / "old", 5)
+    write_state(tmp_path / "old", path, relative=False)
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    save(tmp_path / "old", 6)
+    assert value(tmp_path / "copy") == 5
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_format_v1_is_named(tmp_path: Path, shards: int) -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        v1.get_variable("emb", [4, 2])
+        session.run(v1.global_variables_initializer())
+        saver = v1.train.Saver(write_version=v1.train.SaverDef.V1, sharded=shards > 1)
+        saver.save(session, str(tmp_path / "ckpt"))
+    for path in (tmp_path, tmp_path / "ckpt"):
+        with pytest.raises(
+            CheckpointFormatError, match=r"format V1, and only V2 is read\. Restore it with tf\.compat\.v1"
+        ):
+            open_checkpoint(path)
+
+
 @pytest.mark.parametrize("name", ['quote"d', "back\\slash", "umläut", "spa ce", "new\nline"])
 def test_escapes_of_the_state_file(tmp_path: Path, name: str) -> None:
     """The directory's name goes into the state file, spelled by TensorFlow."""

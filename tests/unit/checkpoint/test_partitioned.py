@@ -1,5 +1,6 @@
 """Partitioned variables of TensorFlow 1, and the options that say what files do not."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from tests.unit.tensor_bundle.bundles import save
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.errors import CheckpointFormatError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, UnknownTableError
 from tpuembed.export import export_saved_model
 
 TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
@@ -79,22 +80,108 @@ def test_variables_in_one_piece_need_no_strategy_and_allow_one(tmp_path: Path) -
             assert checkpoint.options == options
 
 
-def test_the_optimizer_s_slots_are_variables_too(tmp_path: Path) -> None:
-    """A key that looks like a slot: in TensorFlow 1 it is a variable of its own, dealt out as its variable is."""
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        emb = tf.compat.v1.get_variable(
-            "emb", initializer=tf.constant(TABLE), partitioner=tf.compat.v1.fixed_size_partitioner(3)
+_SLOTS = {
+    "Adagrad": {"accumulators": "accumulator"},
+    "Adam": {"momenta": "m", "velocities": "v"},
+    "Ftrl": {"accumulators": "accum", "linears": "linear"},
+    "Momentum": {"momenta": "momentum"},
+}
+"""Our name -> the optimizer's own."""
+
+
+def trained(
+    folder: Path, optimizer: str, *, parts: int = 1, scope: str = "", name: str | None = None, also: str = ""
+) -> dict[str, Any]:
+    """Train "model/emb" with an optimizer of TensorFlow 1 and save it; what the session says the table and its slots are."""
+    v1 = tf.compat.v1
+    options: dict[str, Any] = {"momentum": 0.9} if optimizer == "Momentum" else {}
+    with tf.Graph().as_default(), v1.Session() as session:
+        partitioner = v1.fixed_size_partitioner(parts) if parts > 1 else None
+        with v1.variable_scope("model"):
+            emb = v1.get_variable("emb", initializer=tf.constant(TABLE), partitioner=partitioner)
+        lookup = v1.nn.embedding_lookup(emb, [0, 7], partition_strategy="div")
+        loss = tf.reduce_sum(tf.square(lookup) * [[1.0, 2.0], [3.0, 4.0]])
+        with v1.variable_scope(scope) if scope else contextlib.nullcontext():
+            rule = getattr(v1.train, f"{optimizer}Optimizer")(0.5, name=name or optimizer, **options)
+            train = rule.minimize(loss)
+        if also:
+            v1.get_variable(also, initializer=tf.constant(TABLE))
+        session.run(v1.global_variables_initializer())
+        for _ in range(3):
+            session.run(train)
+        pieces = list(emb) if parts > 1 else [emb]
+        slots = {
+            ours: np.concatenate(session.run([rule.get_slot(piece, theirs) for piece in pieces]))
+            for ours, theirs in _SLOTS[optimizer].items()
+        }
+        v1.train.Saver().save(session, str(folder / "ckpt"))
+        return {"table": np.concatenate(session.run(pieces)), **slots}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("optimizer", _SLOTS)
+def test_slots_of_tensorflow_1_belong_to_their_tables(tmp_path: Path, optimizer: str, parts: int) -> None:
+    truth = trained(tmp_path, optimizer, parts=parts)
+    with open_checkpoint(tmp_path / "ckpt", partition_strategy="div") as checkpoint:
+        assert {name: set(info.slots) for name, info in checkpoint.tables().items()} == {
+            "model/emb": set(_SLOTS[optimizer])
+        }
+        np.testing.assert_array_equal(checkpoint.read("model/emb"), truth["table"])
+        for slot in _SLOTS[optimizer]:
+            np.testing.assert_array_equal(checkpoint.read("model/emb", slot=slot), truth[slot])
+        with pytest.raises(UnknownTableError, match=r"it is slot '\w+' of table 'model/emb'"):
+            checkpoint.read(f"model/emb/{optimizer}")
+
+
+def test_slots_of_an_optimizer_in_a_scope_belong_to_their_tables(tmp_path: Path) -> None:
+    truth = trained(tmp_path, "Adam", scope="training/run_1")
+    with open_checkpoint(tmp_path / "ckpt") as checkpoint:
+        assert list(checkpoint.tables()) == ["model/emb"]
+        for slot in _SLOTS["Adam"]:
+            np.testing.assert_array_equal(checkpoint.read("model/emb", slot=slot), truth[slot])
+
+
+@pytest.mark.parametrize("optimizer", _SLOTS)
+def test_slots_with_holes_do_not_hide_their_table(tmp_path: Path, optimizer: str) -> None:
+    """In a scope TensorFlow cuts a partitioned slot's name wrongly, and saves each part as a tensor with holes."""
+    truth = trained(tmp_path, optimizer, parts=3, scope="training")
+    with open_checkpoint(tmp_path / "ckpt", partition_strategy="div") as checkpoint:
+        assert {name: info.slots for name, info in checkpoint.tables().items()} == {"model/emb": ()}
+        np.testing.assert_array_equal(checkpoint.read("model/emb"), truth["table"])
+        [key, *_] = [
+            key
+            for key in tf.train.load_checkpoint(str(tmp_path / "ckpt")).get_variable_to_shape_map()
+            if "part_" in key
+        ]
+        with pytest.raises(CheckpointCorruptError, match="leave holes"):
+            checkpoint.read(key)
+    features = {"features": {"videos": {"table": "model/emb", "input": "id"}}}
+    path = export_saved_model(
+        tmp_path / "ckpt", tmp_path / "model", serving_config=features, checkpoint_options={"partition_strategy": "div"}
+    ).path
+    loaded = tf.saved_model.load(str(path))
+    found = loaded.signatures["serving_default"](videos=tf.range(11, dtype=tf.int64))["videos"]
+    np.testing.assert_array_equal(found, truth["table"])
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"name": "mine"}, {"model/emb/mine"}),  # not known
+        (
+            {"also": "emb"},
+            {"emb", "model/emb/Adagrad"},
+        ),  # a slot of "emb", made in the scope "model", has this name too
+        ({"also": "model/emb/Adagrad_1"}, {"model/emb/Adagrad", "model/emb/Adagrad_1"}),  # two optimizers
+        ({"also": "model2/model/emb/Adagrad"}, {"model/emb/Adagrad", "model2/model/emb/Adagrad"}),
+    ],
+)
+def test_slots_that_nothing_proves_are_variables(tmp_path: Path, options: dict[str, Any], left: set[str]) -> None:
+    trained(tmp_path, "Adagrad", **options)
+    with open_checkpoint(tmp_path / "ckpt") as checkpoint:
+        assert {name: info.slots for name, info in checkpoint.tables().items()} == dict.fromkeys(
+            {"model/emb", *left}, ()
         )
-        lookup = tf.compat.v1.nn.embedding_lookup(emb, [0, 7], partition_strategy="mod")
-        train = tf.compat.v1.train.AdagradOptimizer(0.5).minimize(tf.reduce_sum(lookup * [[1.0, 2.0], [3.0, 4.0]]))
-        session.run(tf.compat.v1.global_variables_initializer())
-        session.run(train)
-        tf.compat.v1.train.Saver().save(session, str(tmp_path / "ckpt"))
-    expected = np.full((11, 2), 0.1, np.float32)
-    expected[[0, 7]] += np.square([[1.0, 2.0], [3.0, 4.0]])
-    with open_checkpoint(tmp_path / "ckpt", partition_strategy="mod") as checkpoint:
-        assert set(checkpoint.tables()) == {"emb", "emb/Adagrad"}
-        np.testing.assert_allclose(checkpoint.read("emb/Adagrad"), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
