@@ -3,6 +3,8 @@
 Importing this module imports TensorFlow, whose package holds the messages' classes: `rpc_server` does it in a thread.
 """
 
+import contextlib
+import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,7 +15,6 @@ from tensorflow_serving.apis import (
     get_model_metadata_pb2,
     inference_pb2,
     predict_pb2,
-    prediction_service_pb2,  # noqa: F401  # what reflection tells of
     regression_pb2,
 )
 
@@ -25,9 +26,21 @@ from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.service import DEFAULT_SIGNATURE, InferenceTask, ModelSpec, PredictionService
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
-__all__ = ["PredictionApi", "model_spec", "parse"]
+__all__ = ["PredictionApi", "model_spec", "parse", "register_service"]
 
 _SIGNATURE_DEF = "signature_def"
+
+
+def register_service(name: str) -> None:
+    """Make a service of TensorFlow Serving known to gRPC's reflection.
+
+    The module of tensorflow-serving-api 2.19 fails under protobuf 5. By then it has registered the service.
+    """
+    with contextlib.suppress(AttributeError):
+        importlib.import_module(f"tensorflow_serving.apis.{name}_pb2")
+
+
+register_service("prediction_service")
 
 
 def parse(message: Any, data: bytes) -> Any:

@@ -8,18 +8,19 @@ from typing import Any, Protocol
 from tensorflow_serving.apis import (
     get_model_status_pb2,
     model_management_pb2,
-    model_service_pb2,  # noqa: F401  # what reflection tells of
 )
 
 from tpuembed.errors import ConfigError
 from tpuembed_serving.metric_types import Snapshot
 from tpuembed_serving.models_config import models_from_message
-from tpuembed_serving.rpc import model_spec, parse
+from tpuembed_serving.rpc import model_spec, parse, register_service
 from tpuembed_serving.service import PredictionService
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
 __all__ = ["ModelApi", "Reloadable"]
+
+register_service("model_service")
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,6 @@
 """Where TensorFlow would put tables on SparseCores, asked of its own code; with `tf_config` and `tf_tpu`, private names."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,13 +24,17 @@ def stack_tables(
         stacking: False for a stack per table.
     """
     own = tpu_embedding_v3._clone_feature_config(list(features))
-    stacked = tpu_embedding_v3._stack_tables_with_same_table_dim_and_optimizer(
-        list({id(feature.table): feature.table for feature in own}.values()),
-        [(str(index), feature) for index, feature in enumerate(own)],
-        chips,
-        cores_per_chip,
-        tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig(disable_table_stacking=not stacking),
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "MessageFactory class is deprecated"
+        )  # of protobuf 5 about TensorFlow 2.19's code
+        stacked = tpu_embedding_v3._stack_tables_with_same_table_dim_and_optimizer(
+            list({id(feature.table): feature.table for feature in own}.values()),
+            [(str(index), feature) for index, feature in enumerate(own)],
+            chips,
+            cores_per_chip,
+            tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig(disable_table_stacking=not stacking),
+        )
     return {
         name: (StackLayout.of(proto), (proto.unsharded_padded_shape[0], proto.unsharded_padded_shape[1]))
         for name, proto in stacked.table_to_layout.items()

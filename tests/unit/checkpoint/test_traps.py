@@ -74,9 +74,9 @@ def test_a_table_in_a_stack_that_is_called_like_a_slot(tmp_path: Path) -> None:
 
 
 def test_two_stacks_of_one_name_in_one_layer(tmp_path: Path) -> None:
-    """Tables a and b share a stack a_b, and a table is called so: TensorFlow refuses; and so is what would come of it."""
+    """Tables a and b share a stack a_b, and a table is called so: TensorFlow fails, and what would come of it is refused."""
     shapes = {"a": (20, 16), "b": (20, 16), "a_b": (20, 32)}
-    with pytest.raises(ValueError, match="a_b"):
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):  # the second up to TensorFlow 2.19
         sparse_core_embedding(random_values(shapes, "sgd"), "sgd", devices=2)
     stacked = [layout_fields(), layout_fields("b", sparse_core_shard_row_offset=8, sparse_core_shard_rotation=2)]
     alone = layout_fields("a_b", sparse_core_shard_row_offset=16)

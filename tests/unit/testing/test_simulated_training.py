@@ -63,6 +63,7 @@ class Model(keras.Model):
         self.dense = keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(stddev=0.05, seed=3))
         self.dense.build((None, sum(table.dim for table in features.values())))
         self.features = list(features)
+        self.built = True  # Keras up to 3.12 cannot build a model by a call with a None in its arguments, as in weights
 
     def call(self, features: Any, weights: Any = None) -> Any:
         activations = self.embedding(features, weights)
