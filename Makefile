@@ -4,16 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RATINGS := .data/ml-100k.inter
+EXTRAS := tf,serve,hdf5,jax,cloud,ray,dev
+# The lowest versions that pyproject.toml allows, and the highest Python that it names.
+OLDEST := tensorflow==2.19.1 keras==3.11.0
+NEWEST_PYTHON ?= 3.13
+EVERYWHERE := tests/unit tests/conformance tests/e2e/test_road.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long tpu-proof check bench format clean
+.PHONY: help demo test test-long test-oldest test-newest-python tpu-proof check bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[tf,serve,hdf5,jax,cloud,ray,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $(STAMP)
 
 $(RATINGS): | $(STAMP)
@@ -28,6 +33,17 @@ test: $(STAMP) $(RATINGS)  ## the test suite
 test-long: $(STAMP) $(RATINGS)  ## the tests of `make test` and those with big files, clusters, fuzzing and soaks
 	$(BIN)/python -m pytest -n 2 -m "not long" tests
 	$(BIN)/python -m pytest -m long --timeout 3600 tests
+
+.venv-oldest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]' $(OLDEST)
+	@touch $@
+
+test-oldest: .venv-oldest/.installed $(RATINGS)  ## unit and conformance tests and one export end to end, with the oldest TensorFlow and Keras
+	.venv-oldest/bin/python -m pytest -n 2 -m "not long" $(EVERYWHERE)
+
+test-newest-python: $(STAMP)  ## the same tests with the newest Python, if this machine has it
+	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "not long" $(EVERYWHERE)
 
 tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: docs/tpu-proof.md
 	$(BIN)/python -m tests.tpu --tests
@@ -47,4 +63,4 @@ format: $(STAMP)  ## rewrite the source as `make check` wants it
 	$(BIN)/ruff format .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache
