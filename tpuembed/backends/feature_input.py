@@ -50,11 +50,13 @@ class FeatureInput:
             _integer_ids(self.path, self.config, self.ids),
             self.weights,
             path=self.path,
+            label=self.path or self.config.name or self.table,
             combiner=self.config.table.combiner,
             max_sequence_length=self.config.max_sequence_length,
             output_shape=self.config.output_shape,
             input_shape=self.input_shape,
             validate=self.config.validate_weights_and_indices,
+            policy=self.config.out_of_vocabulary,
             densify=None if tpu_call() is None else densify_on_host,
         )
 

@@ -55,7 +55,7 @@ class LookupModel:
                 input=feature.spec.input,
                 weighted=feature.spec.weighted,
                 max_sequence_length=feature.spec.max_sequence_length,
-                out_of_vocabulary=feature.spec.out_of_vocabulary,
+                out_of_vocabulary=feature.policy,
             )
             for feature in self._features
         )

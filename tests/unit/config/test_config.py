@@ -224,7 +224,9 @@ def test_yaml_may_merge_what_is_given_elsewhere(tmp_path: Path) -> None:
 def test_a_serving_config_is_made_of_nested_features() -> None:
     config = ServingConfig.parse(_features())
     assert set(config.features) == {"watched", "more/0", "more/1/friends"}
-    assert config.features["watched"] == ServingFeature(table="videos", max_sequence_length=5)
+    assert config.features["watched"] == ServingFeature(
+        table="videos", max_sequence_length=5, out_of_vocabulary="error"
+    )
     quantization = QuantizationConfig(16, -1.0, 1.0)
     stated = ServingTable(vocabulary_size=100, dim=8, combiner="sqrtn", quantization_config=quantization)
     assert config.tables["videos"] == stated
