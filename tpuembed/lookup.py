@@ -545,7 +545,9 @@ def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tenso
     if tf.executing_eagerly():
         if not bool(inside):
             sentence = _sentence(features, spans, arguments).numpy().decode()
-            raise tf.errors.InvalidArgumentError(None, None, sentence)
+            error = tf.errors.InvalidArgumentError(None, None, sentence)
+            error._keras_call_info_injected = True  # Keras adds the arguments of the call, line by line, to others
+            raise error
         return tf.constant(0, tf.int64)
 
     def fail(*arguments: Tensor) -> Tensor:

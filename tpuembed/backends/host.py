@@ -76,7 +76,7 @@ class HostBackend:
     def flat_ids(self, features: Sequence[FeatureInput]) -> list[LookupIds]:
         """The ids of `features`, those outside of their tables as their policies say.
 
-        All are known to be rows before one of them is looked up or trained. Where a gather does not fail, "error" gives NaN instead.
+        All are known to be rows before one of them is looked up or trained. Where a gather does not fail, "error" gives NaN.
         """
         spans = [Span(feature.table, 0, feature.config.table.vocabulary_size) for feature in features]
         flat = [feature.flatten().within(0, span.stop) for feature, span in zip(features, spans, strict=True)]
