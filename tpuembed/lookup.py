@@ -7,23 +7,55 @@ transpose, from gradients of activations to gradients of rows.
 Formulas, over the ids i of one example with weights w_i (1 where none are given); an example without ids gives zeros:
     sum: Σ w_i row_i      mean: Σ w_i row_i / Σ w_i      sqrtn: Σ w_i row_i / sqrt(Σ w_i²)
 Source: `tf.nn.embedding_lookup_sparse`.
+
+An id outside its table does what its feature's out_of_vocabulary says. "zeros": row_i is zeros, and w_i counts in the
+denominator. A row number: row_i is that row. "error": the lookup fails before any row is read, and names the id
+(`outside_shift`).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["DROPPED", "LookupIds", "PaddedIds", "flatten_ids", "gather_grouped", "merged_shape", "pad_ids"]
+__all__ = [
+    "DROPPED",
+    "NOT_FOR_XLA",
+    "NOWHERE",
+    "OUTSIDE",
+    "LookupIds",
+    "PaddedIds",
+    "Span",
+    "flatten_ids",
+    "gather_grouped",
+    "merged_shape",
+    "not_inlined",
+    "outside_shift",
+    "outside_texts",
+    "pad_ids",
+]
 
 Tensor = Any
 
 DROPPED = -1
 """The id of an entry that contributes nothing: padding, or a negative id that validation removed."""
+
+NOWHERE: Final = 1 << 62
+"""A row past the end of every table."""
+
+OUTSIDE: Final = "tpuembed_id_outside"
+"""The name of the operation that fails for an id outside its table; a server knows the message by it."""
+
+NOT_FOR_XLA: Final = "traced_before_jit_compile__decorate_the_inner_function_with_jit_compile_too"
+"""The name of an operation that XLA has not, in what it must not compile: a function that was traced before is not traced again."""
+
+_NEGATIVE_ONE: Final = -(2**63)
+"""Stands for an id of -1 that is looked up, where DROPPED entries are there too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +69,9 @@ class LookupIds:
         segments: int64 [n], the activation that each row adds to (negative: none); None where row k is activation k.
         scale: float32 [n], the factor of each row; None for 1.
         droppable: whether `ids` may hold `DROPPED`.
+        feature: its name, for messages.
+        policy: what an id outside the table does: "error", "zeros", or the row to take instead.
+        row_shape: int64 [r], the activations by example; None for `shape`, where that is so.
     """
 
     ids: Tensor
@@ -45,6 +80,27 @@ class LookupIds:
     segments: Tensor | None = None
     scale: Tensor | None = None
     droppable: bool = False
+    feature: str = ""
+    policy: str | int = "error"
+    row_shape: Tensor | None = None
+
+    def within(self, start: int, stop: int) -> "LookupIds":
+        """These ids with those outside of [start, stop) as `policy` says; what "error" leaves there, `outside_shift` finds."""
+        if self.policy == "error":
+            return self
+        outside = (self.ids < start) | (self.ids >= stop)
+        if self.droppable:
+            outside &= tf.not_equal(self.ids, DROPPED)
+        if self.policy != "zeros":
+            return dataclasses.replace(self, ids=tf.where(outside, tf.constant(self.policy, tf.int64), self.ids))
+        return dataclasses.replace(
+            self,
+            ids=tf.where(outside, tf.constant(DROPPED, tf.int64), self.ids),
+            segments=None
+            if self.segments is None
+            else tf.where(outside, tf.cast(-1, self.segments.dtype), self.segments),
+            droppable=True,
+        )
 
     def row_ids(self) -> Tensor:
         """int64 [n] to gather: dropped entries read row 0, which `combine` then ignores."""
@@ -52,6 +108,8 @@ class LookupIds:
 
     def combine(self, rows: Tensor) -> Tensor:
         """Activations [*shape, dim] of gathered `rows` [n, dim]."""
+        if self.segments is None and self.droppable:
+            rows = tf.where((self.ids >= 0)[:, None], rows, 0.0)
         if self.scale is not None:
             rows *= self.scale[:, None]
         if self.segments is not None:
@@ -144,11 +202,13 @@ def flatten_ids(
     weights: Tensor | None,
     *,
     path: str,
+    label: str = "",
     combiner: str,
     max_sequence_length: int = 0,
     output_shape: tuple[int | None, ...] | None = None,
     input_shape: tuple[int | None, ...] | None = None,
     validate: bool = True,
+    policy: str | int = "error",
     densify: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None,
 ) -> LookupIds:
     """One training feature: dense ids are looked up one by one, sparse and ragged ids are combined over their last axis.
@@ -157,12 +217,15 @@ def flatten_ids(
         ids: integer Tensor of any rank, SparseTensor of rank 2 or above, or RaggedTensor of rank 2.
         weights: None, or the same kind of tensor with the same ids' positions (sparse and ragged only).
         path: the feature, for messages.
+        label: what the message of an id outside the table calls the feature; `path` where it is empty.
         combiner: sum, mean or sqrtn.
         max_sequence_length: above 0: [batch, max_sequence_length, dim], cut and zero-padded, instead of combining.
         output_shape: the activation's leading shape, to check and to complete what tracing knows; ragged examples are
             laid out in it, and kept as sequences where it has room for several rows of each.
         input_shape: what is known of the ids' shape from elsewhere, to check and to complete in the same way.
-        validate: drop negative ids, and check that the weights stand where the ids stand.
+        validate: drop negative ids, and check that the weights stand where the ids stand. With another `policy` than "error",
+            ids below -1 are outside of the table, and kept.
+        policy: what `within` does with ids outside of the table.
         densify: gives sparse or ragged ids and their weights as dense tensors [..., hot], padded with `DROPPED`, for programs
             that are compiled for one shape; None to keep them as they are.
 
@@ -173,14 +236,15 @@ def flatten_ids(
         length = max_sequence_length
         if isinstance(ids, tf.RaggedTensor):
             length = length or _ragged_length(ids.shape[0], output_shape, path)
-        flat: LookupIds = _flatten_padded(*densify(ids, weights), combiner, length)
+        flat: LookupIds = _flatten_padded(*densify(ids, weights), combiner, length, policy)
     elif isinstance(ids, tf.SparseTensor):
-        flat = _flatten_sparse(ids, weights, path, combiner, max_sequence_length, validate)
+        flat = _flatten_sparse(ids, weights, path, combiner, max_sequence_length, _Kept(validate, policy))
     elif isinstance(ids, tf.RaggedTensor):
         length = max_sequence_length or _ragged_length(ids.shape[0], output_shape, path)
-        flat = _flatten_ragged(ids, weights, path, combiner, length, validate)
+        flat = _flatten_ragged(ids, weights, path, combiner, length, _Kept(validate, policy))
     else:
         flat = _flatten_dense(ids, weights, path, max_sequence_length)
+    flat = dataclasses.replace(flat, feature=label or path, policy=policy)
     if input_shape is not None:
         combined = isinstance(ids, tf.SparseTensor | tf.RaggedTensor)
         leading = _leading(flat, input_shape) if combined else input_shape
@@ -192,12 +256,14 @@ def flatten_ids(
     return _completed(flat, output_shape, f"feature {path!r}: output_shape {output_shape}")
 
 
-def _flatten_padded(ids: Tensor, weights: Tensor | None, combiner: str, length: int) -> PaddedIds:
+def _flatten_padded(ids: Tensor, weights: Tensor | None, combiner: str, length: int, policy: str | int) -> PaddedIds:
     """Dense ids [..., hot], with weights of the same shape, combined over the last axis or kept as sequences."""
+    if policy == "error":
+        ids = tf.maximum(ids, DROPPED)
     if ids.shape.rank == 2:  # not reshaped: the number of examples would be forgotten
-        return pad_ids(tf.maximum(ids, DROPPED), weights, combiner, length)
+        return pad_ids(ids, weights, combiner, length)
     matrices = [None if dense is None else tf.reshape(dense, [-1, _last(dense)]) for dense in (ids, weights)]
-    flat = pad_ids(tf.maximum(matrices[0], DROPPED), matrices[1], combiner, length)
+    flat = pad_ids(matrices[0], matrices[1], combiner, length)
     return dataclasses.replace(flat, shape=tf.shape(ids, tf.int64)[:-1], static_shape=tuple(ids.shape)[:-1])
 
 
@@ -218,8 +284,21 @@ def _flatten_dense(ids: Tensor, weights: Tensor | None, path: str, max_sequence_
     return LookupIds(ids=tf.reshape(ids, [-1]), shape=shape, static_shape=tuple(ids.shape))
 
 
+class _Kept(NamedTuple):
+    """Which sparse and ragged ids are looked up: see `flatten_ids`."""
+
+    validate: bool
+    policy: str | int
+
+    def mask(self, ids: Tensor) -> Tensor | None:
+        """bool, of the shape of `ids`; None for all."""
+        if not self.validate:
+            return None
+        return ids >= 0 if self.policy == "error" else tf.not_equal(ids, DROPPED)
+
+
 def _flatten_sparse(
-    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, validate: bool
+    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, kept: _Kept
 ) -> LookupIds:
     rank = ids.shape.rank
     if rank is None or rank < 2:
@@ -234,14 +313,14 @@ def _flatten_sparse(
     strides = tf.math.cumprod(shape, exclusive=True, reverse=True)
     segments = tf.reduce_sum(ids.indices[:, :-1] * strides, 1)
     if weights is not None:
-        weights = _same_positions(weights.values, weights.indices, ids.indices, path, validate)
+        weights = _same_positions(weights.values, weights.indices, ids.indices, path, kept.validate)
     positions = ids.indices[:, -1]
     entries = _Entries(ids.values, segments, positions, weights, shape, tuple(ids.shape)[:-1])
-    return _segmented(entries, path, combiner, max_sequence_length, validate)
+    return _segmented(entries, path, combiner, max_sequence_length, kept)
 
 
 def _flatten_ragged(
-    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, validate: bool
+    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, kept: _Kept
 ) -> LookupIds:
     if ids.shape.rank != 2 or ids.ragged_rank != 1:
         raise ConfigError(f"feature {path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}")
@@ -253,10 +332,10 @@ def _flatten_ragged(
     starts = tf.cast(tf.gather(ids.row_starts(), segments), tf.int64)
     positions = tf.range(tf.size(segments, tf.int64)) - starts
     if weights is not None:
-        weights = _same_positions(weights.values, weights.row_splits, ids.row_splits, path, validate)
+        weights = _same_positions(weights.values, weights.row_splits, ids.row_splits, path, kept.validate)
     shape = tf.reshape(tf.cast(ids.nrows(), tf.int64), [1])
     entries = _Entries(ids.values, segments, positions, weights, shape, (ids.shape[0],))
-    return _segmented(entries, path, combiner, max_sequence_length, validate)
+    return _segmented(entries, path, combiner, max_sequence_length, kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,8 +360,11 @@ def _same_positions(weights: Tensor, where: Tensor, ids_where: Tensor, path: str
         return tf.cast(weights, tf.float32)
 
 
-def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length: int, validate: bool) -> LookupIds:
+def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length: int, kept: _Kept) -> LookupIds:
     ids, segments = entries.ids, entries.segments
+    droppable = kept.validate or max_sequence_length > 0
+    if droppable and not kept.validate:
+        ids = tf.where(tf.equal(ids, DROPPED), tf.constant(_NEGATIVE_ONE, tf.int64), ids)
     if max_sequence_length:
         if entries.weights is not None:
             raise ConfigError(
@@ -292,10 +374,10 @@ def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length:
         segments = tf.where(keep, segments * max_sequence_length + entries.positions, -1)
     else:
         keep = tf.ones_like(ids, tf.bool)
-    if validate:
-        keep &= ids >= 0
+    mask = kept.mask(ids)
+    if mask is not None:
+        keep &= mask
         segments = tf.where(keep, segments, -1)
-    droppable = validate or max_sequence_length > 0
     extra = (max_sequence_length,) if max_sequence_length else ()
     return LookupIds(
         ids=tf.where(keep, ids, DROPPED) if droppable else ids,
@@ -347,7 +429,9 @@ def _laid_out(flat: LookupIds, output_shape: tuple[int | None, ...]) -> LookupId
     """Ragged activations in `output_shape` where it has as many; as they are where they do not fit."""
     if _product(flat.static_shape) is None or _product(flat.static_shape) != _product(output_shape):
         return flat
-    return dataclasses.replace(flat, shape=tf.constant(output_shape, tf.int64), static_shape=output_shape)
+    return dataclasses.replace(
+        flat, shape=tf.constant(output_shape, tf.int64), static_shape=output_shape, row_shape=flat.shape
+    )
 
 
 def _leading(flat: LookupIds, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -396,3 +480,158 @@ def gather_grouped(
         for index, part in zip(members, split, strict=True):
             activations[index] = features[index].combine(part)
     return activations
+
+
+# ---- ids outside of their tables
+
+
+class Span(NamedTuple):
+    """The ids of a table that are there: [start, stop)."""
+
+    table: str
+    start: int
+    stop: int
+
+
+_LONGEST: Final = 199
+_OF_ROW: Final = " of row "
+_DIGITS: Final = len(str(-(2**63))) + len(_OF_ROW) + len(str(2**31))
+
+
+def outside_texts(feature: str, span: Span) -> tuple[str, str]:
+    """What stands before the id and behind the row in the sentence for an id outside of `span`: 199 characters in all at most."""
+    remedy = "; correct the id or set out_of_vocabulary"
+    if len(feature) + len(span.table) > _room_for_names(span, remedy):
+        remedy = ""
+    room = _room_for_names(span, remedy)
+    of_feature = min(len(feature), max(room - len(span.table), room // 2))
+    table = _shortened(span.table, min(len(span.table), room - of_feature))
+    return _texts(_shortened(feature, of_feature), table, span, remedy)
+
+
+def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]:
+    rows = f"which has {span.stop} rows" if not span.start else f"which has rows [{span.start}, {span.stop})"
+    return f"feature {feature}: id ", f" is not in table {table}, {rows}{remedy}"
+
+
+def _room_for_names(span: Span, remedy: str) -> int:
+    return _LONGEST - _DIGITS - sum(map(len, _texts("", "", span, remedy)))
+
+
+def _shortened(name: str, room: int) -> str:
+    if len(name) <= room:
+        return name
+    head = (room - 3) // 2
+    return f"{name[:head]}...{name[len(name) - (room - 3 - head) :]}"
+
+
+def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
+    """`function` as one node of the graphs that call it, for what no request is expected to take."""
+    return tf.function(
+        function, input_signature=specs, autograph=False, experimental_attributes={"_noinline": True}
+    ).get_concrete_function()
+
+
+def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tensor:
+    """int64 0, made of the ids of all `features`, each of which is known to be in its span; fails for the first that is not.
+
+    Should a runtime strip the assertion, it is NOWHERE: added to ids, it makes their gather fail.
+
+    Raises:
+        InvalidArgumentError: outside of graphs; with the sentence alone.
+    """
+    if tf.executing_eagerly():
+        _raise_outside(features, spans)
+        return tf.constant(0, tf.int64)
+    lowest = tf.stack([_lowest(feature, span) for feature, span in zip(features, spans, strict=True)])
+    highest = tf.stack([tf.reduce_max(feature.ids) for feature in features])
+    starts, stops = np.array([_least(*pair) for pair in zip(features, spans, strict=True)]), [s.stop for s in spans]
+    inside = tf.reduce_all((lowest >= starts) & (highest < np.array(stops)))
+    arguments = [argument for feature in features for argument in _told(feature)]
+
+    def succeed(*arguments: Tensor) -> Tensor:  # noqa: ARG001 - as the other branch is called
+        return tf.constant(0, tf.int64)
+
+    def fail(*arguments: Tensor) -> Tensor:
+        message = _sentence(features, spans, arguments)
+        # The raw op: `tf.debugging.Assert` wraps it in a branch.
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[message], name=OUTSIDE)]):
+            return tf.constant(NOWHERE, tf.int64)
+
+    specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
+    # The raw op too: `tf.cond` costs a step an operation for each argument of the branch that is not taken.
+    found = tf.raw_ops.If(
+        cond=inside,
+        input=arguments,
+        Tout=[tf.int64],
+        then_branch=not_inlined(succeed, *specs),
+        else_branch=not_inlined(fail, *specs),
+    )
+    found[0].set_shape([])
+    return found[0]
+
+
+def _raise_outside(features: Sequence[LookupIds], spans: Sequence[Span]) -> None:
+    for feature, span in zip(features, spans, strict=True):
+        ids = feature.ids.numpy()
+        outside = (ids < span.start) | (ids >= span.stop)
+        if outside.any() and (outside & (ids != DROPPED if feature.droppable else True)).any():
+            error = tf.errors.InvalidArgumentError(
+                None, None, _sentence([feature], [span], _told(feature)).numpy().decode()
+            )
+            error._keras_call_info_injected = True  # Keras adds the arguments of the call, line by line, to others
+            raise error
+
+
+def _least(feature: LookupIds, span: Span) -> int:
+    return span.start or (DROPPED if feature.droppable else 0)
+
+
+def _lowest(feature: LookupIds, span: Span) -> Tensor:
+    ids = feature.ids
+    if feature.droppable and span.start:
+        ids = tf.where(tf.equal(ids, DROPPED), tf.constant(span.start, tf.int64), ids)
+    return tf.reduce_min(ids)
+
+
+def _told(feature: LookupIds) -> list[Tensor]:
+    """What `_sentence` needs of a feature: ids, the activation of each where that is not its own, and the activations' shape."""
+    shape = feature.shape if feature.row_shape is None else feature.row_shape
+    return [feature.ids, *([] if feature.segments is None else [tf.cast(feature.segments, tf.int64)]), shape]
+
+
+def _sentence(features: Sequence[LookupIds], spans: Sequence[Span], arguments: Sequence[Tensor]) -> Tensor:
+    """The sentence for the first id that is outside, a string; `arguments` are what `_told` gave.
+
+    Few operations: TensorFlow optimizes them all at a model's first request, though none is expected to be run.
+    """
+    given = iter(arguments)
+    ids, places, per_row = [], [], []
+    for feature in features:
+        one = next(given)
+        place = tf.range(tf.size(one, tf.int64)) if feature.segments is None else next(given)
+        shape = next(given)
+        entries = tf.size(one, tf.int64) if feature.segments is None else tf.reduce_prod(shape)
+        ids.append(one)
+        places.append(place)
+        per_row.append(tf.maximum(entries // tf.maximum(tf.reduce_prod(shape[:1]), 1), 1))
+    sizes = tf.stack([tf.size(one, tf.int64) for one in ids])
+    feature_of = tf.repeat(tf.range(len(features)), sizes)
+    joined = tf.concat(ids, 0)
+    starts, stops = (np.array(bounds, np.int64) for bounds in zip(*((s.start, s.stop) for s in spans), strict=True))
+    outside = (joined < tf.gather(starts, feature_of)) | (joined >= tf.gather(stops, feature_of))
+    droppable = np.array([feature.droppable for feature in features])
+    outside &= ~(tf.gather(droppable, feature_of) & tf.equal(joined, DROPPED))
+    first = tf.where(outside)[0, 0]
+    which, found = feature_of[first], joined[first]
+    is_escaped = tf.equal(found, _NEGATIVE_ONE) & tf.gather(droppable, which)
+    found = tf.where(is_escaped, tf.constant(-1, tf.int64), found)
+    row = tf.concat(places, 0)[first] // tf.stack(per_row)[which]
+    before, after = zip(*map(outside_texts, (feature.feature for feature in features), spans), strict=True)
+    parts = [
+        tf.gather(before, which, name=NOT_FOR_XLA),
+        tf.strings.as_string(found),
+        _OF_ROW,
+        tf.strings.as_string(row),
+    ]
+    return tf.strings.join([*parts, tf.gather(after, which)])

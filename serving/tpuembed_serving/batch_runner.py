@@ -18,7 +18,7 @@ from tpuembed_serving.deadlines import wait_until
 from tpuembed_serving.id_guard import IdGuard, KnownIds, LearntIds
 from tpuembed_serving.merging import Merged, equal_results, merge, split, take, varies
 from tpuembed_serving.servable import Array, Merging, Servable, Signature
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.status import Code, StatusError, of_later_rows
 
 __all__ = ["BatchRunner", "Outcome", "Postponed", "Waiting"]
 
@@ -217,7 +217,12 @@ class BatchRunner:
         """Outputs of a request that takes more than one run."""
         size = self._parameters.run_rows
         parts = [take(inputs, start, start + size) for start in range(0, len(inputs[0]), size)]
-        found = [self._run_filled_up(batch, part, len(part[0])) for part in parts]
+        found = []
+        for index, part in enumerate(parts):
+            try:
+                found.append(self._run_filled_up(batch, part, len(part[0])))
+            except StatusError as error:
+                raise of_later_rows(error, index * size) from None
         return [np.concatenate(outputs) for outputs in zip(*found, strict=True)]
 
     def _run_filled_up(self, batch: _Batch, inputs: Sequence[Array], rows: int | None) -> list[Array]:

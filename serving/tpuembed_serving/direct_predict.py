@@ -112,7 +112,7 @@ class DirectPredict:
             return
         try:
             signature = find_signature(loaded.servable, name)
-            inputs = decode_request(document, loaded.servable, signature)
+            inputs = decode_request(document, signature)
             if self._max_rows is not None:
                 check_rows(inputs.arrays, self._max_rows)
             end = functools.partial(_end, lease, signature, inputs.row_form, respond)

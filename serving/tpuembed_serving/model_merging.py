@@ -1,6 +1,7 @@
 """What is known of a SavedModel about requests that share a run: from its signatures, and from the manifest of an export."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -8,7 +9,7 @@ from tpuembed.manifest import FeatureEntry, Manifest
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.servable import IdRange, Merging, Signature
 
-__all__ = ["find_merging"]
+__all__ = ["find_merging", "with_padding"]
 
 _PADDING: Final = -1
 """Of lists of ids, in every export of lookups."""
@@ -42,6 +43,23 @@ def find_merging(
         parameters=parameters,
     )
     return _of_lookups(merging, signature, manifest) if manifest is not None and manifest.features else merging
+
+
+def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
+    """`signature` with what fills up the rows of its inputs that an export says are lists.
+
+    What it says of a whole model is not enough to put requests of different widths together: a model may look at the width.
+    """
+    if manifest is None or signature.name != "serving_default":
+        return signature
+    features = {feature.name: feature for feature in manifest.features}
+    weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
+    of_models = {name: math.nan if value == "NaN" else value for name, value in manifest.padding.items()}
+    padding = tuple(
+        of_models.get(info.alias, _padding(features.get(info.alias), weights.get(info.alias)))
+        for info in signature.inputs
+    )
+    return dataclasses.replace(signature, padding=padding)
 
 
 def _of_lookups(merging: Merging, signature: Signature, manifest: Manifest) -> Merging:

@@ -106,7 +106,7 @@ class RestApi(HttpEndpoint):
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
-            inputs = decode_request(document, loaded.servable, signature)
+            inputs = decode_request(document, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return encode_outputs(outputs, signature, inputs.row_form)
 
@@ -116,7 +116,7 @@ class RestApi(HttpEndpoint):
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
             signature = find_signature(loaded.servable, name)
-            inputs = await asyncio.to_thread(decode_request, document, loaded.servable, signature)
+            inputs = await asyncio.to_thread(decode_request, document, signature)
             outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
         return await asyncio.to_thread(encode_outputs, outputs, signature, inputs.row_form)
 
@@ -141,7 +141,7 @@ class RestApi(HttpEndpoint):
         return _status_json(self._service.status(spec))
 
 
-def decode_request(document: Document, servable: Servable, signature: Signature) -> PredictInputs:
+def decode_request(document: Document, signature: Signature) -> PredictInputs:
     """The inputs of `signature` in a predict request, lists of different lengths filled up where the model says with what.
 
     Raises:
@@ -150,8 +150,7 @@ def decode_request(document: Document, servable: Servable, signature: Signature)
     try:
         return decode_inputs(document, signature)
     except StatusError:
-        merging = servable.merging(signature)
-        padded = pad_ragged(document, signature, merging.padding) if merging else None
+        padded = pad_ragged(document, signature)
         if padded is None:
             raise
     return decode_inputs(padded, signature)

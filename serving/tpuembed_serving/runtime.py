@@ -28,11 +28,11 @@ from tpuembed_serving.batching_parameters import MODEL_FILE, BatchingParameters,
 from tpuembed_serving.deadlines import remaining_seconds
 from tpuembed_serving.lean_graph import is_lean, make_lean
 from tpuembed_serving.mapped_files import advise_random_access, read_ahead
-from tpuembed_serving.model_merging import find_merging
+from tpuembed_serving.model_merging import find_merging, with_padding
 from tpuembed_serving.packed_call import PackedCall, is_worth_packing
 from tpuembed_serving.servable import Array, Merging, Signature
 from tpuembed_serving.signature_defs import signature_json, signature_of
-from tpuembed_serving.status import Code, StatusError, invalid_argument
+from tpuembed_serving.status import Code, StatusError, invalid_argument, plain_message
 from tpuembed_serving.versions import INDEX_FILE, check_files
 
 __all__ = ["RunOptions", "SavedModelServable", "load"]
@@ -83,7 +83,7 @@ class SavedModelServable:
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
-            name: signature_of(name, sig) for name, sig in meta_graph.signature_def.items()
+            name: with_padding(signature_of(name, sig), manifest) for name, sig in meta_graph.signature_def.items()
         }
         self.signature_defs: Mapping[str, Any] = {
             name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
@@ -117,7 +117,7 @@ class SavedModelServable:
         except tf.errors.OpError as error:
             raise _status(error) from None
         except UnicodeDecodeError as error:  # of the message, which quotes what the client sent; its code is lost
-            raise invalid_argument(error.object.decode("utf-8", "replace")) from None
+            raise invalid_argument(plain_message(error.object.decode("utf-8", "replace"))) from None
 
     def close(self) -> None:
         """Cancel what still runs, free the variables, and let the garbage collector have the graph."""
@@ -311,7 +311,7 @@ def _as_array(value: Any) -> Array:
 
 
 def _status(error: Any) -> StatusError:
-    return StatusError(Code(error.error_code), error.message)
+    return StatusError(Code(error.error_code), plain_message(error.message))
 
 
 def _without_path(status: StatusError, version_dir: Path) -> StatusError:

@@ -57,11 +57,16 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """A named function of a SavedModel; inputs and outputs sorted by alias."""
+    """A named function of a SavedModel; inputs and outputs sorted by alias.
+
+    Attributes:
+        padding: by input, what fills rows of different lengths up; None where they are refused. Empty where all are.
+    """
 
     name: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    padding: tuple[int | float | str | None, ...] = ()
 
     @functools.cached_property
     def output_dtypes(self) -> Mapping[str, str]:

@@ -1,10 +1,21 @@
 """Canonical status codes and the error that carries one, free of any transport."""
 
 import enum
+import re
+from typing import Final
 
 from tpuembed.errors import ServingError
 
-__all__ = ["Code", "StatusError", "invalid_argument", "servable_not_found"]
+__all__ = ["Code", "StatusError", "invalid_argument", "of_later_rows", "plain_message", "servable_not_found"]
+
+_FUNCTION: Final = re.compile(r"\{\{function_node [^}]*\}\} ?")
+_OUTSIDE: Final = re.compile(
+    r"assertion failed: \[(feature .*)\]\s+\[\[(?:\{\{node )?(?:[^\s\]}]*/)?tpuembed_id_outside[^\s\]}]*[\]}]",
+    re.DOTALL,
+)
+"""What an export says of an id outside its table: known by the name of the operation that fails (`OUTSIDE` in tpuembed.lookup)."""
+_ESCAPED: Final = re.compile(r"\\(['\"\\])")
+_ROW: Final = re.compile(r"(?<=: id )(-?\d+ of row )(\d+)(?= is not in table )")
 
 
 class Code(enum.IntEnum):
@@ -55,3 +66,17 @@ def servable_not_found(model: str, version: int | None) -> StatusError:
     """The status of a request for a version that is not available; None is the newest."""
     request = f"Latest({model})" if version is None else f"Specific({model}, {version})"
     return StatusError(Code.NOT_FOUND, f"Servable not found for request: {request}")
+
+
+def plain_message(message: str) -> str:
+    """TensorFlow's `message` without the functions that it was raised in; of an id outside its table, that sentence alone."""
+    found = _OUTSIDE.search(message)
+    return _ESCAPED.sub(r"\1", found[1]) if found else _FUNCTION.sub("", message)
+
+
+def of_later_rows(error: Exception, rows: int) -> Exception:
+    """`error` of a part of a request that `rows` rows stand before: an id outside its table is in a row of the request."""
+    if not rows or not isinstance(error, StatusError):
+        return error
+    message = _ROW.sub(lambda found: f"{found[1]}{int(found[2]) + rows}", error.message, count=1)
+    return StatusError(error.code, message)

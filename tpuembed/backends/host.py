@@ -1,5 +1,7 @@
 """Tables in host or GPU memory: gathered from, and updated row by row, where the rest of the model runs."""
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,11 +17,12 @@ from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import entry_optimizer, in_xla_context, local, loss_scale
 from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import ConfigError, TrainingError
-from tpuembed.lookup import LookupIds, gather_grouped
+from tpuembed.lookup import LookupIds, Span, gather_grouped, outside_shift
 
 __all__ = ["HostBackend"]
 
 Tensor = Any
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")  # of operations; a table may be called anything
 
 
 class HostBackend:
@@ -63,12 +66,24 @@ class HostBackend:
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`, untouched by any gradient trap."""
         self.check_called_where_created()
-        return self.gather_rows([feature.flatten() for feature in features], [feature.table for feature in features])
+        return self.gather_rows(self.flat_ids(features), [feature.table for feature in features])
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
         """A training step of `features`, all of whose tables have an optimizer."""
         self.check_called_where_created()
         return _Step(self, features, layer)
+
+    def flat_ids(self, features: Sequence[FeatureInput]) -> list[LookupIds]:
+        """The ids of `features`, those outside of their tables as their policies say.
+
+        All are known to be rows before one of them is looked up or trained. Where a gather does not fail, "error" gives NaN.
+        """
+        spans = [Span(feature.table, 0, feature.config.table.vocabulary_size) for feature in features]
+        flat = [feature.flatten().within(0, span.stop) for feature, span in zip(features, spans, strict=True)]
+        if _unchecked_gathers() or all(one.policy != "error" for one in flat):
+            return flat
+        with tf.control_dependencies([outside_shift(flat, spans)]):
+            return [dataclasses.replace(one, ids=tf.identity(one.ids)) for one in flat]
 
     def check_called_where_created(self) -> None:
         """Raise TrainingError in a TPU's program if the tables are not in the TPUs' memory."""
@@ -82,7 +97,7 @@ class HostBackend:
     def _gather(self, table: str, ids: Tensor) -> Tensor:
         state = self.states[table]
         variable = state.variable if state.optimizer is None else local(state.variable)
-        name = f"lookup_{local(variable).name.split(':')[0]}"  # an id outside the table fails under this name
+        name = "lookup_" + _NOT_IN_NAMES.sub("_", local(variable).name.split(":")[0])
         if tf.executing_eagerly() and state.optimizer is not None:  # `tf.gather` drops the name here
             rows = tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=tf.float32, name=name)
         else:  # and tells the graph which variable it reads, which an export of the graph needs to know
@@ -110,7 +125,7 @@ class _Step:
 
     def __init__(self, backend: HostBackend, features: Sequence[FeatureInput], layer: Any) -> None:
         self._backend, self._tables = backend, [feature.table for feature in features]
-        self._features = [feature.flatten() for feature in features]
+        self._features = backend.flat_ids(features)
         self._optimizer, self._compute_dtype = entry_optimizer(layer), layer.compute_dtype
 
     def lookup(self) -> list[Tensor]:

@@ -188,7 +188,8 @@ def features_to_tf(structure: Any) -> Any:
     for _, feature in flatten(structure):
         if feature.table.name not in tables:
             tables[feature.table.name] = _table_to_tf(feature.table)
-        fields = {field.name: getattr(feature, field.name) for field in dataclasses.fields(feature)[1:]}
+        names = [field.name for field in dataclasses.fields(feature)[1:] if field.name != "out_of_vocabulary"]
+        fields = {name: getattr(feature, name) for name in names}
         out.append(_embedding.FeatureConfig(table=tables[feature.table.name], **fields))
     return pack_like(structure, out)
 

@@ -14,7 +14,7 @@ from tpuembed.errors import ConfigError
 __all__ = ["dump_config", "feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
 _TABLE_KEYS = tuple(field.name for field in dataclasses.fields(TableConfig))
-_FEATURE_KEYS = ("table", "name", "max_sequence_length", "output_shape", "validate_weights_and_indices")
+_FEATURE_KEYS = tuple(field.name for field in dataclasses.fields(FeatureConfig))
 
 
 def load_mapping(source: str | Path | Mapping[str, Any], what: str) -> Mapping[str, Any]:

@@ -8,13 +8,12 @@ from typing import Any
 from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, did_you_mean
 from tpuembed.config.serialization import load_mapping
 from tpuembed.config.structure import flatten
-from tpuembed.config.tables import COMBINERS, FeatureConfig, QuantizationConfig
+from tpuembed.config.tables import COMBINERS, FeatureConfig, QuantizationConfig, check_out_of_vocabulary
 from tpuembed.errors import ConfigError
 
-__all__ = ["INPUTS", "OUT_OF_VOCABULARY", "ServingConfig", "ServingFeature", "ServingTable"]
+__all__ = ["INPUTS", "ServingConfig", "ServingFeature", "ServingTable"]
 
 INPUTS = ("id", "ids")
-OUT_OF_VOCABULARY = ("error", "zeros")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,8 @@ class ServingFeature:
         combiner: sum, mean or sqrtn; None to take the table's. Of one row ("id") each of them is that row.
         weighted: a second input `<feature>_weights`, float32 [batch, hot], weighs the ids.
         max_sequence_length: above 0, the rows are not combined: [batch, max_sequence_length, dim], zero-padded.
-        out_of_vocabulary: "error" to fail the request, "zeros" for a row of zeros, or the row to take instead.
+        out_of_vocabulary: "error" to fail the request, "zeros" for a row of zeros, or the row to take instead. None to take the
+            checkpoint's: that of its feature of the same name and table, else that of the table, else error.
     """
 
     table: str
@@ -62,7 +62,7 @@ class ServingFeature:
     combiner: str | None = None
     weighted: bool = False
     max_sequence_length: int = 0
-    out_of_vocabulary: str | int = "error"
+    out_of_vocabulary: str | int | None = None
 
     def __post_init__(self) -> None:
         check_name("serving feature: table", self.table)
@@ -72,10 +72,8 @@ class ServingFeature:
         check_count("serving feature: max_sequence_length", self.max_sequence_length, 0, 2**31 - 1)
         if not isinstance(self.weighted, bool):
             raise ConfigError(f"serving feature: weighted must be true or false, got {self.weighted!r}")
-        if isinstance(self.out_of_vocabulary, str):
-            check_choice("serving feature: out_of_vocabulary", self.out_of_vocabulary, (*OUT_OF_VOCABULARY, "<row>"))
-        else:
-            check_count("serving feature: out_of_vocabulary", self.out_of_vocabulary, 0)
+        if self.out_of_vocabulary is not None:
+            check_out_of_vocabulary("serving feature", self.out_of_vocabulary)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -139,7 +137,11 @@ class ServingConfig:
                 raise ConfigError(f"serving_config: feature {path!r}: expected a FeatureConfig, got {feature!r}")
             table = feature.table
             name = path or feature.name or table.name
-            served[name] = ServingFeature(table=table.name, max_sequence_length=feature.max_sequence_length)
+            served[name] = ServingFeature(
+                table=table.name,
+                max_sequence_length=feature.max_sequence_length,
+                out_of_vocabulary=feature.out_of_vocabulary,
+            )
             tables[table.name] = ServingTable(
                 vocabulary_size=table.vocabulary_size,
                 dim=table.dim,

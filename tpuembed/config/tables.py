@@ -8,9 +8,32 @@ from tpuembed.config.checks import check_choice, check_count, check_keys, check_
 from tpuembed.config.optimizers import Optimizer, optimizer_from
 from tpuembed.errors import ConfigError
 
-__all__ = ["COMBINERS", "FeatureConfig", "QuantizationConfig", "TableConfig"]
+__all__ = [
+    "COMBINERS",
+    "OUT_OF_VOCABULARY",
+    "FeatureConfig",
+    "QuantizationConfig",
+    "TableConfig",
+    "check_out_of_vocabulary",
+]
 
 COMBINERS = ("sum", "mean", "sqrtn")
+OUT_OF_VOCABULARY = ("error", "zeros")
+"""What an id outside its table does, besides the row that it is looked up as instead."""
+
+
+def check_out_of_vocabulary(where: str, value: object, rows: int | None = None) -> None:
+    """Raise ConfigError unless `value` is one of OUT_OF_VOCABULARY or a row, of `rows` where that is known."""
+    if isinstance(value, str):
+        if value not in OUT_OF_VOCABULARY:
+            choices = ", ".join((*OUT_OF_VOCABULARY, "<row>"))
+            raise ConfigError(f"{where}: out_of_vocabulary must be one of {choices}; got {value!r}")
+        return
+    check_count(f"{where}: out_of_vocabulary", value, 0)
+    if rows is not None and value >= rows:  # type: ignore[operator]
+        raise ConfigError(
+            f"{where}: out_of_vocabulary row {value} is outside the table of {rows} rows; choose a row below {rows}, or zeros"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +88,7 @@ class TableConfig:
         max_ids_per_partition: on SparseCores, the ids of one step that one of them takes from another one's samples for
             this table; None for TensorFlow's default, 256. A stack of tables takes the sum of theirs.
         max_unique_ids_per_partition: the same, each id counted once.
+        out_of_vocabulary: for its features that do not say: "error", "zeros" or a row, as FeatureConfig has it.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
@@ -81,10 +105,12 @@ class TableConfig:
     quantization_config: QuantizationConfig | None = None
     max_ids_per_partition: int | None = None
     max_unique_ids_per_partition: int | None = None
+    out_of_vocabulary: str | int = "error"
 
     def __post_init__(self) -> None:
         check_name("TableConfig", self.name)
         check_count(f"table {self.name!r}: vocabulary_size", self.vocabulary_size)
+        check_out_of_vocabulary(f"table {self.name!r}", self.out_of_vocabulary, self.vocabulary_size)
         check_count(f"table {self.name!r}: dim", self.dim)
         check_choice(f"table {self.name!r}: combiner", self.combiner, COMBINERS)
         for limit in ("max_ids_per_partition", "max_unique_ids_per_partition"):
@@ -126,6 +152,8 @@ class TableConfig:
             out["optimizer"] = self._optimizer_to_dict()
         if self.quantization_config is not None:
             out["quantization_config"] = dataclasses.asdict(self.quantization_config)
+        if self.out_of_vocabulary != "error":
+            out["out_of_vocabulary"] = _plain_policy(self.out_of_vocabulary)
         limits = ("max_ids_per_partition", "max_unique_ids_per_partition")
         return out | {limit: getattr(self, limit) for limit in limits if getattr(self, limit) is not None}
 
@@ -148,6 +176,9 @@ class FeatureConfig:
             cut or zero-padded to this length (sparse and ragged ids only).
         output_shape: the activation's shape without `dim`, where the input does not tell it.
         validate_weights_and_indices: drop negative sparse and ragged ids instead of failing on them.
+        out_of_vocabulary: what an id outside the table does. "error" fails the step and names the id. "zeros": the id counts,
+            its row is zeros, and it trains nothing. A row number: that row is looked up, and trained, instead. None for the
+            table's; the attribute is then the table's.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
@@ -160,10 +191,16 @@ class FeatureConfig:
     max_sequence_length: int = 0
     output_shape: tuple[int | None, ...] | None = None
     validate_weights_and_indices: bool = True
+    out_of_vocabulary: str | int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, TableConfig):
             raise ConfigError(f"FeatureConfig: table must be a tpuembed.TableConfig, got {self.table!r}")
+        if self.out_of_vocabulary is None:
+            object.__setattr__(self, "out_of_vocabulary", self.table.out_of_vocabulary)
+        check_out_of_vocabulary(
+            f"feature of table {self.table.name!r}", self.out_of_vocabulary, self.table.vocabulary_size
+        )
         if self.name is not None:
             check_name("FeatureConfig", self.name)
         check_count("FeatureConfig: max_sequence_length", self.max_sequence_length, 0, 2**31 - 1)
@@ -189,6 +226,13 @@ class FeatureConfig:
         out: dict[str, Any] = {"table": self.table.name}
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if value != field.default:
+            if field.name != "out_of_vocabulary" and value != field.default:
                 out[field.name] = list(value) if isinstance(value, tuple) else value
+        if self.out_of_vocabulary != self.table.out_of_vocabulary:
+            out["out_of_vocabulary"] = _plain_policy(self.out_of_vocabulary)
         return out
+
+
+def _plain_policy(value: Any) -> str | int:
+    """An out_of_vocabulary as JSON has it: a row may be of numpy."""
+    return value if isinstance(value, str) else int(value)

@@ -1,7 +1,8 @@
 """Branches of a graph that cost a request nothing where it does not take them.
 
 TensorFlow lowers `tf.cond` to operations that are scheduled, dead, with every request; a call of a function that is not
-inlined is one such operation. The operation `If` runs a function as its own small graph: cheaper than a call where it is taken.
+inlined (`tpuembed.lookup.not_inlined`) is one such operation. The operation `If` runs a function as its own small graph:
+cheaper than a call where it is taken.
 """
 
 from collections.abc import Callable
@@ -9,16 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["choose", "not_inlined"]
+__all__ = ["choose"]
 
 Tensor = Any
-
-
-def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
-    """`function` as one node of the graphs that call it, for what no request is expected to take."""
-    return tf.function(
-        function, input_signature=specs, autograph=False, experimental_attributes={"_noinline": True}
-    ).get_concrete_function()
 
 
 def choose(

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.errors import ConfigError
 from tpuembed.export.branches import choose
 from tpuembed.export.pooling import FEW_ROWS_BYTES, Gather, pool_entries, pool_full, pool_matrix
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
-from tpuembed.export.table_ranges import ZEROED, TableRanges, all_inside
+from tpuembed.export.table_ranges import ZEROED, TableRanges, all_inside, check_policy
 from tpuembed.lookup import DROPPED
 
 __all__ = ["FeatureGroup", "group_features", "kind_of"]
@@ -43,7 +42,7 @@ def group_features(features: Sequence[ServedFeature], tables: StackedTables) -> 
     def key(feature: ServedFeature) -> tuple[Any, ...]:
         spec, kind = feature.spec, kind_of(feature)
         alone = feature.name if kind == "sequence" else ""
-        policy = spec.out_of_vocabulary if isinstance(spec.out_of_vocabulary, str) else "row"
+        policy = feature.policy if isinstance(feature.policy, str) else "row"
         combiner = feature.combiner if kind == "list" else ""
         return KINDS.index(kind), tables.place(feature.table)[0], combiner, spec.weighted, policy, alone
 
@@ -53,25 +52,17 @@ def group_features(features: Sequence[ServedFeature], tables: StackedTables) -> 
 def _group(features: tuple[ServedFeature, ...], tables: StackedTables) -> "FeatureGroup":
     places = [tables.place(feature.table)[1] for feature in features]
     for feature, place in zip(features, places, strict=True):
-        _check_policy(feature, place.first_row, place.first_row + place.rows)
+        check_policy(feature.name, feature.policy, place)
     ranges = TableRanges(
+        features=[feature.name for feature in features],
         tables=[feature.table for feature in features],
         rows=np.array([place.rows for place in places], np.int64),
         first_row=np.array([place.first_row for place in places], np.int64),
         row_offset=np.array([place.row_offset for place in places], np.int64),
-        policies=[feature.spec.out_of_vocabulary for feature in features],
+        policies=[feature.policy for feature in features],
     )
     gather = partial(tables.gather, tables.place(features[0].table)[0])
     return FeatureGroup(features=features, ranges=ranges, table_rows=gather)
-
-
-def _check_policy(feature: ServedFeature, start: int, stop: int) -> None:
-    policy = feature.spec.out_of_vocabulary
-    if isinstance(policy, int) and not start <= policy < stop:
-        raise ConfigError(
-            f"feature {feature.name!r}: out_of_vocabulary row {policy} is not among the exported rows [{start}, {stop}) of table "
-            f"{feature.table!r}; choose one of them, or zeros"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +116,8 @@ class FeatureGroup:
 
     def _rows(self, ids: Tensor, *, of_rows: bool = False) -> Tensor:
         """float32 [*shape, dim] of ids [batch, F], or [F, batch] with the features as rows."""
-        found = self.ranges.stack_ids(ids, _rows_of if of_rows else _columns_of, padded=False)
+        spread = _rows_of if of_rows else _columns_of
+        found = self.ranges.stack_ids(ids, spread, padded=False, batch_axis=int(of_rows))
         return self._gather(found)
 
     def _gather(self, ids: Tensor) -> Tensor:

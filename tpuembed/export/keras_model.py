@@ -196,6 +196,10 @@ class KerasModel:
         """None: which table an input is looked up in is known to the model alone."""
         return ()
 
+    def padding(self) -> dict[str, int | str]:
+        """What pads the inputs that are lists, by name."""
+        return {name: -1 for name, form in self._forms.items() if form.padded}
+
     def packing(self) -> Packing:
         """How the signature `packed` takes the inputs."""
         return pack_inputs(self._specs, [name for name, form in self._forms.items() if form.padded])

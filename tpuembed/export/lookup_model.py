@@ -55,10 +55,14 @@ class LookupModel:
                 input=feature.spec.input,
                 weighted=feature.spec.weighted,
                 max_sequence_length=feature.spec.max_sequence_length,
-                out_of_vocabulary=feature.spec.out_of_vocabulary,
+                out_of_vocabulary=feature.policy,
             )
             for feature in self._features
         )
+
+    def padding(self) -> dict[str, int | str]:
+        """Nothing: `features` says which inputs are lists."""
+        return {}
 
     def packing(self) -> Packing:
         """How the signature `packed` takes the features: group by group, so that each is looked up where it stands."""

@@ -1,12 +1,14 @@
 """What an export will answer: a serving_config, or a checkpoint's own config, resolved against the checkpoint's tables."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tpuembed.config import QuantizationConfig, ServingConfig, ServingFeature, feature_config_from_dict
 from tpuembed.config.checks import did_you_mean
+from tpuembed.config.structure import flatten
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class ServedFeature:
     Attributes:
         name: of its input and output; `<name>_weights` is its second input where `weighted`.
         table: looked up in, of `rows` rows and `dim` columns.
-        spec: how; its combiner is never None.
+        spec: how; its combiner and its out_of_vocabulary are never None.
     """
 
     name: str
@@ -46,6 +48,12 @@ class ServedFeature:
     def combiner(self) -> str:
         """sum, mean or sqrtn."""
         return self.spec.combiner or "mean"
+
+    @property
+    def policy(self) -> str | int:
+        """What an id outside the table does: "error", "zeros", or the row to take instead."""
+        given = "error" if self.spec.out_of_vocabulary is None else self.spec.out_of_vocabulary
+        return given if isinstance(given, str) else int(given)
 
     @property
     def weights_name(self) -> str:
@@ -77,7 +85,7 @@ def served_features(
     Args:
         config: what to serve.
         tables: those of the checkpoint.
-        own: the checkpoint's `layer_config`, which knows combiners; None where it has none.
+        own: the checkpoint's `layer_config`, which knows combiners and policies; None where it has none.
 
     Raises:
         UnknownTableError: a feature's table is not in the checkpoint.
@@ -87,23 +95,50 @@ def served_features(
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
-    features = tuple(_resolve(name, spec, tables, combiners) for name, spec in config.features.items())
+    policies = _Policies(own)
+    features = tuple(_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items())
     check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
     return features
 
 
 def _resolve(
-    name: str, spec: ServingFeature, tables: Mapping[str, "TableInfo"], combiners: Mapping[str, str | None]
+    name: str,
+    spec: ServingFeature,
+    tables: Mapping[str, "TableInfo"],
+    combiners: Mapping[str, str | None],
+    policies: "_Policies",
 ) -> ServedFeature:
     table = find_table(spec.table, tables)
-    policy = spec.out_of_vocabulary
-    if isinstance(policy, int) and policy >= table.rows:
+    policy = policies.of(name, spec)
+    if not isinstance(policy, str) and policy >= table.rows:
         raise ConfigError(
             f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows"
         )
     combiner = spec.combiner or combiners.get(spec.table) or "mean"
-    spec = dataclasses.replace(spec, combiner=combiner)
+    spec = dataclasses.replace(spec, combiner=combiner, out_of_vocabulary=policy)
     return ServedFeature(name=name, table=spec.table, rows=table.rows, dim=table.dim, spec=spec)
+
+
+class _Policies:
+    """What ids outside of their tables do, as the layer that wrote a checkpoint has it."""
+
+    def __init__(self, own: Mapping[str, Any] | None) -> None:
+        """`own` is the checkpoint's `layer_config`; None where it has none."""
+        self._of_features: dict[tuple[str, str], str | int | None] = {}
+        self._of_tables: dict[str, str | int] = {}
+        if own is None or '"out_of_vocabulary"' not in json.dumps(own):  # such as other libraries' configs
+            return
+        features = feature_config_from_dict(own)
+        served = ServingConfig.from_features(features).features
+        self._of_features = {(name, spec.table): spec.out_of_vocabulary for name, spec in served.items()}
+        self._of_tables = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(features)}
+
+    def of(self, name: str, spec: ServingFeature) -> str | int:
+        """What `spec` says, else the layer's feature of that name and table, else the table, else error."""
+        if spec.out_of_vocabulary is not None:
+            return spec.out_of_vocabulary
+        found = self._of_features.get((name, spec.table))
+        return self._of_tables.get(spec.table, "error") if found is None else found
 
 
 def quantization_of(

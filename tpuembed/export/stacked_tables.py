@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
-from tpuembed.export.branches import choose, not_inlined
+from tpuembed.export.branches import choose
 from tpuembed.export.decode import decode_rows
 from tpuembed.export.plan import Placement, StackPlan
 from tpuembed.export.signature import find_table
-from tpuembed.export.table_ranges import all_inside, failure
-from tpuembed.lookup import DROPPED, LookupIds, gather_grouped
+from tpuembed.export.table_ranges import all_inside, check_policy
+from tpuembed.lookup import LookupIds, Span, gather_grouped, not_inlined, outside_shift
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import TableInfo
@@ -94,8 +94,9 @@ class StackedTables:
 
     def _lookup(self, stack: str, features: Sequence[LookupIds], places: Sequence[Placement]) -> list[Tensor]:
         """Activations of features of one stack."""
+        features = [_within(feature, place) for feature, place in zip(features, places, strict=True)]
         if len(features) > 1 and all(map(_is_plain, features)) and not any(place.first_row for place in places):
-            sizes, ids = _shifted_together([feature.ids for feature in features], places)
+            sizes, ids = _shifted_together(features, places)
             rows = tf.split(self.gather(stack, ids), sizes, num=len(features))
             return [_as_activations(feature, part) for feature, part in zip(features, rows, strict=True)]
         return gather_grouped(_shifted(features, places), [stack] * len(features), self.gather)
@@ -123,54 +124,62 @@ def _as_activations(feature: LookupIds, rows: Tensor) -> Tensor:
     return rows
 
 
-def _shifted_together(ids: Sequence[Tensor], places: Sequence[Placement]) -> tuple[Tensor, Tensor]:
+def _within(feature: LookupIds, place: Placement) -> LookupIds:
+    """`feature` with ids outside of the table, or of the part of it that is there, as its policy says."""
+    start, stop = place.first_row, place.first_row + place.rows
+    check_policy(feature.feature, feature.policy, place)
+    return feature.within(start, stop)
+
+
+def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]) -> tuple[Tensor, Tensor]:
     """How many ids each plain feature has, and all of them behind each other, as ids of the stack.
 
     Features of one length, as most are, lie as rows of a matrix: so their check and shift are a few operations for all.
     """
+    ids = [feature.ids for feature in features]
     sizes, joined = tf.concat(tf.shape_n(ids, tf.int64), 0), tf.concat(ids, 0)
     are_even = tf.reduce_all(sizes == sizes[0])
     matrix = tf.reshape(joined, tf.where(are_even, tf.constant([len(ids), -1], tf.int64), [1, -1]))
     rows = np.array([[place.rows] for place in places])
     offsets = tf.constant([[place.row_offset] for place in places], tf.int64)
+    # The shape of a vector is its size.
+    shapes = [feature.shape for feature in features if len(feature.static_shape) != 1]
     fail = not_inlined(
-        lambda joined, sizes: _shifted_apart(tf.split(joined, sizes, num=len(ids)), places),
+        lambda joined, sizes, *shapes: _shifted_apart(features, tf.split(joined, sizes, num=len(ids)), shapes, places),
         tf.TensorSpec([None], tf.int64),
         tf.TensorSpec([len(ids)], tf.int64),
+        *(tf.TensorSpec(shape.shape, shape.dtype) for shape in shapes),
     )
     moved = tf.cond(
-        are_even & all_inside(matrix, rows), lambda: tf.reshape(matrix + offsets, [-1]), lambda: fail(joined, sizes)
+        are_even & all_inside(matrix, rows),
+        lambda: tf.reshape(matrix + offsets, [-1]),
+        lambda: fail(joined, sizes, *shapes),
     )
     return sizes, moved
 
 
-def _shifted_apart(ids: Sequence[Tensor], places: Sequence[Placement]) -> Tensor:
+def _shifted_apart(
+    features: Sequence[LookupIds], ids: Sequence[Tensor], shapes: Sequence[Tensor], places: Sequence[Placement]
+) -> Tensor:
     """As `_shifted_together` does it, of features of any lengths, one by one; this is where ids outside fail."""
-    shape = tf.constant([-1], tf.int64)
-    features = [LookupIds(ids=one, shape=shape, static_shape=(None,)) for one in ids]
-    return tf.concat([feature.ids for feature in _shifted(features, places)], 0)
+    given = iter(shapes)
+    apart = [
+        dataclasses.replace(
+            feature, ids=one, shape=next(given) if len(feature.static_shape) != 1 else tf.shape(one, tf.int64)
+        )
+        for feature, one in zip(features, ids, strict=True)
+    ]
+    return tf.concat([feature.ids for feature in _shifted(apart, places)], 0)
 
 
 def _shifted(features: Sequence[LookupIds], places: Sequence[Placement]) -> list[LookupIds]:
     """Features of one stack with ids of the stack. An id outside its table fails; it never reads a neighbour's row."""
-    lowest = tf.stack([_lowest(feature, place) for feature, place in zip(features, places, strict=True)])
-    highest = tf.stack([tf.reduce_max(feature.ids) for feature in features])
-    least = [place.first_row or (DROPPED if f.droppable else 0) for f, place in zip(features, places, strict=True)]
-    starts, stops = np.array(least), np.array([place.first_row + place.rows for place in places])
-    inside = tf.reduce_all((lowest >= starts) & (highest < stops))
-    ranges = [(place.table, place.first_row, place.first_row + place.rows) for place in places]
-    vector = tf.TensorSpec([len(places)], tf.int64)
-    fail = not_inlined(lambda low, high: failure(ranges, (low < starts) | (high >= stops), low, high), vector, vector)
-    offsets = tf.constant([place.row_offset - place.first_row for place in places], tf.int64)
-    offsets = tf.unstack(tf.cond(inside, lambda: offsets, lambda: fail(lowest, highest)), len(places))
-    return [_moved(feature, offset) for feature, offset in zip(features, offsets, strict=True)]
-
-
-def _lowest(feature: LookupIds, place: Placement) -> Tensor:
-    ids = feature.ids
-    if feature.droppable and place.first_row:
-        ids = tf.where(ids == DROPPED, tf.constant(place.first_row, tf.int64), ids)
-    return tf.reduce_min(ids)
+    spans = [Span(place.table, place.first_row, place.first_row + place.rows) for place in places]
+    shift = outside_shift(features, spans)
+    return [
+        _moved(feature, shift + (place.row_offset - place.first_row))
+        for feature, place in zip(features, places, strict=True)
+    ]
 
 
 def _moved(feature: LookupIds, offset: Tensor) -> LookupIds:

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tpuembed.export.branches import not_inlined
-from tpuembed.lookup import DROPPED
+from tpuembed.errors import ConfigError
+from tpuembed.export.plan import Placement
+from tpuembed.lookup import DROPPED, NOWHERE, OUTSIDE, Span, not_inlined, outside_texts
 
-__all__ = ["ZEROED", "Spread", "TableRanges", "all_inside", "failure"]
+__all__ = ["ZEROED", "Spread", "TableRanges", "all_inside", "check_policy"]
 
 Tensor = Any
 Spread = Callable[[npt.NDArray[np.int64]], Tensor]
@@ -25,7 +26,16 @@ Spread = Callable[[npt.NDArray[np.int64]], Tensor]
 
 ZEROED: Final = 1 << 61
 """The row of a stack that is none, and is looked up as zeros."""
-_NOWHERE: Final = 1 << 62  # past the end of every stack
+
+
+def check_policy(feature: str, policy: str | int, place: Placement) -> None:
+    """Raise ConfigError where the `policy` of `feature` is a row that is not among the exported ones of its table."""
+    start, stop = place.first_row, place.first_row + place.rows
+    if not isinstance(policy, str) and not start <= policy < stop:
+        raise ConfigError(
+            f"feature {feature!r}: out_of_vocabulary row {policy} is not among the exported rows [{start}, {stop}) of table "
+            f"{place.table!r}; choose one of them, or zeros"
+        )
 
 
 def all_inside(ids: Tensor, rows: Tensor) -> Tensor:
@@ -42,11 +52,13 @@ class TableRanges:
     """The tables of F features, side by side; a table's ids are [first_row, first_row + rows).
 
     Attributes:
+        features: name of each.
         tables: name of each feature's table.
         rows, first_row, row_offset: int64 [F], as in `tpuembed.export.plan.Placement`.
         policies: of each feature, what an id outside does: "error", "zeros", or the id to take instead.
     """
 
+    features: Sequence[str]
     tables: Sequence[str]
     rows: npt.NDArray[np.int64]
     first_row: npt.NDArray[np.int64]
@@ -63,15 +75,16 @@ class TableRanges:
         """Whether `stack_ids` may give ZEROED."""
         return "zeros" in self.policies
 
-    def stack_ids(self, ids: Tensor, spread: Spread, *, padded: bool) -> Tensor:
+    def stack_ids(self, ids: Tensor, spread: Spread, *, padded: bool, batch_axis: int = 0) -> Tensor:
         """Rows of the stack of int64 `ids`. An id that no policy takes fails; the row of a DROPPED one means nothing.
 
         Args:
             ids: of several features, in the layout that `spread` broadcasts over.
             padded: whether an id may be DROPPED.
+            batch_axis: the axis of `ids` that counts examples.
         """
         ids, zeroed = self._with_policies(self._relative(ids, spread), spread, padded)
-        ids = self._checked(ids, spread, padded)
+        ids = self._checked(ids, spread, padded, batch_axis)
         shifted = ids + spread(self.row_offset)
         return shifted if zeroed is None else tf.where(zeroed, tf.constant(ZEROED, tf.int64), shifted)
 
@@ -109,11 +122,11 @@ class TableRanges:
         pairs = zip(self.policies, self.first_row.tolist(), strict=True)
         return np.array([-1 if isinstance(policy, str) else policy - first for policy, first in pairs], np.int64)
 
-    def _checked(self, ids: Tensor, spread: Spread, padded: bool) -> Tensor:
-        """Ids counted from `first_row`; fails, naming a table and its ids, where one is outside."""
+    def _checked(self, ids: Tensor, spread: Spread, padded: bool, batch_axis: int) -> Tensor:
+        """Ids counted from `first_row`; fails, naming feature, table, id and row, where one is outside."""
         inside = all_inside(ids + 1, spread(self.rows + 1)) if padded else all_inside(ids, spread(self.rows))
         fail = not_inlined(
-            lambda ids, feature: self._fail(ids, feature, padded),
+            lambda ids, feature: self._fail(ids, feature, padded, batch_axis),
             tf.TensorSpec(ids.shape, tf.int64),
             tf.TensorSpec(None, tf.int64),
         )
@@ -122,8 +135,8 @@ class TableRanges:
         checked.set_shape(ids.shape)
         return checked
 
-    def _fail(self, ids: Tensor, feature: Tensor, padded: bool) -> Tensor:
-        """Fail for the first feature with an id outside. `feature` has the index of that of each id.
+    def _fail(self, ids: Tensor, feature: Tensor, padded: bool, batch_axis: int) -> Tensor:
+        """Fail for the first id that is outside. `feature` has the index of that of each id.
 
         Few operations: TensorFlow optimizes them all at a model's first request, though none is expected to be run.
         """
@@ -131,35 +144,21 @@ class TableRanges:
         outside = ~_inside(ids, tf.gather(self.rows, feature))
         if padded:
             outside &= ids != DROPPED
-        first = tf.reduce_min(tf.where(outside, feature, len(self.tables) - 1))
-        mine = (feature == first) & (ids != DROPPED) if padded else feature == first
-        found = self._absolute(ids, lambda numbers: tf.gather(numbers, feature))
-        lowest = tf.reduce_min(tf.where(mine, found, tf.int64.max))
-        highest = tf.reduce_max(tf.where(mine, found, tf.int64.min))
-        with tf.control_dependencies([_fails(self._spans(), first, lowest, highest)]):
-            return tf.where(outside, _NOWHERE, ids)
+        place = tf.where(outside)[0]
+        which = tf.gather_nd(feature, place)
+        found = tf.gather_nd(self._absolute(ids, lambda numbers: tf.gather(numbers, feature)), place)
+        before, after = zip(*map(outside_texts, self.features, self._spans()), strict=True)
+        parts = [
+            tf.gather(before, which),
+            tf.strings.as_string(found),
+            " of row ",
+            tf.strings.as_string(place[batch_axis]),
+        ]
+        message = tf.strings.join([*parts, tf.gather(after, which)])
+        # The raw op: `tf.debugging.Assert` wraps it in a branch.
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[message], name=OUTSIDE)]):
+            return tf.where(outside, NOWHERE, ids)  # should a runtime strip the assertion, the gather fails
 
-    def _spans(self) -> list[tuple[str, int, int]]:
+    def _spans(self) -> list[Span]:
         stops = (self.first_row + self.rows).tolist()
-        return list(zip(self.tables, self.first_row.tolist(), stops, strict=True))
-
-
-def failure(ranges: Sequence[tuple[str, int, int]], failed: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-    """Fail for the first of F tables (name, first id, first id past it) that `failed`, bool [F].
-
-    Args:
-        lowest, highest: int64 [F], the ids that were looked up in each.
-
-    Returns:
-        int64 [F], past the end of every stack: the gather itself fails, should a runtime strip the assertion.
-    """
-    first = tf.argmax(tf.cast(failed, tf.int32))
-    with tf.control_dependencies([_fails(ranges, first, tf.gather(lowest, first), tf.gather(highest, first))]):
-        return tf.fill([len(ranges)], tf.constant(_NOWHERE, tf.int64))
-
-
-def _fails(ranges: Sequence[tuple[str, int, int]], index: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-    """The operation that fails for `ranges[index]`."""
-    messages = [f"ids of table {table} must be in [{start}, {stop}); these go from" for table, start, stop in ranges]
-    # The raw op: `tf.debugging.Assert` wraps it in a branch.
-    return tf.raw_ops.Assert(condition=False, data=[tf.gather(messages, index), lowest, "to", highest])
+        return [Span(*span) for span in zip(self.tables, self.first_row.tolist(), stops, strict=True)]

@@ -159,7 +159,7 @@ def _is_serving(mapping: Mapping[str, Any]) -> bool:
     """Whether a feature says what only a serving_config says."""
     features = mapping.get("features")
     entries = features.values() if isinstance(features, Mapping) else ()
-    only = {"input", "combiner", "weighted", "out_of_vocabulary"}
+    only = {"input", "combiner", "weighted"}
     return any(
         isinstance(entry, Mapping) and isinstance(entry.get("table"), str) and only & set(entry) for entry in entries
     )

@@ -4,10 +4,10 @@ Only where the manifest of an export says that an input is such a list, and only
 a rectangular request means never changes.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from tpuembed_serving.json_codec.document import Document
+from tpuembed_serving.json_codec.tensors import is_base64_object
 from tpuembed_serving.servable import Signature
 from tpuembed_serving.status import invalid_argument
 
@@ -15,19 +15,17 @@ __all__ = ["pad_ragged"]
 
 _WEIGHTS = "_weights"
 
-Padding = Sequence[int | None]
+Padding = int | float | str
 
 
-def pad_ragged(document: Document, signature: Signature, padding: Padding) -> Document | None:
+def pad_ragged(document: Document, signature: Signature) -> Document | None:
     """The request with lists of one length, where `decode_inputs` refused it; None where there is nothing to pad.
-
-    Args:
-        padding: by input of the signature, what may stand behind the values of a row; None where nothing may. See Merging.
 
     Raises:
         StatusError: INVALID_ARGUMENT, the ids of a row and their weights are not equally many.
     """
-    wanted = {info.alias: value for info, value in zip(signature.inputs, padding, strict=False) if value is not None}
+    pairs = zip(signature.inputs, signature.padding, strict=False)
+    wanted = {info.alias: value for info, value in pairs if value is not None}
     members = document.members
     key = "instances" if "instances" in members else "inputs"
     if not wanted or (key == "instances" and "inputs" in members):
@@ -38,7 +36,7 @@ def pad_ragged(document: Document, signature: Signature, padding: Padding) -> Do
     return None if found is None else Document({**members, key: found})
 
 
-def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, int]) -> Any:
+def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding]) -> Any:
     if not isinstance(rows, list):
         return None
     if len(signature.inputs) == 1 and not any(isinstance(row, dict) for row in rows):
@@ -52,14 +50,14 @@ def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, int]) -> Any:
     return [{**row, **{alias: values[index] for alias, values in padded.items()}} for index, row in enumerate(rows)]
 
 
-def _pad_columns(value: Any, signature: Signature, wanted: dict[str, int]) -> Any:
+def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding]) -> Any:
     if not isinstance(value, dict):
         return _pad(value, wanted[signature.inputs[0].alias]) if len(signature.inputs) == 1 else None
     padded = _pad_all({alias: value[alias] for alias in wanted if alias in value}, wanted)
     return {**value, **padded} if padded else None
 
 
-def _pad_all(columns: dict[str, Any], wanted: dict[str, int]) -> dict[str, list[list[Any]]]:
+def _pad_all(columns: dict[str, Any], wanted: dict[str, Padding]) -> dict[str, list[list[Any]]]:
     """Those of `columns` that are ragged, padded."""
     for alias in columns:
         if f"{alias}{_WEIGHTS}" in columns:
@@ -68,7 +66,7 @@ def _pad_all(columns: dict[str, Any], wanted: dict[str, int]) -> dict[str, list[
     return {alias: rows for alias, rows in padded.items() if rows is not None}
 
 
-def _pad(rows: Any, value: int) -> list[list[Any]] | None:
+def _pad(rows: Any, value: Padding) -> list[list[Any]] | None:
     """None where `rows` are no lists of values, or are of one length."""
     if not _is_list_of_lists(rows):
         return None
@@ -81,7 +79,7 @@ def _pad(rows: Any, value: int) -> list[list[Any]] | None:
 def _is_list_of_lists(rows: Any) -> bool:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
         return False
-    return not any(isinstance(value, list | dict) for row in rows for value in row)
+    return not any(isinstance(value, list | dict) and not is_base64_object(value) for row in rows for value in row)
 
 
 def _check_weights(alias: str, ids: Any, weights: Any) -> None:

@@ -3,8 +3,9 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import yaml
 
@@ -224,7 +225,9 @@ def test_yaml_may_merge_what_is_given_elsewhere(tmp_path: Path) -> None:
 def test_a_serving_config_is_made_of_nested_features() -> None:
     config = ServingConfig.parse(_features())
     assert set(config.features) == {"watched", "more/0", "more/1/friends"}
-    assert config.features["watched"] == ServingFeature(table="videos", max_sequence_length=5)
+    assert config.features["watched"] == ServingFeature(
+        table="videos", max_sequence_length=5, out_of_vocabulary="error"
+    )
     quantization = QuantizationConfig(16, -1.0, 1.0)
     stated = ServingTable(vocabulary_size=100, dim=8, combiner="sqrtn", quantization_config=quantization)
     assert config.tables["videos"] == stated
@@ -292,3 +295,28 @@ def test_a_wrong_serving_feature_says_what_is_wrong(fields: dict[str, Any], mess
 def test_a_wrong_serving_config_says_what_is_wrong(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServingConfig.parse(config)
+
+
+def test_a_feature_takes_its_tables_out_of_vocabulary() -> None:
+    table = TableConfig(10, 4, "t", out_of_vocabulary=3)
+    assert FeatureConfig(table).out_of_vocabulary == 3
+    assert FeatureConfig(table, out_of_vocabulary="error").out_of_vocabulary == "error"
+    assert FeatureConfig(TableConfig(10, 4, "u")).out_of_vocabulary == "error"
+
+
+def test_out_of_vocabulary_survives_its_dict() -> None:
+    table = TableConfig(10, 4, "t", out_of_vocabulary=cast("int", np.int64(3)))
+    features = {"a": FeatureConfig(table), "b": FeatureConfig(table, out_of_vocabulary="error")}
+    written = feature_config_to_dict(features)
+    assert json.loads(json.dumps(written)) == written
+    assert written["features"] == {"a": {"table": "t"}, "b": {"table": "t", "out_of_vocabulary": "error"}}
+    found = feature_config_from_dict(written)
+    assert (found["a"].out_of_vocabulary, found["b"].out_of_vocabulary) == (3, "error")
+
+
+@pytest.mark.parametrize("policy", [10, -1, "ones", "<row>", True, 1.0])
+def test_a_wrong_out_of_vocabulary_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="out_of_vocabulary"):
+        TableConfig(10, 4, "t", out_of_vocabulary=policy)
+    with pytest.raises(ConfigError, match="out_of_vocabulary"):
+        FeatureConfig(TableConfig(10, 4, "t"), out_of_vocabulary=policy)

@@ -1,5 +1,6 @@
 """Lists of different lengths: what they decode to, and what keeps TensorFlow Serving's error."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -17,7 +18,8 @@ PADDING: dict[str, tuple[int | None, ...]] = {"ids": (-1,), "weighted": (-1, 0, 
 
 
 def decoded(body: Any, signature: Signature, padding: tuple[int | None, ...]) -> dict[str, np.ndarray[Any, Any]] | None:
-    document = pad_ragged(parse_document(json.dumps(body).encode()), signature, padding)
+    padded = dataclasses.replace(signature, padding=padding)
+    document = pad_ragged(parse_document(json.dumps(body).encode()), padded)
     if document is None:
         return None
     arrays = decode_inputs(document, signature).arrays
@@ -90,7 +92,7 @@ def test_an_input_that_is_no_list_is_left_alone() -> None:
 
 def test_a_key_twice_is_no_ragged_list() -> None:
     body = b'{"instances": [{"watched": [1], "watched": [2]}, {"watched": [3, 4]}]}'
-    assert pad_ragged(parse_document(body), IDS, PADDING["ids"]) is None
+    assert pad_ragged(parse_document(body), dataclasses.replace(IDS, padding=PADDING["ids"])) is None
 
 
 def test_a_value_of_another_type_is_still_an_error() -> None:
