@@ -219,6 +219,7 @@ class Manifest:
         errors: of the storage against float32, by table, as the export's report had them.
         tables_key: equal for versions whose stacks are the same bytes in files of their own.
         features: of a lookup-only export.
+        padding: of a whole model: its inputs that are lists, by name, and what pads them: -1, "" or "NaN".
         packing: of the signature `packed`.
     """
 
@@ -232,6 +233,7 @@ class Manifest:
     errors: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     tables_key: str = ""
     features: tuple[FeatureEntry, ...] = ()
+    padding: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
     packing: Packing = Packing(left_out="the export is older than this signature")
 
     def __post_init__(self) -> None:

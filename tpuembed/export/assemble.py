@@ -59,6 +59,7 @@ def assemble(
     source: Mapping[str, str],
     tables_key: str = "",
     features: tuple[FeatureEntry, ...] = (),
+    padding: Mapping[str, int | str] | None = None,
     packing: Packing | None = None,
 ) -> FilePath:
     """Complete the SavedModel in `staging.path` with the tables in `streamed.folder`, and commit it.
@@ -68,7 +69,7 @@ def assemble(
         plan, streamed: the tables; `streamed.folder` lies on the file system of `staging.path`.
         layout: of the plan, which settles where the version will be served.
         stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
-        signatures, source, tables_key, features, packing: for the manifest.
+        signatures, source, tables_key, features, padding, packing: for the manifest.
 
     Returns:
         The path of the version that is now visible.
@@ -90,7 +91,12 @@ def assemble(
     manifest = _manifest(plan, streamed, merged, stack_keys, signatures, source)
     files = _other_files(staging.path, manifest)
     manifest = dataclasses.replace(
-        manifest, files=files, tables_key=tables_key, features=features, packing=packing or Packing()
+        manifest,
+        files=files,
+        tables_key=tables_key,
+        features=features,
+        padding=padding or {},
+        packing=packing or Packing(),
     )
     manifest.write(staging.path)
     return staging.commit(lambda name: layout.settle(staging.path, manifest, name))

@@ -45,6 +45,9 @@ class Servable(Protocol):
     def features(self) -> tuple[FeatureEntry, ...]:
         """For the manifest; none where it does not know which table an input is looked up in."""
 
+    def padding(self) -> Mapping[str, int | str]:
+        """What pads the inputs of a model that are lists, by name; nothing where `features` says it."""
+
     def packing(self) -> Packing:
         """How the signature `packed` takes the inputs."""
 
@@ -58,12 +61,13 @@ class SavedGraph:
 
     Attributes:
         stack_keys: stack name -> checkpoint key of its variable.
-        signatures, features, packing: as the manifest lists them.
+        signatures, features, padding, packing: as the manifest lists them.
     """
 
     stack_keys: Mapping[str, str]
     signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
     features: tuple[FeatureEntry, ...]
+    padding: Mapping[str, int | str]
     packing: Packing
 
 
@@ -103,7 +107,7 @@ def save_graph(
     if samples:
         write_warmup(folder, samples, signatures, servable.packing())
     described = {name: _signature_of(function) for name, function in signatures.items()}
-    return SavedGraph(keys, described, servable.features(), servable.packing())
+    return SavedGraph(keys, described, servable.features(), servable.padding(), servable.packing())
 
 
 def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
@@ -158,7 +162,7 @@ def _functions(servable: Servable) -> dict[str, Any]:
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="examples")], autograph=False)
     def serving_examples(examples: Tensor) -> dict[str, Tensor]:
-        return servable(parse_examples(examples, specs, weighted))
+        return servable(parse_examples(examples, specs, weighted, servable.padding()))
 
     functions = {"serving_default": serving_default}
     if reason := unparsable(specs):

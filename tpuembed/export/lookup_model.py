@@ -60,6 +60,10 @@ class LookupModel:
             for feature in self._features
         )
 
+    def padding(self) -> dict[str, int | str]:
+        """Nothing: `features` says which inputs are lists."""
+        return {}
+
     def packing(self) -> Packing:
         """How the signature `packed` takes the features: group by group, so that each is looked up where it stands."""
         if weighted := [feature.name for feature in self._features if feature.spec.weighted]:

@@ -41,6 +41,7 @@ def make_request(
     model: Any,
     tables: Sequence[str] | None,
     features: Sequence[str] | None = None,
+    output_names: Mapping[str, str] | None = None,
 ) -> Request:
     """Resolve what was asked against `checkpoint`.
 
@@ -53,12 +54,17 @@ def make_request(
     for name in tables or ():
         find_table(name, checkpoint.tables())
     if model is None:
+        if output_names:
+            raise ConfigError(
+                "output_names: they rename the outputs of a model, and outputs of lookups are called like their features; "
+                "pass a model, or rename the features in the serving_config"
+            )
         return _LookupRequest(checkpoint, serving_config, tables, features)
     if features is not None:
         raise ConfigError(
             "features: a model needs all of its inputs; leave `features` out, or `model` for lookups alone"
         )
-    return _ModelRequest(checkpoint, serving_config, model, tables)
+    return _ModelRequest(checkpoint, serving_config, model, tables, output_names)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -105,7 +111,14 @@ class _ModelRequest:
 
     dropped_features: tuple[str, ...] = ()
 
-    def __init__(self, checkpoint: "Checkpoint", serving_config: Any, model: Any, tables: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        checkpoint: "Checkpoint",
+        serving_config: Any,
+        model: Any,
+        tables: Sequence[str] | None,
+        output_names: Mapping[str, str] | None,
+    ) -> None:
         _require_tensorflow()
         from tpuembed.export.keras_model import build_model
         from tpuembed.export.stacked_tables import StackedTables
@@ -113,7 +126,7 @@ class _ModelRequest:
         self._checkpoint = checkpoint
         self._sources = StackedTables(checkpoint.tables())
         with deferred_tables(self._sources):
-            self._model = build_model(model)
+            self._model = build_model(model, output_names)
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, stated

@@ -124,6 +124,7 @@ def run_export(
             stack_keys=graph.stack_keys,
             signatures=graph.signatures,
             features=graph.features,
+            padding=graph.padding,
             packing=graph.packing,
             source={"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint},
             tables_key=key,
