@@ -29,6 +29,7 @@ __all__ = [
     "StackEntry",
     "TableEntry",
     "TensorSpec",
+    "VocabularyEntry",
 ]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
@@ -105,6 +106,24 @@ class Packing:
     inputs: tuple[PackedInput, ...] = ()
     outputs: tuple[PackedOutput, ...] | None = None
     left_out: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyEntry:
+    """The vocabulary of a preprocessing layer in a whole model, as it was when the export was made.
+
+    Attributes:
+        layer: its name.
+        size: how many entries it has, masks and out of vocabulary entries included.
+        sha256: of its entries in the order of their numbers, each as LENGTH:ENTRY, in UTF-8.
+    """
+
+    layer: str
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _check_integers(self, size=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,6 +238,7 @@ class Manifest:
         errors: of the storage against float32, by table, as the export's report had them.
         tables_key: equal for versions whose stacks are the same bytes in files of their own.
         features: of a lookup-only export.
+        vocabularies: of a whole model, sorted by layer.
         padding: of a whole model: its inputs that are lists, by name, and what pads them: -1, "" or "NaN".
         packing: of the signature `packed`.
     """
@@ -233,6 +253,7 @@ class Manifest:
     errors: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     tables_key: str = ""
     features: tuple[FeatureEntry, ...] = ()
+    vocabularies: tuple[VocabularyEntry, ...] = ()
     padding: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
     packing: Packing = Packing(left_out="the export is older than this signature")
 
@@ -285,6 +306,7 @@ class Manifest:
         value["stacks"] = tuple(StackEntry(**entry) for entry in value["stacks"])
         value["files"] = {path: FileEntry(**entry) for path, entry in value["files"].items()}
         value["features"] = tuple(FeatureEntry(**entry) for entry in value.get("features", ()))
+        value["vocabularies"] = tuple(VocabularyEntry(**entry) for entry in value.get("vocabularies", ()))
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}

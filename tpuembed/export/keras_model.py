@@ -18,8 +18,9 @@ from tpuembed.export.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.packing import pack_inputs, unpack
 from tpuembed.export.signature import check_input_names
+from tpuembed.export.vocabularies import vocabularies_of
 from tpuembed.export.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import FeatureEntry, Packing
+from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
 
 __all__ = ["KerasModel", "build_model", "import_factory", "wrap_model"]
 
@@ -129,16 +130,6 @@ def _named_inputs(model: Any, structure: Any) -> dict[str, Any]:
     return named
 
 
-def _check_vocabulary(node: Any) -> None:
-    """Raise ConfigError for a Keras lookup layer that would answer "out of vocabulary" to everything, or nothing."""
-    if not isinstance(node, keras.layers.StringLookup | keras.layers.IntegerLookup):
-        return
-    if node.vocabulary_size() <= node.num_oov_indices + 1 and not node.get_vocabulary(include_special_tokens=False):
-        raise ConfigError(
-            f"model: layer {node.name!r} has no vocabulary, which is no weight and not restored; give it one in the factory"
-        )
-
-
 class KerasModel:
     """A callable over named tensors, the specs of its inputs, and the weights it needs.
 
@@ -152,6 +143,7 @@ class KerasModel:
         self.model = model
         self._specs = {name: form.spec for name, form in forms.items()}
         self._forms, self._pack, self._output_names = forms, pack, output_names
+        self._vocabularies: tuple[VocabularyEntry, ...] | None = None
         check_input_names(self._specs)
         if getattr(model, "outputs", None):  # of other models they are known when they are called
             named = name_outputs(model, symbolic_outputs(model))
@@ -189,6 +181,12 @@ class KerasModel:
         """None: which table an input is looked up in is known to the model alone."""
         return ()
 
+    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
+        """Of the model's preprocessing layers. They are read once."""
+        if self._vocabularies is None:
+            self._vocabularies = vocabularies_of(self.model)
+        return self._vocabularies
+
     def packing(self) -> Packing:
         """How the signature `packed` takes the inputs."""
         return pack_inputs(self._specs, [name for name, pad in self.padding().items() if pad == -1])
@@ -208,9 +206,8 @@ class KerasModel:
         Raises:
             ConfigError: a preprocessing layer has no vocabulary.
         """
+        self.vocabularies()
         below = tf.train.TrackableView(self.model).descendants()
-        for node in below:
-            _check_vocabulary(node)
         tables = [node for node in below if isinstance(node, tf.saved_model.experimental.TrackableResource)]
         left_out = {id(variable) for variable in without}
         return [*(variable.value for variable in self.model.variables if id(variable) not in left_out), *tables]
@@ -221,9 +218,9 @@ class KerasModel:
         Raises:
             ConfigError: the model's own code failed.
         """
+        converted = {name: form.convert(inputs, self._forms) for name, form in self._forms.items()}
         try:
             with tf.name_scope("model"):  # a class called _Model has no name that may stand at the root
-                converted = {name: form.convert(inputs, self._forms) for name, form in self._forms.items()}
                 outputs = self.model(self._pack(converted), training=False)
         except TpuEmbedError:
             raise

@@ -67,12 +67,16 @@ class InputForm:
             mask = forms[self.partner].present(values[self.partner])
             with tf.control_dependencies(self._belong(value, mask)):
                 value = tf.identity(value)
-        if self.dtype != self.spec.dtype:
-            value = checked_cast(value, self.dtype, self.name) if self.dtype.is_integer else tf.cast(value, self.dtype)
         if self.kind == "ragged":
-            return tf.ragged.boolean_mask(value, mask).with_row_splits_dtype(self.row_splits_dtype)
+            ragged = tf.ragged.boolean_mask(value, mask).with_row_splits_dtype(self.row_splits_dtype)
+            return ragged.with_flat_values(self._cast(ragged.flat_values))
         where = tf.where(mask)
-        return tf.SparseTensor(where, tf.gather_nd(value, where), tf.shape(value, tf.int64))
+        return tf.SparseTensor(where, self._cast(tf.gather_nd(value, where)), tf.shape(value, tf.int64))
+
+    def _cast(self, values: Tensor) -> Tensor:
+        if self.dtype == self.spec.dtype:
+            return values
+        return checked_cast(values, self.dtype, self.name) if self.dtype.is_integer else tf.cast(values, self.dtype)
 
     def _belong(self, weights: Tensor, mask: Tensor) -> list[Any]:
         """Checks that there is one weight for each value of the partner, and none beside."""
@@ -100,14 +104,14 @@ def forms_of(tensors: Mapping[str, Any]) -> dict[str, InputForm]:
 def _form(name: str, tensor: Any) -> InputForm:
     kind = _kind(tensor)
     dtype, shape = tf.as_dtype(tensor.dtype), tf.TensorShape(tensor.shape)
-    splits = getattr(tensor, "row_splits_dtype", tf.int64)
+    splits = tf.as_dtype(getattr(tensor, "row_splits_dtype", None) or tf.int64)
     if kind == "dense":
         # A symbolic tensor of Keras begins with the batch, whatever its size.
         dims = [None, *shape[1:]] if isinstance(tensor, keras.KerasTensor) else shape
         spec = tf.TensorSpec(dims, dtype, name=name)
         return InputForm(name=name, spec=spec, kind=kind, dtype=dtype, width=_width(shape))
     is_known = dtype.is_integer or dtype.is_floating or dtype == tf.string
-    if not is_known or shape.rank != 2 or getattr(tensor, "ragged_rank", 1) != 1:
+    if not is_known or shape.rank != 2 or getattr(tensor, "ragged_rank", None) not in (None, 1):
         raise ConfigError(
             f"model input {name!r}: a {kind} input must hold integers, floats or strings and have rank 2 to be served padded; "
             f"it is {dtype.name} {shape}"

@@ -142,9 +142,11 @@ class _ModelRequest:
     def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
         from tpuembed.export.dense_weights import restore_dense_weights
         from tpuembed.export.graph import save_graph
+        from tpuembed.export.vocabularies import check_vocabularies
 
         def dense() -> list[Any]:
             self._model.make_weights()
+            check_vocabularies(self._model.model, self._checkpoint.path)
             restore_dense_weights(self._model.model, self._checkpoint)
             return self._model.state()
 

@@ -277,13 +277,10 @@ def test_new_names_that_cannot_be(names: dict[str, str], message: str) -> None:
 
 def test_new_names_of_lookups_are_refused(tmp_path: Path) -> None:
     layer = TPUEmbedding({"f": FeatureConfig(TableConfig(5, 2, "t"))}, optimizer="sgd")
-    for call in (
-        lambda: export_model(layer, tmp_path / "m", output_names={"f": "g"}),
-        lambda: export_saved_model(ckpt, tmp_path / "m", output_names={"f": "g"}),
-    ):
-        ckpt = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    checkpoint = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    for call, source in ((export_model, layer), (export_saved_model, checkpoint)):
         with pytest.raises(ConfigError, match="output_names: they rename the outputs of a model"):
-            call()
+            call(source, tmp_path / "m", output_names={"f": "g"})  # type: ignore[operator]
 
 
 # ---- what a signature can answer
@@ -305,7 +302,7 @@ def test_a_ragged_output_is_padded_and_has_its_lengths(dtype: Any, pad: int) -> 
 
 
 def test_ragged_text() -> None:
-    found = called(subclassed(lambda x: {"r": tf.RaggedTensor.from_row_lengths(["a", "b", "c"], [2, 0, 1])}))
+    found = called(subclassed(lambda _: {"r": tf.RaggedTensor.from_row_lengths(["a", "b", "c"], [2, 0, 1])}))
     assert found["r"].tolist() == [[b"a", b"b"], [b"", b""], [b"c", b""]]
 
 
