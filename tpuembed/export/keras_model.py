@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,8 @@ __all__ = ["KerasModel", "build_model", "import_factory", "wrap_model"]
 
 Tensor = Any
 Factory = Callable[[], Any]
+
+_TRACED_BATCH: Final = 3
 
 
 def import_factory(name: str) -> Factory:
@@ -130,6 +132,11 @@ def _named_inputs(model: Any, structure: Any) -> dict[str, Any]:
     return named
 
 
+def _of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
+    shape = [_TRACED_BATCH, *spec.shape[1:]] if spec.shape.rank and spec.shape[0] is None else spec.shape
+    return tf.TensorSpec(shape, spec.dtype, name=spec.name)
+
+
 class KerasModel:
     """A callable over named tensors, the specs of its inputs, and the weights it needs.
 
@@ -195,10 +202,14 @@ class KerasModel:
         """The outputs by name, of all inputs in one matrix."""
         return self(unpack(ids, self.packing(), self._specs))
 
-    def make_weights(self) -> None:
-        """Call a subclassed model once, in a trace that is thrown away: only then it makes its weights."""
-        if not getattr(self.model, "inputs", None):
-            tf.function(self, input_signature=[self._specs], autograph=False).get_concrete_function()
+    def trace(self) -> None:
+        """Call the model once, in a trace that is thrown away, before tables are planned and bound.
+
+        A subclassed one then makes its weights, and the tables know whether they are read whole. The trace is of a fixed batch:
+        functions of the model that TensorFlow keeps by their inputs' shapes are traced again for what is saved.
+        """
+        specs = {name: _of_batch(spec) for name, spec in self._specs.items()}
+        tf.function(self, input_signature=[specs], autograph=False).get_concrete_function()
 
     def state(self, without: Sequence[Any] = ()) -> list[Any]:
         """What a saved function of the model refers to: its variables but `without`, and its preprocessing layers' hash tables.

@@ -23,11 +23,13 @@ class Request(Protocol):
 
     Attributes:
         tables: names of the tables that the signatures look up in.
+        whole_tables: those of them that a model reads whole.
         dropped_features: features left out with the tables that were not asked for.
         quantization: by table, of those whose activations were quantized in training.
     """
 
     tables: Sequence[str]
+    whole_tables: Sequence[str]
     dropped_features: tuple[str, ...]
     quantization: Mapping[str, QuantizationConfig]
 
@@ -77,6 +79,8 @@ def _check_names(what: str, names: Sequence[str] | None) -> None:
 class _LookupRequest:
     """Features of a serving_config."""
 
+    whole_tables: Sequence[str] = ()
+
     def __init__(
         self,
         checkpoint: "Checkpoint",
@@ -122,11 +126,14 @@ class _ModelRequest:
         _require_tensorflow()
         from tpuembed.export.keras_model import build_model
         from tpuembed.export.stacked_tables import StackedTables
+        from tpuembed.export.vocabularies import check_vocabularies
 
         self._checkpoint = checkpoint
         self._sources = StackedTables(checkpoint.tables())
         with deferred_tables(self._sources):
             self._model = build_model(model, output_names)
+            self._model.trace()
+        check_vocabularies(self._model.model, checkpoint.path)
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, stated
@@ -134,6 +141,7 @@ class _ModelRequest:
         if not self._sources.required:
             raise ConfigError("model: the factory built no tpuembed.TPUEmbedding layer, so there is no table to export")
         self.tables: Sequence[str] = list(self._sources.required)
+        self.whole_tables: Sequence[str] = self._sources.read_whole
         _check_all_served(tables, self.tables)
         if tables is not None and set(tables) != set(self.tables):
             missing = sorted(set(self.tables) - set(tables))
@@ -142,11 +150,8 @@ class _ModelRequest:
     def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
         from tpuembed.export.dense_weights import restore_dense_weights
         from tpuembed.export.graph import save_graph
-        from tpuembed.export.vocabularies import check_vocabularies
 
         def dense() -> list[Any]:
-            self._model.make_weights()
-            check_vocabularies(self._model.model, self._checkpoint.path)
             restore_dense_weights(self._model.model, self._checkpoint)
             return self._model.state()
 

@@ -48,6 +48,7 @@ def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) 
         storage=options.storage,
         quantization=request.quantization,
         row_ranges=options.rows,
+        whole=request.whole_tables,
         layout=options.layout,
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers(options.engine) if options.workers is None else options.workers,
