@@ -34,6 +34,8 @@ __all__ = [
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
 FORMAT = 1
+"""Raised by a field without which a reader would go wrong. A field that it may leave out does not raise it: readers leave out what
+they do not know."""
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
@@ -303,20 +305,28 @@ class Manifest:
         if value.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
-        value["stacks"] = tuple(StackEntry(**entry) for entry in value["stacks"])
-        value["files"] = {path: FileEntry(**entry) for path, entry in value["files"].items()}
-        value["features"] = tuple(FeatureEntry(**entry) for entry in value.get("features", ()))
-        value["vocabularies"] = tuple(VocabularyEntry(**entry) for entry in value.get("vocabularies", ()))
+        value["stacks"] = tuple(StackEntry(**_known(StackEntry, entry)) for entry in value["stacks"])
+        value["files"] = {path: FileEntry(**_known(FileEntry, entry)) for path, entry in value["files"].items()}
+        value["features"] = tuple(FeatureEntry(**_known(FeatureEntry, entry)) for entry in value.get("features", ()))
+        value["vocabularies"] = tuple(
+            VocabularyEntry(**_known(VocabularyEntry, entry)) for entry in value.get("vocabularies", ())
+        )
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
-        return cls(**value)
+        return cls(**_known(cls, value))
+
+
+def _known(kind: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `value` that a `kind` has."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: field for name, field in value.items() if name in names}
 
 
 def _table(value: Mapping[str, Any]) -> TableEntry:
     quantization = value.get("quantization")
     found = None if quantization is None else QuantizationEntry(**quantization)
-    return TableEntry(**{**value, "quantization": found})
+    return TableEntry(**_known(TableEntry, {**value, "quantization": found}))
 
 
 def _packing(value: Mapping[str, Any]) -> Packing:

@@ -22,7 +22,7 @@ from tpuembed.export.vocabularies import vocabularies_of
 from tpuembed.export.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
 
-__all__ = ["KerasModel", "build_model", "import_factory", "wrap_model"]
+__all__ = ["KerasModel", "build_model", "check_layers", "import_factory", "wrap_model"]
 
 Tensor = Any
 Factory = Callable[[], Any]
@@ -97,12 +97,24 @@ def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = No
     else:
         model, structure = made, made.inputs[0] if isinstance(made, keras.Sequential) else made.input
         tensors = _named_inputs(model, structure)
+    check_layers(model)
     forms = with_partners(forms_of(tensors), model, tensors)
 
     def pack(values: Mapping[str, Tensor]) -> Any:
         return pack_like(structure, [values[key] for key in tensors])
 
     return KerasModel(model, forms, pack, renamed)
+
+
+def check_layers(model: Any) -> None:
+    """Raise ConfigError for a layer of keras-rs itself, which holds its tables where no export finds them."""
+    for node in tf.train.TrackableView(model).descendants():
+        kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(node).__mro__]
+        if ("keras_rs", "DistributedEmbedding") in kinds:
+            raise ConfigError(
+                f"model: layer {node.name!r} is keras_rs.layers.DistributedEmbedding, which holds its tables itself; "
+                "import keras_rs from tpuembed.compat, whose layer of that name takes the same arguments"
+            )
 
 
 def _are_specs(structure: Any) -> bool:
