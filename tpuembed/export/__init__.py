@@ -54,7 +54,8 @@ def export_saved_model(
         serving_config: what to answer (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested structure of
             FeatureConfig. None: the features of the layer that wrote the checkpoint.
         model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
-            allocate no tables), or its name as "MODULE:FACTORY". Dense weights are restored from the checkpoint.
+            allocate no tables), or its name as "MODULE:FACTORY". Of a subclassed model it returns (model, its inputs' specs).
+            Dense weights are restored from the checkpoint.
         tables: export these only, with the features that look up in them.
         features: export these only, with the tables that they look up in. Not for a model, which needs its inputs.
         output_names: new names of a model's outputs by their old ones.

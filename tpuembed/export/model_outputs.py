@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpuembed.config.checks import did_you_mean
+from tpuembed.config.checks import check_name, did_you_mean
 from tpuembed.errors import ConfigError
 
 __all__ = ["dense_outputs", "name_outputs", "rename_outputs", "symbolic_outputs"]
@@ -89,8 +89,7 @@ def rename_outputs(names: Sequence[str], renamed: Mapping[str, str]) -> list[str
     for old, new in renamed.items():
         if old not in names:
             raise ConfigError(f"output_names: {old!r} is no output of the model; {did_you_mean(old, names)}")
-        if not isinstance(new, str) or not new or not new.isprintable():
-            raise ConfigError(f"output_names: the new name of {old!r} is {new!r}; give it printable text")
+        check_name(f"output_names: {old!r}", new)
     new_names = [renamed.get(name, name) for name in names]
     for name, count in Counter(new_names).items():
         if count > 1:

@@ -79,10 +79,10 @@ def _of_model(model: Any) -> list[_Vocabulary]:
         owner = owners.get(id(node), node)
         if isinstance(node, _LOOKUPS):
             _check_is_there(node, owner)
-            found.append(_Vocabulary(owner.name, _snake(type(owner)), lambda node=node: _entries(node)))
+            found.append(_Vocabulary(owner.name, _snake(type(owner)), functools.partial(_entries, node)))
         elif isinstance(node, keras.layers.Discretization) and node.bin_boundaries is not None:
-            bounds = [_boundary(bound) for bound in node.bin_boundaries]
-            found.append(_Vocabulary(node.name, _snake(type(node)), lambda bounds=bounds: bounds))
+            bounds = functools.partial(map, _boundary, list(node.bin_boundaries))
+            found.append(_Vocabulary(node.name, _snake(type(node)), bounds))
     return sorted(found, key=lambda vocabulary: (vocabulary.layer, vocabulary.kind))
 
 
@@ -214,7 +214,7 @@ def _of_archive(path: FilePath) -> list[_Vocabulary]:
             if PurePosixPath(name).name == _VOCABULARY and place.name != "_lookup_layer":
                 entries = archive.read(name).split(b"\n")
                 layer = names.get(str(place.relative_to("assets")), "")
-                found.append(_Vocabulary(layer, _kind_of(layer or place.name), lambda entries=entries: entries))
+                found.append(_Vocabulary(layer, _kind_of(layer or place.name), functools.partial(iter, entries)))
     known = {vocabulary.layer for vocabulary in found}
     unknown = [name for place, name in names.items() if name not in known and not place.endswith("/_lookup_layer")]
     return found + [_Vocabulary(name, _kind_of(name), None) for name in unknown if _kind_of(name) in _KINDS]

@@ -145,7 +145,7 @@ IDS = [[3, 1], [], [2, 2, 2]]
 
 @pytest.mark.parametrize("dtype", [tf.int64, tf.int32, tf.uint8, tf.string, tf.float32, tf.float16, tf.float64])
 def test_a_ragged_spec_is_taken_padded(dtype: Any) -> None:
-    rows = [[str(i) for i in row] for row in IDS] if dtype == tf.string else IDS
+    rows: Any = [[str(i) for i in row] for row in IDS] if dtype == tf.string else IDS
     pad = "" if dtype == tf.string else NAN if dtype.is_floating else -1
     signature = tf.int64 if dtype.is_integer else tf.float32 if dtype == tf.float16 else dtype
     value, specs = seen(tf.RaggedTensorSpec([None, None], dtype), {"inputs": tf.constant(padded(rows, pad), signature)})

@@ -1,5 +1,6 @@
 """Every output of a model is in the signature once, under a name of its own, with the numbers that `predict` gives in its place."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,10 +11,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from click.testing import CliRunner
 
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.keras_model import wrap_model
+from tpuembed.manifest import Manifest
+from tpuembed_cli.main import cli
 from tpuembed_serving import runtime
 
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
@@ -267,7 +271,7 @@ def test_outputs_are_renamed_all_at_once() -> None:
     [
         ({"ranker__clik": "a"}, "output_names: 'ranker/clik' is no output of the model; did you mean 'ranker/click'"),
         ({"ranker__click": "ranker/watch"}, "ranker/click and ranker/watch would both be called 'ranker/watch'"),
-        ({"ranker__click": ""}, "the new name of 'ranker/click' is ''"),
+        ({"ranker__click": ""}, "output_names: 'ranker/click': the name must be a non-empty printable string, got ''"),
     ],
 )
 def test_new_names_that_cannot_be(names: dict[str, str], message: str) -> None:
@@ -280,7 +284,7 @@ def test_new_names_of_lookups_are_refused(tmp_path: Path) -> None:
     checkpoint = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
     for call, source in ((export_model, layer), (export_saved_model, checkpoint)):
         with pytest.raises(ConfigError, match="output_names: they rename the outputs of a model"):
-            call(source, tmp_path / "m", output_names={"f": "g"})  # type: ignore[operator]
+            call(source, tmp_path / "m", output_names={"f": "g"})
 
 
 # ---- what a signature can answer
@@ -360,6 +364,38 @@ def test_both_exporters_and_both_readers(tmp_path: Path) -> None:
             assert found.keys() == truth.keys()
             for name, values in truth.items():
                 np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
+
+
+def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
+    checkpoint = tf.train.Checkpoint(model=ranker()).write(str(tmp_path / "ckpt"))
+    arguments = ["export", checkpoint, str(tmp_path / "m"), "--model", f"{__name__}:ranker", "--json"]
+    renamed = [*arguments, "--output-name", "ranker/click=click", "--output-name", "ranker/watch=watch=1"]
+    done = CliRunner().invoke(cli, renamed)
+    assert done.exit_code == 0, done.output
+    manifest = Manifest.read(Path(json.loads(done.stdout)["path"]))
+    assert manifest is not None
+    assert manifest.signatures["serving_default"]["outputs"].keys() == {"click", "watch=1"}
+    for bad in (["ranker/click"], ["=click"], ["ranker/click=a", "--output-name", "ranker/click=b"]):
+        assert CliRunner().invoke(cli, [*arguments, "--output-name", *bad]).exit_code == 2
+    refused = CliRunner().invoke(cli, [*arguments, "--dry-run", "--output-name", "clik=click"])
+    assert refused.exit_code == 1
+    assert "'clik' is no output of the model" in refused.stderr
+    model = ranker()
+    model.compile("sgd", "mse")
+    callback = ExportCallback(tmp_path / "live", output_names={"ranker/click": "click"})
+    model.fit(np.arange(4), [np.zeros((4, 2))] * 2, verbose=0, callbacks=[callback])
+    assert served(callback.reports[0].path, np.array([1])).keys() == {"click", "ranker/watch"}
+
+
+def test_a_ragged_input_that_is_an_output(tmp_path: Path) -> None:
+    words = keras.Input((None,), dtype="string", ragged=True, name="words")
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)
+    rows = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")(ids)
+    report = export_model(keras.Model(words, [words, ids, rows]), tmp_path / "m")
+    found = served(report.path, np.array([[b"b", b""], [b"a", b"a"]], object))
+    assert found["words"].tolist() == [[b"b", b""], [b"a", b"a"]]
+    assert found["ids"].tolist() == [[2, -1], [1, 1]]
+    assert found["ids_lengths"].tolist() == found["words_lengths"].tolist() == [1, 2]
 
 
 def test_ragged_and_half_outputs_are_served(tmp_path: Path) -> None:

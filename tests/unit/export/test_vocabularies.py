@@ -68,7 +68,7 @@ def test_what_is_recorded() -> None:
 @pytest.mark.parametrize("adapt", [True, False])
 @pytest.mark.parametrize("name", ["users", None])
 def test_another_order_than_in_training_is_refused(adapt: bool, name: str | None, tmp_path: Path) -> None:
-    options = {} if name is None else {"name": name}
+    options: dict[str, Any] = {} if name is None else {"name": name}
     model_of(lookup(WORDS, adapt, **options)).save(tmp_path / "m.keras")
     check_vocabularies(model_of(lookup(WORDS, **options)), tmp_path / "m.keras")
     other = model_of(lookup(["ant", "cow", "bee", "doe", "eel"], **options))
@@ -95,7 +95,7 @@ def test_integers_text_and_boundaries(tmp_path: Path) -> None:
         inner = model_of(lookup(numbers, True, name="numbers"), text)
         return keras.Model([*inner.inputs, x], [*inner(inner.inputs), bins(x)])
 
-    given = ([7, 5, 3], ["ant bee ant"], [1.0, 2.0, 3.0, 4.0])
+    given: Any = ([7, 5, 3], ["ant bee ant"], [1.0, 2.0, 3.0, 4.0])
     build(*given).save(tmp_path / "m.keras")
     check_vocabularies(build(*given), tmp_path / "m.keras")
     for place, other in enumerate(([5, 7, 3], ["bee ant bee"], [1.0, 5.0, 6.0, 7.0])):

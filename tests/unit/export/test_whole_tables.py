@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tests.e2e import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.manifest import Manifest
 from tpuembed_serving import runtime
@@ -138,6 +139,35 @@ def test_a_subclassed_model(layout: str, tmp_path: Path) -> None:
 def trained_after(model: Any) -> Any:
     model(tf.constant(IDS))
     return trained(model)
+
+
+class Compatible(keras.Model):
+    """Layers of TensorFlow Recommenders' names, whose tables lie in several of ours."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(name="compatible")
+        self.items, self.users = TableConfig(7, 4, "items"), TableConfig(90, 4, "users")
+        config = {"item": FeatureConfig(self.items), "user": FeatureConfig(self.users)}
+        options = {"size_threshold": 10} if kind is tfrs.PartialTPUEmbedding else {}
+        self.embedding = kind(config, optimizer="sgd", **options)
+
+    def call(self, ids: Any) -> Any:
+        tables, rows = self.embedding.embedding_tables, self.embedding({"item": ids, "user": ids})
+        return {
+            "items": tf.matmul(rows["user"], tables[self.items], transpose_b=True),
+            "users": tf.matmul(rows["item"], tables[self.users], transpose_b=True),
+        }
+
+
+@pytest.mark.parametrize("kind", [tfrs.TPUEmbedding, tfrs.PartialTPUEmbedding])
+def test_layers_of_tensorflow_recommenders_names(kind: Any, tmp_path: Path) -> None:
+    spec = tf.TensorSpec([None], tf.int64, name="id")
+    model = Compatible(kind)
+    truth = trained_after(model)(tf.constant(IDS))
+    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    check(export_model((model, spec), tmp_path / "a").path, {"id": IDS}, truth)
+    saved = export_saved_model(checkpoint, tmp_path / "b", model=lambda: (Compatible(kind), spec))
+    check(saved.path, {"id": IDS}, truth)
 
 
 def symbolic() -> Any:
