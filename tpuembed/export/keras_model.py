@@ -214,14 +214,29 @@ class KerasModel:
         """The outputs by name, of all inputs in one matrix."""
         return self(unpack(ids, self.packing(), self._specs))
 
+    def may_read_tables(self) -> bool:
+        """Whether the model has code, beside layers of Keras and of ours, that could read a table whole; or makes weights in it."""
+        if not getattr(self.model, "outputs", None):
+            return True
+        layers = self.model._flatten_layers(include_self=True)
+        return any(
+            type(layer).__module__.partition(".")[0] not in ("keras", "tpuembed")
+            or isinstance(layer, keras.layers.Lambda)
+            or not type(layer).call.__module__.startswith(("keras.", "tpuembed."))
+            for layer in layers
+        )
+
     def trace(self) -> None:
         """Call the model once, in a trace that is thrown away, before tables are planned and bound.
 
-        A subclassed one then makes its weights, and the tables know whether they are read whole. The trace is of a fixed batch:
-        functions of the model that TensorFlow keeps by their inputs' shapes are traced again for what is saved.
+        A subclassed one then makes its weights, and the tables know whether they are read whole. The trace is of a fixed batch, if
+        the model takes it: functions of its own that TensorFlow keeps by their inputs' shapes are traced again for the export.
         """
         specs = {name: _of_batch(spec) for name, spec in self._specs.items()}
-        tf.function(self, input_signature=[specs], autograph=False).get_concrete_function()
+        try:
+            tf.function(self, input_signature=[specs], autograph=False).get_concrete_function()
+        except TpuEmbedError:
+            tf.function(self, input_signature=[self._specs], autograph=False).get_concrete_function()
 
     def state(self, without: Sequence[Any] = ()) -> list[Any]:
         """What a saved function of the model refers to: its variables but `without`, and its preprocessing layers' hash tables.

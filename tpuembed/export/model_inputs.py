@@ -151,7 +151,7 @@ def _looked_up_together(model: Any, inputs: Mapping[int, str]) -> dict[str, str]
     """{input: input} of the weights and ids that an embedding layer of a functional model takes as they come in."""
     pairs: dict[str, str] = {}
     for layer in getattr(model, "layers", ()):
-        if not (hasattr(layer, "embedding_tables") or hasattr(layer, "get_embedding_tables")):
+        if not (hasattr(type(layer), "embedding_tables") or hasattr(type(layer), "get_embedding_tables")):
             continue
         for node in layer._inbound_nodes:
             given = inspect.signature(layer.call).bind_partial(*node.arguments.args, **node.arguments.kwargs).arguments

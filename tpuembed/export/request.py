@@ -132,7 +132,8 @@ class _ModelRequest:
         self._sources = StackedTables(checkpoint.tables())
         with deferred_tables(self._sources):
             self._model = build_model(model, output_names)
-            self._model.trace()
+            if self._sources.were_asked_for or self._model.may_read_tables():
+                self._model.trace()
         check_vocabularies(self._model.model, checkpoint.path)
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(

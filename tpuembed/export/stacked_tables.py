@@ -39,6 +39,7 @@ class StackedTables:
         self.required: list[str] = []
         self.read_whole: list[str] = []
         self.quantization: dict[str, QuantizationConfig] = {}
+        self.were_asked_for = False
         self._available = available
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
         self._variables: Mapping[str, Any] = {}
@@ -111,6 +112,7 @@ class StackedTables:
 
     def table(self, name: str) -> "_WholeTable":
         """A table that is read where it is used."""
+        self.were_asked_for = True
         return _WholeTable(self, find_table(name, self._available))
 
     def read(self, table: str) -> Tensor:

@@ -55,7 +55,8 @@ class _LiveModelRequest:
         self._sources = StackedTables(checkpoint.tables())
         stated = check_model_config(self._model, checkpoint, serving_config)
         with self._redirected():
-            self._model.trace()
+            if self._model.may_read_tables():
+                self._model.trace()
         self.tables: Sequence[str] = list(self._sources.required)
         self.whole_tables: Sequence[str] = self._sources.read_whole
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(

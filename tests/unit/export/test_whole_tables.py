@@ -1,7 +1,6 @@
 """A model that scores against all rows of a table: the export reads the stored variable, and answers what training does."""
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.e2e import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.keras_model import KerasModel
 from tpuembed.manifest import Manifest
 from tpuembed_serving import runtime
 
@@ -105,8 +105,10 @@ def check(path: Path, inputs: dict[str, Any], truth: dict[str, Any], through_c: 
             np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.parametrize("whole", [("items",), ("items", "users"), ("other",), ()])
+@pytest.mark.parametrize(
+    ("whole", "layout"),
+    [(("items",), "variables"), (("items", "users"), "mmap"), (("other",), "mmap"), ((), "variables")],
+)
 def test_numbers_of_both_exporters_in_every_reader(whole: tuple[str, ...], layout: str, tmp_path: Path) -> None:
     model = trained(functional(whole))
     inputs = {"items": IDS, "users": np.array([8, 1, 8]), "other": np.array([4, 0, 2])}
@@ -123,14 +125,13 @@ def test_numbers_of_both_exporters_in_every_reader(whole: tuple[str, ...], layou
             assert [table for table, stack in stacks.items() if stack == stacks[name]] == [name]
 
 
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-def test_a_subclassed_model(layout: str, tmp_path: Path) -> None:
+def test_a_subclassed_model(tmp_path: Path) -> None:
     model, spec = subclassed()
     truth = trained_after(model)(tf.constant(IDS))
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
     for report in (
-        export_saved_model(checkpoint, tmp_path / "a", model=subclassed, layout=layout),
-        export_model((model, spec), tmp_path / "b", layout=layout),
+        export_saved_model(checkpoint, tmp_path / "a", model=subclassed),
+        export_model((model, spec), tmp_path / "b", layout="mmap"),
     ):
         check(report.path, {"item": IDS}, truth)
         assert (report.path / "assets.extra" / "tf_serving_warmup_requests").is_file()
@@ -168,6 +169,65 @@ def test_layers_of_tensorflow_recommenders_names(kind: Any, tmp_path: Path) -> N
     check(export_model((model, spec), tmp_path / "a").path, {"id": IDS}, truth)
     saved = export_saved_model(checkpoint, tmp_path / "b", model=lambda: (Compatible(kind), spec))
     check(saved.path, {"id": IDS}, truth)
+
+
+def test_models_that_cannot_read_a_table_are_not_traced_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Any] = []
+    trace = KerasModel.trace
+    monkeypatch.setattr(KerasModel, "trace", lambda model: traced.append(model) or trace(model))
+
+    def build(layer: Any) -> Any:
+        x = keras.Input((), dtype="int64", name="id")
+        rows = TPUEmbedding(FeatureConfig(TableConfig(7, 4, "items")), optimizer="sgd")(x)
+        return keras.Model(x, keras.Sequential([keras.layers.Dense(2), layer])(rows))
+
+    for layer, count in ((keras.layers.ReLU(), 0), (keras.layers.Lambda(lambda x: x + 1), 2)):
+        model = build(layer)
+        checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+        export_saved_model(checkpoint, tmp_path / "a", model=lambda layer=layer: build(layer))
+        export_model(model, tmp_path / "b")
+        assert len(traced) == count
+
+
+class Decorated(keras.Model):
+    """TensorFlow keeps what it has traced of this `call`."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__(name="decorated")
+        self.config, self.whole = TableConfig(7, 4, "items"), whole
+        self.embedding = TPUEmbedding(FeatureConfig(self.config), optimizer="sgd")
+        self.dense = keras.layers.Dense(4)
+        self.dense.build((None, 4))  # Keras forgets what is assigned to weights that are made inside of a function
+
+    @tf.function
+    def call(self, ids: Any) -> Any:
+        query = self.dense(self.embedding(ids))
+        return query @ tf.transpose(self.embedding.embedding_tables[self.config]) if self.whole else query
+
+
+@pytest.mark.filterwarnings("ignore:no requests to warm up")  # the kept function does not take zeros for its tables
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_call_that_is_a_function_itself(whole: bool, tmp_path: Path) -> None:
+    model = Decorated(whole)
+    truth = trained_after(model)(tf.constant(IDS))
+    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    spec = tf.TensorSpec([None], tf.int64, name="id")
+    report = export_saved_model(checkpoint, tmp_path / "m", model=lambda: (Decorated(whole), spec))
+    check(report.path, {"id": IDS}, {"output_0": truth})
+
+
+def test_a_model_of_a_fixed_batch(tmp_path: Path) -> None:
+    def build() -> Any:
+        x = keras.Input(batch_shape=(2,), dtype="int64", name="id")
+        return keras.Model(x, TPUEmbedding(FeatureConfig(TableConfig(7, 4, "items")), optimizer="sgd")(x))
+
+    model = build()
+    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    for report in (export_saved_model(checkpoint, tmp_path / "a", model=build), export_model(model, tmp_path / "b")):
+        (found,) = served(report.path, {"id": IDS[:2]}).values()
+        np.testing.assert_allclose(found, model(IDS[:2]))
 
 
 def symbolic() -> Any:
@@ -253,19 +313,6 @@ def test_other_tables_may_be_stored_small(tmp_path: Path) -> None:
     manifest = Manifest.read(report.path)
     assert manifest is not None
     assert {stack.storage for stack in manifest.stacks} == {"int8", "float32"}
-
-
-def test_random_sets_of_tables(tmp_path: Path) -> None:
-    for seed in range(4):
-        rng = random.Random(seed)
-        whole = tuple(name for name in CONFIGS if rng.random() < 0.5)
-        model = trained(functional(whole))
-        inputs = {name: np.array([rng.randrange(c.vocabulary_size) for _ in range(5)]) for name, c in CONFIGS.items()}
-        truth = model({name: tf.constant(value) for name, value in inputs.items()}, training=False)
-        report = export_model(model, tmp_path / str(seed), layout=rng.choice(["variables", "mmap"]))
-        found = served(report.path, inputs)
-        for name, values in truth.items():
-            np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
 
 
 ROWS, DIM = 400_000, 64  # 102 MB
