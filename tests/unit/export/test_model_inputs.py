@@ -62,19 +62,20 @@ def objects(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
-@pytest.mark.parametrize("pad", [NAN, 0.0])
-def test_ragged_text_and_weights_are_served(combiner: str, pad: float, tmp_path: Path) -> None:
+def test_ragged_text_and_weights_are_served(combiner: str, tmp_path: Path) -> None:
     model = weighted(combiner=combiner)
     truth = model({"words": ragged(LISTS, tf.string), "strengths": ragged(WEIGHTS, tf.float32)}, training=False)["rows"]
     report = export_model(model, tmp_path / "m")
     manifest = Manifest.read(report.path)
     assert manifest is not None
     assert manifest.padding == {"words": "", "strengths": "NaN"}
-    words, strengths = objects(padded(LISTS, "")), padded(WEIGHTS, pad).astype(np.float32)
-    np.testing.assert_allclose(run(report.path, words=words, strengths=strengths)["rows"], truth, atol=1e-6)
     loaded = tf.saved_model.load(str(report.path)).signatures["serving_default"]
-    found = loaded(words=tf.constant(words), strengths=tf.constant(strengths))["rows"]
-    np.testing.assert_allclose(found, truth, atol=1e-6)
+    words = objects(padded(LISTS, ""))
+    for pad in (NAN, 0.0):
+        strengths = padded(WEIGHTS, pad).astype(np.float32)
+        np.testing.assert_allclose(run(report.path, words=words, strengths=strengths)["rows"], truth, atol=1e-6)
+        found = loaded(words=tf.constant(words), strengths=tf.constant(strengths))["rows"]
+        np.testing.assert_allclose(found, truth, atol=1e-6)
     examples = np.array([example(words=w, strengths=s) for w, s in zip(LISTS, WEIGHTS, strict=True)], object)
     np.testing.assert_allclose(run(report.path, "serving_examples", examples=examples)["rows"], truth, atol=1e-6)
 
@@ -87,23 +88,33 @@ def example(words: list[str], strengths: list[float]) -> bytes:
     return tf.train.Example(features=tf.train.Features(feature=lists)).SerializeToString()
 
 
-@pytest.mark.parametrize(
-    "strengths",
-    [
-        [[0.5, 0.0, NAN, NAN], [NAN] * 4, [3.0, NAN, NAN, NAN]],  # one fewer
-        [[0.5, 0.0, 2.0, 1.0], [NAN] * 4, [3.0, NAN, NAN, NAN]],  # one more
-        [[0.5, 0.0, 2.0], [NAN] * 3, [3.0, NAN, NAN]],  # of another width
-    ],
-)
-def test_weights_that_do_not_belong_to_their_values_fail(strengths: list[list[float]], tmp_path: Path) -> None:
-    report = export_model(weighted(), tmp_path / "m")
-    with pytest.raises(StatusError, match="input strengths must have as many values as words"):
-        run(report.path, words=objects(padded(LISTS, "")), strengths=np.array(strengths, np.float32))
+MISMATCHES = [
+    [[0.5, 0.0, NAN, NAN], [NAN] * 4, [3.0, NAN, NAN, NAN]],  # one fewer
+    [[0.5, 0.0, 2.0, 1.0], [NAN] * 4, [3.0, NAN, NAN, NAN]],  # one more
+    [[0.5, 0.0, 2.0], [NAN] * 3, [3.0, NAN, NAN]],  # of another width
+]
 
 
-def test_requests_to_warm_up_are_written(tmp_path: Path) -> None:
+def test_weights_that_do_not_belong_to_their_values_fail(tmp_path: Path) -> None:
     report = export_model(weighted(), tmp_path / "m")
     assert (report.path / "assets.extra" / "tf_serving_warmup_requests").stat().st_size > 0
+    for strengths in MISMATCHES:
+        with pytest.raises(StatusError, match="input strengths must have as many values as words"):
+            run(report.path, words=objects(padded(LISTS, "")), strengths=np.array(strengths, np.float32))
+
+
+def test_sparse_ids_and_weights() -> None:
+    ids = keras.Input((None,), dtype="int32", sparse=True, name="ids")
+    strengths = keras.Input((None,), dtype="float32", sparse=True, name="strengths")
+    rows = TPUEmbedding(table("mean"), optimizer="sgd")(ids, strengths)
+    model = keras.Model([ids, strengths], rows)
+    given = {"ids": padded(IDS, -1), "strengths": padded([[0.5, 0.0], [], [3.0, 1.0, 1.0]], NAN).astype(np.float32)}
+    (found,) = wrap_model(model, "m")({name: tf.constant(value) for name, value in given.items()}).values()
+    where = np.argwhere(given["ids"] >= 0)
+    values = {name: value[tuple(where.T)] for name, value in given.items()}
+    values["ids"] = values["ids"].astype(np.int32)
+    truth = model([tf.SparseTensor(where, values[name], given[name].shape) for name in ("ids", "strengths")])
+    np.testing.assert_allclose(found, truth, atol=1e-6)
 
 
 @pytest.mark.parametrize(

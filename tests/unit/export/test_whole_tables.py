@@ -175,8 +175,11 @@ def test_models_that_cannot_read_a_table_are_not_traced_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[Any] = []
-    trace = KerasModel.trace
-    monkeypatch.setattr(KerasModel, "trace", lambda model: traced.append(model) or trace(model))
+
+    def trace(model: Any) -> None:
+        traced.append(model)
+
+    monkeypatch.setattr(KerasModel, "trace", trace)
 
     def build(layer: Any) -> Any:
         x = keras.Input((), dtype="int64", name="id")
