@@ -127,13 +127,13 @@ def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
     except (OSError, tf.errors.OpError):  # of the disk
         raise
     except Exception as error:  # TensorFlow has no type for a function that it cannot save
+        hint = ""
         if "untracked" in str(error):
-            raise ExportError(
-                "model: it uses a variable or a hash table that is no part of it, or of a function that was traced before the "
-                "export; read layer.embedding_tables in the call of a layer, without a tf.function of its own: "
-                f"{one_line(error)}"
-            ) from error
-        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error)}") from error
+            hint = (
+                "; a function of the model keeps a variable that is no part of what is exported: read layer.embedding_tables in "
+                "the call of a layer, without a tf.function of its own"
+            )
+        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error)}{hint}") from error
 
 
 def _restore_nothing(folder: Path) -> None:
