@@ -57,7 +57,7 @@ class _Vocabulary:
     @property
     def number(self) -> int | None:
         """The number in a name that Keras made: 0 in string_lookup, 3 in string_lookup_3; None in a name that it was given."""
-        match = re.fullmatch(rf"{re.escape(self.kind)}(?:_(\d+))?", self.layer)
+        match = re.fullmatch(rf"{re.escape(self.kind)}(?:_(\d+))?", self.layer) if self.kind else None
         return int(match[1] or 0) if match else None
 
 
@@ -79,10 +79,10 @@ def _of_model(model: Any) -> list[_Vocabulary]:
         owner = owners.get(id(node), node)
         if isinstance(node, _LOOKUPS):
             _check_is_there(node, owner)
-            found.append(_Vocabulary(owner.name, _snake(type(owner)), functools.partial(_entries, node)))
+            found.append(_Vocabulary(owner.name, _snake(type(owner).__name__), functools.partial(_entries, node)))
         elif isinstance(node, keras.layers.Discretization) and node.bin_boundaries is not None:
             bounds = functools.partial(map, _boundary, list(node.bin_boundaries))
-            found.append(_Vocabulary(node.name, _snake(type(node)), bounds))
+            found.append(_Vocabulary(node.name, _snake(type(node).__name__), bounds))
     return sorted(found, key=lambda vocabulary: (vocabulary.layer, vocabulary.kind))
 
 
@@ -93,8 +93,10 @@ def _check_is_there(layer: Any, owner: Any) -> None:
         )
 
 
-def _snake(kind: type) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+def _snake(class_name: str) -> str:
+    """As Keras begins the names that it makes of a class."""
+    parted = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", class_name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", parted).lower()
 
 
 def _boundary(bound: Any) -> bytes:
@@ -161,19 +163,35 @@ def _is_same(mine: _Vocabulary, saved: _Vocabulary) -> bool:
 
 
 def _check_in_order(mine: Sequence[_Vocabulary], saved: Sequence[_Vocabulary], source: str | FilePath) -> None:
-    mine, saved = sorted(mine, key=_made_as), sorted(saved, key=_made_as)
-    if not saved:
-        return
-    if len(mine) == len(saved):
-        for one, other in zip(mine, saved, strict=True):
+    """Compare layers that are not in the file by a name of their own with `saved`, which no name has taken.
+
+    First those that Keras has numbered, in order. A layer with a name of its own is then one of what is left, or it is new.
+    """
+    numbered, left = sorted((one for one in mine if one.number is not None), key=_made_as), sorted(saved, key=_made_as)
+    if len(numbered) == len(left):
+        for one, other in zip(numbered, left, strict=True):
             if not _is_same(one, other):
                 raise _differs(one, other, source)
         return
-    left = iter(saved)
-    for vocabulary in mine:
-        if not any(_is_same(vocabulary, one) for one in left):
-            known = [one for one in saved if one.entries is not None]
-            raise _differs(vocabulary, next((one for one in known if one.kind == vocabulary.kind), known[0]), source)
+    begin = 0
+    for one in numbered if left else ():
+        found = next((place for place in range(begin, len(left)) if _is_same(one, left[place])), None)
+        if found is None:
+            raise _differs(one, _nearest(one, left), source)
+        begin = found
+        del left[found]
+    for one in mine:
+        if one.number is None and left:
+            found = next((place for place, other in enumerate(left) if _is_same(one, other)), None)
+            if found is None:
+                raise _differs(one, _nearest(one, left), source)
+            del left[found]
+
+
+def _nearest(mine: _Vocabulary, saved: Sequence[_Vocabulary]) -> _Vocabulary:
+    """One of `saved` that a message compares `mine` with: of its class, if there is one."""
+    known = [one for one in saved if one.entries is not None]
+    return next((one for one in known if one.kind == mine.kind), known[0])
 
 
 def _made_as(vocabulary: _Vocabulary) -> tuple[str, int, str]:
@@ -214,14 +232,21 @@ def _of_archive(path: FilePath) -> list[_Vocabulary]:
             if PurePosixPath(name).name == _VOCABULARY and place.name != "_lookup_layer":
                 entries = archive.read(name).split(b"\n")
                 layer = names.get(str(place.relative_to("assets")), "")
-                found.append(_Vocabulary(layer, _kind_of(layer or place.name), functools.partial(iter, entries)))
+                # In a list of layers the place is called by the class, else by an attribute.
+                kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
+                found.append(_Vocabulary(layer, kind, functools.partial(iter, entries)))
     known = {vocabulary.layer for vocabulary in found}
     unknown = [name for place, name in names.items() if name not in known and not place.endswith("/_lookup_layer")]
-    return found + [_Vocabulary(name, _kind_of(name), None) for name in unknown if _kind_of(name) in _KINDS]
+    return found + [_Vocabulary(name, _kind_of(name), None) for name in unknown if _kind_of(name)]
 
 
 def _kind_of(name: str) -> str:
-    """The class that a name which Keras made says."""
+    """The class that a name which Keras made says; "" of another name."""
+    kind = _without_number(name)
+    return kind if kind in _KINDS else ""
+
+
+def _without_number(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
@@ -239,7 +264,7 @@ def _layers(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabulary]:
-    kind, name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower(), str(fields.get("name", ""))
+    kind, name = _snake(class_name), str(fields.get("name", ""))
     words = fields.get("vocabulary")
     if isinstance(words, list) and words and (class_name == "TextVectorization" or "num_oov_indices" in fields):
         is_text = class_name == "TextVectorization"  # whose lookup layer has these

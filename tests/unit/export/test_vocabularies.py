@@ -165,6 +165,36 @@ def test_a_lookup_that_the_factory_adds_is_its_own(tmp_path: Path) -> None:
     check_vocabularies(model_of(lookup(["x", "y"])), tmp_path / "none.keras")
 
 
+@keras.saving.register_keras_serializable(package="tests")
+class URLLookup(keras.layers.StringLookup):
+    """Keras makes url_lookup_3 of it."""
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_classes_of_ones_own(adapt: bool, tmp_path: Path) -> None:
+    def build(words: list[str], adapt: bool = False) -> Any:
+        layer = URLLookup() if adapt else URLLookup(vocabulary=words)
+        if adapt:
+            layer.adapt(np.repeat(words, range(len(words), 0, -1)))
+        return model_of(layer)
+
+    build(WORDS, adapt).save(tmp_path / "m.keras")
+    check_vocabularies(build(WORDS), tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'eel' in the factory"):
+        check_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
+
+
+def test_names_beside_numbers(tmp_path: Path) -> None:
+    model_of(lookup(WORDS), lookup(WORDS[::-1], name="kept")).save(tmp_path / "m.keras")
+    same, other, kept = lookup(WORDS), lookup(["x", "y"], name="new"), lookup(WORDS[::-1], name="kept")
+    check_vocabularies(model_of(other, same, kept), tmp_path / "m.keras")  # the new one stands in front of the others
+    check_vocabularies(model_of(lookup(WORDS, name="renamed"), kept), tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="layer 'renamed' of the factory has another vocabulary"):
+        check_vocabularies(model_of(lookup(WORDS[1:], name="renamed"), kept), tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'bee' in the factory"):
+        check_vocabularies(model_of(other, lookup(WORDS[1:]), kept), tmp_path / "m.keras")
+
+
 # ---- in exports
 
 
@@ -186,6 +216,13 @@ def test_manifest_report_and_description_have_it(tmp_path: Path) -> None:
         assert manifest is not None
         assert [vars(entry) for entry in manifest.vocabularies] == [truth]
         assert describe_export(report.path, manifest)["vocabularies"] == (truth,)
+
+
+def test_a_keras_file_is_compared_before_anything_is_written(tmp_path: Path) -> None:
+    build().save(tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="layer 'words' of the factory has another vocabulary"):
+        export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(WORDS[::-1]))
+    assert not (tmp_path / "m").exists()
 
 
 def test_a_layer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
