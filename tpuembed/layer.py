@@ -162,8 +162,13 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """{TableConfig as it was passed: its variable, float32 [vocabulary_size, dim]}."""
-        states = self._parts.backend.states
+        """{TableConfig as it was passed: its variable, float32 [vocabulary_size, dim]}.
+
+        Inside an export there are no variables: each table becomes the tensor that the export stores where it is used.
+        """
+        backend, states = self._parts.backend, self._parts.backend.states
+        if isinstance(backend, DeferredBackend):
+            return {table: backend.table(name) for table, name in self._parts.table_names.items()}
         return {table: states[name].variable for table, name in self._parts.table_names.items() if name in states}
 
     def checkpoint_config(self) -> dict[str, Any]:

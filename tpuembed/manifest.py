@@ -29,10 +29,13 @@ __all__ = [
     "StackEntry",
     "TableEntry",
     "TensorSpec",
+    "VocabularyEntry",
 ]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
 FORMAT = 1
+"""Raised by a field without which a reader would go wrong. A field that it may leave out does not raise it: readers leave out what
+they do not know."""
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
@@ -105,6 +108,24 @@ class Packing:
     inputs: tuple[PackedInput, ...] = ()
     outputs: tuple[PackedOutput, ...] | None = None
     left_out: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyEntry:
+    """The vocabulary of a preprocessing layer in a whole model, as it was when the export was made.
+
+    Attributes:
+        layer: its name.
+        size: how many entries it has, masks and out of vocabulary entries included.
+        sha256: of its entries in the order of their numbers, each as LENGTH:ENTRY, in UTF-8.
+    """
+
+    layer: str
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _check_integers(self, size=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,6 +240,7 @@ class Manifest:
         errors: of the storage against float32, by table, as the export's report had them.
         tables_key: equal for versions whose stacks are the same bytes in files of their own.
         features: of a lookup-only export.
+        vocabularies: of a whole model, sorted by layer.
         padding: of a whole model: its inputs that are lists, by name, and what pads them: -1, "" or "NaN".
         packing: of the signature `packed`.
     """
@@ -233,6 +255,7 @@ class Manifest:
     errors: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     tables_key: str = ""
     features: tuple[FeatureEntry, ...] = ()
+    vocabularies: tuple[VocabularyEntry, ...] = ()
     padding: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
     packing: Packing = Packing(left_out="the export is older than this signature")
 
@@ -282,19 +305,28 @@ class Manifest:
         if value.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
-        value["stacks"] = tuple(StackEntry(**entry) for entry in value["stacks"])
-        value["files"] = {path: FileEntry(**entry) for path, entry in value["files"].items()}
-        value["features"] = tuple(FeatureEntry(**entry) for entry in value.get("features", ()))
+        value["stacks"] = tuple(StackEntry(**_known(StackEntry, entry)) for entry in value["stacks"])
+        value["files"] = {path: FileEntry(**_known(FileEntry, entry)) for path, entry in value["files"].items()}
+        value["features"] = tuple(FeatureEntry(**_known(FeatureEntry, entry)) for entry in value.get("features", ()))
+        value["vocabularies"] = tuple(
+            VocabularyEntry(**_known(VocabularyEntry, entry)) for entry in value.get("vocabularies", ())
+        )
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
-        return cls(**value)
+        return cls(**_known(cls, value))
+
+
+def _known(kind: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `value` that a `kind` has."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: field for name, field in value.items() if name in names}
 
 
 def _table(value: Mapping[str, Any]) -> TableEntry:
     quantization = value.get("quantization")
     found = None if quantization is None else QuantizationEntry(**quantization)
-    return TableEntry(**{**value, "quantization": found})
+    return TableEntry(**_known(TableEntry, {**value, "quantization": found}))
 
 
 def _packing(value: Mapping[str, Any]) -> Packing:

@@ -25,6 +25,9 @@ class TableSource(Protocol):
     def lookup(self, features: Sequence[Any], tables: Sequence[str]) -> list[Any]:
         """Activations of `features` (`tpuembed.lookup.LookupIds`), each looked up in its table, by name."""
 
+    def table(self, name: str) -> Any:
+        """The whole table, float32 [rows, dim], which becomes a tensor where it is used."""
+
 
 _source: contextvars.ContextVar[TableSource | None] = contextvars.ContextVar("tpuembed_table_source", default=None)
 

@@ -67,6 +67,8 @@ def _export_tables(found: dict[str, Any]) -> list["Table"]:
             for key, spec in signature[side].items()
         ]
         tables.append(table_of(f"signature {name}", rows))
+    if found["vocabularies"]:
+        tables.append(table_of("vocabularies", found["vocabularies"]))
     return tables
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from tpuembed_cli.options import SIZE, checkpoint_options, rows_option, storage_option
+from tpuembed_cli.options import SIZE, checkpoint_options, output_names_option, rows_option, storage_option
 from tpuembed_cli.progress import byte_progress
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
@@ -25,6 +25,7 @@ __all__ = ["export"]
 @click.option(
     "--feature", "features", metavar="NAME", multiple=True, help="Export only this feature and its table. Repeatable."
 )
+@output_names_option
 @rows_option
 @storage_option
 @click.option(

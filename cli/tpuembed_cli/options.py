@@ -17,6 +17,7 @@ __all__ = [
     "not_built",
     "option_group",
     "options_of",
+    "output_names_option",
     "rows_option",
     "storage_option",
 ]
@@ -134,6 +135,29 @@ rows_option = click.option(
     help="Export only these rows of a table, under their own ids. Repeatable.",
 )
 """The `rows` of `export_saved_model`."""
+
+
+def _as_output_names(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+    names: dict[str, str] = {}
+    for value in values:
+        old, equals, new = value.partition("=")
+        if not (equals and old and new):
+            raise click.BadParameter(f"{value!r}: write OLD=NEW, such as ranker/click=click")
+        if old in names:
+            raise click.BadParameter(f"{value!r}: output {old!r} has a new name already")
+        names[old] = new
+    return names or None
+
+
+output_names_option = click.option(
+    "--output-name",
+    "output_names",
+    metavar="OLD=NEW",
+    multiple=True,
+    callback=_as_output_names,
+    help="Call the output OLD of the model NEW. Repeatable.",
+)
+"""The `output_names` of `export_saved_model`."""
 
 
 def not_built(option: str, value: str) -> click.UsageError:

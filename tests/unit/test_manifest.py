@@ -41,6 +41,31 @@ def test_a_table_of_an_older_export_says_nothing_of_quantization(tmp_path: Path)
     assert {table.quantization for table in found.tables} == {None}
 
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "manifests"
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_manifests_of_every_date_are_read(golden: Path, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_PATH).parent.mkdir()
+    (tmp_path / MANIFEST_PATH).write_text(golden.read_text())
+    found, text = Manifest.read(tmp_path), json.loads(golden.read_text())
+    assert found is not None
+    again = json.loads(json.dumps(dataclasses.asdict(found)))
+    assert text == {"format": 1, **{name: again[name] for name in text if name != "format"}}
+
+
+def test_what_a_later_version_adds_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    old = Manifest.read(tmp_path)
+
+    def add(content: dict[str, Any]) -> None:
+        for entry in (content, content["tables"][0], content["stacks"][0], content["files"]["saved_model.pb"]):
+            entry["later"] = 1
+
+    spoil(path, add)
+    assert Manifest.read(tmp_path) == old
+
+
 INSIDE = ["/etc/passwd", "../1/x", "variables/../../x", "a/./b", "./a", "a//b", "a/", "", ".", "..", "a\0b", 5, None]
 
 

@@ -48,6 +48,10 @@ class DeferredBackend:
         """Activations of `features`."""
         return self._source.lookup([feature.flatten() for feature in features], [feature.table for feature in features])
 
+    def table(self, name: str) -> Any:
+        """A whole table, as `embedding_tables` gives it."""
+        return self._source.table(name)
+
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> Any:
         """Never called: no table here has an optimizer to train it."""
         raise AssertionError((features, layer))

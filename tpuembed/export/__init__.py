@@ -28,6 +28,7 @@ def export_saved_model(
     model: Any = None,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
+    output_names: Mapping[str, str] | None = None,
     rows: RowRanges | None = None,
     storage: Storage = "float32",
     max_error: float | None = None,
@@ -53,9 +54,11 @@ def export_saved_model(
         serving_config: what to answer (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested structure of
             FeatureConfig. None: the features of the layer that wrote the checkpoint.
         model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
-            allocate no tables), or its name as "MODULE:FACTORY". Dense weights are restored from the checkpoint.
+            allocate no tables), or its name as "MODULE:FACTORY". Of a subclassed model it returns (model, its inputs' specs).
+            Dense weights are restored from the checkpoint.
         tables: export these only, with the features that look up in them.
         features: export these only, with the tables that they look up in. Not for a model, which needs its inputs.
+        output_names: new names of a model's outputs by their old ones.
         rows: table -> (start, stop): of this table, only rows [start, stop), under their own ids; any other id is out of its
             vocabulary.
         storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables; or by
@@ -90,7 +93,7 @@ def export_saved_model(
         resume=resume,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        request = make_request(opened, serving_config, model, tables, features)
+        request = make_request(opened, serving_config, model, tables, features, output_names)
         return run_export(opened, request, model_dir, options, on_progress=on_progress)
 
 
@@ -102,6 +105,7 @@ def plan_saved_model(
     model: Any = None,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
+    output_names: Mapping[str, str] | None = None,
     rows: RowRanges | None = None,
     storage: Storage = "float32",
     layout: str = "variables",
@@ -131,7 +135,7 @@ def plan_saved_model(
         resume=resume,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        plan = make_plan(opened, make_request(opened, serving_config, model, tables, features), options)
+        plan = make_plan(opened, make_request(opened, serving_config, model, tables, features, output_names), options)
         if model_dir is not None:
             check_place(opened, plan, model_dir, options)
     return plan

@@ -27,6 +27,7 @@ from tpuembed.manifest import (
     StackEntry,
     TableEntry,
     TensorSpec,
+    VocabularyEntry,
 )
 from tpuembed.saved_model import file_crc32c
 from tpuembed.tensor_bundle import (
@@ -59,6 +60,7 @@ def assemble(
     source: Mapping[str, str],
     tables_key: str = "",
     features: tuple[FeatureEntry, ...] = (),
+    vocabularies: tuple[VocabularyEntry, ...] = (),
     padding: Mapping[str, int | str] | None = None,
     packing: Packing | None = None,
 ) -> FilePath:
@@ -69,7 +71,7 @@ def assemble(
         plan, streamed: the tables; `streamed.folder` lies on the file system of `staging.path`.
         layout: of the plan, which settles where the version will be served.
         stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
-        signatures, source, tables_key, features, padding, packing: for the manifest.
+        signatures, source, tables_key, features, vocabularies, padding, packing: for the manifest.
 
     Returns:
         The path of the version that is now visible.
@@ -95,6 +97,7 @@ def assemble(
         files=files,
         tables_key=tables_key,
         features=features,
+        vocabularies=vocabularies,
         padding=padding or {},
         packing=packing or Packing(),
     )

@@ -11,19 +11,22 @@ Tensor = Any
 
 
 def parse_examples(
-    examples: Tensor, specs: Mapping[str, tf.TensorSpec], weighted: Sequence[str] = ()
+    examples: Tensor,
+    specs: Mapping[str, tf.TensorSpec],
+    weighted: Sequence[str] = (),
+    padding: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Tensors of `specs` out of `examples`, string [batch].
 
-    A spec of known inner shape takes exactly so many values; one of unknown width takes any number, padded to the widest of
-    the batch with -1 (integers), 0.0 or "". None of `specs` may be `unparsable`. An example fails that has not as many values
-    of `<name>_weights` as of a `weighted` name: 0.0 would be taken for the ones that are not there.
+    A spec of known inner shape takes exactly so many values. One of unknown width takes any number, padded to the widest of
+    the batch with what `padding` says of it, or -1 (integers), 0.0 or "". None of `specs` may be `unparsable`. An example
+    fails that has not as many values of `<name>_weights` as of a `weighted` name: 0.0 would be taken for the missing ones.
     """
     features = {name: _feature(spec) for name, spec in specs.items()}
     parsed = tf.io.parse_example(examples, features)
     checks = [_same_lengths(name, parsed[name], parsed[f"{name}_weights"]) for name in weighted]
     with tf.control_dependencies(checks):
-        return {name: _dense(parsed[name], spec) for name, spec in specs.items()}
+        return {name: _dense(parsed[name], spec, (padding or {}).get(name)) for name, spec in specs.items()}
 
 
 def unparsable(specs: Mapping[str, tf.TensorSpec]) -> str | None:
@@ -61,8 +64,9 @@ def _feature(spec: tf.TensorSpec) -> Any:
     return tf.io.VarLenFeature(dtype) if None in inner else tf.io.FixedLenFeature(inner, dtype)
 
 
-def _dense(value: Tensor, spec: tf.TensorSpec) -> Tensor:
+def _dense(value: Tensor, spec: tf.TensorSpec, padding: Any) -> Tensor:
     if isinstance(value, tf.SparseTensor):
-        padding: Any = {tf.int64: -1, tf.float32: 0.0, tf.string: ""}[value.dtype]
-        value = tf.sparse.to_dense(value, padding)
+        default: Any = {tf.int64: -1, tf.float32: 0.0, tf.string: ""}[value.dtype]
+        padding = float(padding) if value.dtype == tf.float32 and padding is not None else padding
+        value = tf.sparse.to_dense(value, default if padding is None else padding)
     return tf.cast(value, spec.dtype) if value.dtype != spec.dtype else value

@@ -22,7 +22,7 @@ from tpuembed.export.plan import StackPlan
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.export.storage import STORAGES
 from tpuembed.export.warmup import write_warmup
-from tpuembed.manifest import FeatureEntry, Packing, TensorSpec
+from tpuembed.manifest import FeatureEntry, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 
 __all__ = ["SavedGraph", "Servable", "save_graph"]
@@ -48,6 +48,9 @@ class Servable(Protocol):
     def padding(self) -> Mapping[str, int | str]:
         """What pads the inputs of a model that are lists, by name; nothing where `features` says it."""
 
+    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
+        """Of its preprocessing layers."""
+
     def packing(self) -> Packing:
         """How the signature `packed` takes the inputs."""
 
@@ -61,12 +64,13 @@ class SavedGraph:
 
     Attributes:
         stack_keys: stack name -> checkpoint key of its variable.
-        signatures, features, padding, packing: as the manifest lists them.
+        signatures, features, vocabularies, padding, packing: as the manifest lists them.
     """
 
     stack_keys: Mapping[str, str]
     signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
     features: tuple[FeatureEntry, ...]
+    vocabularies: tuple[VocabularyEntry, ...]
     padding: Mapping[str, int | str]
     packing: Packing
 
@@ -107,7 +111,14 @@ def save_graph(
     if samples:
         write_warmup(folder, samples, signatures, servable.packing())
     described = {name: _signature_of(function) for name, function in signatures.items()}
-    return SavedGraph(keys, described, servable.features(), servable.padding(), servable.packing())
+    return SavedGraph(
+        stack_keys=keys,
+        signatures=described,
+        features=servable.features(),
+        vocabularies=servable.vocabularies(),
+        padding=servable.padding(),
+        packing=servable.packing(),
+    )
 
 
 def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
@@ -116,7 +127,13 @@ def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
     except (OSError, tf.errors.OpError):  # of the disk
         raise
     except Exception as error:  # TensorFlow has no type for a function that it cannot save
-        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error)}") from error
+        hint = ""
+        if "untracked" in str(error):
+            hint = (
+                "; a function of the model keeps a variable that is no part of what is exported: read layer.embedding_tables in "
+                "the call of a layer, without a tf.function of its own"
+            )
+        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error)}{hint}") from error
 
 
 def _restore_nothing(folder: Path) -> None:
@@ -162,7 +179,7 @@ def _functions(servable: Servable) -> dict[str, Any]:
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="examples")], autograph=False)
     def serving_examples(examples: Tensor) -> dict[str, Tensor]:
-        return servable(parse_examples(examples, specs, weighted))
+        return servable(parse_examples(examples, specs, weighted, servable.padding()))
 
     functions = {"serving_default": serving_default}
     if reason := unparsable(specs):

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import keras
 import tensorflow as tf
@@ -14,15 +14,20 @@ from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
+from tpuembed.export.model_inputs import InputForm, forms_of, with_partners
+from tpuembed.export.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.packing import pack_inputs, unpack
 from tpuembed.export.signature import check_input_names
+from tpuembed.export.vocabularies import vocabularies_of
 from tpuembed.export.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import FeatureEntry, Packing
+from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
 
-__all__ = ["KerasModel", "build_model", "import_factory", "wrap_model"]
+__all__ = ["KerasModel", "build_model", "check_layers", "import_factory", "wrap_model"]
 
 Tensor = Any
 Factory = Callable[[], Any]
+
+_TRACED_BATCH: Final = 3
 
 
 def import_factory(name: str) -> Factory:
@@ -49,7 +54,7 @@ def import_factory(name: str) -> Factory:
     return factory
 
 
-def build_model(factory: str | Factory) -> "KerasModel":
+def build_model(factory: str | Factory, output_names: Mapping[str, str] | None = None) -> "KerasModel":
     """Call the factory (inside `tpuembed.table_scope.deferred_tables`) and find the model's inputs.
 
     Raises:
@@ -65,94 +70,83 @@ def build_model(factory: str | Factory) -> "KerasModel":
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"model {name!r}: the factory failed: {one_line(error)}") from error
-    return wrap_model(made, name)
+    return wrap_model(made, name, output_names)
 
 
-def wrap_model(made: Any, name: str) -> "KerasModel":
-    """A Keras model, or (model, {input name: tf.TensorSpec}), with the names of its inputs.
+def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = None) -> "KerasModel":
+    """A Keras model, or (model, its inputs' specs), with the names of its inputs.
+
+    Args:
+        made: the model. The specs are one, or a dict or list of them, nested as the model takes its inputs.
+        name: of what made it, for messages.
+        output_names: new names of outputs by their old ones.
 
     Raises:
-        ConfigError: it is neither, or has no inputs to read; the message names `name`.
+        ConfigError: it is neither, or has no inputs to read.
     """
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and isinstance(made[1], Mapping):
-        model, specs = made
-        for key, spec in specs.items():
-            if not isinstance(spec, tf.TensorSpec):
-                raise ConfigError(f"model {name!r}: input {key!r}: expected a tf.TensorSpec, got {spec!r}")
-        return KerasModel(model, dict(specs), {key: _InputForm(key, False, False) for key in specs}, dict)
-    if not isinstance(made, keras.Model):
+    renamed = output_names or {}
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and _are_specs(made[1]):
+        model, structure = made
+        tensors = _named_specs(structure, name)
+    elif not isinstance(made, keras.Model):
         raise ConfigError(f"model {name!r}: the factory returned {type(made).__name__}; return a Keras 3 model")
-    if not getattr(made, "inputs", None):
+    elif not getattr(made, "inputs", None):
         raise ConfigError(
             f"model {name!r}: a subclassed model has no inputs to read; return (model, {{name: tf.TensorSpec}}) from the factory"
         )
-    return _functional(made)
+    else:
+        model, structure = made, made.inputs[0] if isinstance(made, keras.Sequential) else made.input
+        tensors = _named_inputs(model, structure)
+    check_layers(model)
+    forms = with_partners(forms_of(tensors), model, tensors)
+
+    def pack(values: Mapping[str, Tensor]) -> Any:
+        return pack_like(structure, [values[key] for key in tensors])
+
+    return KerasModel(model, forms, pack, renamed)
 
 
-def _functional(model: Any) -> "KerasModel":
+def check_layers(model: Any) -> None:
+    """Raise ConfigError for a layer of keras-rs itself, which holds its tables where no export finds them."""
+    for node in tf.train.TrackableView(model).descendants():
+        kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(node).__mro__]
+        if ("keras_rs", "DistributedEmbedding") in kinds:
+            raise ConfigError(
+                f"model: layer {node.name!r} is keras_rs.layers.DistributedEmbedding, which holds its tables itself; "
+                "import keras_rs from tpuembed.compat, whose layer of that name takes the same arguments"
+            )
+
+
+def _are_specs(structure: Any) -> bool:
+    return isinstance(structure, Mapping | list | tuple | tf.TypeSpec)
+
+
+def _named_specs(structure: Any, name: str) -> dict[str, Any]:
+    """Specs by their keys, joined with "/" where dicts are nested. A spec in no dict has its own name, or its place in its list."""
+    by_key = isinstance(structure, Mapping)
+    named: dict[str, Any] = {}
+    for path, spec in flatten(structure):
+        if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
+            raise ConfigError(f"model {name!r}: input {path!r}: expected a tf.TensorSpec, got {spec!r}")
+        key = path if by_key else (getattr(spec, "name", None) or path or "inputs")
+        if key in named:
+            raise ConfigError(f"model {name!r}: two of its inputs are called {key!r}; rename one")
+        named[key] = spec
+    return named
+
+
+def _named_inputs(model: Any, structure: Any) -> dict[str, Any]:
     """Inputs by their keys, joined with "/" where dicts are nested; inputs in no dict by their own names."""
-    structure = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
     by_key = isinstance(structure, Mapping)
     named = {path if by_key else tensor.name: tensor for path, tensor in flatten(structure)}
     if len(named) < len(model.inputs):
         raise ConfigError(f"model: two of its inputs are called the same, of {', '.join(named)}; rename one")
-    forms = {key: _form(key, tensor) for key, tensor in named.items()}
-    specs = {key: _spec(key, tensor, forms[key]) for key, tensor in named.items()}
-
-    def pack(values: Mapping[str, Tensor]) -> Any:
-        return pack_like(structure, [values[key] for key in named])
-
-    return KerasModel(model, specs, forms, pack)
+    return named
 
 
-def _form(key: str, tensor: Any) -> "_InputForm":
-    width = tensor.shape[1] if len(tensor.shape) == 2 else None
-    return _InputForm(key, _is(tensor, "sparse"), _is(tensor, "ragged"), width)
-
-
-def _is(tensor: Any, kind: str) -> bool:
-    return bool(getattr(tensor, kind, False))
-
-
-def _check_vocabulary(node: Any) -> None:
-    """Raise ConfigError for a Keras lookup layer that would answer "out of vocabulary" to everything, or nothing."""
-    if not isinstance(node, keras.layers.StringLookup | keras.layers.IntegerLookup):
-        return
-    if node.vocabulary_size() <= node.num_oov_indices + 1 and not node.get_vocabulary(include_special_tokens=False):
-        raise ConfigError(
-            f"model: layer {node.name!r} has no vocabulary, which is no weight and not restored; give it one in the factory"
-        )
-
-
-class _InputForm:
-    """How an input's padded matrix becomes what the model takes; `width`: of a matrix that it was built for, if known."""
-
-    def __init__(self, name: str, sparse: bool, ragged: bool, width: int | None = None) -> None:
-        self.name, self.sparse, self.ragged, self.width = name, sparse, ragged, width
-
-    @property
-    def padded(self) -> bool:
-        """Whether the signature pads it with -1."""
-        return self.sparse or self.ragged
-
-    def convert(self, value: Tensor) -> Any:
-        """The model's tensor of the signature's `value`."""
-        if self.ragged:
-            return tf.ragged.boolean_mask(value, value != -1)
-        if self.sparse:
-            where = tf.where(value != -1)
-            return tf.SparseTensor(where, tf.gather_nd(value, where), tf.shape(value, tf.int64))
-        return value
-
-
-def _spec(name: str, tensor: Any, form: _InputForm) -> tf.TensorSpec:
-    dtype = tf.as_dtype(tensor.dtype)
-    if form.padded and not (dtype.is_integer and len(tensor.shape) == 2):
-        raise ConfigError(
-            f"model input {name!r}: a sparse or ragged input must hold integer ids of rank 2 to be served padded"
-        )
-    shape = [None, None] if form.padded else [None, *tensor.shape[1:]]
-    return tf.TensorSpec(shape, tf.int64 if form.padded else dtype, name=name)
+def _of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
+    shape = [_TRACED_BATCH, *spec.shape[1:]] if spec.shape.rank and spec.shape[0] is None else spec.shape
+    return tf.TensorSpec(shape, spec.dtype, name=spec.name)
 
 
 class KerasModel:
@@ -163,16 +157,25 @@ class KerasModel:
     """
 
     def __init__(
-        self, model: Any, specs: Mapping[str, tf.TensorSpec], forms: Mapping[str, _InputForm], pack: Callable[..., Any]
+        self, model: Any, forms: Mapping[str, InputForm], pack: Callable[..., Any], output_names: Mapping[str, str]
     ) -> None:
         self.model = model
-        self._specs = {name: tf.TensorSpec(spec.shape, spec.dtype, name=name) for name, spec in specs.items()}
-        self._forms, self._pack = forms, pack
-        check_input_names(specs)
+        self._specs = {name: form.spec for name, form in forms.items()}
+        self._forms, self._pack, self._output_names = forms, pack, output_names
+        self._vocabularies: tuple[VocabularyEntry, ...] | None = None
+        check_input_names(self._specs)
+        if getattr(model, "outputs", None):  # of other models they are known when they are called
+            named = name_outputs(model, symbolic_outputs(model))
+            rename_outputs([output for output, _ in named], output_names)
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """By input name."""
         return dict(self._specs)
+
+    def padding(self) -> dict[str, int | str]:
+        """What pads the inputs that are lists, by name."""
+        padding = {name: form.padding for name, form in self._forms.items()}
+        return {name: value for name, value in padding.items() if value is not None}
 
     def samples(self) -> list[dict[str, Any]]:
         """Requests for id 0 and numbers 0, which the model answers with rows of zeros in the place of its tables'; or none.
@@ -181,9 +184,10 @@ class KerasModel:
         """
         if any(spec.shape.rank is None for spec in self._specs.values()):
             return []
-        padded = {name: 0 for name, form in self._forms.items() if form.padded}
+        pads = {n: 0 if self._forms[n].partner else pad for n, pad in self.padding().items()}
+        ids = dict.fromkeys(pads, 0)
         widths = {name: form.width for name, form in self._forms.items() if form.width}
-        requests = [sample_inputs(self._specs, padded, batch, widths) for batch in BATCHES]
+        requests = [sample_inputs(self._specs, ids, batch, widths, pads) for batch in BATCHES]
         try:
             for request in requests:
                 self({name: tf.constant(value, self._specs[name].dtype) for name, value in request.items()})
@@ -196,21 +200,42 @@ class KerasModel:
         """None: which table an input is looked up in is known to the model alone."""
         return ()
 
-    def padding(self) -> dict[str, int | str]:
-        """What pads the inputs that are lists, by name."""
-        return {name: -1 for name, form in self._forms.items() if form.padded}
+    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
+        """Of the model's preprocessing layers. They are read once."""
+        if self._vocabularies is None:
+            self._vocabularies = vocabularies_of(self.model)
+        return self._vocabularies
 
     def packing(self) -> Packing:
         """How the signature `packed` takes the inputs."""
-        return pack_inputs(self._specs, [name for name, form in self._forms.items() if form.padded])
+        return pack_inputs(self._specs, [name for name, pad in self.padding().items() if pad == -1])
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """The outputs by name, of all inputs in one matrix."""
         return self(unpack(ids, self.packing(), self._specs))
 
-    def make_weights(self) -> None:
-        """Call a subclassed model once, in a trace that is thrown away: only then it makes its weights."""
-        if not getattr(self.model, "inputs", None):
+    def may_read_tables(self) -> bool:
+        """Whether the model has code, beside layers of Keras and of ours, that could read a table whole; or makes weights in it."""
+        if not getattr(self.model, "outputs", None):
+            return True
+        layers = self.model._flatten_layers(include_self=True)
+        return any(
+            type(layer).__module__.partition(".")[0] not in ("keras", "tpuembed")
+            or isinstance(layer, keras.layers.Lambda)
+            or not type(layer).call.__module__.startswith(("keras.", "tpuembed."))
+            for layer in layers
+        )
+
+    def trace(self) -> None:
+        """Call the model once, in a trace that is thrown away, before tables are planned and bound.
+
+        A subclassed one then makes its weights, and the tables know whether they are read whole. The trace is of a fixed batch, if
+        the model takes it: functions of its own that TensorFlow keeps by their inputs' shapes are traced again for the export.
+        """
+        specs = {name: _of_batch(spec) for name, spec in self._specs.items()}
+        try:
+            tf.function(self, input_signature=[specs], autograph=False).get_concrete_function()
+        except TpuEmbedError:
             tf.function(self, input_signature=[self._specs], autograph=False).get_concrete_function()
 
     def state(self, without: Sequence[Any] = ()) -> list[Any]:
@@ -219,9 +244,8 @@ class KerasModel:
         Raises:
             ConfigError: a preprocessing layer has no vocabulary.
         """
+        self.vocabularies()
         below = tf.train.TrackableView(self.model).descendants()
-        for node in below:
-            _check_vocabulary(node)
         tables = [node for node in below if isinstance(node, tf.saved_model.experimental.TrackableResource)]
         left_out = {id(variable) for variable in without}
         return [*(variable.value for variable in self.model.variables if id(variable) not in left_out), *tables]
@@ -232,7 +256,7 @@ class KerasModel:
         Raises:
             ConfigError: the model's own code failed.
         """
-        converted = {name: self._forms[name].convert(value) for name, value in inputs.items()}
+        converted = {name: form.convert(inputs, self._forms) for name, form in self._forms.items()}
         try:
             with tf.name_scope("model"):  # a class called _Model has no name that may stand at the root
                 outputs = self.model(self._pack(converted), training=False)
@@ -240,16 +264,9 @@ class KerasModel:
             raise
         except Exception as error:
             raise ConfigError(f"model: its call failed while it was traced: {one_line(error)}") from error
-        return self._named(outputs)
-
-    def _named(self, outputs: Any) -> dict[str, Tensor]:
-        if isinstance(outputs, Mapping):
-            return dict(flatten(outputs))
-        values: Sequence[Tensor] = outputs if isinstance(outputs, list | tuple) else [outputs]
-        made = getattr(self.model, "outputs", None) or ()
-        names = [tensor._keras_history.operation.name for tensor in made]
-        names = names or [f"output_{index}" for index in range(len(values))]
-        return dict(zip(names, values, strict=True))
+        named = name_outputs(self.model, outputs)
+        names = rename_outputs([name for name, _ in named], self._output_names)
+        return dense_outputs([(name, value) for name, (_, value) in zip(names, named, strict=True)])
 
     def check_serving_config(self, config: ServingConfig) -> None:
         """Raise ConfigError where `config` asks for what the model's own inputs and layers decide otherwise."""

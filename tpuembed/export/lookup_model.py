@@ -11,7 +11,7 @@ from tpuembed.export.packing import split_matrix
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.export.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import FeatureEntry, PackedInput, PackedOutput, Packing
+from tpuembed.manifest import FeatureEntry, PackedInput, PackedOutput, Packing, VocabularyEntry
 
 __all__ = ["LookupModel"]
 
@@ -59,6 +59,10 @@ class LookupModel:
             )
             for feature in self._features
         )
+
+    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
+        """None: it has no preprocessing."""
+        return ()
 
     def padding(self) -> dict[str, int | str]:
         """Nothing: `features` says which inputs are lists."""

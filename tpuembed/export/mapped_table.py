@@ -37,6 +37,12 @@ class MappedTable(tf.saved_model.experimental.TrackableResource):
         rows.set_shape(indices.shape.concatenate(self.shape[1:]))  # the handle of an eager op knows no shape
         return rows
 
+    def read_value(self) -> Tensor:
+        """All of it. It is not copied, as long as no `sparse_read` of it has run."""
+        value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+        value.set_shape(self.shape)
+        return value
+
     def _create_resource(self) -> Tensor:
         """The variable of that name: a session has its own; Python's loader appends a number of the load to it."""
         return tf.raw_ops.VarHandleOp(dtype=self.dtype, shape=self.shape, shared_name=self._name, container="")

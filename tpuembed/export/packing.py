@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tpuembed.manifest import PackedInput, Packing
 
-__all__ = ["matrix_spec", "pack_inputs", "split_matrix", "unpack"]
+__all__ = ["checked_cast", "matrix_spec", "pack_inputs", "split_matrix", "unpack"]
 
 Tensor = Any
 
@@ -70,8 +70,13 @@ def _as_spec(columns: Tensor, spec: tf.TensorSpec) -> Tensor:
     value = tf.reshape(columns, [-1]) if spec.shape.rank == 1 else columns
     if spec.dtype == tf.int64:
         return value
-    cast = tf.cast(value, spec.dtype)
-    message = f"input {spec.name} must be {spec.dtype.name}; these go from"
+    return checked_cast(value, spec.dtype, spec.name)
+
+
+def checked_cast(value: Tensor, dtype: tf.DType, name: str) -> Tensor:
+    """int64 values of the input `name` as integers of `dtype`; what does not fit fails the request."""
+    cast = tf.cast(value, dtype)
+    message = f"input {name} must be {dtype.name}; these go from"
     fits = tf.reduce_all(tf.cast(cast, tf.int64) == value)
     check = tf.raw_ops.Assert(condition=fits, data=[message, tf.reduce_min(value), "to", tf.reduce_max(value)])
     with tf.control_dependencies([check]):

@@ -6,7 +6,7 @@ can so be mapped as they are too (`ImmutableConst` maps whole files only).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class StackPlan:
         storage: key of STORAGES.
         rows: of all its tables together.
         offset, size: its bytes in its file.
-        tables: in row order, sorted by name.
+        tables: in row order, sorted by name; one, where it is read whole.
     """
 
     name: str
@@ -205,6 +205,7 @@ def plan_export(
     storage: Storage = "float32",
     quantization: Mapping[str, QuantizationConfig] | None = None,
     row_ranges: RowRanges | None = None,
+    whole: Collection[str] = (),
     layout: str = "variables",
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int = 1,
@@ -218,6 +219,7 @@ def plan_export(
         storage: key of STORAGES for all of them, or one by table; see `storage_by_table`.
         quantization: by table, of those whose activations were quantized in training.
         row_ranges: table -> (start, stop), of tables of which only these rows are exported.
+        whole: tables that the graph reads whole. Each is a stack of its own, as a slice of a stack would be a copy.
         layout: one of LAYOUTS.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that may stream at once.
@@ -234,7 +236,8 @@ def plan_export(
     _check_tables(tables)
     ranges = check_row_ranges(row_ranges or {}, tables)
     storages = storage_by_table(storage, [table.name for table in tables])
-    stacks = _stack_tables(tables, storages, quantization or {}, ranges)
+    _check_whole(whole, storages, quantization or {}, ranges, tables)
+    stacks = _stack_tables(tables, storages, quantization or {}, ranges, whole)
     shard_bytes = max(_SHARD_BYTES, -(-sum(stack.size for stack in stacks) // _MAX_SHARDS))
     pieces = [piece for stack in stacks for piece in _split(stack, shard_bytes)]
     workers = min(workers, len(pieces))
@@ -272,20 +275,60 @@ def _check_tables(tables: Sequence["TableInfo"]) -> None:
             )
 
 
+def _check_whole(
+    whole: Collection[str],
+    storages: Mapping[str, str],
+    quantization: Mapping[str, QuantizationConfig],
+    ranges: RowRanges,
+    tables: Sequence["TableInfo"],
+) -> None:
+    """Raise ConfigError for a table that is read whole and would not be stored as the model reads it."""
+    for table in tables:
+        name = table.name
+        if name not in whole:
+            continue
+        reads = f"table {name!r}: the model reads it whole, and"
+        if storages[name] != "float32":
+            raise ConfigError(
+                f"{reads} storage {storages[name]} would be decoded whole at every request; store it as float32 "
+                f"(--storage '{name}=float32')"
+            )
+        start, stop = ranges.get(name, (0, table.rows))
+        if (start, stop) != (0, table.rows):
+            raise ConfigError(
+                f"{reads} rows {start} to {stop} are not all of its {table.rows}; leave `rows` out for it"
+            )
+        if name in quantization:
+            raise ConfigError(
+                f"{reads} it was trained with a quantization_config, which is for looked up rows alone; look its rows up instead"
+            )
+
+
 def _stack_tables(
     tables: Sequence["TableInfo"],
     storages: Mapping[str, str],
     quantization: Mapping[str, QuantizationConfig],
     ranges: RowRanges,
+    whole: Collection[str],
 ) -> list[StackPlan]:
-    def kind(table: "TableInfo") -> tuple[str, int]:
-        return storages[table.name], table.dim
+    def kind(table: "TableInfo") -> tuple[str, int, str]:
+        return storages[table.name], table.dim, table.name if table.name in whole else ""
 
     in_order = sorted(tables, key=lambda table: (*kind(table), table.name))
-    return [_stack(*of_kind, list(group), quantization, ranges) for of_kind, group in groupby(in_order, key=kind)]
+    groups = [(of_kind, list(group)) for of_kind, group in groupby(in_order, key=kind)]
+    alone = sorted(whole)
+    names = [
+        f"stack_{storage}_{dim}" + (f"_whole_{alone.index(table)}" if table else "")
+        for (storage, dim, table), _ in groups
+    ]
+    return [
+        _stack(name, storage, dim, group, quantization, ranges)
+        for name, ((storage, dim, _), group) in zip(names, groups, strict=True)
+    ]
 
 
 def _stack(
+    name: str,
     storage: str,
     dim: int,
     tables: Sequence["TableInfo"],
@@ -307,7 +350,7 @@ def _stack(
         )
         placements.append(placement)
         rows += stop - start
-    name, size = f"stack_{storage}_{dim}", rows * STORAGES[storage].row_bytes(dim)
+    size = rows * STORAGES[storage].row_bytes(dim)
     return StackPlan(name=name, dim=dim, storage=storage, rows=rows, offset=0, size=size, tables=tuple(placements))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.export.storage_error import TableError
+from tpuembed.manifest import VocabularyEntry
 
 __all__ = ["ExportReport"]
 
@@ -20,6 +21,7 @@ class ExportReport:
         version: its number.
         tables: names, in the order of the plan.
         dropped_features: features that were left out because `tables` left out theirs.
+        vocabularies: of a whole model's preprocessing layers, sorted by layer.
         bytes_written: of table data.
         bytes_reused: of them, what an export that did not end had written, or another version in MODEL_DIR shares.
         errors: of what is looked up against float32, by table.
@@ -33,6 +35,7 @@ class ExportReport:
     version: int
     tables: tuple[str, ...]
     dropped_features: tuple[str, ...]
+    vocabularies: tuple[VocabularyEntry, ...]
     bytes_written: int
     bytes_reused: int
     errors: Mapping[str, TableError]

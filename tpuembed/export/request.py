@@ -23,11 +23,13 @@ class Request(Protocol):
 
     Attributes:
         tables: names of the tables that the signatures look up in.
+        whole_tables: those of them that a model reads whole.
         dropped_features: features left out with the tables that were not asked for.
         quantization: by table, of those whose activations were quantized in training.
     """
 
     tables: Sequence[str]
+    whole_tables: Sequence[str]
     dropped_features: tuple[str, ...]
     quantization: Mapping[str, QuantizationConfig]
 
@@ -41,6 +43,7 @@ def make_request(
     model: Any,
     tables: Sequence[str] | None,
     features: Sequence[str] | None = None,
+    output_names: Mapping[str, str] | None = None,
 ) -> Request:
     """Resolve what was asked against `checkpoint`.
 
@@ -53,12 +56,17 @@ def make_request(
     for name in tables or ():
         find_table(name, checkpoint.tables())
     if model is None:
+        if output_names:
+            raise ConfigError(
+                "output_names: they rename the outputs of a model, and outputs of lookups are called like their features; "
+                "pass a model, or rename the features in the serving_config"
+            )
         return _LookupRequest(checkpoint, serving_config, tables, features)
     if features is not None:
         raise ConfigError(
             "features: a model needs all of its inputs; leave `features` out, or `model` for lookups alone"
         )
-    return _ModelRequest(checkpoint, serving_config, model, tables)
+    return _ModelRequest(checkpoint, serving_config, model, tables, output_names)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -70,6 +78,8 @@ def _check_names(what: str, names: Sequence[str] | None) -> None:
 
 class _LookupRequest:
     """Features of a serving_config."""
+
+    whole_tables: Sequence[str] = ()
 
     def __init__(
         self,
@@ -105,15 +115,26 @@ class _ModelRequest:
 
     dropped_features: tuple[str, ...] = ()
 
-    def __init__(self, checkpoint: "Checkpoint", serving_config: Any, model: Any, tables: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        checkpoint: "Checkpoint",
+        serving_config: Any,
+        model: Any,
+        tables: Sequence[str] | None,
+        output_names: Mapping[str, str] | None,
+    ) -> None:
         _require_tensorflow()
         from tpuembed.export.keras_model import build_model
         from tpuembed.export.stacked_tables import StackedTables
+        from tpuembed.export.vocabularies import check_vocabularies
 
         self._checkpoint = checkpoint
         self._sources = StackedTables(checkpoint.tables())
         with deferred_tables(self._sources):
-            self._model = build_model(model)
+            self._model = build_model(model, output_names)
+            if self._sources.were_asked_for or self._model.may_read_tables():
+                self._model.trace()
+        check_vocabularies(self._model.model, checkpoint.path)
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, stated
@@ -121,6 +142,7 @@ class _ModelRequest:
         if not self._sources.required:
             raise ConfigError("model: the factory built no tpuembed.TPUEmbedding layer, so there is no table to export")
         self.tables: Sequence[str] = list(self._sources.required)
+        self.whole_tables: Sequence[str] = self._sources.read_whole
         _check_all_served(tables, self.tables)
         if tables is not None and set(tables) != set(self.tables):
             missing = sorted(set(self.tables) - set(tables))
@@ -131,7 +153,6 @@ class _ModelRequest:
         from tpuembed.export.graph import save_graph
 
         def dense() -> list[Any]:
-            self._model.make_weights()
             restore_dense_weights(self._model.model, self._checkpoint)
             return self._model.state()
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
@@ -30,6 +30,9 @@ from tpuembed.export.same_tables import tables_key
 from tpuembed.export.stream import Source, ignore, peak_rss_bytes
 from tpuembed.files import FilePath
 
+if TYPE_CHECKING:
+    from tpuembed.export.graph import SavedGraph
+
 __all__ = ["Progress", "check_place", "make_plan", "resumable", "run_export", "source_of"]
 
 Progress = Callable[[int, int], None]
@@ -45,6 +48,7 @@ def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) 
         storage=options.storage,
         quantization=request.quantization,
         row_ranges=options.rows,
+        whole=request.whole_tables,
         layout=options.layout,
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers(options.engine) if options.workers is None else options.workers,
@@ -124,12 +128,13 @@ def run_export(
             stack_keys=graph.stack_keys,
             signatures=graph.signatures,
             features=graph.features,
+            vocabularies=graph.vocabularies,
             padding=graph.padding,
             packing=graph.packing,
             source={"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint},
             tables_key=key,
         )
-    return _report(path, plan, request, streamed, time.monotonic() - started)
+    return _report(path, plan, request, graph, streamed, time.monotonic() - started)
 
 
 def _starting(engine: Engine, source: Source, plan: ExportPlan) -> contextlib.AbstractContextManager[None]:
@@ -159,12 +164,20 @@ def _name_kept(staging: Stage) -> None:
         )
 
 
-def _report(path: FilePath, plan: ExportPlan, request: Request, streamed: StreamReport, seconds: float) -> ExportReport:
+def _report(
+    path: FilePath,
+    plan: ExportPlan,
+    request: Request,
+    graph: "SavedGraph",
+    streamed: StreamReport,
+    seconds: float,
+) -> ExportReport:
     return ExportReport(
         path=cast("Path", path),
         version=int(path.name),
         tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
         dropped_features=request.dropped_features,
+        vocabularies=graph.vocabularies,
         bytes_written=streamed.bytes_written,
         bytes_reused=streamed.bytes_reused,
         errors=streamed.errors,

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
@@ -24,21 +25,27 @@ __all__ = ["StackedTables"]
 
 Tensor = Any
 
+_MAX_ZERO_BYTES: Final = 64 << 20
+
 
 class StackedTables:
     """A `tpuembed.table_scope.TableSource` over the checkpoint's tables.
 
-    Layers register what they need while the model is built, `required`, and what they were trained with, `quantization`;
-    `bind` then says in which variable each table lies.
+    Layers register what they need while the model is built, `required`, and what they were trained with, `quantization`. A model
+    that is traced before `bind` says which tables it reads whole, `read_whole`; `bind` then says in which variable each table lies.
     """
 
     def __init__(self, available: Mapping[str, "TableInfo"]) -> None:
         self.required: list[str] = []
+        self.read_whole: list[str] = []
         self.quantization: dict[str, QuantizationConfig] = {}
+        self.were_asked_for = False
         self._available = available
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
         self._variables: Mapping[str, Any] = {}
         self._stacks: Mapping[str, StackPlan] = {}
+        self._unbound: dict[str, Any] = {}
+        self._whole: set[str] = set()
         self._are_zeros = False
 
     def register(self, table: TableConfig) -> None:
@@ -59,10 +66,15 @@ class StackedTables:
             self.quantization[table.name] = table.quantization_config
 
     def bind(self, stacks: Sequence[StackPlan], variables: Mapping[str, Any]) -> None:
-        """Say where the tables lie: `variables` by stack name, of stored rows."""
+        """Say where the tables lie: `variables` by stack name, of stored rows.
+
+        The rows of a table that is read whole are taken from what is read: once an operation has gathered from a variable,
+        TensorFlow copies it at every read.
+        """
         self._variables = variables
         self._stacks = {stack.name: stack for stack in stacks}
         self._places = {place.table: (stack, place) for stack in stacks for place in stack.tables}
+        self._whole = {stack.name for stack in stacks if any(place.table in self.read_whole for place in stack.tables)}
 
     def place(self, table: str) -> tuple[str, Placement]:
         """The stack that a table lies in, and where."""
@@ -81,7 +93,13 @@ class StackedTables:
     def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
         """Activations of `features`, each in its table, with one gather per stack."""
         if not self._places:
-            raise ExportError("the model looked up its tables while it was being built; build it from symbolic inputs")
+            if tf.executing_eagerly():
+                raise ExportError(
+                    "the model looked up its tables while it was being built; build it from symbolic inputs"
+                )
+            return gather_grouped(
+                list(features), list(tables), lambda table, ids: tf.gather(self._stand_in(table), ids)
+            )
         stacks = [self._places[table][0].name for table in tables]
         activations: list[Tensor] = [None] * len(features)
         for stack in dict.fromkeys(stacks):
@@ -91,6 +109,48 @@ class StackedTables:
             for index, activation in zip(mine, found, strict=True):
                 activations[index] = activation
         return activations
+
+    def table(self, name: str) -> "_WholeTable":
+        """A table that is read where it is used."""
+        self.were_asked_for = True
+        return _WholeTable(self, find_table(name, self._available))
+
+    def read(self, table: str) -> Tensor:
+        """All rows of a table, float32 [rows, dim]: the stored variable itself, without a copy.
+
+        Raises:
+            ExportError: it is read where there is nothing to read, or lies beside other tables.
+        """
+        info = self._available[table]
+        if not self._places and tf.executing_eagerly():
+            raise ExportError(
+                f"the model read table {table!r} while it was being built; read layer.embedding_tables in the call of a layer"
+            )
+        if not self._places:
+            if table not in self.read_whole:
+                self.read_whole.append(table)
+            return self._stand_in(table).read_value()
+        if self._are_zeros:
+            if 4 * info.rows * info.dim > _MAX_ZERO_BYTES:
+                raise ExportError(f"table {table!r} is read whole, and too large to be tried with zeros in its place")
+            return tf.zeros([info.rows, info.dim])
+        stack, _ = self._places[table]
+        if table not in self.read_whole:
+            raise ExportError(
+                f"the model reads table {table!r} whole, and did not when it was traced before the tables were planned; "
+                "read it whenever the model is called"
+            )
+        return self._variables[stack.name].read_value()
+
+    def _stand_in(self, table: str) -> Any:
+        """A variable in place of a table that has none yet. It has no value: a function that keeps it cannot be saved."""
+        if table not in self._unbound:
+            info = self._available[table]
+            with tf.init_scope():
+                self._unbound[table] = resource_variable_ops.UninitializedVariable(
+                    shape=[info.rows, info.dim], dtype=tf.float32, trainable=False
+                )
+        return self._unbound[table]
 
     def _lookup(self, stack: str, features: Sequence[LookupIds], places: Sequence[Placement]) -> list[Tensor]:
         """Activations of features of one stack."""
@@ -107,8 +167,44 @@ class StackedTables:
         if self._are_zeros:
             return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
         flat = ids if plan.storage != "int8" else tf.reshape(ids, [-1])
-        rows = decode_rows(tf.gather(self._variables[stack], flat, name=f"gather_{stack}"), plan.storage, plan.dim)
+        source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
+        rows = decode_rows(tf.gather(source, flat, name=f"gather_{stack}"), plan.storage, plan.dim)
         return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))
+
+
+class _WholeTable:
+    """A table as layers of a model see it inside an export: it becomes a tensor in whatever operation takes it."""
+
+    dtype, sparse, ragged = tf.float32, False, False
+
+    def __init__(self, tables: StackedTables, info: "TableInfo") -> None:
+        self.name, self.shape = info.name, tf.TensorShape([info.rows, info.dim])
+        self._tables = tables
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Tensor:
+        """The tensor; see `tf.types.experimental.TensorProtocol`."""
+        value = self.read_value()
+        if dtype is not None and tf.as_dtype(dtype) != value.dtype:
+            raise TypeError(f"table {self.name!r} is {value.dtype.name}, not {tf.as_dtype(dtype).name}")
+        return value
+
+    def read_value(self) -> Tensor:
+        """The tensor, as a variable gives it."""
+        return self._tables.read(self.name)
+
+    value = read_value
+
+    def get_shape(self) -> Any:
+        """[rows, dim]."""
+        return self.shape
+
+
+def _as_tensors_do(operator: str) -> Any:
+    return lambda table, *others: getattr(tf.Tensor, operator)(table.read_value(), *others)
+
+
+for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}):
+    setattr(_WholeTable, _operator, _as_tensors_do(_operator))
 
 
 def _is_plain(feature: LookupIds) -> bool:

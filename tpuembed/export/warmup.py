@@ -28,24 +28,34 @@ _Array = npt.NDArray[Any]
 
 
 def sample_inputs(
-    specs: Mapping[str, tf.TensorSpec], ids: Mapping[str, int], batch: int, widths: Mapping[str, int] | None = None
+    specs: Mapping[str, tf.TensorSpec],
+    ids: Mapping[str, int],
+    batch: int,
+    widths: Mapping[str, int] | None = None,
+    padding: Mapping[str, Any] | None = None,
 ) -> dict[str, _Array]:
     """Inputs of `specs`: `ids`' rows and zeros. In batches of more than one, lists end in padding.
 
-    `widths`: columns of lists that are not to have just any number of them.
+    Args:
+        specs: of all inputs.
+        ids: of lists of ids, and of single ids.
+        batch: how many examples.
+        widths: columns of lists that are not to have just any number of them.
+        padding: of the lists; None for -1 of those in `ids`.
     """
+    pads = dict.fromkeys(ids, -1) if padding is None else padding
     columns = {name: (widths or {}).get(name, _HOT) for name in specs}
-    return {name: _sample(spec, ids.get(name, 0), name in ids, batch, columns[name]) for name, spec in specs.items()}
+    return {name: _sample(spec, ids.get(name, 0), pads.get(name), batch, columns[name]) for name, spec in specs.items()}
 
 
-def _sample(spec: tf.TensorSpec, fill: int, is_feature: bool, batch: int, columns: int) -> _Array:
+def _sample(spec: tf.TensorSpec, fill: int, padding: Any, batch: int, columns: int) -> _Array:
     known = spec.shape.as_list()
     shape = [(columns if index else batch) if size is None else size for index, size in enumerate(known)]
     if spec.dtype == tf.string:
         return np.full(shape, b"", np.object_)
     values = np.full(shape, fill, spec.dtype.as_numpy_dtype)
-    if is_feature and batch > 1 and None in known[1:]:
-        values[:, -1] = -1
+    if padding is not None and batch > 1 and None in known[1:]:
+        values[:, -1] = padding
     return values
 
 

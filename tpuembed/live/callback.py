@@ -27,7 +27,8 @@ class ExportCallback(keras.callbacks.Callback):
         model_dir: as `tpuembed.export_saved_model` takes it.
         every_epochs: after epochs every_epochs, 2 * every_epochs, ...
         at_end: once more at the end of training, where its last epoch was not exported.
-        input_specs: {input name: tf.TensorSpec}, for a subclassed model, which has no inputs to read.
+        input_specs: for a subclassed model, which has no inputs to read: {input name: tf.TensorSpec}, or what else
+            `export_saved_model` takes as specs.
         on_error: "raise", to end the training with it; or "warn", to train on and try again after the next epochs.
         options: as `tpuembed.export_model` takes them.
 
@@ -44,7 +45,7 @@ class ExportCallback(keras.callbacks.Callback):
         every_epochs: int = 1,
         *,
         at_end: bool = False,
-        input_specs: Mapping[str, Any] | None = None,
+        input_specs: Any = None,
         on_error: str = "raise",
         **options: Any,
     ) -> None:
@@ -84,4 +85,5 @@ class ExportCallback(keras.callbacks.Callback):
 
 def _export_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without what `export_model` takes beside them."""
-    return {name: value for name, value in options.items() if name not in ("serving_config", "on_progress")}
+    beside = ("serving_config", "on_progress", "output_names")
+    return {name: value for name, value in options.items() if name not in beside}

@@ -26,6 +26,7 @@ def request_of(
     serving_config: Any,
     tables: Sequence[str] | None,
     features: Sequence[str] | None,
+    output_names: Mapping[str, str] | None = None,
 ) -> Request:
     """The lookups of a layer, or a whole model.
 
@@ -33,12 +34,12 @@ def request_of(
         ConfigError, CheckpointMismatchError, UnknownTableError: it cannot be answered; the message says why.
     """
     if isinstance(model, TPUEmbedding):
-        return make_request(checkpoint, serving_config, None, tables, features)
+        return make_request(checkpoint, serving_config, None, tables, features, output_names)
     if tables is not None or features is not None:
         raise ConfigError(
             "export_model: tables, features: a model looks up in all of its tables; pass its TPUEmbedding layer to export some"
         )
-    return _LiveModelRequest(checkpoint, model, serving_config)
+    return _LiveModelRequest(checkpoint, model, serving_config, output_names)
 
 
 class _LiveModelRequest:
@@ -46,13 +47,18 @@ class _LiveModelRequest:
 
     dropped_features: tuple[str, ...] = ()
 
-    def __init__(self, checkpoint: LiveCheckpoint, model: Any, serving_config: Any) -> None:
-        self._model = wrap_model(model, "export_model")
+    def __init__(
+        self, checkpoint: LiveCheckpoint, model: Any, serving_config: Any, output_names: Mapping[str, str] | None
+    ) -> None:
+        self._model = wrap_model(model, "export_model", output_names)
         self._layers = embedding_layers(self._model.model)
         self._sources = StackedTables(checkpoint.tables())
         stated = check_model_config(self._model, checkpoint, serving_config)
         with self._redirected():
-            self.tables: Sequence[str] = list(self._sources.required)
+            if self._model.may_read_tables():
+                self._model.trace()
+        self.tables: Sequence[str] = list(self._sources.required)
+        self.whole_tables: Sequence[str] = self._sources.read_whole
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, stated
         )

@@ -16,6 +16,7 @@ from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.export.keras_model import check_layers
 from tpuembed.export.stream import Source
 from tpuembed.layer import TPUEmbedding
 from tpuembed.table_access import LiveTables
@@ -38,6 +39,7 @@ def embedding_layers(model: Any) -> list[TPUEmbedding]:
         raise ConfigError(
             f"export_model: model must be a Keras 3 model or a tpuembed.TPUEmbedding, got {type(model).__name__}"
         )
+    check_layers(model)
     found = [layer for layer in model._flatten_layers(include_self=False) if isinstance(layer, TPUEmbedding)]
     if not found:
         raise ConfigError(

@@ -387,6 +387,8 @@ def test_a_layer_inside_an_export_has_no_tables(prefix: str) -> None:
         def lookup(self, features: Any, tables: Any) -> list[Any]:
             return []
 
+        def table(self, name: str) -> Any: ...
+
     with deferred_tables(Source()):
         layer = TPUEmbedding(_features(plain=(3, 2)), optimizer="sgd")
     with pytest.raises(ConfigError, match="restore_tables: inside an export it holds no tables"):

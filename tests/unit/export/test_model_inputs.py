@@ -1,0 +1,259 @@
+"""Inputs of whole models: each form that a factory may state, padded in the signature and as it was in the model."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
+from tpuembed.errors import ConfigError
+from tpuembed.export.keras_model import wrap_model
+from tpuembed.manifest import Manifest
+from tpuembed_serving import runtime
+from tpuembed_serving.status import StatusError
+
+WORDS = ["ant", "bee", "cow"]
+LISTS = [["bee", "ant", "cow"], [], ["cow"]]
+WEIGHTS = [[0.5, 0.0, 2.0], [], [3.0]]
+NAN = float("nan")
+
+
+def ragged(rows: list[list[Any]], dtype: Any) -> Any:
+    return tf.ragged.constant(rows, dtype)
+
+
+def padded(rows: list[list[Any]], pad: Any, width: int = 4) -> Any:
+    return np.array([[*row, *[pad] * (width - len(row))] for row in rows])
+
+
+def table(combiner: str = "sum") -> Any:
+    return FeatureConfig(TableConfig(len(WORDS) + 1, 2, "t", combiner=combiner))
+
+
+def weighted(ids: str = "words", weights: str = "strengths", combiner: str = "sum") -> Any:
+    """Ragged text with ragged weights, by a lookup layer, into one table."""
+    words = keras.Input((None,), dtype="string", ragged=True, name=ids)
+    strengths = keras.Input((None,), dtype="float32", ragged=True, name=weights)
+    numbers = keras.layers.StringLookup(vocabulary=WORDS, name="numbers")(words)
+    rows = TPUEmbedding(table(combiner), optimizer="sgd")(numbers, strengths)
+    model = keras.Model({ids: words, weights: strengths}, {"rows": rows})
+    for weight in model.weights:
+        if weight.dtype == "float32":
+            weight.assign(np.random.default_rng(1).normal(size=weight.shape))
+    return model
+
+
+def run(path: Path, signature: str = "serving_default", **inputs: Any) -> dict[str, Any]:
+    servable = runtime.load(path)
+    try:
+        called = servable.signatures[signature]
+        values = servable.run(called, [np.asarray(inputs[info.alias]) for info in called.inputs])
+        return {info.alias: value for info, value in zip(called.outputs, values, strict=True)}
+    finally:
+        servable.close()
+
+
+def objects(rows: Any) -> Any:
+    return np.array([[text.encode() for text in row] for row in rows], object)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_ragged_text_and_weights_are_served(combiner: str, tmp_path: Path) -> None:
+    model = weighted(combiner=combiner)
+    truth = model({"words": ragged(LISTS, tf.string), "strengths": ragged(WEIGHTS, tf.float32)}, training=False)["rows"]
+    report = export_model(model, tmp_path / "m")
+    manifest = Manifest.read(report.path)
+    assert manifest is not None
+    assert manifest.padding == {"words": "", "strengths": "NaN"}
+    loaded = tf.saved_model.load(str(report.path)).signatures["serving_default"]
+    words = objects(padded(LISTS, ""))
+    for pad in (NAN, 0.0):
+        strengths = padded(WEIGHTS, pad).astype(np.float32)
+        np.testing.assert_allclose(run(report.path, words=words, strengths=strengths)["rows"], truth, atol=1e-6)
+        found = loaded(words=tf.constant(words), strengths=tf.constant(strengths))["rows"]
+        np.testing.assert_allclose(found, truth, atol=1e-6)
+    examples = np.array([example(words=w, strengths=s) for w, s in zip(LISTS, WEIGHTS, strict=True)], object)
+    np.testing.assert_allclose(run(report.path, "serving_examples", examples=examples)["rows"], truth, atol=1e-6)
+
+
+def example(words: list[str], strengths: list[float]) -> bytes:
+    lists = {
+        "words": tf.train.Feature(bytes_list=tf.train.BytesList(value=[word.encode() for word in words])),
+        "strengths": tf.train.Feature(float_list=tf.train.FloatList(value=strengths)),
+    }
+    return tf.train.Example(features=tf.train.Features(feature=lists)).SerializeToString()
+
+
+MISMATCHES = [
+    [[0.5, 0.0, NAN, NAN], [NAN] * 4, [3.0, NAN, NAN, NAN]],  # one fewer
+    [[0.5, 0.0, 2.0, 1.0], [NAN] * 4, [3.0, NAN, NAN, NAN]],  # one more
+    [[0.5, 0.0, 2.0], [NAN] * 3, [3.0, NAN, NAN]],  # of another width
+]
+
+
+def test_weights_that_do_not_belong_to_their_values_fail(tmp_path: Path) -> None:
+    report = export_model(weighted(), tmp_path / "m")
+    assert (report.path / "assets.extra" / "tf_serving_warmup_requests").stat().st_size > 0
+    for strengths in MISMATCHES:
+        with pytest.raises(StatusError, match="input strengths must have as many values as words"):
+            run(report.path, words=objects(padded(LISTS, "")), strengths=np.array(strengths, np.float32))
+
+
+def test_sparse_ids_and_weights() -> None:
+    ids = keras.Input((None,), dtype="int32", sparse=True, name="ids")
+    strengths = keras.Input((None,), dtype="float32", sparse=True, name="strengths")
+    rows = TPUEmbedding(table("mean"), optimizer="sgd")(ids, strengths)
+    model = keras.Model([ids, strengths], rows)
+    given = {"ids": padded(IDS, -1), "strengths": padded([[0.5, 0.0], [], [3.0, 1.0, 1.0]], NAN).astype(np.float32)}
+    (found,) = wrap_model(model, "m")({name: tf.constant(value) for name, value in given.items()}).values()
+    where = np.argwhere(given["ids"] >= 0)
+    values = {name: value[tuple(where.T)] for name, value in given.items()}
+    values["ids"] = values["ids"].astype(np.int32)
+    truth = model([tf.SparseTensor(where, values[name], given[name].shape) for name in ("ids", "strengths")])
+    np.testing.assert_allclose(found, truth, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "partner"),
+    [("words", "strengths", "words"), ("words", "words_weights", "words"), ("f", "w", "f")],
+)
+def test_partners_are_what_a_layer_takes_together(ids: str, weights: str, partner: str) -> None:
+    assert wrap_model(weighted(ids, weights), "m")._forms[weights].partner == partner
+
+
+def test_floats_by_themselves_are_padded_with_nan() -> None:
+    x = keras.Input((None,), dtype="float32", ragged=True, name="x")
+    model = wrap_model(keras.Model(x, keras.layers.Lambda(lambda x: tf.reduce_mean(x, 1), output_shape=())(x)), "m")
+    assert model.padding() == {"x": "NaN"}
+    (found,) = model({"x": tf.constant([[1.0, 0.0, NAN], [4.0, NAN, NAN]])}).values()
+    np.testing.assert_allclose(found, [0.5, 4.0])
+
+
+class Echo(keras.Model):
+    """Answers what it was given, so that a test sees it."""
+
+    def __init__(self) -> None:
+        super().__init__(autocast=False)
+
+    def call(self, inputs: Any) -> Any:
+        self.seen = inputs
+        return {"out": tf.zeros([1])}
+
+
+def seen(specs: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    model = Echo()
+    wrapped = wrap_model((model, specs), "m")
+    wrapped(given)
+    return model.seen, wrapped.input_specs()
+
+
+IDS = [[3, 1], [], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("dtype", [tf.int64, tf.int32, tf.uint8, tf.string, tf.float32, tf.float16, tf.float64])
+def test_a_ragged_spec_is_taken_padded(dtype: Any) -> None:
+    rows: Any = [[str(i) for i in row] for row in IDS] if dtype == tf.string else IDS
+    pad = "" if dtype == tf.string else NAN if dtype.is_floating else -1
+    signature = tf.int64 if dtype.is_integer else tf.float32 if dtype == tf.float16 else dtype
+    value, specs = seen(tf.RaggedTensorSpec([None, None], dtype), {"inputs": tf.constant(padded(rows, pad), signature)})
+    assert (specs["inputs"].dtype, specs["inputs"].shape.rank) == (signature, 2)
+    assert value.dtype == dtype
+    assert value.to_list() == (objects_of(rows) if dtype == tf.string else rows)
+
+
+def objects_of(rows: list[list[str]]) -> list[list[bytes]]:
+    return [[text.encode() for text in row] for row in rows]
+
+
+def test_row_splits_are_of_the_specs_type() -> None:
+    spec = tf.RaggedTensorSpec([None, None], tf.int64, row_splits_dtype=tf.int32)
+    value, _ = seen(spec, {"inputs": tf.constant(padded(IDS, -1))})
+    assert spec.is_compatible_with(value)
+
+
+def test_an_integer_that_does_not_fit_fails() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="input inputs must be int32"):
+        seen(tf.RaggedTensorSpec([None, None], tf.int32), {"inputs": tf.constant([[1 << 40]], tf.int64)})
+
+
+def test_a_sparse_spec_is_taken_padded() -> None:
+    value, _ = seen({"a": tf.SparseTensorSpec([None, None], tf.string)}, {"a": tf.constant([["x", ""], ["", "y"]])})
+    assert tf.sparse.to_dense(value["a"]).numpy().tolist() == [[b"x", b""], [b"", b"y"]]
+
+
+def test_random_structures_of_specs() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        count = iter(range(100))
+
+        def structure(depth: int = 0, rng: Any = rng, count: Any = count) -> Any:
+            kind = rng.choice(["leaf", "dict", "list", "dict"] if depth else ["leaf", "dict", "list"])
+            if kind == "leaf" or depth > 2:
+                return next(count)
+            children = [structure(depth + 1) for _ in range(rng.randint(1, 3))]
+            return dict(zip(rng.sample("abc", len(children)), children, strict=True)) if kind == "dict" else children
+
+        made = structure()
+        named = not isinstance(made, dict)
+        specs = mapped(made, lambda n, named=named: tf.TensorSpec([None], tf.int64, name=f"own_{n}" if named else None))
+        truth = dict(names_of(made))
+        names = {f"own_{number}" if named else path: number for path, number in truth.items()}
+        value, found = seen(specs, {name: tf.constant([number], tf.int64) for name, number in names.items()})
+        assert found.keys() == names.keys()
+        assert all(spec.name == name for name, spec in found.items())
+        assert mapped(value, lambda tensor: int(tensor[0])) == made, seed
+
+
+def mapped(structure: Any, function: Any) -> Any:
+    if isinstance(structure, dict):
+        return {key: mapped(child, function) for key, child in structure.items()}
+    return [mapped(child, function) for child in structure] if isinstance(structure, list) else function(structure)
+
+
+def names_of(structure: Any, path: str = "") -> Any:
+    if isinstance(structure, dict | list):
+        pairs = structure.items() if isinstance(structure, dict) else enumerate(structure)
+        for key, child in pairs:
+            yield from names_of(child, f"{path}/{key}".lstrip("/"))
+    else:
+        yield path, structure
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (tf.RaggedTensorSpec([None, None, None], tf.int64), "must hold integers, floats or strings and have rank 2"),
+        (tf.RaggedTensorSpec([None, None], tf.bool), "must hold integers, floats or strings"),
+        ({"x": {"y": 3}}, "input 'x/y': expected a tf.TensorSpec, got 3"),
+        (
+            [tf.TensorSpec([None], tf.int64, "x"), tf.TensorSpec([None], tf.int64, "x")],
+            "two of its inputs are called 'x'",
+        ),
+        ({"a": {"b": tf.TensorSpec([None])}, "a/b": tf.TensorSpec([None])}, "two of its inputs are called 'a/b'"),
+    ],
+)
+def test_specs_that_cannot_be(specs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wrap_model((Echo(), specs), "m")
+
+
+def test_one_spec_is_exported_and_served(tmp_path: Path) -> None:
+    class Bag(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="bag")
+            self.embedding = TPUEmbedding(table(), optimizer="sgd")
+
+        def call(self, ids: Any) -> Any:
+            return self.embedding(ids)
+
+    model = Bag()
+    truth = model(ragged(IDS, tf.int64))
+    report = export_model((model, tf.RaggedTensorSpec([None, None], tf.int64)), tmp_path / "m")
+    found = run(report.path, inputs=padded(IDS, -1))
+    np.testing.assert_allclose(found["output_0"], truth, atol=1e-6)
+    packed = run(report.path, "packed", ids=padded(IDS, -1))
+    np.testing.assert_allclose(packed["output_0"], truth, atol=1e-6)

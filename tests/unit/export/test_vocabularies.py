@@ -1,0 +1,246 @@
+"""A vocabulary in another order than in training gives the rows of other words: it is recorded, and compared where it can be."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed.checkpoint.tools import describe_export
+from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.export.vocabularies import check_vocabularies, vocabularies_of
+from tpuembed.manifest import MANIFEST_PATH, Manifest
+
+WORDS = ["ant", "bee", "cow", "doe", "eel"]
+
+
+def digest(entries: list[Any]) -> str:
+    """A second telling of the rule."""
+    text = b"".join(str(len(str(e).encode())).encode() + b":" + str(e).encode() + b"," for e in entries)
+    return hashlib.sha256(text).hexdigest()
+
+
+def lookup(words: list[Any], adapt: bool = False, **options: Any) -> Any:
+    """A layer that maps words[0] to its first number, and so on, given them or adapted to them."""
+    kind = keras.layers.StringLookup if isinstance(words[0], str) else keras.layers.IntegerLookup
+    if not adapt:
+        return kind(vocabulary=words, **options)
+    layer = kind(**options)
+    layer.adapt(np.repeat(words, range(len(words), 0, -1)))
+    return layer
+
+
+def model_of(*layers: Any) -> Any:
+    inputs, outputs = [], []
+    for number, layer in enumerate(layers):
+        dtype = getattr(layer, "vocabulary_dtype", "string")
+        inputs.append(keras.Input((), dtype=dtype, name=f"in_{number}"))
+        outputs.append(layer(inputs[-1]))
+    return keras.Model(inputs, outputs)
+
+
+def test_what_is_recorded() -> None:
+    text = keras.layers.TextVectorization(name="text")
+    text.adapt(["ant bee ant"])
+    layers = [
+        lookup(["a", "ü\n"], name="plain"),
+        lookup(["a", "b"], name="masked", mask_token="", num_oov_indices=2),
+        lookup([5, 3], name="numbers"),
+        lookup(["a", "b"], name="hot", mask_token="", output_mode="multi_hot"),
+        lookup(["a", "b"], name="back", invert=True, adapt=False),
+        text,
+    ]
+    inputs = [keras.Input((), dtype="int64" if layer.name in ("numbers", "back") else "string") for layer in layers]
+    model = keras.Model(inputs, [layer(x) for layer, x in zip(layers, inputs, strict=True)])
+    found = {entry.layer: entry for entry in vocabularies_of(model)}
+    assert found.keys() == {layer.name for layer in layers}
+    for layer in layers:
+        listed = layer.get_vocabulary()
+        assert (found[layer.name].size, found[layer.name].sha256) == (len(listed), digest(listed)), layer.name
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+@pytest.mark.parametrize("name", ["users", None])
+def test_another_order_than_in_training_is_refused(adapt: bool, name: str | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {} if name is None else {"name": name}
+    model_of(lookup(WORDS, adapt, **options)).save(tmp_path / "m.keras")
+    check_vocabularies(model_of(lookup(WORDS, **options)), tmp_path / "m.keras")
+    other = model_of(lookup(["ant", "cow", "bee", "doe", "eel"], **options))
+    with pytest.raises(
+        CheckpointMismatchError, match="Entry 2 is 'cow' in the factory, which has 6 entries, and 'bee' in the file"
+    ):
+        check_vocabularies(other, tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="Entry 5 is missing in the factory, which has 5 entries"):
+        check_vocabularies(model_of(lookup(WORDS[:4], **options)), tmp_path / "m.keras")
+
+
+def test_more_numbers_for_unknown_words_move_every_row(tmp_path: Path) -> None:
+    model_of(lookup(WORDS, name="users")).save(tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="layer 'users' of the factory has another vocabulary"):
+        check_vocabularies(model_of(lookup(WORDS, name="users", num_oov_indices=2)), tmp_path / "m.keras")
+
+
+def test_integers_text_and_boundaries(tmp_path: Path) -> None:
+    def build(numbers: list[int], texts: list[str], values: list[float]) -> Any:
+        text, bins = keras.layers.TextVectorization(name="text"), keras.layers.Discretization(num_bins=3, name="bins")
+        text.adapt(texts)
+        bins.adapt(np.array(values, np.float32))
+        x = keras.Input((1,), name="x")
+        inner = model_of(lookup(numbers, True, name="numbers"), text)
+        return keras.Model([*inner.inputs, x], [*inner(inner.inputs), bins(x)])
+
+    given: Any = ([7, 5, 3], ["ant bee ant"], [1.0, 2.0, 3.0, 4.0])
+    build(*given).save(tmp_path / "m.keras")
+    check_vocabularies(build(*given), tmp_path / "m.keras")
+    for place, other in enumerate(([5, 7, 3], ["bee ant bee"], [1.0, 5.0, 6.0, 7.0])):
+        changed = [*given[:place], other, *given[place + 1 :]]
+        with pytest.raises(CheckpointMismatchError, match=f"layer {['numbers', 'text', 'bins'][place]!r}"):
+            check_vocabularies(build(*changed), tmp_path / "m.keras")
+
+
+class Own(keras.layers.Layer):
+    """Keeps its lookups where no config of the model says anything of them."""
+
+    def __init__(self, given: list[str], adapted: list[str], **options: Any) -> None:
+        super().__init__(**options)
+        self.given = lookup(given)
+        self.adapted = lookup(adapted, adapt=True)
+
+    def call(self, x: Any) -> Any:
+        return self.given(x) + self.adapted(x)
+
+
+def test_lookups_inside_of_other_layers(tmp_path: Path) -> None:
+    def build(given: list[str], adapted: list[str]) -> Any:
+        x = keras.Input((), dtype="string")
+        return keras.Model(x, Own(given, adapted, name="own")(x))
+
+    build(WORDS[:2], WORDS).save(tmp_path / "m.keras")
+    check_vocabularies(build(WORDS[:2], WORDS), tmp_path / "m.keras")
+    check_vocabularies(build(WORDS[2:], WORDS), tmp_path / "m.keras")  # code made it, and the file does not know it
+    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'eel' in the factory"):
+        check_vocabularies(build(WORDS[:2], WORDS[::-1]), tmp_path / "m.keras")
+
+
+def test_random_models(tmp_path: Path) -> None:
+    """Layers with names and without, given or adapted: the same ones and fewer pass, swapped or shuffled ones are refused."""
+    for seed in range(25):
+        rng = random.Random(seed)
+        count = rng.randint(1, 4)
+        words = [rng.sample(WORDS, rng.randint(2, 5)) for _ in range(count)]
+        names = [f"name_{number}" if rng.random() < 0.5 else None for number in range(count)]
+        options: list[dict[str, Any]] = [{} if name is None else {"name": name} for name in names]
+        path = tmp_path / f"{seed}.keras"
+        model_of(*(lookup(w, rng.random() < 0.5, **o) for w, o in zip(words, options, strict=True))).save(path)
+
+        def build(which: list[int], words: list[list[str]], options: list[dict[str, Any]] = options) -> Any:
+            return model_of(*(lookup(words[number], **options[number]) for number in which))
+
+        kept = sorted(rng.sample(range(count), rng.randint(1, count)))
+        check_vocabularies(build(list(range(count)), words), path)
+        check_vocabularies(build(kept, words), path)
+        changed = rng.randrange(count)
+        other = [*words[:changed], words[changed][::-1], *words[changed + 1 :]]
+        with pytest.raises(CheckpointMismatchError, match="another vocabulary"):
+            check_vocabularies(build(list(range(count)), other), path)
+        if count > 1 and words[0] != words[1]:
+            with pytest.raises(CheckpointMismatchError, match="another vocabulary"):
+                check_vocabularies(build(list(range(count)), [words[1], words[0], *words[2:]]), path)
+
+
+def test_a_lookup_that_the_factory_adds_is_its_own(tmp_path: Path) -> None:
+    model_of(lookup(WORDS, name="users")).save(tmp_path / "m.keras")
+    check_vocabularies(
+        model_of(lookup(WORDS, name="users"), lookup(["x", "y"], name="countries")), tmp_path / "m.keras"
+    )
+    check_vocabularies(model_of(lookup(["x", "y"])), tmp_path / "other.keras")  # there is no such file
+    x = keras.Input((2,))
+    keras.Model(x, keras.layers.Dense(1)(x)).save(tmp_path / "none.keras")
+    check_vocabularies(model_of(lookup(["x", "y"])), tmp_path / "none.keras")
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class URLLookup(keras.layers.StringLookup):
+    """Keras makes url_lookup_3 of it."""
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_classes_of_ones_own(adapt: bool, tmp_path: Path) -> None:
+    def build(words: list[str], adapt: bool = False) -> Any:
+        layer = URLLookup() if adapt else URLLookup(vocabulary=words)
+        if adapt:
+            layer.adapt(np.repeat(words, range(len(words), 0, -1)))
+        return model_of(layer)
+
+    build(WORDS, adapt).save(tmp_path / "m.keras")
+    check_vocabularies(build(WORDS), tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'eel' in the factory"):
+        check_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
+
+
+def test_names_beside_numbers(tmp_path: Path) -> None:
+    model_of(lookup(WORDS), lookup(WORDS[::-1], name="kept")).save(tmp_path / "m.keras")
+    same, other, kept = lookup(WORDS), lookup(["x", "y"], name="new"), lookup(WORDS[::-1], name="kept")
+    check_vocabularies(model_of(other, same, kept), tmp_path / "m.keras")  # the new one stands in front of the others
+    check_vocabularies(model_of(lookup(WORDS, name="renamed"), kept), tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="layer 'renamed' of the factory has another vocabulary"):
+        check_vocabularies(model_of(lookup(WORDS[1:], name="renamed"), kept), tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'bee' in the factory"):
+        check_vocabularies(model_of(other, lookup(WORDS[1:]), kept), tmp_path / "m.keras")
+
+
+# ---- in exports
+
+
+def build(words: list[str] = WORDS) -> Any:
+    x = keras.Input((), dtype="string", name="word")
+    ids = lookup(words, name="words")(x)
+    rows = TPUEmbedding(FeatureConfig(TableConfig(len(WORDS) + 1, 4, "t")), optimizer="sgd")(ids)
+    return keras.Model(x, keras.layers.Dense(1, name="score")(rows))
+
+
+def test_manifest_report_and_description_have_it(tmp_path: Path) -> None:
+    entries = ["[UNK]", *WORDS]
+    truth = {"layer": "words", "size": 6, "sha256": digest(entries)}
+    model = build()
+    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    for report in (export_model(model, tmp_path / "a"), export_saved_model(checkpoint, tmp_path / "b", model=build)):
+        assert json.loads(json.dumps(report.to_dict()))["vocabularies"] == [truth]
+        manifest = Manifest.read(report.path)
+        assert manifest is not None
+        assert [vars(entry) for entry in manifest.vocabularies] == [truth]
+        assert describe_export(report.path, manifest)["vocabularies"] == (truth,)
+
+
+def test_a_keras_file_is_compared_before_anything_is_written(tmp_path: Path) -> None:
+    build().save(tmp_path / "m.keras")
+    with pytest.raises(CheckpointMismatchError, match="layer 'words' of the factory has another vocabulary"):
+        export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(WORDS[::-1]))
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_layer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    x = keras.Input((), dtype="string", name="word")
+    rows = TPUEmbedding(FeatureConfig(TableConfig(6, 4, "t")), optimizer="sgd")(
+        keras.layers.StringLookup(name="words")(x)
+    )
+    with pytest.raises(ConfigError, match="layer 'words' has no vocabulary"):
+        export_model(keras.Model(x, rows), tmp_path / "m")
+
+
+def test_a_manifest_from_before_these_fields_is_read(tmp_path: Path) -> None:
+    report = export_model(build(), tmp_path / "m")
+    path = report.path / MANIFEST_PATH
+    content = json.loads(path.read_text())
+    for field in ("vocabularies", "padding"):
+        content.pop(field)
+    path.write_text(json.dumps(content))
+    manifest = Manifest.read(report.path)
+    assert manifest is not None
+    assert (manifest.vocabularies, manifest.padding) == ((), {})
