@@ -14,6 +14,7 @@ from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
+from tpuembed.export.dense_weights import raw_variables
 from tpuembed.export.packing import pack_inputs, unpack
 from tpuembed.export.signature import check_input_names
 from tpuembed.export.warmup import BATCHES, sample_inputs
@@ -220,7 +221,8 @@ class KerasModel:
             _check_vocabulary(node)
         tables = [node for node in below if isinstance(node, tf.saved_model.experimental.TrackableResource)]
         left_out = {id(variable) for variable in without}
-        return [*(variable.value for variable in self.model.variables if id(variable) not in left_out), *tables]
+        variables = [variable.value for variable in self.model.variables if id(variable) not in left_out]
+        return [*variables, *raw_variables(self.model), *tables]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's outputs by name, in inference mode.

@@ -41,6 +41,8 @@ def make_request(
     model: Any,
     tables: Sequence[str] | None,
     features: Sequence[str] | None = None,
+    *,
+    allow_unused_weights: bool = False,
 ) -> Request:
     """Resolve what was asked against `checkpoint`.
 
@@ -53,12 +55,14 @@ def make_request(
     for name in tables or ():
         find_table(name, checkpoint.tables())
     if model is None:
+        if allow_unused_weights:
+            raise ConfigError("allow_unused_weights: is for a whole model; give `model` too, or leave it out")
         return _LookupRequest(checkpoint, serving_config, tables, features)
     if features is not None:
         raise ConfigError(
             "features: a model needs all of its inputs; leave `features` out, or `model` for lookups alone"
         )
-    return _ModelRequest(checkpoint, serving_config, model, tables)
+    return _ModelRequest(checkpoint, serving_config, model, tables, allow_unused_weights)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -105,12 +109,19 @@ class _ModelRequest:
 
     dropped_features: tuple[str, ...] = ()
 
-    def __init__(self, checkpoint: "Checkpoint", serving_config: Any, model: Any, tables: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        checkpoint: "Checkpoint",
+        serving_config: Any,
+        model: Any,
+        tables: Sequence[str] | None,
+        allow_unused_weights: bool,
+    ) -> None:
         _require_tensorflow()
         from tpuembed.export.keras_model import build_model
         from tpuembed.export.stacked_tables import StackedTables
 
-        self._checkpoint = checkpoint
+        self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables(checkpoint.tables())
         with deferred_tables(self._sources):
             self._model = build_model(model)
@@ -132,7 +143,12 @@ class _ModelRequest:
 
         def dense() -> list[Any]:
             self._model.make_weights()
-            restore_dense_weights(self._model.model, self._checkpoint)
+            restore_dense_weights(
+                self._model.model,
+                self._checkpoint,
+                self.tables,
+                allow_unused_weights=self._allow_unused_weights,
+            )
             return self._model.state()
 
         return save_graph(self._model, self._sources, plan.stacks, dense, folder, plan.layout)
