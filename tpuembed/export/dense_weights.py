@@ -5,9 +5,10 @@ Values are read with the checkpoint's reader, whose checks neither TensorFlow's 
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -18,14 +19,19 @@ from tpuembed.checkpoint.saved_objects import HoldsWeights, Objects, SavedObject
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
 
-__all__ = ["raw_variables", "restore_dense_weights"]
+__all__ = ["raw_variables", "recorded", "restore_dense_weights"]
 
 _SHOWN: Final = 40
 _WEIGHTS_FILE: Final = "model.save_weights('model.weights.h5')"
 
 
 def restore_dense_weights(
-    model: Any, checkpoint: Any, tables: Collection[str] = (), *, allow_unused_weights: bool = False
+    model: Any,
+    checkpoint: Any,
+    tables: Collection[str] = (),
+    *,
+    allow_unused_weights: bool = False,
+    made: Sequence[Any] = (),
 ) -> None:
     """Assign the weights of `model` (a Keras model without tables) from `checkpoint`.
 
@@ -34,6 +40,7 @@ def restore_dense_weights(
         checkpoint: a `tpuembed.checkpoint.Checkpoint`.
         tables: of the checkpoint that the model looks up in; they are no weights.
         allow_unused_weights: whether the saved model may have weights that this one has no place for.
+        made: the variables in the order in which they were made; see `recorded`.
 
     Raises:
         CheckpointMismatchError: a weight finds no value that is proven to be its own, or a saved one is left over.
@@ -44,7 +51,7 @@ def restore_dense_weights(
     saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
     if saved is None:
         raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
-    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model)
+    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
     wanted.check_complete(where, model)
     found = _find(where, Names(_stems(model)), wanted, saved)
     _check_dtypes(where, wanted, found)
@@ -59,6 +66,19 @@ def restore_dense_weights(
     for node in tf.train.TrackableView(model).descendants():
         if isinstance(node, keras.layers.Normalization):
             node.finalize_state()  # it computes with constants that were made of its weights
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """A list of the variables that are made inside, in order."""
+    made: list[Any] = []
+
+    def create(next_creator: Callable[..., Any], **options: Any) -> Any:
+        made.append(next_creator(**options))
+        return made[-1]
+
+    with tf.variable_creator_scope(create):
+        yield made
 
 
 def raw_variables(model: Any) -> list[Any]:
@@ -186,7 +206,7 @@ class _Tracked(_Wanted):
             self.variables[key].assign(checkpoint.read_weight(weight))
 
 
-def _tracked_objects(model: Any) -> _Tracked:
+def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
     tree = tf.train.TrackableView(model)
     numbers, pending, variables, nodes = {id(model): 0}, [model], {}, []
     for trackable in pending:  # grows while it is walked
@@ -205,7 +225,26 @@ def _tracked_objects(model: Any) -> _Tracked:
         tables = frozenset(trackable.table_names) if isinstance(trackable, TablesNode) else frozenset()
         is_list = bool(children) and all(name.isdigit() for name in children)
         nodes.append(SavedObject("", None, children, weights, tables, is_list))
-    return _Tracked(Objects(tuple(nodes)), variables)
+    objects = Objects(tuple(nodes))
+    order = {id(variable): index for index, variable in enumerate(made)}
+    first = {
+        key: order.get(id(getattr(variable, "value", variable)), order.get(id(variable), 0))
+        for key, variable in variables.items()
+    }
+    by_key = {numbers[id(trackable)] for trackable in pending if _has_dict_of_outputs(trackable)}
+    ranks = {
+        child: min((first[key] for key in objects.weights(child)), default=0)
+        for number, node in enumerate(nodes)
+        if number not in by_key
+        for place in node.children.values()
+        if nodes[place].is_list
+        for child in nodes[place].children.values()
+    }
+    return _Tracked(dataclasses.replace(objects, made=ranks), variables)
+
+
+def _has_dict_of_outputs(trackable: Any) -> bool:
+    return hasattr(trackable, "operations") and isinstance(getattr(trackable, "output", None), Mapping)
 
 
 def _weight(variable: Any) -> Weight:
@@ -244,13 +283,14 @@ def _keras_objects(model: Any) -> _Saveable:
     nodes: list[SavedObject] = []
     layers: dict[int, Any] = {}
     visited: set[int] = set()
+    around: set[int] = set()
 
     def add(layer: Any, path: str, scopes: str) -> int:
         visited.add(id(layer))
         number = len(nodes)
         nodes.append(SavedObject(path))
         layers[number] = layer
-        children = dict(_saved_children(layer, lambda child, key: add_any(child, f"{path}/{key}".strip("/"), scopes)))
+        children = dict(_held_by(layer, lambda child, key: add_any(child, f"{path}/{key}".strip("/"), scopes)))
         tables = getattr(layer, "_tpu_embedding", None)
         names = frozenset(tables.table_names) if isinstance(tables, TablesNode) else frozenset[str]()
         store: dict[str, Any] = {}
@@ -268,8 +308,9 @@ def _keras_objects(model: Any) -> _Saveable:
     def add_any(child: Any, path: str, scopes: str) -> int | None:
         if isinstance(child, keras.layers.Layer):
             return None if id(child) in visited else add(child, path, f"{scopes}{child.name}/")
-        number = len(nodes)
-        nodes.append(SavedObject(path))
+        if id(child) in around:  # a list that holds itself
+            return None
+        around.add(id(child))
         seen: Counter[str] = Counter()
         children: dict[str, int] = {}
         for element in child.values() if isinstance(child, dict) else child:
@@ -280,17 +321,23 @@ def _keras_objects(model: Any) -> _Saveable:
                 found = add_any(element, f"{path}/{key}", scopes)
                 if found is not None:
                     children[key] = found
-        nodes[number] = SavedObject(path, None, children, is_list=True)
-        return number
+        around.remove(id(child))
+        nodes.append(SavedObject(path, None, children, is_list=True))
+        return len(nodes) - 1 if children else None
 
     add(model, "", "")
     return _Saveable(Objects(tuple(nodes), root_is_model=True), layers)
 
 
-def _saved_children(layer: Any, add: Callable[[Any, str], int | None]) -> Iterator[tuple[str, int]]:
+@functools.cache
+def _of_every_layer() -> frozenset[str]:
+    """Attributes that Keras does not look into."""
+    return frozenset({"_self_unconditional_dependency_names", *dir(keras.layers.Layer())})
+
+
+def _held_by(layer: Any, add: Callable[[Any, str], int | None]) -> Iterator[tuple[str, int]]:
     """(attribute, number of the object) for what a layer holds, in Keras' order."""
-    hidden = {"_self_unconditional_dependency_names", *dir(keras.layers.Layer())}
-    held: list[tuple[str, Any]] = []
+    hidden, held = _of_every_layer(), list[tuple[str, Any]]()
     if isinstance(layer, keras.Sequential):
         held, hidden = [("layers", layer.layers)], hidden | {"_functional"}
     elif hasattr(layer, "operations") and isinstance(layer, keras.Model):

@@ -118,12 +118,13 @@ class _ModelRequest:
         allow_unused_weights: bool,
     ) -> None:
         _require_tensorflow()
+        from tpuembed.export.dense_weights import recorded
         from tpuembed.export.keras_model import build_model
         from tpuembed.export.stacked_tables import StackedTables
 
         self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables(checkpoint.tables())
-        with deferred_tables(self._sources):
+        with deferred_tables(self._sources), recorded() as self._made:
             self._model = build_model(model)
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
@@ -148,6 +149,7 @@ class _ModelRequest:
                 self._checkpoint,
                 self.tables,
                 allow_unused_weights=self._allow_unused_weights,
+                made=self._made,
             )
             return self._model.state()
 

@@ -11,7 +11,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 
@@ -78,9 +78,19 @@ class Names:
             re.escape(wanted_scopes[0]) + r"_\d+", saved_scopes[0]
         ):
             return True
-        shorter, longer = sorted((wanted_scopes, saved_scopes), key=len)
-        rest = iter(longer)
-        return all(any(self.same(scope, other) for other in rest) for scope in shorter)
+        return self.counterparts(wanted, saved) is not None
+
+    def counterparts(self, wanted: str, saved: str) -> list[tuple[str, str]] | None:
+        """(scope, scope) of those in two names of weights that can be the same; None where one has no counterpart."""
+        pairs: list[tuple[str, str]] = []
+        first, second = wanted.split("/")[:-1], saved.split("/")[:-1]
+        rest = iter(first if len(second) < len(first) else second)
+        for scope in second if len(second) < len(first) else first:
+            other = next((other for other in rest if self.same(scope, other)), None)
+            if other is None:
+                return None
+            pairs.append((other, scope) if len(second) < len(first) else (scope, other))
+        return pairs
 
     def same(self, wanted: str, saved: str) -> bool:
         """Whether two names are equal, or made up for layers of one class."""
@@ -175,15 +185,15 @@ class _Walk:
 
     def _check_order(self, mine: str, theirs: str) -> None:
         """Numbers that Keras gave say in which order layers were made: it must be the same on both sides."""
-        first, second = mine.split("/")[-2:-1], theirs.split("/")[-2:-1]
-        numbers = [self._names.number(name) for name in (*first, *second)]
-        if len(numbers) < 2 or numbers[0] is None or numbers[1] is None or numbers[0][0] != numbers[1][0]:
-            return
-        known = self._numbers.setdefault(numbers[0][0], {})
-        known[numbers[0][1]] = numbers[1][1]
-        inside = [known[number] for number in sorted(known)]
-        if any(later <= earlier for earlier, later in itertools.pairwise(inside)):
-            raise Mismatch(f"{theirs!r} was made before or after other layers than {mine!r} in the model")
+        for scope, other in self._names.counterparts(mine, theirs) or ():
+            first, second = self._names.number(scope), self._names.number(other)
+            if first is None or second is None:
+                continue
+            known = self._numbers.setdefault(first[0], {})
+            known[first[1]] = second[1]
+            inside = [known[number] for number in sorted(known)]
+            if any(later <= earlier for earlier, later in itertools.pairwise(inside)):
+                raise Mismatch(f"{theirs!r} was made before or after other layers than {mine!r} in the model")
 
     def _align_lists(self, wanted: Sequence[int], found: Sequence[int], where: SavedObject) -> None:
         mine, theirs = self._labels(self._model, wanted), self._labels(self._saved, found)
@@ -204,8 +214,28 @@ class _Walk:
                 "that the other side has"
             )
         pairs.update(zip(rest, others, strict=True))
+        self._check_made_in_order(rest, where)
         for child in wanted:
             self.align(child, pairs[child])
+
+    def _check_made_in_order(self, children: Sequence[int], where: SavedObject) -> None:
+        """Raise Mismatch for layers told apart by their places alone, whose places are not those in which they were made.
+
+        A list of outputs in another order than in training gives them other places; outputs in a dict are sorted by their keys.
+        """
+        before: dict[tuple[Any, ...], int] = {}
+        for child in children:
+            weights = self._model.weights(child).values()
+            if any(self._names.number(scope) for weight in weights for scope in weight.name.split("/")[:-1]):
+                continue  # Keras' numbers prove the order
+            alike = tuple(sorted((weight.name, weight.shape) for weight in weights))
+            made = self._model.made.get(child, 0)
+            if made < before.get(alike, 0):
+                raise Mismatch(
+                    f"{where.path} holds layers of one form whose names repeat ({alike[0][0]}), and the model has them in another "
+                    "order than it makes them in; return a dict of outputs, or save with model.save_weights('model.weights.h5')"
+                )
+            before[alike] = made
 
     def _labels(self, objects: Objects, children: Sequence[int]) -> dict[int, frozenset[str]]:
         """Child -> the names that somebody chose for it or something below it, and that no other child has."""

@@ -30,18 +30,19 @@ class KerasCheckpoint:
     Attributes:
         format: "keras".
         path: of the file.
-        options: none.
+        options: as they were given.
         layer_config: of tpuembed's layers, and of keras-rs' where a `.keras` file tells it; None elsewhere.
     """
 
     format: Final = "keras"
     kind: Final = "Keras weights"
-    accepted_options: Final = frozenset[str]()
+    accepted_options: Final = frozenset({"root"})
 
     def __init__(self, weights: Weights, options: Mapping[str, Any]) -> None:
         self.path = str(weights.path)
         self.options = dict(options)
-        self._weights = weights
+        self._policies = layer_policies(weights.config)
+        self._weights = weights = weights.below(options["root"]) if "root" in options else weights
         tables, self.layer_config = discover(weights)
         self._found = tables
         cache = ChunkCache()
@@ -168,7 +169,7 @@ class KerasCheckpoint:
 
     def policies(self) -> Mapping[str, str]:
         """Layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
-        return layer_policies(self._weights.config)
+        return self._policies
 
     def fingerprint(self) -> str:
         """Of the sizes and versions of the files, and of where in them the arrays lie."""
