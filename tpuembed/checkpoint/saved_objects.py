@@ -10,7 +10,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from tpuembed.checkpoint.keras_optimizers import is_optimizer
 from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
-from tpuembed.checkpoint.object_graph import ObjectGraph
+from tpuembed.checkpoint.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.types import Array
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError
@@ -21,6 +21,7 @@ __all__ = ["HoldsWeights", "Objects", "SavedObject", "Weight", "find_root", "obj
 
 _TRAPS: Final = ("_gradient_trap_dummy",)
 """Attributes of embedding layers that hold the dummy which takes gradients."""
+_LEGACY_OPTIMIZER: Final = frozenset({"iter", "decay", "learning_rate"})
 _ITSELF: Final = "root"
 """The child by which `tf.train.Checkpoint(model)` says that the model is the root."""
 
@@ -43,8 +44,8 @@ class Weight:
 
     @property
     def is_count(self) -> bool:
-        """Whether it is an integer without a shape: a step or another count, which nothing needs to take."""
-        return not self.shape and "int" in self.dtype
+        """Whether it is a count, which nothing needs to take: an integer without a shape, or of a Keras 2 metric."""
+        return not self.shape and ("int" in self.dtype or self.name in ("total", "count"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +209,14 @@ def _reached(graph: ObjectGraph, closed: Collection[int]) -> Iterator[int]:
         if number in closed:
             continue
         for child in graph.nodes[number].children.values():
-            if child not in seen and not is_optimizer(graph.nodes[child].children):
+            if child not in seen and not _is_optimizer(graph.nodes[child]):
                 seen.add(child)
                 queue.append(child)
+
+
+def _is_optimizer(node: Node) -> bool:
+    """Whether an object is an optimizer of Keras 3 or 2, or a legacy one."""
+    return is_optimizer(node.children) or bool(node.slot_variables) or node.children.keys() >= _LEGACY_OPTIMIZER
 
 
 def _weight(bundle: Bundle, graph: ObjectGraph, number: int) -> Weight:

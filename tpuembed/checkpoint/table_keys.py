@@ -52,8 +52,8 @@ def merge_tables(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, Table
         if other is not table:
             raise CheckpointFormatError(
                 f"checkpoint {bundle.prefix}: two embedding layers have a table {table.name!r} ({other.key} and "
-                f"{table.key}); choose with --checkpoint-option root=PATH, such as root={_above(other, table)}, "
-                "or rename one table and save again"
+                f"{table.key}); rename one and save again, or choose with --checkpoint-option root=PATH, such as "
+                f"root={_above(other, table)}"
             )
     return merged
 

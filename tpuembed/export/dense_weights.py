@@ -56,10 +56,10 @@ def restore_dense_weights(
     found = _find(where, Names(_stems(model)), wanted, saved)
     _check_dtypes(where, wanted, found)
     _check_policies(where, model, checkpoint.policies())
-    if found.left_over and not allow_unused_weights:
-        count = len(found.left_over)
+    left = [weight for weight in found.left_over if weight.key not in _of_metrics(saved)]
+    if left and not allow_unused_weights:
         raise CheckpointMismatchError(
-            f"{where}: the model has no place for {count} saved weight{'s' * (count > 1)}: {_shown(found.left_over)}. Build the "
+            f"{where}: the model has no place for {len(left)} saved weight{'s' * (len(left) > 1)}: {_shown(left)}. Build the "
             "model as it was trained. To export only a part of it, pass allow_unused_weights=True (--allow-unused-weights)"
         )
     wanted.assign(found, checkpoint)
@@ -147,6 +147,17 @@ def _snake_case(name: str) -> str:
     name = re.sub(r"\W+", "", name)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _of_metrics(saved: Objects) -> set[str]:
+    """The weights of objects called as Keras calls metrics, all of one shape, as no layer has them."""
+    metrics = Names({_snake_case(name) for name, kind in vars(keras.metrics).items() if isinstance(kind, type)})
+    found: set[str] = set()
+    for node in saved.nodes:
+        shapes = {weight.shape for weight in node.weights.values()}
+        if node.name is not None and metrics.number(node.name) and len(node.weights) > 1 and len(shapes) == 1:
+            found.update(weight.key for weight in node.weights.values())
+    return found
 
 
 def _check_dtypes(where: str, wanted: "_Wanted", found: Candidate) -> None:
