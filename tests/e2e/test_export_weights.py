@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tests.e2e import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, ConfigError
-from tpuembed_cli.main import main
+from tpuembed_cli.main import cli
 
 IDS = np.array([3, 0, 9])
 HEADS = ("click", "watch", "like")
@@ -118,12 +118,12 @@ def test_the_command_takes_the_flag(sources: dict[str, Path], tmp_path: Path, mo
     )
     monkeypatch.chdir(tmp_path)
     arguments = ["export", str(sources["ckpt.index"]), "m", "--model", "watch_only:build", "--workers", "1"]
-    refused = CliRunner().invoke(main, arguments)
+    refused = CliRunner().invoke(cli, arguments)
     assert refused.exit_code == 1
     assert "like/kernel" in refused.output
-    assert CliRunner().invoke(main, [*arguments, "--allow-unused-weights"]).exit_code == 0
+    assert CliRunner().invoke(cli, [*arguments, "--allow-unused-weights"]).exit_code == 0
     lookups = ["export", str(sources["ckpt.index"]), "n", "--allow-unused-weights"]
-    assert "is for a whole model" in CliRunner().invoke(main, lookups).output
+    assert "is for a whole model" in CliRunner().invoke(cli, lookups).output
 
 
 def test_a_model_trained_on_ids_is_served_on_strings(
@@ -131,7 +131,7 @@ def test_a_model_trained_on_ids_is_served_on_strings(
 ) -> None:
     def factory() -> Any:
         names = keras.Input((), dtype="string", name="names")
-        lookup = keras.layers.StringLookup(vocabulary=[f"v{number}" for number in range(10)], num_oov_indices=0)
+        lookup = keras.layers.StringLookup(vocabulary=[f"v{number}" for number in range(1, 10)])
         outputs = _heads()()(lookup(names))
         return keras.Model(names, dict(zip(HEADS, outputs, strict=True)))
 

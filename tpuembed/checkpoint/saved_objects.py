@@ -101,7 +101,7 @@ class Objects:
         seen, order, pending = {number}, [], [number]
         while pending:
             order.append(current := pending.pop())
-            for child in reversed(self.nodes[current].children.values()):
+            for child in reversed([*self.nodes[current].children.values()]):
                 if child not in seen:
                     seen.add(child)
                     pending.append(child)

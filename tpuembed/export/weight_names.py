@@ -11,12 +11,13 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 
 __all__ = ["Candidate", "Mismatch", "Names", "find_candidates", "match_by_name"]
 
+Value = TypeVar("Value")
 _NUMBER: Final = re.compile(r"(?P<stem>.+?)(?:_(?P<number>\d+))?")
 _UNNAMED_WEIGHT: Final = "variable"
 """What Keras calls a weight that was given no name."""
@@ -379,6 +380,6 @@ def _why_not(model: Objects, scope: tuple[str, ...], owners: Sequence[int], foun
     return f"{len(found)} saved layers and {len(owners)} of the model are called {'/'.join(scope)} ({mine})"
 
 
-def _get(mapping: Mapping[str, "Weight"] | Mapping[str, int], attribute: str):  # type: ignore[no-untyped-def]
+def _get(mapping: Mapping[str, Value], attribute: str) -> Value | None:
     """What an attribute holds. Keras 2 tracked a Dense layer's matrix as `kernel`, Keras 3 tracks it as `_kernel`."""
     return mapping.get(attribute, mapping.get(attribute.lstrip("_")))

@@ -86,10 +86,9 @@ def read_array(dataset: Dataset) -> Array:
     if dataset.offset is None and dataset.bytes:
         raise CheckpointCorruptError(f"{named} was never written; restore the file from another copy")
     dtype = np.dtype(ml_dtypes.bfloat16) if dataset.stated_dtype == "bfloat16" else np.dtype(dataset.dtype)
-    out = np.empty(dataset.shape, dtype)
-    if out.size:
-        dataset.file.read_into(dataset.offset or 0, memoryview(out.reshape(-1).view(np.uint8)))
-    return out
+    data = bytearray(dataset.bytes)
+    dataset.file.read_into(dataset.offset or 0, memoryview(data))
+    return np.frombuffer(data, dtype).reshape(dataset.shape)
 
 
 def layer_policies(config: Mapping[str, Any] | None) -> dict[str, str]:
