@@ -16,7 +16,10 @@ ENVIRONMENT = Path(".venv-newest")
 def find_python(version: str) -> str | None:
     """Return the path of an interpreter of `version`, such as 3.13, that starts; None where there is none."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    candidates = [shutil.which(f"python{version}"), *sorted(map(str, root.glob(f"versions/{version}*/bin/python{version}")))]
+    candidates = [
+        shutil.which(f"python{version}"),
+        *sorted(map(str, root.glob(f"versions/{version}*/bin/python{version}"))),
+    ]
     for candidate in filter(None, candidates):
         # A shim of pyenv is there for versions that are installed and not chosen, and fails.
         if subprocess.run([candidate, "-c", ""], capture_output=True).returncode == 0:

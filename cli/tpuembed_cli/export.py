@@ -20,6 +20,11 @@ __all__ = ["export"]
 )
 @click.option("--model", metavar="MODULE:FACTORY", help="Export the whole Keras model that FACTORY() builds.")
 @click.option(
+    "--allow-unused-weights",
+    is_flag=True,
+    help="With --model: leave out saved weights that the model has no place for, as for fewer heads or one tower.",
+)
+@click.option(
     "--table", "tables", metavar="NAME", multiple=True, help="Export only this table and its features. Repeatable."
 )
 @click.option(

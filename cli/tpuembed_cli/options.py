@@ -88,7 +88,7 @@ def options_of(flag: str, argument: str, text: str) -> Callable[[_Command], _Com
 checkpoint_options = options_of(
     "--checkpoint-option",
     "checkpoint_options",
-    "What the checkpoint's files do not say, such as partition_strategy=div. Repeatable.",
+    "What the checkpoint's files do not say: partition_strategy=div, or root=model/query for the object that is meant. Repeatable.",
 )
 
 

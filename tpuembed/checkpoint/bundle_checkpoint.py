@@ -9,10 +9,13 @@ import numpy as np
 
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle, find_index
+from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.not_tables import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
+from tpuembed.checkpoint.own_layer import own_layer_configs
 from tpuembed.checkpoint.partitioned import PARTITION_STRATEGIES
 from tpuembed.checkpoint.read_sums import DealtReader, is_as_stated
+from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
 from tpuembed.checkpoint.table_keys import table_info
 from tpuembed.checkpoint.types import Array, ReadSum, SummedReader, TableInfo
 from tpuembed.config.checks import check_choice, did_you_mean
@@ -44,16 +47,16 @@ class BundleCheckpoint:
     """
 
     kind: Final = "a TensorFlow checkpoint"
-    accepted_options: Final = frozenset({"partition_strategy"})
+    accepted_options: Final = frozenset({"partition_strategy", "root"})
 
     def __init__(self, bundle: Bundle, options: Mapping[str, Any]) -> None:
         self.bundle = bundle
         self.path = str(index_path(bundle.prefix) if bundle.prefix.is_dir() else bundle.prefix)
         self.options = dict(options)
-        if options:
+        if "partition_strategy" in options:
             check_choice("partition_strategy", options["partition_strategy"], PARTITION_STRATEGIES)
         try:
-            self.graph = _read_graph(bundle)
+            self.graph = _below_root(_read_graph(bundle), options.get("root"), f"checkpoint {bundle.prefix}")
             discovery = discover(bundle, self.graph, options.get("partition_strategy"))
         except MalformedError as error:
             raise CheckpointCorruptError(
@@ -191,6 +194,30 @@ class BundleCheckpoint:
         for key in sorted({self._key(table, slot) for table in tables}):
             self.bundle.verify(key, piece_bytes)
 
+    def objects(self, tables: Collection[str]) -> Objects | None:
+        """The layers in the object graph; None for TensorFlow 1. See HoldsWeights."""
+        if self.graph is None:
+            return None
+        configs = own_layer_configs(self.bundle, self.graph)
+        held = self._keys if configs or mid_level_nodes(self.graph) else [name for name in tables if name in self._keys]
+        keys = {key for name in held for key in (self._keys[name].key, *self._keys[name].slots.values())}
+        return objects_of_graph(
+            self.bundle,
+            self.graph,
+            keys,
+            {number: config["tables"] for number, config in configs.items()},
+            self.options.get("root", "").strip("/"),
+        )
+
+    def read_weight(self, weight: Weight) -> Array:
+        """The value of a variable, compared with its checksum."""
+        self.bundle.verify(weight.key)
+        return self.bundle.read(weight.key)
+
+    def policies(self) -> Mapping[str, str]:
+        """None: an object graph has no configs of layers."""
+        return {}
+
     def fingerprint(self) -> str:
         """That of the bundle: of its index and of all its files' sizes and times of change."""
         return self.bundle.fingerprint()
@@ -226,6 +253,17 @@ def _read_graph(bundle: Bundle) -> ObjectGraph | None:
     if OBJECT_GRAPH_KEY not in bundle.entries:
         return None
     return ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY))
+
+
+def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:
+    """The objects that the option `root` leaves: those below it; all without it."""
+    if root is None:
+        return graph
+    if not isinstance(root, str) or not root.strip("/"):
+        raise ConfigError(f"{where}: option root must be the path of an object, such as model/query, got {root!r}")
+    if graph is None:
+        raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects; leave it out")
+    return graph.below(find_root(graph, root, where))
 
 
 def _grouped(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:

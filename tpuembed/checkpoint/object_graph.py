@@ -90,6 +90,17 @@ class ObjectGraph:
                     raise MalformedError(f"node {number} refers to node {target} of {len(nodes)}")
         return cls(nodes)
 
+    def below(self, root: int) -> Self:
+        """The graph of `root` and of all below it. What an optimizer elsewhere keeps for its variables is left out."""
+        kept = [root]
+        numbers = {root: 0}
+        for number in kept:  # grows while it is walked
+            for child in self.nodes[number].children.values():
+                if child not in numbers:
+                    numbers[child] = len(kept)
+                    kept.append(child)
+        return type(self)(tuple(_renumbered(self.nodes[number], numbers) for number in kept))
+
     @functools.cached_property
     def parents(self) -> Mapping[int, tuple[int, str]]:
         """Node number -> (the node before it on a shortest way from the root, its name there), nearest nodes first."""
@@ -152,6 +163,13 @@ class ObjectGraph:
         kept = {slot.slot for node in self.nodes for slot in node.slot_variables}
         lists = (self.nodes[node.children["_variables"]] for node in self.nodes if is_optimizer(node.children))
         return frozenset(kept.union(*(node.children.values() for node in lists)))
+
+
+def _renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
+    children = {name: numbers[child] for name, child in node.children.items()}
+    slots = (slot for slot in node.slot_variables if slot.original in numbers and slot.slot in numbers)
+    moved = (dataclasses.replace(slot, original=numbers[slot.original], slot=numbers[slot.slot]) for slot in slots)
+    return dataclasses.replace(node, children=MappingProxyType(children), slot_variables=tuple(moved))
 
 
 def _parse_node(message: Message) -> Node:

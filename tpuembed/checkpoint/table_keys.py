@@ -52,9 +52,17 @@ def merge_tables(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, Table
         if other is not table:
             raise CheckpointFormatError(
                 f"checkpoint {bundle.prefix}: two embedding layers have a table {table.name!r} ({other.key} and "
-                f"{table.key}); rename one and save again"
+                f"{table.key}); rename one and save again, or choose with --checkpoint-option root=PATH, such as "
+                f"root={_above(other, table)}"
             )
     return merged
+
+
+def _above(one: TableKeys, other: TableKeys) -> str:
+    """The path of the outermost object that holds `one` and not `other`."""
+    first, second = one.key.split("/"), other.key.split("/")
+    shared = next((index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
+    return "/".join(first[: shared + 1])
 
 
 def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:

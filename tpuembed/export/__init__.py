@@ -26,6 +26,7 @@ def export_saved_model(
     *,
     serving_config: Any = None,
     model: Any = None,
+    allow_unused_weights: bool = False,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
     output_names: Mapping[str, str] | None = None,
@@ -54,8 +55,9 @@ def export_saved_model(
         serving_config: what to answer (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested structure of
             FeatureConfig. None: the features of the layer that wrote the checkpoint.
         model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
-            allocate no tables), or its name as "MODULE:FACTORY". Of a subclassed model it returns (model, its inputs' specs).
-            Dense weights are restored from the checkpoint.
+            allow no tables)            allocate no tables), or its name as "MODULE:FACTORY". Of a subclassed model it returns (model, its inputs' specs).
+            Dense weights are restored from the checkpoint, by name.
+        allow_unused_weights: for a model that is a part of the trained one: leave saved weights out that it has no place for.
         tables: export these only, with the features that look up in them.
         features: export these only, with the tables that they look up in. Not for a model, which needs its inputs.
         output_names: new names of a model's outputs by their old ones.
@@ -93,7 +95,9 @@ def export_saved_model(
         resume=resume,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        request = make_request(opened, serving_config, model, tables, features, output_names)
+        request = make_request(
+            opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
+        )
         return run_export(opened, request, model_dir, options, on_progress=on_progress)
 
 
@@ -103,6 +107,7 @@ def plan_saved_model(
     *,
     serving_config: Any = None,
     model: Any = None,
+    allow_unused_weights: bool = False,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
     output_names: Mapping[str, str] | None = None,
@@ -135,7 +140,10 @@ def plan_saved_model(
         resume=resume,
     )
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        plan = make_plan(opened, make_request(opened, serving_config, model, tables, features, output_names), options)
+        request = make_request(
+            opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
+        )
+        plan = make_plan(opened, request, options)
         if model_dir is not None:
             check_place(opened, plan, model_dir, options)
     return plan

@@ -14,6 +14,7 @@ from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
+from tpuembed.export.dense_weights import raw_variables
 from tpuembed.export.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.packing import pack_inputs, unpack
@@ -248,7 +249,8 @@ class KerasModel:
         below = tf.train.TrackableView(self.model).descendants()
         tables = [node for node in below if isinstance(node, tf.saved_model.experimental.TrackableResource)]
         left_out = {id(variable) for variable in without}
-        return [*(variable.value for variable in self.model.variables if id(variable) not in left_out), *tables]
+        variables = [variable.value for variable in self.model.variables if id(variable) not in left_out]
+        return [*variables, *raw_variables(self.model), *tables]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's outputs by name, in inference mode.

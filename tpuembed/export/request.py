@@ -44,6 +44,8 @@ def make_request(
     tables: Sequence[str] | None,
     features: Sequence[str] | None = None,
     output_names: Mapping[str, str] | None = None,
+    *,
+    allow_unused_weights: bool = False,
 ) -> Request:
     """Resolve what was asked against `checkpoint`.
 
@@ -61,12 +63,14 @@ def make_request(
                 "output_names: they rename the outputs of a model, and outputs of lookups are called like their features; "
                 "pass a model, or rename the features in the serving_config"
             )
+        if allow_unused_weights:
+            raise ConfigError("allow_unused_weights: is for a whole model; give `model` too, or leave it out")
         return _LookupRequest(checkpoint, serving_config, tables, features)
     if features is not None:
         raise ConfigError(
             "features: a model needs all of its inputs; leave `features` out, or `model` for lookups alone"
         )
-    return _ModelRequest(checkpoint, serving_config, model, tables, output_names)
+    return _ModelRequest(checkpoint, serving_config, model, tables, output_names, allow_unused_weights)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -122,15 +126,17 @@ class _ModelRequest:
         model: Any,
         tables: Sequence[str] | None,
         output_names: Mapping[str, str] | None,
+        allow_unused_weights: bool,
     ) -> None:
         _require_tensorflow()
+        from tpuembed.export.dense_weights import recorded
         from tpuembed.export.keras_model import build_model
         from tpuembed.export.stacked_tables import StackedTables
         from tpuembed.export.vocabularies import check_vocabularies
 
-        self._checkpoint = checkpoint
+        self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables(checkpoint.tables())
-        with deferred_tables(self._sources):
+        with deferred_tables(self._sources), recorded() as self._made:
             self._model = build_model(model, output_names)
             if self._sources.were_asked_for or self._model.may_read_tables():
                 self._model.trace()
@@ -153,7 +159,13 @@ class _ModelRequest:
         from tpuembed.export.graph import save_graph
 
         def dense() -> list[Any]:
-            restore_dense_weights(self._model.model, self._checkpoint)
+            restore_dense_weights(
+                self._model.model,
+                self._checkpoint,
+                self.tables,
+                allow_unused_weights=self._allow_unused_weights,
+                made=self._made,
+            )
             return self._model.state()
 
         return save_graph(self._model, self._sources, plan.stacks, dense, folder, plan.layout)

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -11,9 +11,11 @@ import numpy as np
 
 from tpuembed.checkpoint.keras_rs.discovery import discover
 from tpuembed.checkpoint.keras_rs.h5_listing import Dataset
+from tpuembed.checkpoint.keras_rs.layers import layer_policies, objects_of_weights, read_array
 from tpuembed.checkpoint.keras_rs.matrices import ChunkCache, Matrix, open_matrix
 from tpuembed.checkpoint.keras_rs.tables import Table, own_layer_updates
 from tpuembed.checkpoint.keras_rs.weights import Weights, find_weights, weights_in
+from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointError, ConfigError, RowRangeError, UnknownTableError
@@ -28,19 +30,21 @@ class KerasCheckpoint:
     Attributes:
         format: "keras".
         path: of the file.
-        options: none.
+        options: as they were given.
         layer_config: of tpuembed's layers, and of keras-rs' where a `.keras` file tells it; None elsewhere.
     """
 
     format: Final = "keras"
     kind: Final = "Keras weights"
-    accepted_options: Final = frozenset[str]()
+    accepted_options: Final = frozenset({"root"})
 
     def __init__(self, weights: Weights, options: Mapping[str, Any]) -> None:
         self.path = str(weights.path)
         self.options = dict(options)
-        self._weights = weights
+        self._policies = layer_policies(weights.config)
+        self._weights = weights = weights.below(options["root"]) if "root" in options else weights
         tables, self.layer_config = discover(weights)
+        self._found = tables
         cache = ChunkCache()
         self._matrices: dict[tuple[str, str | None], Matrix] = {}
         for name, table in tables.items():
@@ -149,6 +153,23 @@ class KerasCheckpoint:
             CheckpointCorruptError: a count is no integer.
         """
         return own_layer_updates(self._weights)
+
+    def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
+        """The layers, by Keras' groups of variables; see HoldsWeights."""
+        return objects_of_weights(self._weights, self._found.values())
+
+    def read_weight(self, weight: Weight) -> Array:
+        """The array of a weight.
+
+        Raises:
+            CheckpointFormatError: it is stored in a way that is not read.
+        """
+        group, _, name = weight.key.rpartition("/")
+        return read_array(self._weights.groups[group].datasets[name])
+
+    def policies(self) -> Mapping[str, str]:
+        """Layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
+        return self._policies
 
     def fingerprint(self) -> str:
         """Of the sizes and versions of the files, and of where in them the arrays lie."""

@@ -12,7 +12,8 @@ from typing import Any, Final, Self
 from tpuembed.checkpoint.keras_rs.archive import CONFIG_NAME, WEIGHTS_NAME, open_archive, parse_config
 from tpuembed.checkpoint.keras_rs.h5_listing import Dataset, Listing, Window, list_files
 from tpuembed.checkpoint.keras_rs.shards import INDEX_ENDING, read_index, shard_path
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, ConfigError
 from tpuembed.files import FilePath, open_bytes, versions
 
 __all__ = ["Group", "Weights", "find_weights", "open_window", "weights_in"]
@@ -114,6 +115,25 @@ class Weights:
             raise _corrupt(path, f"holds {loose[0]!r} beside the groups that Keras writes")
         return cls(path, files, windows, groups, config)
 
+    def below(self, root: Any) -> Self:
+        """The groups of the object at `root`, such as layers/functional_1, and of all below it.
+
+        Raises:
+            ConfigError: there is no such object.
+        """
+        path = root.strip("/") if isinstance(root, str) else ""
+        kept = {
+            name[len(path) :].strip("/"): group
+            for name, group in self.groups.items()
+            if path and f"{name}/".startswith(f"{path}/")
+        }
+        if not kept:
+            raise ConfigError(
+                f"weights {self.path}: option root={root!r}: there is no such object; {did_you_mean(str(root), self.groups)}"
+            )
+        groups = {name: dataclasses.replace(group, path=name) for name, group in kept.items()}
+        return dataclasses.replace(self, groups=groups, config=None)
+
     def close(self) -> None:
         """Close the files."""
         for window in self.windows:
@@ -123,7 +143,8 @@ class Weights:
 def find_weights(path: FilePath) -> FilePath | None:
     """The weight file, index of weight files or `.keras` file that `path` names, or None where there is none.
 
-    `path` is that file; or a directory with just one; or one that `model.save(..., zipped=False)` wrote.
+    `path` is that file; or a directory with just one, or with one per epoch, of which the last; or one that
+    `model.save(..., zipped=False)` wrote.
 
     Raises:
         CheckpointFormatError: a directory holds several, or `path` is one of several files that belong together.
@@ -133,10 +154,25 @@ def find_weights(path: FilePath) -> FilePath | None:
     if not path.is_dir():
         return None
     found = weights_in(path)
+    latest = _latest([file.name for file in found])
+    if latest is not None:
+        return path / latest
     if len(found) > 1:
         shown = ", ".join(file.name for file in found[:5]) + (", ..." if len(found) > 5 else "")
         raise CheckpointFormatError(f"directory {path}: holds several weight files ({shown}); give the path of one")
     return found[0] if found else None
+
+
+def _latest(names: list[str]) -> str | None:
+    """Of names alike but for one number, as ModelCheckpoint writes one per epoch, that of the highest; None of others."""
+    parts = [re.split(r"(\d+)", name) for name in names]
+    if len(names) < 2 or len({len(part) for part in parts}) > 1:
+        return None
+    differ = [index for index, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+    if len(differ) != 1 or differ[0] % 2 == 0:
+        return None
+    numbers = [int(part[differ[0]]) for part in parts]
+    return names[numbers.index(max(numbers))] if len(set(numbers)) == len(numbers) else None
 
 
 def weights_in(directory: FilePath) -> list[FilePath]:

@@ -1,0 +1,254 @@
+"""Whole-model exports of parts of a trained model and from every kind of source, by the numbers of the trained model."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+
+from tests.e2e import capi
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
+from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, ConfigError
+from tpuembed_cli.main import cli
+
+IDS = np.array([3, 0, 9])
+HEADS = ("click", "watch", "like")
+
+
+def _rows(ids: Any, table: str = "t") -> Any:
+    return TPUEmbedding({"id": FeatureConfig(TableConfig(10, 4, table))}, optimizer="sgd")({"id": ids})["id"]
+
+
+def _heads(outputs: Sequence[str] = HEADS, hidden: int = 4, dtype: str | None = None) -> Callable[[], Any]:
+    """A factory of hidden layers and heads of one shape, its outputs in a list."""
+
+    def factory() -> Any:
+        ids = keras.Input((), dtype="int64", name="ids")
+        x = _rows(ids)
+        for number in range(hidden):
+            x = keras.layers.Dense(4, activation="tanh", name=f"hidden{number}", dtype=dtype)(x)
+        return keras.Model(ids, [keras.layers.Dense(4, name=name)(x) for name in outputs])
+
+    return factory
+
+
+def _trained(factory: Callable[[], Any]) -> Any:
+    model = factory()
+    random = np.random.default_rng(5)
+    for weight in model.weights:
+        if "int" not in weight.dtype:
+            weight.assign(random.normal(size=weight.shape))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return _trained(_heads())
+
+
+@pytest.fixture(scope="module")
+def truth(model: Any) -> dict[str, Any]:
+    return dict(zip(HEADS, (np.asarray(value) for value in model(IDS)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def sources(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What Keras 3's callbacks and calls write of one model."""
+    folder = tmp_path_factory.mktemp("sources")
+    model.compile("adam", "mse", metrics=["mae"] * 3)
+    tf.train.Checkpoint(model=model).write(str(folder / "ckpt"))
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    model.save_weights(folder / "sharded.weights.json", max_shard_size=3e-7)
+    (folder / "every").mkdir()
+    (folder / "best").mkdir()
+    for callback in (
+        keras.callbacks.BackupAndRestore(folder / "backup", double_checkpoint=True),
+        keras.callbacks.ModelCheckpoint(folder / "every" / "at-{epoch:02d}.weights.h5", save_weights_only=True),
+        keras.callbacks.ModelCheckpoint(folder / "best" / "best.keras", monitor="loss", save_best_only=True),
+    ):
+        callback.set_model(model)
+        for epoch in range(2):
+            callback.on_epoch_end(epoch, {"loss": 2.0 - epoch})
+    return {
+        path.name: path for path in sorted(folder.iterdir()) if ".data-" not in path.name and "_0000" not in path.name
+    }
+
+
+@pytest.mark.parametrize("name", ["backup", "best", "every", "model.keras", "model.weights.h5", "sharded.weights.json"])
+def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
+    name: str, sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
+) -> None:
+    report = export_saved_model(sources[name], tmp_path / "m", model=_heads(), workers=1)
+    found = capi.predict(report.path, {"ids": IDS})
+    for head in HEADS:
+        np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
+
+
+@pytest.mark.parametrize("name", ["ckpt.index", "model.keras", "model.weights.h5"])
+@pytest.mark.parametrize("outputs", [("watch",), ("watch", "click"), ("like", "watch", "click")])
+def test_some_heads_in_any_order_have_their_own_numbers(
+    name: str, outputs: tuple[str, ...], sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
+) -> None:
+    part = len(outputs) < len(HEADS)
+    if part:
+        with pytest.raises(CheckpointMismatchError, match=r"no place for .*like.*--allow-unused-weights"):
+            export_saved_model(sources[name], tmp_path / "m", model=_heads(outputs))
+    report = export_saved_model(
+        sources[name], tmp_path / "m", model=_heads(outputs), allow_unused_weights=part, workers=1
+    )
+    found = capi.predict(report.path, {"ids": IDS})
+    assert set(found) == set(outputs)
+    for head in outputs:
+        np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
+
+
+def test_a_factory_with_fewer_hidden_layers_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"no place for 2 saved weights: hidden3/kernel .*hidden3/bias"):
+        export_saved_model(sources["ckpt.index"], tmp_path / "m", model=_heads(hidden=3))
+
+
+def test_the_command_takes_the_flag(sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "watch_only.py").write_text(
+        "from tests.e2e.test_export_weights import _heads\n\n\ndef build():\n    return _heads(['watch'])()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ["export", str(sources["ckpt.index"]), "m", "--model", "watch_only:build", "--workers", "1"]
+    refused = CliRunner().invoke(cli, arguments)
+    assert refused.exit_code == 1
+    assert "like/kernel" in refused.output
+    assert CliRunner().invoke(cli, [*arguments, "--allow-unused-weights"]).exit_code == 0
+    lookups = ["export", str(sources["ckpt.index"]), "n", "--allow-unused-weights"]
+    assert "is for a whole model" in CliRunner().invoke(cli, lookups).output
+
+
+def test_a_model_trained_on_ids_is_served_on_strings(
+    sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
+) -> None:
+    def factory() -> Any:
+        names = keras.Input((), dtype="string", name="names")
+        lookup = keras.layers.StringLookup(vocabulary=[f"v{number}" for number in range(1, 10)])
+        outputs = _heads()()(lookup(names))
+        return keras.Model(names, dict(zip(HEADS, outputs, strict=True)))
+
+    for name in ("ckpt.index", "model.weights.h5"):
+        report = export_saved_model(sources[name], tmp_path / name, model=factory, workers=1)
+        served = tf.saved_model.load(str(report.path)).signatures["serving_default"]
+        found = served(names=tf.constant([f"v{number}" for number in IDS]))
+        for head in HEADS:
+            np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=f"{name}: {head}")
+
+
+class _Towers(keras.Model):
+    """Two towers of one class beside each other, each with its own table."""
+
+    def __init__(self, tables: Sequence[str] = ("users", "items")) -> None:
+        super().__init__()
+        self.query, self.candidate = _tower(tables[0]), _tower(tables[1])
+
+    def call(self, inputs: Any) -> Any:
+        return keras.ops.sum(self.query(inputs["ids"]) * self.candidate(inputs["ids"]), -1)
+
+
+def _tower(table: str) -> Any:
+    ids = keras.Input((), dtype="int64", name="ids")
+    return keras.Model(ids, keras.layers.Dense(4, name="projection")(_rows(ids, table)))
+
+
+def test_one_tower_of_two_is_found_by_its_tables_and_needs_the_flag(tmp_path: Path) -> None:
+    towers = _trained(_Towers)
+    prefix = tf.train.Checkpoint(model=towers).write(str(tmp_path / "ckpt"))
+    for table, tower in (("users", towers.query), ("items", towers.candidate)):
+
+        def factory(table: str = table) -> Any:
+            return _tower(table)
+
+        with pytest.raises(CheckpointMismatchError, match="no place for 2 saved weights: projection/kernel"):
+            export_saved_model(prefix, tmp_path / table, model=factory)
+        report = export_saved_model(prefix, tmp_path / table, model=factory, allow_unused_weights=True)
+        (found,) = capi.predict(report.path, {"ids": IDS}).values()
+        np.testing.assert_allclose(found, tower(IDS), atol=1e-5)
+
+
+def test_root_names_the_model_beside_its_average(tmp_path: Path) -> None:
+    model, average = _trained(_heads(("click",))), _trained(_heads(("click",)))
+    for weight in average.weights:
+        weight.assign(weight / 2)
+    prefix = tf.train.Checkpoint(model=model, average=average).write(str(tmp_path / "ckpt"))
+    with pytest.raises(CheckpointFormatError, match=r"two embedding layers have a table 't' .*root=(model|average)"):
+        open_checkpoint(prefix)
+    for root, trained in (("model", model), ("average", average)):
+        options = {"root": root}
+        report = export_saved_model(
+            prefix, tmp_path / root, model=_heads(("click",)), checkpoint_options=options, workers=1
+        )
+        np.testing.assert_allclose(capi.predict(report.path, {"ids": IDS})["click"], trained(IDS), atol=1e-5)
+        table = trained.layers[1].embedding_tables
+        report = export_saved_model(prefix, tmp_path / f"{root}-lookups", checkpoint_options=options)
+        found = capi.predict(report.path, {"id": IDS[:, None]})["id"]
+        np.testing.assert_array_equal(found, tf.gather(next(iter(table.values())), IDS))
+    with pytest.raises(ConfigError, match="there is no object 'modle'; did you mean 'model'"):
+        open_checkpoint(prefix, root="modle")
+
+
+def test_a_weight_of_another_dtype_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("ckpt.index", "model.weights.h5"):
+        with pytest.raises(CheckpointMismatchError, match=r"hidden0.* is float32 there, the model's hidden0.* float16"):
+            export_saved_model(sources[name], tmp_path / "m", model=_heads(dtype="float16"))
+
+
+def test_another_dtype_policy_than_in_training_is_refused(tmp_path: Path) -> None:
+    _trained(_heads(dtype="mixed_bfloat16")).save(tmp_path / "model.keras")
+    with pytest.raises(CheckpointMismatchError, match="'hidden0' was trained with the dtype policy 'mixed_bfloat16'"):
+        export_saved_model(tmp_path / "model.keras", tmp_path / "m", model=_heads())
+    export_saved_model(tmp_path / "model.keras", tmp_path / "m", model=_heads(dtype="mixed_bfloat16"), workers=1)
+
+
+class _Holder(keras.Model):
+    """Keeps layers, or a variable, in a way that some files do not save."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embedding = TPUEmbedding({"id": FeatureConfig(TableConfig(10, 4, "t"))}, optimizer="sgd")
+        layers = [keras.layers.Dense(4) for _ in range(2)] if how != "raw" else []
+        self.held: Any = tf.Variable([2.0, 3.0, 4.0, 5.0], name="scale") if how == "raw" else layers
+        if how == "dict":
+            self.held = dict(zip("ab", layers, strict=True))
+
+    def call(self, inputs: Any) -> Any:
+        x = self.embedding({"id": inputs["ids"]})["id"]
+        if isinstance(self.held, tf.Variable):
+            return {"out": x * self.held}
+        first, second = self.held.values() if isinstance(self.held, dict) else self.held
+        return {"out": first(x) + 2 * second(x)}
+
+
+@pytest.mark.parametrize(
+    ("how", "works", "refused"),
+    [
+        ("list", "w.weights.h5", "saves no layers .* in a Python list or dict.*model.save_weights"),
+        ("dict", "w.weights.h5", "saves no layers .* in a Python list or dict.*model.save_weights"),
+        ("raw", "ckpt.index", "Keras saves no tf.Variable .* scale.* self.add_weight"),
+    ],
+)
+def test_what_one_kind_of_file_does_not_save_the_other_does(how: str, works: str, refused: str, tmp_path: Path) -> None:
+    def factory() -> Any:
+        return _Holder(how), {"ids": tf.TensorSpec([None], tf.int64)}
+
+    model = _Holder(how)
+    model({"ids": tf.constant(IDS)})
+    for weight in [*model.weights, *([model.held] if how == "raw" else [])]:
+        if "int" not in str(weight.dtype):
+            weight.assign(np.random.default_rng(1).normal(size=weight.shape))
+    truth = model({"ids": tf.constant(IDS)})["out"]
+    tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    model.save_weights(tmp_path / "w.weights.h5")
+    (other,) = {"w.weights.h5", "ckpt.index"} - {works}
+    report = export_saved_model(tmp_path / works, tmp_path / "m", model=factory, workers=1)
+    np.testing.assert_allclose(capi.predict(report.path, {"ids": IDS})["out"], truth, atol=1e-5)
+    with pytest.raises(CheckpointMismatchError, match=refused):
+        export_saved_model(tmp_path / other, tmp_path / "n", model=factory)
