@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.feature_input import FeatureInput
-from tpuembed.backends.replicas import check_same_strategy, gather_replicas
+from tpuembed.backends.replicas import check_same_strategy, check_strategy, gather_replicas
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
 from tpuembed.backends.stacked_table import StackLayout
@@ -71,7 +71,8 @@ class HostBackend:
         return _Step(self, features, layer)
 
     def check_called_where_created(self) -> None:
-        """Raise TrainingError in a TPU's program if the tables are not in the TPUs' memory."""
+        """Raise TrainingError in a TPU's program without the tables, ConfigError under an unsupported strategy."""
+        check_strategy()
         if tpu_call() is not None:
             check_same_strategy(self._strategy)
 
