@@ -12,7 +12,7 @@ from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState, create_table
-from tpuembed.backends.tf_config import entry_optimizer, in_xla_context, local, loss_scale
+from tpuembed.backends.tf_config import entry_optimizer, local, loss_scale, unchecked_gathers
 from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import LookupIds, gather_grouped
@@ -88,7 +88,7 @@ class HostBackend:
             rows = tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=tf.float32, name=name)
         else:  # and tells the graph which variable it reads, which an export of the graph needs to know
             rows = tf.gather(variable, ids, name=name)
-        return _nan_outside(rows, ids, state.config.vocabulary_size) if _unchecked_gathers() else rows
+        return _nan_outside(rows, ids, state.config.vocabulary_size) if unchecked_gathers() else rows
 
     def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool) -> list[Any]:
         """Apply the table's optimizer to ids [n] (duplicates allowed, negative ones dropped) and gradients [n, dim].
@@ -98,7 +98,7 @@ class HostBackend:
         state = self.states[table]
         assert state.optimizer is not None, "a table without an optimizer is never trapped"
         check_same_strategy(self._strategy)
-        droppable = droppable or _unchecked_gathers()
+        droppable = droppable or unchecked_gathers()
         unique, summed = dedupe(*gather_replicas(ids, gradients), state.config.vocabulary_size, droppable)
         rate = learning_rate(state.optimizer, local(self._updates).read_value())
         update = update_every_row if not getattr(state.optimizer, "lazy_adam", True) else update_rows
@@ -152,11 +152,6 @@ def _check_supported(state: TableState) -> None:
             f"table {state.config.name!r}: use_gradient_accumulation=False is a shortcut of the embedding accelerator; here "
             "duplicates are always summed; leave it True"
         )
-
-
-def _unchecked_gathers() -> bool:
-    """Whether a gather outside the table goes unnoticed: XLA clamps the id, a GPU answers zeros."""
-    return in_xla_context() or bool(tf.config.list_physical_devices("GPU"))
 
 
 def _nan_outside(rows: Tensor, ids: Tensor, vocabulary_size: int) -> Tensor:

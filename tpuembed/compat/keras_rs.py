@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.compat.divided import DividedEmbedding, divide
@@ -115,6 +116,12 @@ class DistributedEmbedding(DividedEmbedding):
                 place: {what: division.part(place, leaves) for what, leaves in given.items()} for place in self._places
             }
         }
+
+    def __call__(self, inputs: Any, weights: Any = None, **kwargs: Any) -> Any:
+        """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
+        if not (isinstance(inputs, Mapping) and _PREPROCESSED in inputs):
+            inputs = as_tensors(self._division.value.structure, inputs, "inputs")
+        return super().__call__(inputs, *(() if weights is None else (weights,)), **kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:

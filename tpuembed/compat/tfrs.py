@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.saved_places import children_of
 from tpuembed.backends.tf_config import (
     features_from,
@@ -118,6 +119,10 @@ class PartialTPUEmbedding(DividedEmbedding):
 
     def _other_names(self, keys: Iterable[str]) -> set[str]:
         return children_of(keys, _KERAS_LAYERS)
+
+    def __call__(self, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
+        """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
+        return super().__call__(as_tensors(self._division.value.structure, inputs, "features"), **kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
