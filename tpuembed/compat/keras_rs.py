@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import tensorflow as tf
 from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
+from tpuembed.compat import module
 from tpuembed.compat.divided import DividedEmbedding, divide
 from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
 from tpuembed.compat.keras_rs_inputs import prepare
@@ -366,7 +366,9 @@ def _features_from(node: Any, tables: list[TableConfig]) -> Any:
     return [_features_from(child, tables) for child in node]
 
 
-layers = types.SimpleNamespace(
-    DistributedEmbedding=DistributedEmbedding, FeatureConfig=FeatureConfig, TableConfig=TableConfig
+layers = module(
+    f"{__name__}.layers",
+    DistributedEmbedding=DistributedEmbedding,
+    FeatureConfig=FeatureConfig,
+    TableConfig=TableConfig,
 )
-"""`keras_rs.layers`, as far as it is here."""

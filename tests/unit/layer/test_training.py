@@ -422,20 +422,21 @@ E = tf.tpu.experimental.embedding
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    "make",
     [
-        E.Adagrad(1, initial_accumulator_value=10),
-        Adagrad(learning_rate=np.float32(1), initial_accumulator_value=np.int64(10)),
-        keras.optimizers.Adagrad(1.0, initial_accumulator_value=10),
-        E.AdagradMomentum(1, momentum=0, beta2=1, exponent=2, epsilon=1),
-        E.Adam(1, beta_1=0, epsilon=1),
-        E.FTRL(1, learning_rate_power=-1, beta=1, initial_accumulator_value=1, l1_regularization_strength=1),
-        keras.optimizers.Ftrl(0.1, initial_accumulator_value=1, l1_regularization_strength=1),
-        E.SGD(1, weight_decay_factor=1, clipvalue=1, clip_weight_min=-1, clip_weight_max=1),
-        E.SGD(1, clipvalue=(-1, 2)),
+        lambda: E.Adagrad(1, initial_accumulator_value=10),
+        lambda: Adagrad(learning_rate=np.float32(1), initial_accumulator_value=np.int64(10)),
+        lambda: keras.optimizers.Adagrad(1.0, initial_accumulator_value=10),
+        lambda: E.AdagradMomentum(1, momentum=0, beta2=1, exponent=2, epsilon=1),
+        lambda: E.Adam(1, beta_1=0, epsilon=1),
+        lambda: E.FTRL(1, learning_rate_power=-1, beta=1, initial_accumulator_value=1, l1_regularization_strength=1),
+        lambda: keras.optimizers.Ftrl(0.1, initial_accumulator_value=1, l1_regularization_strength=1),
+        lambda: E.SGD(1, weight_decay_factor=1, clipvalue=1, clip_weight_min=-1, clip_weight_max=1),
+        lambda: E.SGD(1, clipvalue=(-1, 2)),
     ],
 )
-def test_hyper_parameters_may_be_integers(optimizer: Any) -> None:
+def test_hyper_parameters_may_be_integers(make: Callable[[], Any]) -> None:
+    optimizer = make()
     layer = TPUEmbedding(one_table(), optimizer=optimizer)
     (table,) = layer.embedding_tables.values()
     spec = next(iter(layer._parts.backend.states.values())).optimizer
