@@ -125,6 +125,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
 
     # ---- lookup
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, features: Any, weights: Any = None, serving_config: Any = None, **kwargs: Any) -> Any:
         """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
         given = as_tensors(self._parts.structure(serving_config), features, "features")

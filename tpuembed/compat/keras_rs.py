@@ -117,6 +117,7 @@ class DistributedEmbedding(DividedEmbedding):
             }
         }
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, inputs: Any, weights: Any = None, **kwargs: Any) -> Any:
         """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
         if not (isinstance(inputs, Mapping) and _PREPROCESSED in inputs):

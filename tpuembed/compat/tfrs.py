@@ -168,6 +168,7 @@ class PartialTPUEmbedding(DividedEmbedding):
     def _other_names(self, keys: Iterable[str]) -> set[str]:
         return children_of(keys, _KERAS_LAYERS)
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
         return super().__call__(as_tensors(self._division.value.structure, inputs, "features"), **kwargs)

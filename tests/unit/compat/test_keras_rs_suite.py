@@ -1,6 +1,6 @@
 """What keras-rs asks of its DistributedEmbedding in its own tests, asked of ours.
 
-Source: keras_rs/src/layers/embedding/distributed_embedding_test.py of github.com/keras-team/keras-rs at 9aa5061. Each test says
+Source: keras_rs/src/layers/embedding/distributed_embedding_test.py of github.com/keras-team/keras-rs at 812d35b. Each test says
 which of them it restates; docs/compat.md lists those that differ. Numbers are compared with numpy.
 """
 
@@ -192,3 +192,9 @@ def test_save_load_model(tmp_path: Path) -> None:
     after = tf.function(keras.models.load_model(tmp_path / "model.keras"))(_batch("dense"))
     for name in DIMS:
         np.testing.assert_array_equal(after["feature_group"][name], before["feature_group"][name])
+
+
+def test_update_stats_init() -> None:
+    """Of `test_update_stats_init`: refused where JAX is not the backend."""
+    with pytest.raises(ValueError, match="update_stats=True needs keras-rs on JAX"):
+        keras_rs.DistributedEmbedding(_configs("dense", "default_device"), update_stats=True)
