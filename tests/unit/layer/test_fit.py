@@ -111,7 +111,7 @@ def test_a_summary_counts_what_the_layer_trains_as_the_docs_say() -> None:
         assert any(line.startswith(f"Non-trainable params: {others} ") for line in said)
 
 
-class Retrieval(keras.Model):  # type: ignore[misc]
+class Retrieval(keras.Model):
     """As docs/compat.md writes a retrieval task of TensorFlow Recommenders."""
 
     def __init__(self) -> None:
