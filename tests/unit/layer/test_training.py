@@ -12,6 +12,7 @@ import tensorflow as tf
 from tests.unit.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.compat import tfrs
+from tpuembed.config import optimizer_from
 from tpuembed.errors import ConfigError, TrainingError
 
 FIRST = np.array([[1, 5], [1, 1], [7, 0]])
@@ -425,7 +426,9 @@ E = tf.tpu.experimental.embedding
     "make",
     [
         lambda: E.Adagrad(1, initial_accumulator_value=10),
-        lambda: Adagrad(**dict.fromkeys(("learning_rate", "initial_accumulator_value"), np.int64(2))),
+        lambda: optimizer_from(
+            {"kind": "adagrad", "learning_rate": np.float32(1), "initial_accumulator_value": np.int64(10)}
+        ),
         lambda: keras.optimizers.Adagrad(1.0, initial_accumulator_value=10),
         lambda: E.AdagradMomentum(1, momentum=0, beta2=1, exponent=2, epsilon=1),
         lambda: E.Adam(1, beta_1=0, epsilon=1),
