@@ -108,9 +108,9 @@ class DistributedEmbedding(DividedEmbedding):
             ConfigError: their structure is not that of `feature_configs`.
         """
         division = self._division.value
-        given = {"inputs": division.unpack(inputs, "inputs")}
+        given = {"inputs": division.unpack(as_tensors(division.structure, inputs, "inputs"), "inputs")}
         if weights is not None:
-            given["weights"] = division.unpack(weights, "weights")
+            given["weights"] = division.unpack(as_tensors(division.structure, weights, "weights"), "weights")
         return {
             _PREPROCESSED: {
                 place: {what: division.part(place, leaves) for what, leaves in given.items()} for place in self._places
@@ -119,10 +119,12 @@ class DistributedEmbedding(DividedEmbedding):
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, inputs: Any, weights: Any = None, **kwargs: Any) -> Any:
-        """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
-        if not (isinstance(inputs, Mapping) and _PREPROCESSED in inputs):
-            inputs = as_tensors(self._division.value.structure, inputs, "inputs")
-        return super().__call__(inputs, *(() if weights is None else (weights,)), **kwargs)
+        """`call`, as Keras calls it; ids and weights may also be numbers of Python and lists of them."""
+        if isinstance(inputs, Mapping) and _PREPROCESSED in inputs:
+            return super().__call__(inputs, *(() if weights is None else (weights,)), **kwargs)
+        structure = self._division.value.structure
+        given = () if weights is None else (as_tensors(structure, weights, "weights"),)
+        return super().__call__(as_tensors(structure, inputs, "inputs"), *given, **kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:

@@ -207,6 +207,15 @@ def test_ids_of_a_batch_are_those_of_one_column(combiner: str) -> None:
         layer(ids, given[:3])
 
 
+def test_pythons_lists_are_ids_and_weights() -> None:
+    layer = layer_of(feature(table(combiner="sum"), 3))
+    truth = combined(DENSE, WEIGHTS, "sum")
+    np.testing.assert_allclose(layer(DENSE, WEIGHTS), truth, rtol=1e-6)
+    np.testing.assert_allclose(layer(layer.preprocess(DENSE, WEIGHTS)), truth, rtol=1e-6)
+    with pytest.raises(ConfigError, match="lists of different lengths"):
+        layer([[1], [2, 3], [4], [5]])
+
+
 def test_sparse_ids_may_be_narrower_than_the_input_shape_and_not_wider() -> None:
     layer = layer_of(feature(table(combiner="sum"), 3))
     values = tf.constant([1, 2], tf.int64)
