@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tpuembed.backends import Backend, Request, TakenGradients, choose, train
 from tpuembed.backends.deferred import DeferredBackend
-from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.feature_input import FeatureInput, as_tensors
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
     features_from,
@@ -124,6 +124,14 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
             self._parts = dataclasses.replace(self._parts, input_shapes=shapes)
 
     # ---- lookup
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, features: Any, weights: Any = None, serving_config: Any = None, **kwargs: Any) -> Any:
+        """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
+        given = as_tensors(self._parts.structure(serving_config), features, "features")
+        if serving_config is not None:
+            kwargs = {**kwargs, "serving_config": serving_config}
+        return super().__call__(given, *(() if weights is None else (weights,)), **kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:

@@ -12,6 +12,7 @@ from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.gradient_trap import TakenGradients
 from tpuembed.backends.host import HostBackend
 from tpuembed.backends.mixed import MixedBackend
+from tpuembed.backends.replicas import check_strategy
 from tpuembed.backends.request import Request
 from tpuembed.backends.sparsecore import SparseCoreBackend
 from tpuembed.backends.stacked_table import StackLayout
@@ -64,7 +65,7 @@ def choose(request: Request) -> Backend:
     """The backend of the current `tf.distribute` strategy and scope: the only place that asks for the hardware.
 
     Raises:
-        ConfigError: the hardware that `embedding_feature` or the strategy asks for is not there or not supported, or the
+        ConfigError: the strategy is not supported, the hardware that `embedding_feature` asks for is not there, or the
             installation cannot work.
     """
     check_environment()
@@ -72,12 +73,12 @@ def choose(request: Request) -> Backend:
     if source is not None:
         return DeferredBackend(request.tables, source)
     strategy = tf.distribute.get_strategy()
+    check_strategy()
     accelerator = _ACCELERATORS.get(_hardware(strategy, request.embedding_feature))
     large = {table.name for table in request.tables if table.vocabulary_size > (request.size_threshold or 0)}
     if accelerator is not None and large:
         return _accelerated(accelerator, request, large)
     _warn_without_effect(request, strategy)
-    _check_replicas(strategy)
     return HostBackend(request)
 
 
@@ -109,13 +110,4 @@ def _warn_without_effect(request: Request, strategy: Any) -> None:
         warnings.warn(
             f"TPUEmbedding: {option} has no effect under {type(strategy).__name__.lstrip('_')}: no embedding accelerator is used",
             stacklevel=5,
-        )
-
-
-def _check_replicas(strategy: Any) -> None:
-    known = type(strategy) is tf.distribute.MirroredStrategy or is_tpu_strategy(strategy)
-    if strategy.num_replicas_in_sync > 1 and not known:
-        raise ConfigError(
-            f"TPUEmbedding: {type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas is not supported yet; "
-            "build the layer under the default strategy, a MirroredStrategy or a TPUStrategy"
         )

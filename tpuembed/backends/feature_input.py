@@ -5,16 +5,47 @@ import math
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
 from tpuembed.config import FeatureConfig
+from tpuembed.config.structure import flatten_up_to, pack_like
 from tpuembed.errors import ConfigError
 from tpuembed.lookup import LookupIds, flatten_ids, merged_shape
 
-__all__ = ["FeatureInput"]
+__all__ = ["FeatureInput", "as_tensors"]
 
 _EXACT_INTEGERS = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.float64: 2**53}
+
+
+def as_tensors(structure: Any, features: Any, what: str) -> Any:
+    """`features` with Python's numbers, and lists of them, made tensors: Keras layers take none as they are.
+
+    Raises:
+        ConfigError: another structure than `structure`, or lists of different lengths; the message calls them `what`.
+    """
+    leaves = [(path, leaf) for path, _, leaf in flatten_up_to(structure, features, what)]
+    if not any(_is_python(leaf) for _, leaf in leaves):
+        return features
+    return pack_like(structure, [_as_tensor(path, leaf) if _is_python(leaf) else leaf for path, leaf in leaves])
+
+
+def _is_python(leaf: Any) -> bool:
+    """Whether `leaf` is a number of Python, or lists of numbers."""
+    if isinstance(leaf, list | tuple):
+        return all(_is_python(item) or isinstance(item, np.number) for item in leaf)
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+
+
+def _as_tensor(path: str, leaf: Any) -> Any:
+    try:
+        values = np.asarray(leaf)
+    except ValueError:
+        raise ConfigError(
+            f"feature {path!r}: lists of different lengths; pass tf.ragged.constant(ids, dtype=tf.int64)"
+        ) from None
+    return tf.constant(values.astype(np.int64) if values.dtype.kind == "i" or not values.size else values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +134,13 @@ def _tensor_ids(path: str, ids: Any) -> Any:
 
 
 def _integer_ids(path: str, config: FeatureConfig, ids: Any) -> Any:
-    """`ids` as int64 of their own kind; a float type that cannot hold every id of the table is refused."""
+    """`ids` as int64 of their own kind.
+
+    Keras traces some models with float inputs, so a float type is no error, unless it cannot hold every id of the table.
+    Float ids that are no row numbers fail when they are looked up.
+    """
     ids = _tensor_ids(path, ids)
-    dtype = ids.dtype
+    dtype, shape = ids.dtype, ids.shape
     if not (dtype.is_integer or dtype.is_floating):
         raise ConfigError(f"feature {path!r}: ids must be integers, got {dtype.name}")
     if dtype.is_floating and config.table.vocabulary_size > _EXACT_INTEGERS.get(dtype, 0):
@@ -115,10 +150,27 @@ def _integer_ids(path: str, config: FeatureConfig, ids: Any) -> Any:
         )
     if dtype == tf.uint64:
         ids = _map_values(lambda values: tf.minimum(values, tf.int64.max), ids)  # else the highest turn negative
+    if dtype.is_floating:
+        ids = _map_values(lambda values: _whole(path, values), ids)
     cast = tf.cast(ids, tf.int64)
     if isinstance(ids, tf.SparseTensor):
-        cast.set_shape(ids.shape)  # which a cast forgets
+        cast.set_shape(shape)  # which a cast forgets
     return cast
+
+
+def _whole(path: str, values: Any) -> Any:
+    """Float `values` as int64, which fail where one is NaN, infinite, negative or fractional.
+
+    XLA drops the check: there such an id is one outside of every table.
+    """
+    wide = tf.cast(values, tf.float64)
+    whole = (wide >= 0) & (wide < 2.0**63) & tf.equal(wide, tf.floor(wide))
+    message = (
+        f"feature {path}: float ids must be whole numbers from 0; got one that is negative, fractional or not finite"
+    )
+    check = tf.debugging.Assert(tf.reduce_all(whole), [message])
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.where(whole, tf.cast(values, tf.int64), tf.int64.max)
 
 
 def _map_values(function: Any, ids: Any) -> Any:

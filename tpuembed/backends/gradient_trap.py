@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.tf_config import in_save_context, in_xla_context, is_op_determinism_enabled, local
-from tpuembed.backends.tf_tpu import tpu_call
+from tpuembed.backends.tf_tpu import differentiates_control_flow, tpu_call
 from tpuembed.errors import TrainingError
 
 __all__ = ["TakenGradients", "gradient_trap"]
@@ -20,6 +20,14 @@ Tensor = Any
 _TWICE = (
     "TPUEmbedding: a second gradient was taken through one call of the layer (a persistent tape?), which would update the tables "
     "twice; ask for all gradients in one tape.gradient(loss, [a, b]) call"
+)
+_IN_BRANCH = (
+    "TPUEmbedding: the layer is called inside of tf.cond, tf.switch_case or a loop, and the gradient is taken outside of it, which "
+    "TensorFlow cannot trace; take the gradient inside too, or call the layer before, with all ids, and choose activations"
+)
+_SAVED = (
+    "TPUEmbedding: a SavedModel does not train its tables: it has neither their live learning rates nor their strategy; build the "
+    "layer, restore a checkpoint, and train that"
 )
 _REMEMBERED = 64
 
@@ -49,8 +57,6 @@ class TakenGradients:
 
         In a critical section, because two gradients that a graph has of functions are not in an order there.
         """
-        if in_save_context():  # a SavedModel has the gradients' functions too, and cannot have a lock
-            return []
         return [self._section.execute(lambda: self._take(number), exclusive_resource_access=False)]
 
     def _take(self, number: Tensor) -> Tensor:
@@ -79,7 +85,7 @@ def gradient_trap(
 
     Raises:
         TrainingError: on a second gradient through one call, which would apply the update twice. (Where only the running step
-            knows, an InvalidArgumentError of the same words.)
+            knows, an InvalidArgumentError of the same words.) On the gradient of a branch or loop that has the call.
     """
     here, number = _graph(), taken.draw()
     graphs: list[Any] = []
@@ -87,6 +93,10 @@ def gradient_trap(
     def backward(*gradients: Tensor) -> Tensor:
         # A traced call may be differentiated in several graphs, each of which runs for a call of its own.
         graph = _graph()
+        if in_save_context():  # which traces the gradients' functions too
+            return _zeros_after([tf.debugging.Assert(tf.constant(False), [_SAVED])], dummy)
+        if graph is not None and differentiates_control_flow():
+            raise TrainingError(_IN_BRANCH)
         if any(graph is earlier for earlier in graphs):
             raise TrainingError(_TWICE)
         graphs.append(graph)

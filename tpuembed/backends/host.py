@@ -9,12 +9,12 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.feature_input import FeatureInput
-from tpuembed.backends.replicas import check_same_strategy, gather_replicas
+from tpuembed.backends.replicas import check_same_strategy, check_strategy, gather_replicas
 from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState, create_table
-from tpuembed.backends.tf_config import entry_optimizer, in_xla_context, local, loss_scale
+from tpuembed.backends.tf_config import entry_optimizer, local, loss_scale, unchecked_gathers
 from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import LookupIds, Span, gather_grouped, outside_shift
@@ -86,7 +86,8 @@ class HostBackend:
             return [dataclasses.replace(one, ids=tf.identity(one.ids)) for one in flat]
 
     def check_called_where_created(self) -> None:
-        """Raise TrainingError in a TPU's program if the tables are not in the TPUs' memory."""
+        """Raise TrainingError in a TPU's program without the tables, ConfigError under an unsupported strategy."""
+        check_strategy()
         if tpu_call() is not None:
             check_same_strategy(self._strategy)
 
@@ -102,7 +103,7 @@ class HostBackend:
             rows = tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=tf.float32, name=name)
         else:  # and tells the graph which variable it reads, which an export of the graph needs to know
             rows = tf.gather(variable, ids, name=name)
-        return _nan_outside(rows, ids, state.config.vocabulary_size) if _unchecked_gathers() else rows
+        return _nan_outside(rows, ids, state.config.vocabulary_size) if unchecked_gathers() else rows
 
     def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool) -> list[Any]:
         """Apply the table's optimizer to ids [n] (duplicates allowed, negative ones dropped) and gradients [n, dim].
@@ -112,7 +113,7 @@ class HostBackend:
         state = self.states[table]
         assert state.optimizer is not None, "a table without an optimizer is never trapped"
         check_same_strategy(self._strategy)
-        droppable = droppable or _unchecked_gathers()
+        droppable = droppable or unchecked_gathers()
         unique, summed = dedupe(*gather_replicas(ids, gradients), state.config.vocabulary_size, droppable)
         rate = learning_rate(state.optimizer, local(self._updates).read_value())
         update = update_every_row if not getattr(state.optimizer, "lazy_adam", True) else update_rows
@@ -166,11 +167,6 @@ def _check_supported(state: TableState) -> None:
             f"table {state.config.name!r}: use_gradient_accumulation=False is a shortcut of the embedding accelerator; here "
             "duplicates are always summed; leave it True"
         )
-
-
-def _unchecked_gathers() -> bool:
-    """Whether a gather outside the table goes unnoticed: XLA clamps the id, a GPU answers zeros."""
-    return in_xla_context() or bool(tf.config.list_physical_devices("GPU"))
 
 
 def _nan_outside(rows: Tensor, ids: Tensor, vocabulary_size: int) -> Tensor:

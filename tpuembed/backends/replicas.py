@@ -8,11 +8,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.errors import TrainingError
+from tpuembed.backends.tf_tpu import is_tpu_strategy
+from tpuembed.errors import ConfigError, TrainingError
 
-__all__ = ["check_same_strategy", "gather_replicas"]
+__all__ = ["check_same_strategy", "check_strategy", "gather_replicas"]
 
 Tensor = Any
+
+_SUPPORTED = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
+
+
+def check_strategy() -> None:
+    """Raise ConfigError unless tables are trained right under the current strategy: one of those that are tested.
+
+    A subclass is another strategy. Under a ParameterServerStrategy the steps of several workers would overwrite each
+    other's rows.
+    """
+    strategy = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy() or type(strategy) in _SUPPORTED or is_tpu_strategy(strategy):
+        return
+    raise ConfigError(
+        f"TPUEmbedding: {type(strategy).__module__}.{type(strategy).__name__} is not supported; use no strategy, a "
+        "tf.distribute.OneDeviceStrategy, a tf.distribute.MirroredStrategy or a tf.distribute.TPUStrategy"
+    )
 
 
 def gather_replicas(ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

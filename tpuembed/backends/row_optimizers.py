@@ -89,7 +89,7 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
     """float32 scalar: the constant, the schedule at `step` updates, or what the callable returns now.
 
     Raises:
-        TrainingError: the callable returns a Python number while a function is traced, where it would be frozen.
+        TrainingError: the callable returns a number of Python or numpy while a function is traced, where it would be frozen.
     """
     rate = spec.learning_rate
     if not callable(rate):
@@ -97,9 +97,10 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
     if isinstance(rate, _schedule_class()):
         return tf.cast(rate(step), tf.float32)
     value = rate()
-    if isinstance(value, float | int) and not tf.executing_eagerly():
+    if not (tf.is_tensor(value) or tf.executing_eagerly()):
+        kind = "numpy" if isinstance(value, np.generic | np.ndarray) else "Python"
         raise TrainingError(
-            f"{spec.kind}: the learning_rate callable returned the Python number {value!r}, which tracing would freeze; "
+            f"{spec.kind}: the learning_rate callable returned the {kind} number {value!r}, which tracing would freeze; "
             "return a tensor, or keep the rate in a tf.Variable"
         )
     return tf.cast(tf.convert_to_tensor(value), tf.float32)
@@ -134,7 +135,7 @@ def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) ->
 def _dedupe_static(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     order = tf.argsort(ids, stable=True)
     ids, gradients = tf.gather(ids, order), tf.gather(gradients, order)
-    starts = tf.concat([[True], tf.not_equal(ids[1:], ids[:-1])], 0)
+    starts = tf.concat([tf.ones_like(ids[:1], tf.bool), tf.not_equal(ids[1:], ids[:-1])], 0)  # none of no ids
     segments = tf.cumsum(tf.cast(starts, tf.int32)) - 1
     unique = tf.math.unsorted_segment_max(ids, segments, tf.size(ids))
     # A segment that no id belongs to has the lowest integer, and so counts as dropped too.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import tpu_util
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -45,6 +46,7 @@ __all__ = [
     "resolve_optimizer",
     "sparse_core_config_from_dict",
     "sparse_core_config_to_dict",
+    "unchecked_gathers",
 ]
 
 _embedding = tf.tpu.experimental.embedding
@@ -54,6 +56,11 @@ Trackable = tf.__internal__.tracking.Trackable
 def in_xla_context() -> bool:
     """Whether the ops being built will be compiled by XLA."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def unchecked_gathers() -> bool:
+    """Whether a gather outside the table goes unnoticed: XLA clamps the id, a GPU answers zeros."""
+    return in_xla_context() or bool(tf.config.list_physical_devices("GPU"))
 
 
 def entry_optimizer(layer: Any) -> Any:
@@ -92,14 +99,15 @@ def features_from(structure: Any, served: Mapping[Any, str] | None = None) -> tu
         A TensorFlow table without a name gets TensorFlow's own, `table_<i>` by order of first use, and a warning.
 
     Raises:
-        ConfigError: a leaf is no FeatureConfig, two different tables share a name, or a served table has none.
+        ConfigError: a leaf is no FeatureConfig, two TableConfigs share a name (those of `served` may, where they are
+            equal), or a served table has none.
     """
     leaves = list(flatten(structure))
     if not leaves:
         raise ConfigError("feature_config is empty; name at least one feature")
     tables: dict[int, tuple[Any, TableConfig]] = {}
     features = [_feature_from(path, leaf, tables, served) for path, leaf in leaves]
-    _check_names([table for _, table in tables.values()])
+    _check_names([table for _, table in tables.values()], equal_allowed=served is not None)
     return pack_like(structure, features), {original: table.name for original, table in tables.values()}
 
 
@@ -173,12 +181,17 @@ def _unless_default(initializer: Any, dim: int) -> Any:
     return None if is_default else initializer
 
 
-def _check_names(tables: list[TableConfig]) -> None:
+def _check_names(tables: list[TableConfig], equal_allowed: bool) -> None:
     by_name: dict[str, TableConfig] = {}
     for table in tables:
         other = by_name.setdefault(table.name, table)
         if other != table:
             raise ConfigError(f"two different tables are called {table.name!r}: {other} and {table}; rename one")
+        if other is not table and not equal_allowed:
+            raise ConfigError(
+                f"two tables are called {table.name!r}: features have a TableConfig of that name each; give them the same "
+                "object to share its rows, or rename one"
+            )
 
 
 def features_to_tf(structure: Any) -> Any:
@@ -233,17 +246,23 @@ def _plain_table(table: TableConfig, for_checkpoint: bool) -> TableConfig:
     if for_checkpoint:
         return dataclasses.replace(table, initializer=None, optimizer=None)
     optimizer = None if table.optimizer is None else optimizer_to_dict(resolve_optimizer(table.optimizer))
-    return dataclasses.replace(table, initializer=_plain_initializer(table.initializer), optimizer=optimizer)
+    return dataclasses.replace(table, initializer=_plain_initializer(table), optimizer=optimizer)
 
 
-def _plain_initializer(value: Any) -> Any:
-    """A Keras initializer's dict; TensorFlow's own initializers have the same names and arguments."""
-    if isinstance(value, keras.initializers.Initializer):
-        return keras.initializers.serialize(value)
+def _plain_initializer(table: TableConfig) -> Any:
+    """A Keras initializer's dict; TensorFlow's own initializers have the same names and arguments.
+
+    But for constants: TensorFlow lays their values out in the table, Keras spreads them over it.
+    """
+    value = table.initializer
     if type(value).__module__.endswith("init_ops_v2"):
         config = {key: item for key, item in value.get_config().items() if key != "dtype"}
-        return {"class_name": type(value).__name__, "config": config}
-    return value
+        if "value" not in config:
+            return {"class_name": type(value).__name__, "config": config}
+        values = np.asarray(config["value"])
+        laid_out = values.reshape(table.vocabulary_size, table.dim) if values.size > 1 else values.reshape(())
+        value = keras.initializers.Constant(laid_out.astype(np.float32))
+    return keras.initializers.serialize(value) if isinstance(value, keras.initializers.Initializer) else value
 
 
 def sparse_core_config_to_dict(config: Any) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
-from tensorflow.python.ops import control_flow_v2_func_graphs
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import cond_v2, control_flow_v2_func_graphs, while_v2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
 from tpuembed.backends.stack_ids import ids_inside, ids_with_room
@@ -23,6 +24,7 @@ __all__ = [
     "HardwareEngine",
     "SparseCoreEngine",
     "densify_on_host",
+    "differentiates_control_flow",
     "embedding_feature",
     "in_symbolic_scope",
     "is_tpu_strategy",
@@ -84,6 +86,12 @@ def traced_outside_of_loops() -> bool:
     """
     holding = next((graph for graph in _graphs() if _tpu_context(graph) is not None), None)
     return holding is not None and not isinstance(holding, control_flow_v2_func_graphs.WhileBodyFuncGraph)
+
+
+def differentiates_control_flow() -> bool:
+    """Whether the gradient of a branch of `tf.cond`, or of the body of a loop, is being traced, or of a function called there."""
+    kinds = (cond_v2._CondGradFuncGraph, while_v2._WhileBodyGradFuncGraph)
+    return any(isinstance(graph, kinds) for graph in ops._default_graph_stack.stack)
 
 
 def _graphs() -> Iterator[Any]:

@@ -8,10 +8,11 @@ import tensorflow as tf
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.gradient_trap import TakenGradients, gradient_trap
 from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_config import entry_optimizer, local
+from tpuembed.backends.tf_config import entry_optimizer, local, unchecked_gathers
+from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import TrainingError
 
-__all__ = ["Step", "train"]
+__all__ = ["Step", "found_together", "train"]
 
 Tensor = Any
 
@@ -57,7 +58,32 @@ def train(
         step = backend.begin(trapped, layer)
         caught = gradient_trap(dummy, step.lookup, lambda gradients: _apply(step, gradients, updates), taken)
     answers = {True: iter(backend.lookup(free) if free else []), False: iter(caught)}
-    return [next(answers[_is_free(backend, feature)]) for feature in features]
+    activations = [next(answers[_is_free(backend, feature)]) for feature in features]
+    return found_together(activations) if trapped else activations
+
+
+def found_together(activations: Sequence[Tensor]) -> list[Tensor]:
+    """`activations`, whose gradients wait until all of them are looked up: a step that fails on one's ids updates no table.
+
+    A graph would otherwise update one table while the lookup in another one fails. Eagerly the lookups are over before; XLA,
+    TPUs and GPUs do not fail on ids.
+    """
+    unchecked = tpu_call() is not None or unchecked_gathers()
+    if len(activations) < 2 or tf.executing_eagerly() or unchecked:
+        return list(activations)
+
+    @tf.custom_gradient
+    def gate(*given: Tensor) -> tuple[list[Tensor], Any]:
+        def backward(*gradients: Tensor) -> list[Tensor]:
+            # An op that no optimizer of graphs drops: they turn a lookup that only a control edge needs into nothing.
+            found = tf.raw_ops.Assert(condition=tf.constant(True), data=given)
+            with tf.control_dependencies([found]):
+                return [tf.identity(gradient) for gradient in gradients]
+
+        return [tf.identity(activation) for activation in given], backward
+
+    gated: list[Tensor] = gate(*activations)
+    return gated
 
 
 def _check_accumulation(optimizer: Any) -> None:

@@ -9,6 +9,7 @@ import keras
 
 from tpuembed.backends.saved_places import children_of, saved_keys
 from tpuembed.backends.tf_tpu import LAYOUTS, saved_layouts
+from tpuembed.backends.training import found_together
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
@@ -87,6 +88,8 @@ class DividedEmbedding(keras.layers.Layer):
         for place, layer in self._parts:
             of_part = None if weights is None else division.part(place, weights)
             found.update(layer(division.part(place, ids), of_part))
+        if len(self._parts) > 1 and any(layer.trainable for _, layer in self._parts):
+            found = dict(zip(found, found_together(list(found.values())), strict=True))
         return division.pack(found)
 
     def _specs(self, ids: Leaves) -> Any:

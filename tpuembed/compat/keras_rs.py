@@ -4,15 +4,16 @@
 """
 
 import dataclasses
-import types
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
+from tpuembed.compat import module
 from tpuembed.compat.divided import DividedEmbedding, divide
 from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
 from tpuembed.compat.keras_rs_inputs import prepare
@@ -107,14 +108,23 @@ class DistributedEmbedding(DividedEmbedding):
             ConfigError: their structure is not that of `feature_configs`.
         """
         division = self._division.value
-        given = {"inputs": division.unpack(inputs, "inputs")}
+        given = {"inputs": division.unpack(as_tensors(division.structure, inputs, "inputs"), "inputs")}
         if weights is not None:
-            given["weights"] = division.unpack(weights, "weights")
+            given["weights"] = division.unpack(as_tensors(division.structure, weights, "weights"), "weights")
         return {
             _PREPROCESSED: {
                 place: {what: division.part(place, leaves) for what, leaves in given.items()} for place in self._places
             }
         }
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, inputs: Any, weights: Any = None, **kwargs: Any) -> Any:
+        """`call`, as Keras calls it; ids and weights may also be numbers of Python and lists of them."""
+        if isinstance(inputs, Mapping) and _PREPROCESSED in inputs:
+            return super().__call__(inputs, *(() if weights is None else (weights,)), **kwargs)
+        structure = self._division.value.structure
+        given = () if weights is None else (as_tensors(structure, weights, "weights"),)
+        return super().__call__(as_tensors(structure, inputs, "inputs"), *given, **kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:
@@ -359,7 +369,9 @@ def _features_from(node: Any, tables: list[TableConfig]) -> Any:
     return [_features_from(child, tables) for child in node]
 
 
-layers = types.SimpleNamespace(
-    DistributedEmbedding=DistributedEmbedding, FeatureConfig=FeatureConfig, TableConfig=TableConfig
+layers = module(
+    f"{__name__}.layers",
+    DistributedEmbedding=DistributedEmbedding,
+    FeatureConfig=FeatureConfig,
+    TableConfig=TableConfig,
 )
-"""`keras_rs.layers`, as far as it is here."""

@@ -46,6 +46,8 @@ def prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool
 def _is_ready(config: FeatureConfig, ids: Tensor, weights: Tensor) -> bool:
     if isinstance(ids, tf.RaggedTensor):
         return _limit(config) is None
+    if _lacks_an_axis(config, ids):
+        return False
     return isinstance(ids, tf.SparseTensor) or (not config.combined and weights is None)
 
 
@@ -53,6 +55,9 @@ def _prepared(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tens
     if isinstance(ids, tf.RaggedTensor):
         limit = _limit(config)
         return ids[:, :limit], None if weights is None else weights[:, :limit]
+    if _lacks_an_axis(config, ids):
+        weights = None if weights is None else _like(config, ids, weights)[:, None]
+        ids = ids[:, None]
     if config.combined:
         return _as_ragged(ids), None if weights is None else _as_ragged(_like(config, ids, weights))
     if (
@@ -74,12 +79,20 @@ def _limit(config: FeatureConfig) -> int | None:
     return config.input_shape[1] if len(config.input_shape) == 2 else None
 
 
+def _lacks_an_axis(config: FeatureConfig, ids: Tensor) -> bool:
+    """Whether dense ids [batch] are given for an input_shape (batch, 1)."""
+    return ids.shape.rank == 1 and len(config.input_shape) == 2 and config.input_shape[1] == 1
+
+
 def _check_shape(config: FeatureConfig, ids: Tensor) -> None:
-    """The batch is not compared: replicas, last batches and servers see other ones."""
+    """Compare `ids` with input_shape. The batch may be another; ids [batch] are [batch, 1]; sparse ids may be narrower."""
     shape, wanted = tuple(ids.shape), config.input_shape
-    ragged = isinstance(ids, tf.RaggedTensor)
-    sizes = () if ragged else tuple(zip(shape[1:], wanted[1:], strict=False))
-    if len(shape) != len(wanted) or any(None not in pair and pair[0] != pair[1] for pair in sizes):
+    if _lacks_an_axis(config, ids):
+        return
+    sizes = () if isinstance(ids, tf.RaggedTensor) else tuple(zip(shape[1:], wanted[1:], strict=False))
+    sparse = isinstance(ids, tf.SparseTensor)
+    wrong = [pair for pair in sizes if None not in pair and (pair[0] > pair[1] if sparse else pair[0] != pair[1])]
+    if len(shape) != len(wanted) or wrong:
         raise ConfigError(
             f"feature {config.name!r}: ids of shape {shape}, and its input_shape is {wanted}; make them agree but for the batch"
         )

@@ -8,13 +8,14 @@ become `from tpuembed.compat.tfrs import ...`, and `import tensorflow_recommende
 Keras 3's.
 """
 
-import types
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.saved_places import children_of
 from tpuembed.backends.tf_config import (
     features_from,
@@ -23,14 +24,24 @@ from tpuembed.backends.tf_config import (
     optimizer_to_tf,
     resolve_optimizer,
 )
+from tpuembed.compat import module
 from tpuembed.compat.divided import DividedEmbedding, divide
-from tpuembed.config import feature_config_from_dict
+from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count
 from tpuembed.config.structure import flatten
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
 
-__all__ = ["PartialTPUEmbedding", "TPUEmbedding", "experimental", "layers", "translate_keras_optimizer"]
+__all__ = [
+    "PartialTPUEmbedding",
+    "SmallEmbedding",
+    "TPUEmbedding",
+    "experimental",
+    "layers",
+    "partial_tpu_embedding",
+    "tpu_embedding_layer",
+    "translate_keras_optimizer",
+]
 
 
 def translate_keras_optimizer(optimizer: Any) -> Any:
@@ -51,6 +62,44 @@ def translate_keras_optimizer(optimizer: Any) -> Any:
     return optimizer_to_tf(resolve_optimizer(optimizer))
 
 
+@dataclasses.dataclass(frozen=True)
+class SmallEmbedding:
+    """A small table of a `PartialTPUEmbedding`, with the names that a Keras `Embedding` has for it.
+
+    Attributes:
+        layer: the layer that holds all small tables.
+        table: its config.
+        embeddings: its variable, float32 [vocabulary_size, dim].
+    """
+
+    layer: TPUEmbedding
+    table: TableConfig
+    embeddings: Any
+
+    @property
+    def input_dim(self) -> int:
+        """The table's rows."""
+        return int(self.table.vocabulary_size)
+
+    @property
+    def output_dim(self) -> int:
+        """The table's columns."""
+        return int(self.table.dim)
+
+    @property
+    def weights(self) -> list[Any]:
+        """The table alone."""
+        return [self.embeddings]
+
+    def get_weights(self) -> list[Any]:
+        """The table's rows, as numpy."""
+        return [self.embeddings.numpy()]
+
+    def __call__(self, ids: Any) -> Any:
+        """Return the rows of `ids`, one by one."""
+        return self.layer(ids, serving_config=FeatureConfig(self.table))
+
+
 _LARGE, _SMALL = "tpu_embedding", "small_embedding"
 _KERAS_LAYERS = "_keras_embedding_layers"
 """Where TensorFlow Recommenders saves small tables."""
@@ -69,7 +118,7 @@ class PartialTPUEmbedding(DividedEmbedding):
         optimizer: of the large tables: whatever `TPUEmbedding` takes.
         pipeline_execution_with_tensor_core: overlap lookups of large tables with dense computation.
         batch_size: examples of one step of all replicas, for accelerators that must know it when the layer is built.
-        size_threshold: tables of more rows are large; None for none of them, 0 for all.
+        size_threshold: tables of more rows are large; None for none of them, 0 or less for all.
         name, **kwargs: as for every Keras layer.
 
     Raises:
@@ -93,7 +142,7 @@ class PartialTPUEmbedding(DividedEmbedding):
     ) -> None:
         super().__init__(name=name, autocast=False, **kwargs)
         if size_threshold is not None:
-            check_count("PartialTPUEmbedding: size_threshold", size_threshold, 0)
+            check_count("PartialTPUEmbedding: size_threshold", size_threshold, -(2**63))
         features, self._table_names = _features(feature_config)
         self._optimizer = None if optimizer is None else resolve_optimizer(optimizer)
         self._pipelining, self._batch_size, self._size_threshold = (
@@ -120,6 +169,11 @@ class PartialTPUEmbedding(DividedEmbedding):
         return children_of(keys, _KERAS_LAYERS)
 
     @tf.autograph.experimental.do_not_convert
+    def __call__(self, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
+        """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
+        return super().__call__(as_tensors(self._division.value.structure, inputs, "features"), **kwargs)
+
+    @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """{feature name: ids} -> {feature name: activations}, as `TPUEmbedding` gives them."""
         activations: dict[str, Any] = self._look_up(self._division.value.unpack(inputs, "features"), None)
@@ -135,11 +189,15 @@ class PartialTPUEmbedding(DividedEmbedding):
         return self.part(_LARGE)
 
     @property
-    def keras_embedding_layers(self) -> dict[str, TPUEmbedding]:
-        """{name of a feature of a small table: the layer that holds that table}; one layer holds all small tables."""
-        layer = self.part(_SMALL)
-        places = self._division.value.places
-        return {path: layer for path, place in places.items() if place == _SMALL and layer is not None}
+    def keras_embedding_layers(self) -> dict[str, "SmallEmbedding"]:
+        """{name of a feature of a small table: that table, as a Keras `Embedding` shows it}; features share a table's."""
+        layer, division = self.part(_SMALL), self._division.value
+        if layer is None or not layer.embedding_tables:  # an export holds none
+            return {}
+        variables = {config.name: (config, variable) for config, variable in layer.embedding_tables.items()}
+        tables = {name: SmallEmbedding(layer, *found) for name, found in variables.items()}
+        configs = dict(flatten(division.structure))
+        return {path: tables[configs[path].table.name] for path, place in division.places.items() if place == _SMALL}
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
@@ -194,9 +252,29 @@ def _per_replica(batch_size: int | None) -> int | None:
     return None if batch_size is None else batch_size // replicas
 
 
-layers = types.SimpleNamespace(embedding=types.SimpleNamespace(TPUEmbedding=TPUEmbedding))
-"""`tensorflow_recommenders.layers`, as far as it is here."""
-experimental = types.SimpleNamespace(
-    layers=types.SimpleNamespace(embedding=types.SimpleNamespace(PartialTPUEmbedding=PartialTPUEmbedding))
+# The modules of TensorFlow Recommenders, by their names.
+_EMBEDDING = f"{__name__}.layers.embedding"
+tpu_embedding_layer = module(
+    f"{_EMBEDDING}.tpu_embedding_layer",
+    TPUEmbedding=TPUEmbedding,
+    translate_keras_optimizer=translate_keras_optimizer,
 )
-"""`tensorflow_recommenders.experimental`, as far as it is here."""
+layers = module(
+    f"{__name__}.layers",
+    embedding=module(_EMBEDDING, TPUEmbedding=TPUEmbedding, tpu_embedding_layer=tpu_embedding_layer),
+)
+_EXPERIMENTAL = f"{__name__}.experimental"
+partial_tpu_embedding = module(
+    f"{_EXPERIMENTAL}.layers.embedding.partial_tpu_embedding", PartialTPUEmbedding=PartialTPUEmbedding
+)
+experimental = module(
+    _EXPERIMENTAL,
+    layers=module(
+        f"{_EXPERIMENTAL}.layers",
+        embedding=module(
+            f"{_EXPERIMENTAL}.layers.embedding",
+            PartialTPUEmbedding=PartialTPUEmbedding,
+            partial_tpu_embedding=partial_tpu_embedding,
+        ),
+    ),
+)

@@ -5,6 +5,7 @@ tensorflow/core/protobuf/tpu/optimization_parameters.proto.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -42,7 +43,9 @@ class Optimizer:
     slot_variable_creation_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field; a subclass adds its own."""
+        """Check every field; a subclass adds its own. Integers and numpy's numbers become floats, as table rows are."""
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _as_float(getattr(self, field.name)))
         if not callable(self.learning_rate):
             check_number(f"{self.kind}: learning_rate", self.learning_rate, 0.0)
         object.__setattr__(self, "clipvalue", self._bounds())
@@ -61,7 +64,7 @@ class Optimizer:
         if value is None:
             return None
         if isinstance(value, Sequence) and len(value) == 2:
-            return value[0], value[1]
+            return _as_float(value[0]), _as_float(value[1])
         check_number(f"{self.kind}: clipvalue", value, 0.0, above=True)
         return -value, value
 
@@ -85,6 +88,11 @@ class Optimizer:
         kept = {name: value for name, (value, default) in fields.items() if name == "learning_rate" or value != default}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
         return {"kind": self.kind, **{name: value for name, value in plain.items() if not callable(value)}}
+
+
+def _as_float(value: Any) -> Any:
+    """A number as a Python float; anything else, a bool among it, as it is."""
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
 
 
 def _check_order(kind: str, what: str, low: float | None, high: float | None) -> None:

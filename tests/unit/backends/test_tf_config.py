@@ -70,10 +70,12 @@ def test_an_unnamed_table_gets_tensorflows_name_and_a_warning() -> None:
     assert names == {b: "table_0", a: "table_1"}
 
 
-def test_two_different_tables_of_one_name_are_refused_and_equal_ones_are_one() -> None:
-    one = {"x": FeatureConfig(TableConfig(3, 2, "t")), "y": FeatureConfig(TableConfig(3, 2, "t"))}
-    layer = TPUEmbedding(one, optimizer="sgd")
+def test_two_tables_of_one_name_are_refused_and_one_object_is_one_table() -> None:
+    table = FeatureConfig(TableConfig(3, 2, "t"))
+    layer = TPUEmbedding({"x": table, "y": table}, optimizer="sgd")
     assert len(layer.weights) == 3, "the table, the count of updates, the trap"
+    with pytest.raises(ConfigError, match="two tables are called 't'"):
+        TPUEmbedding({"x": table, "y": FeatureConfig(TableConfig(3, 2, "t"))})
     with pytest.raises(ConfigError, match="two different tables are called 't'"):
         TPUEmbedding({"x": FeatureConfig(TableConfig(3, 2, "t")), "y": FeatureConfig(TableConfig(4, 2, "t"))})
 

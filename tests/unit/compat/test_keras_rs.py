@@ -195,6 +195,36 @@ def test_ids_of_another_shape_are_refused(ids: Any) -> None:
         layer_of(feature(table(), 3))(ids)
 
 
+@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
+def test_ids_of_a_batch_are_those_of_one_column(combiner: str) -> None:
+    layer, ids, weights = layer_of(feature(table(combiner=combiner), 1)), np.array([1, 2, 3, 9]), [2.0, -1.0, 0.5, 0.5]
+    np.testing.assert_array_equal(layer(ids), layer(ids[:, None]))
+    given = np.array(weights, np.float32)
+    np.testing.assert_array_equal(layer(ids, given), layer(ids[:, None], given[:, None]))
+    apart = layer_of(feature(table(combiner=combiner), 1, (BATCH, 1, DIM)))
+    np.testing.assert_array_equal(apart(ids), ROWS[ids][:, None])
+    with pytest.raises(ConfigError, match=r"weights of shape \(3,\) for ids of shape \(4,\); make them equal"):
+        layer(ids, given[:3])
+
+
+def test_pythons_lists_are_ids_and_weights() -> None:
+    layer = layer_of(feature(table(combiner="sum"), 3))
+    truth = combined(DENSE, WEIGHTS, "sum")
+    np.testing.assert_allclose(layer(DENSE, WEIGHTS), truth, rtol=1e-6)
+    np.testing.assert_allclose(layer(layer.preprocess(DENSE, WEIGHTS)), truth, rtol=1e-6)
+    with pytest.raises(ConfigError, match="lists of different lengths"):
+        layer([[1], [2, 3], [4], [5]])
+
+
+def test_sparse_ids_may_be_narrower_than_the_input_shape_and_not_wider() -> None:
+    layer = layer_of(feature(table(combiner="sum"), 3))
+    values = tf.constant([1, 2], tf.int64)
+    narrow = tf.SparseTensor([[0, 0], [3, 1]], values, [BATCH, 2])
+    np.testing.assert_array_equal(layer(narrow), np.stack([ROWS[1], 0 * ROWS[0], 0 * ROWS[0], ROWS[2]]))
+    with pytest.raises(ConfigError, match=r"ids of shape \(4, 4\), and its input_shape is \(4, 3\)"):
+        layer(tf.SparseTensor([[0, 0], [3, 1]], values, [BATCH, 4]))
+
+
 def test_another_batch_is_not_refused() -> None:
     assert layer_of(feature(table(), 3))(np.zeros((7, 3), int)).shape == (7, DIM)
 

@@ -50,7 +50,13 @@ def step(layer: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("threshold", "large"),
-    [(SMALL, {"large"}), (SMALL - 1, {"large", "small"}), (0, {"large", "small"}), (None, set())],
+    [
+        (SMALL, {"large"}),
+        (SMALL - 1, {"large", "small"}),
+        (0, {"large", "small"}),
+        (-1, {"large", "small"}),
+        (None, set()),
+    ],
 )
 def test_tables_of_more_rows_than_the_threshold_are_large(threshold: int | None, large: set[str]) -> None:
     layer = partial(threshold)
@@ -179,10 +185,40 @@ def test_only_flat_dicts(structure: Any) -> None:
         tfrs.PartialTPUEmbedding(structure, "adagrad")
 
 
-@pytest.mark.parametrize("threshold", [-1, 0.5])
-def test_thresholds_are_counts(threshold: Any) -> None:
+@pytest.mark.parametrize("threshold", ["10", 0.5])
+def test_thresholds_are_integers(threshold: Any) -> None:
     with pytest.raises(ConfigError, match="PartialTPUEmbedding: size_threshold must be"):
         partial(threshold)
+
+
+def test_small_tables_look_like_keras_embeddings() -> None:
+    """They were the one layer that holds them all, which has no input_dim, output_dim and embeddings."""
+    tables = {"a": FeatureConfig(small := TableConfig(5, 3, "s")), "b": FeatureConfig(TableConfig(7, 2, "t"))}
+    layer = tfrs.PartialTPUEmbedding({**tables, "c": FeatureConfig(small)}, "sgd")
+    found = layer.keras_embedding_layers
+    assert {name: (one.input_dim, one.output_dim) for name, one in found.items()} == {
+        "a": (5, 3),
+        "b": (7, 2),
+        "c": (5, 3),
+    }
+    assert found["a"].embeddings is found["c"].embeddings is layer.embedding_tables[small]
+    assert found["a"].weights == [found["a"].embeddings]
+    rows = found["b"].embeddings.numpy()
+    np.testing.assert_array_equal(found["b"].get_weights()[0], rows)
+    np.testing.assert_array_equal(found["b"](tf.constant([[6], [0]])), rows[[[6], [0]]])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(found["a"](tf.constant([4, 4])))
+    assert tf.convert_to_tensor(tape.gradient(loss, found["a"].embeddings)).numpy()[4].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("threshold", [None, SMALL, 0])
+def test_pythons_integers_are_ids(threshold: int | None) -> None:
+    layer = partial(threshold)
+    rows = tables(layer)
+    found = layer({"item": 3, "items": [1, 2], "kind": 4})
+    np.testing.assert_array_equal(found["item"], rows["large"][3])
+    np.testing.assert_array_equal(found["items"], rows["large"][[1, 2]])
+    np.testing.assert_array_equal(found["kind"], rows["small"][4])
 
 
 def test_inputs_must_name_every_feature() -> None:

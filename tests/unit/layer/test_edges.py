@@ -68,6 +68,79 @@ def test_two_variables_are_never_saved_under_one_name(tables: dict[str, str], me
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
+@pytest.mark.parametrize("way", ["eager", "graph", "XLA"])
+def test_float_ids_that_are_no_row_numbers_are_refused(kind: str, way: str) -> None:
+    """NaN and infinity became 0 or padding, 3.9999 row 3. XLA has no errors: there the rows are NaN."""
+    layer = _layer()
+    rows = next(iter(layer.embedding_tables.values())).numpy()
+
+    def look_up(values: Any) -> Any:
+        ragged = tf.RaggedTensor.from_row_splits(values, [0, 1, 2])
+        sparse = tf.SparseTensor([[0, 0], [1, 0]], values, [2, 1])
+        return layer({"x": {"dense": values, "ragged": ragged, "sparse": sparse}[kind]})["x"]
+
+    call = {"eager": look_up, "graph": tf.function(look_up), "XLA": tf.function(look_up, jit_compile=True)}[way]
+    np.testing.assert_array_equal(call(tf.constant([3.0, -0.0])), rows[[3, 0]])
+    for bad in (np.nan, np.inf, -np.inf, -1.0, 0.5, -0.5, 3.9999, 1e30):
+        if way == "XLA":
+            found = call(tf.constant([3.0, bad])).numpy()
+            np.testing.assert_array_equal(found[0], rows[3])
+            assert np.isnan(found[1]).all(), bad
+        else:
+            with pytest.raises(
+                tf.errors.InvalidArgumentError, match="feature x: float ids must be whole numbers from 0; got"
+            ):
+                call(tf.constant([3.0, bad]))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", None])
+@pytest.mark.parametrize("kind", ["dense", "matrix", "ragged", "sparse"])
+def test_a_batch_without_ids_compiles_and_changes_nothing(kind: str, optimizer: Any) -> None:
+    features = {"x": FeatureConfig(TableConfig(4, 2, "t")), "y": FeatureConfig(TableConfig(4, 2, "u"))}
+    layer = TPUEmbedding(features, optimizer=optimizer)
+    before = {config.name: table.numpy() for config, table in layer.embedding_tables.items()}
+    none = tf.zeros([0], tf.int64)
+    ids = {
+        "dense": none,
+        "matrix": tf.zeros([0, 3], tf.int64),
+        "ragged": tf.RaggedTensor.from_row_splits(none, [0, 0, 0]),
+        "sparse": tf.SparseTensor(tf.zeros([0, 2], tf.int64), none, [2, 3]),
+    }[kind]
+
+    @tf.function(jit_compile=True)
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            found = layer({"x": ids, "y": tf.constant([1])})
+            loss = tf.reduce_sum(found["x"]) + tf.reduce_sum(found["y"])
+        return found["x"], tape.gradient(loss, layer.trainable_variables)
+
+    found, _ = step()
+    assert found.shape == {"dense": (0, 2), "matrix": (0, 3, 2), "ragged": (2, 2), "sparse": (2, 2)}[kind]
+    assert not found.numpy().any()
+    for config, table in layer.embedding_tables.items():
+        if config.name == "t" or optimizer is None:
+            np.testing.assert_array_equal(table, before[config.name])
+        else:
+            assert (table.numpy()[1] != before[config.name][1]).all()
+
+
+@pytest.mark.parametrize("ids", [1, [1, 3], (1, 3), [[1, 2], [3, 0]], [], [2.0]])
+def test_pythons_integers_and_lists_are_ids(ids: Any) -> None:
+    layer = _layer()
+    rows = next(iter(layer.embedding_tables.values())).numpy()
+    truth = rows[np.asarray(ids, np.int64)]
+    for call in (layer, tf.function(layer)):
+        np.testing.assert_array_equal(call({"x": ids})["x"], truth)
+    served = {"y": FeatureConfig(TableConfig(4, 2, "t"))}
+    np.testing.assert_array_equal(layer({"y": ids}, serving_config=served)["y"], truth)
+
+
+def test_lists_of_different_lengths_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"feature 'x': lists of different lengths; pass tf\.ragged\.constant"):
+        _layer()({"x": [[1, 2], [3]]})
+
+
 def test_a_step_traced_before_xla_compiles_it_is_refused_where_it_would_be_wrong() -> None:
     """XLA gives wrong unique ids of those that are left when negative ones are dropped."""
     layer = _layer()

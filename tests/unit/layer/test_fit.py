@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding
 
@@ -95,3 +96,48 @@ def test_batch_by_batch() -> None:
     for start in range(0, len(IDS), BATCH):
         model.train_on_batch(IDS[start : start + BATCH], SLOPES[start : start + BATCH])
     np.testing.assert_allclose(table.numpy(), expected, atol=2e-6)
+
+
+def test_a_summary_counts_what_the_layer_trains_as_the_docs_say() -> None:
+    """One weight of a layer is "trainable", the one that its gradients come through; tables and slots are not."""
+    table = FeatureConfig(TableConfig(10, 4, "t"))
+    for optimizer, trainable, others in (("adam", 1 + 5, 3 * 10 * 4 + 1), (None, 10 * 4 + 5, 0)):
+        x = keras.Input((), dtype="int64")
+        model = keras.Model(x, keras.layers.Dense(1)(TPUEmbedding(table, optimizer=optimizer)(x)))
+        lines: list[str] = []
+        model.summary(print_fn=lines.append)
+        said = [line.strip() for line in "\n".join(lines).splitlines()]
+        assert any(line.startswith(f"Trainable params: {trainable} ") for line in said)
+        assert any(line.startswith(f"Non-trainable params: {others} ") for line in said)
+
+
+class Retrieval(keras.Model):
+    """As docs/compat.md writes a retrieval task of TensorFlow Recommenders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        features = {"query": FeatureConfig(TableConfig(9, 4, "q")), "candidate": FeatureConfig(TableConfig(20, 4, "c"))}
+        self.rows = TPUEmbedding(features, optimizer=keras.optimizers.Adagrad(0.5))
+
+    def call(self, inputs: Any) -> Any:
+        rows = self.rows(inputs)
+        return tf.matmul(rows["query"], rows["candidate"], transpose_b=True)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        del x, y, sample_weight, training
+        labels = tf.range(tf.shape(y_pred)[0])
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, y_pred))
+
+
+def test_a_retrieval_task_is_a_loss() -> None:
+    model = Retrieval()
+    model.compile("sgd")
+    batch = {"query": np.arange(8), "candidate": np.arange(8) + 10}
+    scores = model(batch).numpy().astype(np.float64)
+    truth = np.mean(np.log(np.exp(scores).sum(1)) - np.diag(scores))
+    losses = model.fit(batch, epochs=60, verbose=0, shuffle=False).history["loss"]
+    np.testing.assert_allclose(losses[0], truth, rtol=1e-5)
+    assert losses[-1] < 0.2
+    assert (model.predict(batch, verbose=0).argmax(1) == np.arange(8)).all()

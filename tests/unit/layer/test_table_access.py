@@ -180,12 +180,19 @@ def test_tables_by_the_config_objects_that_were_passed() -> None:
 
 
 @pytest.mark.parametrize("make", [TableConfig, E.TableConfig])
-def test_equal_configs_are_one_table(make: Any) -> None:
+def test_two_configs_of_one_name_are_refused_though_equal(make: Any) -> None:
+    """As by TensorFlow; a serving_config may have another object for a table of the layer."""
     first, second = (make(vocabulary_size=7, dim=3, name="video") for _ in range(2))
     feature = E.FeatureConfig if make is E.TableConfig else FeatureConfig
-    layer = TPUEmbedding([feature(first), feature(second)], optimizer="adagrad")
-    assert layer.embedding_tables[first] is layer.embedding_tables[second]
+    with pytest.raises(
+        ConfigError, match="two tables are called 'video': features have a TableConfig of that name each"
+    ):
+        TPUEmbedding([feature(first), feature(second)], optimizer="adagrad")
+    layer = TPUEmbedding([feature(first), feature(first)], optimizer="adagrad")
     assert set(held(layer)) == {"video"}
+    rows = next(iter(layer.embedding_tables.values())).numpy()
+    served = layer([tf.constant([1]), tf.constant([2])], serving_config=[feature(second), feature(first)])
+    np.testing.assert_array_equal(served, rows[[[1], [2]]])
 
 
 def test_arguments_of_another_kind() -> None:

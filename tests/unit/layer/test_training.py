@@ -1,5 +1,6 @@
 """Training: the tables' numbers after steps of every kind of loop, against float64 and against TensorFlow's own kernels."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import tensorflow as tf
 
 from tests.unit.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.compat import tfrs
+from tpuembed.config import optimizer_from
 from tpuembed.errors import ConfigError, TrainingError
 
 FIRST = np.array([[1, 5], [1, 1], [7, 0]])
@@ -404,7 +407,166 @@ def test_a_callable_rate_is_read_at_every_update_and_a_frozen_one_refused() -> N
         tf.function(lambda: _grad(frozen, frozen))()
 
 
+@pytest.mark.parametrize("value", [0.5, 1, np.float32(0.5), np.float64(0.5), np.array(0.5), np.int64(1)])
+def test_a_rate_that_tracing_would_freeze_is_refused(value: Any) -> None:
+    """One of numpy was taken, and frozen. Eagerly it is read at every update."""
+    layer, table, reference = _make(SGD(learning_rate=lambda: value))
+    kind = "numpy" if isinstance(value, np.generic | np.ndarray) else "Python"
+    with pytest.raises(TrainingError, match=f"the learning_rate callable returned the {kind} number"):
+        tf.function(lambda: _grad(layer, layer))()
+    _eager(layer)
+    _reference_step(reference, float(value))
+    np.testing.assert_allclose(table.numpy(), reference.table, atol=1e-6)
+
+
+E = tf.tpu.experimental.embedding
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: E.Adagrad(1, initial_accumulator_value=10),
+        lambda: optimizer_from(
+            {"kind": "adagrad", "learning_rate": np.float32(1), "initial_accumulator_value": np.int64(10)}
+        ),
+        lambda: keras.optimizers.Adagrad(1.0, initial_accumulator_value=10),
+        lambda: E.AdagradMomentum(1, momentum=0, beta2=1, exponent=2, epsilon=1),
+        lambda: E.Adam(1, beta_1=0, epsilon=1),
+        lambda: E.FTRL(1, learning_rate_power=-1, beta=1, initial_accumulator_value=1, l1_regularization_strength=1),
+        lambda: keras.optimizers.Ftrl(0.1, initial_accumulator_value=1, l1_regularization_strength=1),
+        lambda: E.SGD(1, weight_decay_factor=1, clipvalue=1, clip_weight_min=-1, clip_weight_max=1),
+        lambda: E.SGD(1, clipvalue=(-1, 2)),
+    ],
+)
+def test_hyper_parameters_may_be_integers(make: Callable[[], Any]) -> None:
+    optimizer = make()
+    layer = TPUEmbedding(one_table(), optimizer=optimizer)
+    (table,) = layer.embedding_tables.values()
+    spec = next(iter(layer._parts.backend.states.values())).optimizer
+    reference = Reference(table.numpy(), spec)
+    rate = float(optimizer.learning_rate) if isinstance(optimizer, keras.optimizers.Optimizer) else None
+    for step in STEPS.values():
+        step(layer)
+        _reference_step(reference, rate)
+    assert_same_numbers(table.numpy(), reference.table, type(optimizer).__name__)
+    for name, slot in layer.named_variables().items():
+        if "/" in name:
+            assert_same_numbers(slot.numpy(), reference.slots[name.split("/")[1]], name)
+    json.dumps(layer.get_config())
+
+
+# ---- branches and loops
+
+
+def _true() -> Any:
+    """True, which no graph knows before it runs."""
+    return tf.random.uniform([]) >= 0.0
+
+
+INSIDE: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+    "cond": lambda call: tf.cond(_true(), lambda: call(tf.constant([1])), lambda: 0.0),
+    "switch_case": lambda call: tf.switch_case(
+        tf.cast(_true(), tf.int32), [lambda: 0.0, lambda: call(tf.constant([1]))]
+    ),
+    "while_loop": lambda call: tf.while_loop(
+        lambda i, _: i < 3, lambda i, s: (i + 1, s + call(tf.reshape(i, [1]))), (0, 0.0), maximum_iterations=3
+    )[1],
+    "map_fn": lambda call: tf.reduce_sum(
+        tf.map_fn(lambda i: call(i[None]), tf.range(3), fn_output_signature=tf.float32)
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_call_in_a_branch_or_loop_is_refused_where_the_gradient_is_outside(
+    kind: str, nested: bool, jit: bool
+) -> None:
+    layer = TPUEmbedding(FeatureConfig(TableConfig(4, 2, "t")), "sgd")
+    look_up = tf.function(layer, input_signature=[tf.TensorSpec([None], tf.int32)]) if nested else layer
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = INSIDE[kind](lambda ids: tf.reduce_sum(look_up(ids)))
+        return tape.gradient(loss, layer.trainable_variables)
+
+    with pytest.raises(TrainingError, match=r"called inside of tf\.cond, tf\.switch_case or a loop"):
+        tf.function(step, jit_compile=jit)()
+    assert int(layer.updates.numpy()) == 0
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_step_in_a_branch_or_loop_updates_once_each_time(kind: str) -> None:
+    layer = TPUEmbedding(FeatureConfig(TableConfig(4, 2, "t")), SGD(learning_rate=1.0))
+    (table,) = layer.embedding_tables.values()
+    before = table.numpy()
+
+    def step(ids: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids))
+        with tf.control_dependencies(tape.gradient(loss, layer.trainable_variables)):
+            return tf.identity(loss)
+
+    tf.function(lambda: INSIDE[kind](step))()
+    changed = [1] if kind in ("cond", "switch_case") else [0, 1, 2]
+    expected = before.copy()
+    expected[changed] -= 1.0
+    np.testing.assert_allclose(table.numpy(), expected, atol=1e-6)
+    assert int(layer.updates.numpy()) == len(changed)
+
+
+def test_lookups_in_branches_and_loops_are_rows() -> None:
+    layer = TPUEmbedding(FeatureConfig(TableConfig(4, 2, "t")), "sgd")
+    (table,) = layer.embedding_tables.values()
+    for kind, inside in INSIDE.items():
+        rows = [1] if kind in ("cond", "switch_case") else [0, 1, 2]
+        found = tf.function(lambda inside=inside: inside(lambda ids: tf.reduce_sum(layer(ids))))()
+        np.testing.assert_allclose(found, table.numpy()[rows].sum(), rtol=1e-5)
+
+
 # ---- cost and safety
+
+
+def _two_tables(kind: str) -> Any:
+    first, second = TableConfig(4, 2, "first", optimizer="adagrad"), TableConfig(40, 2, "second")
+    features = {"first": FeatureConfig(first), "second": FeatureConfig(second)}
+    if kind == "PartialTPUEmbedding":
+        return tfrs.PartialTPUEmbedding(features, "sgd", size_threshold=10)
+    return TPUEmbedding(features, "sgd" if kind == "two trained" else None)
+
+
+@pytest.mark.parametrize("way", ["static", "dynamic", "nested", "eager over a function", "fit"])
+@pytest.mark.parametrize("kind", ["two trained", "one trained by the model", "PartialTPUEmbedding"])
+def test_a_step_that_fails_on_an_id_of_one_table_updates_none(kind: str, way: str) -> None:
+    layer = _two_tables(kind)
+    tables = list(layer.embedding_tables.values())
+    before = [table.numpy() for table in tables]
+    inner = tf.function(lambda first, second: layer({"first": first, "second": second}))
+
+    def step(first: Any, second: Any, call: Any = None) -> Any:
+        with tf.GradientTape() as tape:
+            found = call(first, second) if call else layer({"first": first, "second": second})
+            loss = tf.add_n([tf.reduce_sum(activation) for activation in found.values()])
+        return tape.gradient(loss, layer.trainable_variables)
+
+    model = keras.Sequential([layer, keras.layers.Lambda(lambda rows: rows["first"] + rows["second"])])
+    model.compile("sgd", "mae")
+    ways: dict[str, Callable[[Any, Any], Any]] = {
+        "static": tf.function(step),
+        "dynamic": tf.function(step, input_signature=[tf.TensorSpec([None], tf.int64)] * 2),
+        "nested": tf.function(lambda first, second: step(first, second, inner)),
+        "eager over a function": lambda first, second: step(first, second, inner),
+        "fit": lambda first, second: model.fit({"first": first, "second": second}, np.ones((1, 2)), verbose=0),
+    }
+    for first, second in ((1, 99), (99, 1)):
+        for _ in range(5):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                ways[way](tf.constant([first], tf.int64), tf.constant([second], tf.int64))
+            for table, truth in zip(tables, before, strict=True):
+                np.testing.assert_array_equal(table, truth)
+    ways[way](tf.constant([1], tf.int64), tf.constant([1], tf.int64))
+    assert (tables[0].numpy()[1] != before[0][1]).all()
 
 
 def test_no_op_of_a_step_is_as_large_as_the_table() -> None:
