@@ -17,6 +17,7 @@ from tpuembed.errors import ConfigError
 
 __all__ = [
     "LAYOUTS",
+    "LOOKUP_SCOPE",
     "MANIFEST_PATH",
     "FeatureEntry",
     "FileEntry",
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
+LOOKUP_SCOPE: Final = "tpuembed_lookup"
+"""The name scope of a lookup's operations in an export. Each row of its outputs is looked up by the ids of the same row, whatever
+stands beside it, and entries of -1 behind a row's ids change nothing: the server takes the scope for one operation."""
 FORMAT = 1
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
