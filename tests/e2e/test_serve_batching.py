@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(models: Path) -> Iterator[ServerProcess]:
-    options = ("--config", str(models / "models.config"), "--enable-batching", "--run-threads", "1")
+    options = ("--config", str(models / "models.config"), "--run-threads", "1")
     with ServerProcess(None, models / "server.log", *options) as running:
         while running.request("GET", "/readyz")[0] != 200:
             time.sleep(0.05)
@@ -155,7 +155,8 @@ def test_bad_ids_have_their_own_text_and_fail_nobody_else(server: ServerProcess,
 
 
 def test_rows_that_look_at_each_other_are_told_apart(server: ServerProcess) -> None:
-    assert "signature serving_default: requests are not put together" in server.log
+    text = "centred/1: signature serving_default: requests do not share runs unless --enable-batching says so: output 'y': Mean (Mean)"
+    assert text in server.log
 
 
 def test_the_operators_parameters(tmp_path: Path) -> None:
@@ -222,8 +223,8 @@ def test_packed_inputs_are_the_named_ones(models: Path) -> None:
             np.testing.assert_array_equal(found, named[info.alias])
     merging = servable.merging(signature)
     assert merging is not None
-    assert (merging.is_ours, merging.is_proven, merging.is_steady) == (True, True, True)
-    assert BatchingSettings().covers(merging.is_ours)
+    assert (merging.is_proven, merging.is_steady) == (True, True)
+    assert BatchingSettings().covers(merging.is_proven)
     with pytest.raises(Exception, match=r"(?i)dimension 0|shapes"):
         servable.run(signature, [np.array([1, 2]), np.array([1])])
 

@@ -116,7 +116,9 @@ def _laid_out(value: Value, *kinds: Kind) -> Value:
     if value.kind is Kind.SIZE:
         raise Mixed(_BATCH_SIZE)
     if value.kind not in (kinds or (Kind.ROWS,)):
-        raise Mixed(_POSITION if value.kind in (Kind.POINTER, Kind.INDICES, Kind.SPLITS, Kind.ENDS) else "rows meet here")
+        raise Mixed(
+            _POSITION if value.kind in (Kind.POINTER, Kind.INDICES, Kind.SPLITS, Kind.ENDS) else "rows meet here"
+        )
     return value
 
 
@@ -273,7 +275,9 @@ def _of_sizes(call: Call) -> list[Value] | None:
     count = max(len(one.sizes), len(other.sizes))
     if {len(one.sizes), len(other.sizes)} - {1, count}:
         return None
-    pairs = list(zip(*(list(v.sizes or ()) * (count if len(v.sizes or ()) == 1 else 1) for v in call.inputs), strict=True))
+    pairs = list(
+        zip(*(list(v.sizes or ()) * (count if len(v.sizes or ()) == 1 else 1) for v in call.inputs), strict=True)
+    )
     shape = one.shape if len(one.shape) > len(other.shape) or len(one.sizes) == count else other.shape
     shape = shape if len(shape) == max(len(one.shape), len(other.shape)) else (Size.of(count),)
     if call.op in _COMPARISONS:
@@ -285,7 +289,10 @@ def _of_sizes(call: Call) -> list[Value] | None:
     numbers = [_arithmetic(call.op, *pair) for pair in pairs]
     if call.op == "FloorDiv" and _all_same(call):  # of sizes by a number: a size
         sizes = [first.at_least(Size.of(0)) and (second.number or 0) > 0 for first, second in pairs]
-        numbers = [call.unknown() if number is None and is_size else number for number, is_size in zip(numbers, sizes, strict=True)]
+        numbers = [
+            call.unknown() if number is None and is_size else number
+            for number, is_size in zip(numbers, sizes, strict=True)
+        ]
     if any(number is None for number in numbers):
         return None
     return [_numbers_value(shape, [number for number in numbers if number is not None])]
@@ -542,9 +549,13 @@ def _reshape(call: Call) -> list[Value]:
     if value.kind in (Kind.SAME, Kind.SIZE):
         if not all(size.is_same for size in shape):
             raise Mixed(_BATCH_SIZE)
-        return [Value(value.kind, shape, sizes=value.sizes, array=None if value.array is None else _as(value.array, shape))]
+        return [
+            Value(value.kind, shape, sizes=value.sizes, array=None if value.array is None else _as(value.array, shape))
+        ]
     axis = _kept_axis(call, value, shape)
-    return [Value(value.kind, shape, axis, target=value.target, holes=value.holes, counts=value.counts, fill=value.fill)]
+    return [
+        Value(value.kind, shape, axis, target=value.target, holes=value.holes, counts=value.counts, fill=value.fill)
+    ]
 
 
 def _as(array: Any, shape: Sequence[Size]) -> Any:
@@ -672,7 +683,10 @@ def _pack(call: Call) -> list[Value]:
     for value in call.inputs:
         _laid_out(value)
         _no_width(value)
-        if _known(value.shape)[first.axis : first.axis + 1] != shape[first.axis : first.axis + 1] or value.axis != first.axis:
+        if (
+            _known(value.shape)[first.axis : first.axis + 1] != shape[first.axis : first.axis + 1]
+            or value.axis != first.axis
+        ):
             raise Mixed("rows of one input stand beside others of another")
     axis += len(shape) + 1 if axis < 0 else 0
     shape = _merged(call, [_known(value.shape) for value in call.inputs])
@@ -866,7 +880,12 @@ def _strided_slice(call: Call) -> list[Value]:
             continue
         if axis >= len(shape):
             raise Mixed("it takes more axes than there are")
-        is_whole = what == "part" and step == 1 and (begin is None or begin.number == 0) and (end is None or end == shape[axis])
+        is_whole = (
+            what == "part"
+            and step == 1
+            and (begin is None or begin.number == 0)
+            and (end is None or end == shape[axis])
+        )
         if value.kind is not Kind.SAME and axis == value.axis and value.kind is not Kind.INDICES:
             if not is_whole:
                 raise Mixed("it takes rows by their numbers")
@@ -891,7 +910,13 @@ def _strided_slice(call: Call) -> list[Value]:
         return [_columns(value, columns)]
     if value.kind is Kind.SAME:
         return [same(found_shape)]
-    return [_moved(Value(value.kind, None, 0, target=value.target, holes=value.holes, fill=value.fill), found_shape, new_axis or 0)]
+    return [
+        _moved(
+            Value(value.kind, None, 0, target=value.target, holes=value.holes, fill=value.fill),
+            found_shape,
+            new_axis or 0,
+        )
+    ]
 
 
 def _columns(value: Value, columns: Any) -> Value:
@@ -1109,7 +1134,13 @@ def _reduce(call: Call) -> list[Value]:
             by = operator.mul if call.op == "Prod" else operator.add
             total = functools.reduce(by, value.sizes, Size.of(call.op == "Prod"))
             return [_numbers_value((Size.of(1),) if keep else (), [total])]
-    if value.kind is Kind.SAME and call.op in ("All", "Any") and value.array is not None and value.rank == 1 and axes == [0]:
+    if (
+        value.kind is Kind.SAME
+        and call.op in ("All", "Any")
+        and value.array is not None
+        and value.rank == 1
+        and axes == [0]
+    ):
         return [same((), array=np.array(getattr(np, call.op.lower())(value.array)))]
     if value.kind is Kind.SAME and (axes is None or value.shape is None):
         return [same(() if value.shape == () else None)]
@@ -1268,8 +1299,7 @@ def _matmul(call: Call) -> list[Value]:
         for shape, axis in ((first, first_axis), (second, second_axis))
     ]
     in_matrix = [
-        axis is not None and axis >= len(shape) - 2
-        for shape, axis in ((first, first_axis), (second, second_axis))
+        axis is not None and axis >= len(shape) - 2 for shape, axis in ((first, first_axis), (second, second_axis))
     ]
     if in_matrix[1] and more:
         raise Mixed("a bias for each row is added")
@@ -1323,7 +1353,9 @@ def _einsum(call: Call) -> list[Value]:
     return [_rows([sizes[letter] for letter in out], out.index(letters.pop()))]
 
 
-@_rule("Conv2D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+@_rule(
+    "Conv2D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"
+)
 def _image(call: Call) -> list[Value]:
     value = call.inputs[0]
     normalizes = call.op.startswith("FusedBatchNorm")
@@ -1346,7 +1378,9 @@ def _image(call: Call) -> list[Value]:
 
 for _name in ("FusedBatchNorm", "FusedBatchNormV2"):
     _outputs(_name, "y", "batch_mean", "batch_variance", "reserve_space_1", "reserve_space_2")
-_outputs("FusedBatchNormV3", "y", "batch_mean", "batch_variance", "reserve_space_1", "reserve_space_2", "reserve_space_3")
+_outputs(
+    "FusedBatchNormV3", "y", "batch_mean", "batch_variance", "reserve_space_1", "reserve_space_2", "reserve_space_3"
+)
 
 
 # ---- lookups
@@ -1411,7 +1445,7 @@ def _gathered_beside(params: Value, indices: Value, axis: int, batch_dims: int) 
     _laid_out(indices)
     _no_width(params, indices)
     shape, inner = _known(params.shape), _known(indices.shape)
-    axis, batch_dims = axis % len(shape), batch_dims % len(inner)
+    axis, batch_dims = axis % len(shape), batch_dims + (len(inner) if batch_dims < 0 else 0)
     if params.axis != indices.axis or params.axis >= batch_dims or shape[params.axis] != inner[params.axis]:
         raise Mixed("it takes rows by numbers")
     return _rows([*shape[:axis], *inner[batch_dims:], *shape[axis + 1 :]], params.axis)

@@ -141,9 +141,7 @@ class _Walk:
         """A new symbol, of a kind that `values` names."""
         return Size.symbol(f"{kind}{next(self._counter)}")
 
-    def run(
-        self, body: _Body, wanted: Sequence[tuple[str, int]], effects: Sequence[str]
-    ) -> tuple[list[Value], str]:
+    def run(self, body: _Body, wanted: Sequence[tuple[str, int]], effects: Sequence[str]) -> tuple[list[Value], str]:
         """Values of the tensors `wanted`; and why none of them may be relied on, because of what nodes in `effects` do.
 
         Args:
@@ -199,9 +197,7 @@ class _Walk:
             return mixed(f"{place[0]}: it is fed in a circle, or has no such output")
         return values[place[1]]
 
-    def _evaluate(
-        self, body: _Body, name: str, found: dict[str, list[Value]], bad: dict[str, str]
-    ) -> None:
+    def _evaluate(self, body: _Body, name: str, found: dict[str, list[Value]], bad: dict[str, str]) -> None:
         node = body.nodes[name]
         if (name, 0) in body.fed:
             return
@@ -274,7 +270,9 @@ class _Walk:
             outcomes = []
             for index in (0, 1):
                 known = same((), array=np.array(index == 0))
-                bound = [known if place == places[0] else value for value, place in zip(arguments, places[1:], strict=True)]
+                bound = [
+                    known if place == places[0] else value for value, place in zip(arguments, places[1:], strict=True)
+                ]
                 outcomes.append(self.call(names[index], bound))
             if outcomes[1 - good][1] != _FAILS:
                 raise Mixed("which branch is taken depends on all rows")
@@ -283,7 +281,9 @@ class _Walk:
 
     def _loop(self, node: Any, inputs: list[Value]) -> tuple[list[Value], str]:
         names = [node.attr[part].func.name for part in ("cond", "body")]
-        state = [dataclasses.replace(value, array=None, sizes=None) if value.kind is Kind.SAME else value for value in inputs]
+        state = [
+            dataclasses.replace(value, array=None, sizes=None) if value.kind is Kind.SAME else value for value in inputs
+        ]
         kept: dict[tuple[int, int], Size] = {}
         for _ in range(6):
             (condition, *_), effect = self.call(names[0], state)
@@ -292,7 +292,9 @@ class _Walk:
             found, other = self.call(names[1], state)
             if effect or other:
                 raise Mixed(effect or other)
-            joined = [_widened(index, a, b, kept, self.symbol) for index, (a, b) in enumerate(zip(state, found, strict=True))]
+            joined = [
+                _widened(index, a, b, kept, self.symbol) for index, (a, b) in enumerate(zip(state, found, strict=True))
+            ]
             if joined == state:
                 return state, ""
             state = joined
