@@ -224,8 +224,8 @@ def test_random_graphs() -> None:
 @pytest.mark.long
 def test_2000_random_graphs() -> None:
     counts = run(2000)
-    assert counts["apart and proven"] > 400
-    assert counts["mixing"] > 400
+    assert counts["apart and proven"] > 250
+    assert counts["mixing"] > 1000
 
 
 @pytest.mark.parametrize("name", MIXING)
