@@ -1,6 +1,6 @@
 """The table of operations: what each makes of rows. An operation that is not here is mixed.
 
-A rule is called with a `Call`, none of whose inputs is mixed, and returns the operation's outputs, or raises `Mixed`.
+A rule is called with a `Call`, none of whose inputs is mixed, and returns the operation's outputs, or raises `MixedError`.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed_serving.row_proof.values import ROWS, Kind, Mixed, Size, Value, broadcast, same
+from tpuembed_serving.row_proof.values import ROWS, Kind, MixedError, Size, Value, broadcast, same
 
 __all__ = ["OUTPUTS", "RULES", "Call"]
 
@@ -43,6 +43,10 @@ class Call:
     def entries(self) -> Size:
         """A number of entries of rows."""
         return self._symbol("n")
+
+    def distinct(self) -> Size:
+        """A number of values that differ."""
+        return self._symbol("u")
 
     def width(self) -> Size:
         """The width of the widest row."""
@@ -82,7 +86,7 @@ class Call:
         """The numbers of an input that is a known constant."""
         found = self.inputs[index].numbers() if self.inputs[index].kind is Kind.SAME else None
         if found is None:
-            raise Mixed("an axis or a size is not known before it runs")
+            raise MixedError("an axis or a size is not known before it runs")
         return found
 
 
@@ -107,16 +111,16 @@ def _outputs(op: str, *names: str) -> None:
 
 def _known(shape: tuple[Size, ...] | None) -> tuple[Size, ...]:
     if shape is None:
-        raise Mixed("the number of dimensions of an input is not known")
+        raise MixedError("the number of dimensions of an input is not known")
     return shape
 
 
 def _laid_out(value: Value, *kinds: Kind) -> Value:
     """`value`, which must be of rows."""
     if value.kind is Kind.SIZE:
-        raise Mixed(_BATCH_SIZE)
+        raise MixedError(_BATCH_SIZE)
     if value.kind not in (kinds or (Kind.ROWS,)):
-        raise Mixed(
+        raise MixedError(
             _POSITION if value.kind in (Kind.POINTER, Kind.INDICES, Kind.SPLITS, Kind.ENDS) else "rows meet here"
         )
     return value
@@ -128,7 +132,7 @@ def _all_same(call: Call) -> bool:
 
 def _no_width(*values: Value) -> None:
     if any(value.is_padded for value in values):
-        raise Mixed(_WIDTH)
+        raise MixedError(_WIDTH)
 
 
 def _rows(shape: Iterable[Size] | None, axis: int, **more: Any) -> Value:
@@ -136,9 +140,9 @@ def _rows(shape: Iterable[Size] | None, axis: int, **more: Any) -> Value:
     known = None if shape is None else tuple(shape)
     if known is not None:
         if not known[axis].is_count:
-            raise Mixed("rows do not stay apart")
+            raise MixedError("rows do not stay apart")
         if any(not size.is_same and not _is_width(size) for index, size in enumerate(known) if index != axis):
-            raise Mixed("two axes depend on the batch size")
+            raise MixedError("two axes depend on the batch size")
     return Value(Kind.ROWS, known, axis, **more)
 
 
@@ -188,7 +192,7 @@ def _variable(call: Call) -> list[Value]:
 def _read(call: Call) -> list[Value]:
     (handle,) = call.inputs
     if handle.kind is not Kind.HANDLE or handle.element is None:
-        raise Mixed("it is not known what is read")
+        raise MixedError("it is not known what is read")
     return [handle.element]
 
 
@@ -206,7 +210,7 @@ def _table(_: Call) -> list[Value]:
 def _find(call: Call) -> list[Value]:
     table, keys, default = call.inputs
     if table.kind is not Kind.HANDLE or default.kind is not Kind.SAME:
-        raise Mixed("it is not known what is looked up")
+        raise MixedError("it is not known what is looked up")
     return _elementwise(Call(call.node, [keys], call._symbol))
 
 
@@ -314,6 +318,32 @@ def _of_bounds(call: Call) -> list[Value] | None:
     return None
 
 
+def _of_lengths(call: Call) -> list[Value] | None:
+    """Lengths of rows, out of where they start and end, and the columns that are within them."""
+    if len(call.inputs) != 2:
+        return None
+    one, other = call.inputs
+    if call.op == "Sub" and (one.kind, other.kind) == (Kind.ENDS, Kind.STARTS):
+        is_of_one = one.shape == other.shape and one.target == other.target
+        if is_of_one:
+            return [_rows(one.shape, 0, counts=one.target, width=call.width())]
+    if call.op == "Maximum" and Kind.HIGHEST in (one.kind, other.kind):
+        highest, least = (one, other) if one.kind is Kind.HIGHEST else (other, one)
+        if highest.width is not None and least.kind is Kind.SAME and least.numbers() == [0]:
+            return [Value(Kind.SIZE, (), sizes=(highest.width,))]
+    if call.op == "Less" and one.kind is Kind.COLUMNS and other.kind is Kind.ROWS and one.shape is not None:
+        shape = _known(other.shape)
+        if len(shape) == 2 and other.axis == 0 and shape[1].number == 1 and other.width == one.shape[-1]:
+            return [_rows([shape[0], one.shape[-1]], 0, counts=other.counts, fill=np.False_)]
+    return None
+
+
+def _is_one_width(size: Size) -> bool:
+    """Whether it is the width of the widest row and nothing else."""
+    names, number = size.terms[0]
+    return number == 1 and len(names) == 1 and names[0][0] == "w"
+
+
 def _of_positions(call: Call) -> list[Value] | None:
     """What keeps positions of rows, or makes row by row of them."""
     pointers = [value for value in call.inputs if value.kind is Kind.POINTER]
@@ -331,11 +361,12 @@ def _of_positions(call: Call) -> list[Value] | None:
         times = others[0].numbers() if others and others[0].kind is Kind.SAME and others[0].shape == () else None
         if times and times[0] > 0 and not first.holes:
             return [Value(Kind.POINTER, first.shape, first.axis, target=first.target * Size.of(times[0]))]
-    if len(pointers) == 2 and pointers[0].target == pointers[1].target and not any(p.holes for p in pointers):
-        if call.op in _COMPARISONS or call.op == "Sub":
-            shape, axis = broadcast(pointers, call.unknown)
-            return [_rows(shape, axis or 0)]
-    return None
+    if len(pointers) != 2 or pointers[0].target != pointers[1].target or any(each.holes for each in pointers):
+        return None
+    if call.op not in _COMPARISONS and call.op != "Sub":
+        return None
+    shape, axis = broadcast(pointers, call.unknown)
+    return [_rows(shape, axis or 0)]
 
 
 def _fill(call: Call) -> Any:
@@ -391,15 +422,17 @@ def _elementwise(call: Call) -> list[Value]:
         if found is not None:
             return found
     if call.op == "BiasAdd" and call.text("data_format") not in ("", "NHWC"):
-        raise Mixed("its channels are no last axis")
-    found = _of_bounds(call)
+        raise MixedError("its channels are no last axis")
+    found = _of_bounds(call) or _of_lengths(call)
     if found is not None:
         return found
     if any(value.kind is Kind.POINTER for value in inputs):
         found = _of_positions(call)
         if found is None:
-            raise Mixed(_POSITION)
+            raise MixedError(_POSITION)
         return found
+    if any(value.kind is Kind.SIZE for value in inputs) and all(value.shape == () for value in inputs):
+        return [Value(Kind.MIXED, (), reason=f"{call.node.name} ({call.op}): {_BATCH_SIZE}")]
     for value in inputs:
         _laid_out(value, Kind.ROWS, Kind.SAME)
     shape, axis = broadcast(inputs, call.unknown)
@@ -423,17 +456,25 @@ def _cast(call: Call) -> list[Value]:
     if value.kind in (Kind.ROWS, Kind.SAME):
         if call.op == "Bitcast":
             if _BYTES.get(source) is None or _BYTES.get(source) != _BYTES.get(to):
-                raise Mixed("it changes the number of dimensions")
+                raise MixedError("it changes the number of dimensions")
             return [Value(value.kind, value.shape, value.axis)]
         keeps = source in narrow and to in narrow
         fill = None if value.fill is None or to not in _CONSTANTS else _CONSTANTS[to](value.fill)
         counts = value.counts if (source == _BOOL and to in narrow) or keeps else None
         return [
-            Value(value.kind, value.shape, value.axis, sizes=value.sizes if keeps else None, counts=counts, fill=fill)
+            Value(
+                value.kind,
+                value.shape,
+                value.axis,
+                sizes=value.sizes if keeps else None,
+                counts=counts,
+                width=value.width if keeps else None,
+                fill=fill,
+            )
         ]
     if source in narrow and to in narrow and call.op == "Cast":
         return [value]
-    raise Mixed(_BATCH_SIZE if value.kind is Kind.SIZE else _POSITION)
+    raise MixedError(_BATCH_SIZE if value.kind is Kind.SIZE else _POSITION)
 
 
 @_rule("ZerosLike", "OnesLike")
@@ -452,7 +493,7 @@ def _refuse(value: Value) -> Value:
 @_rule("Select")
 def _select(call: Call) -> list[Value]:
     """Takes whole rows where the condition is a vector; else all three have one shape."""
-    condition, one, other = call.inputs
+    condition, one, _ = call.inputs
     if condition.shape == ():
         return _elementwise(call)
     if _all_same(call):
@@ -465,7 +506,7 @@ def _select(call: Call) -> list[Value]:
             _laid_out(value)
             _no_width(value)
         return [_rows(shapes[1], 0)]
-    raise Mixed("its condition has another shape")
+    raise MixedError("its condition has another shape")
 
 
 @_rule("EnsureShape")
@@ -475,22 +516,22 @@ def _ensure_shape(call: Call) -> list[Value]:
     if wanted is None or value.kind is Kind.SAME:
         return [value]
     if value.kind is not Kind.ROWS:
-        raise Mixed(_POSITION)
+        raise MixedError(_POSITION)
     if value.shape is not None and len(value.shape) != len(wanted):
-        raise Mixed("another number of dimensions is asked for")
+        raise MixedError("another number of dimensions is asked for")
     if wanted[value.axis].number is not None:
-        raise Mixed("a fixed number of rows is asked for")
+        raise MixedError("a fixed number of rows is asked for")
     if value.is_padded:
         return [value] if all(size.number is None for size in wanted) else _wide()
     shape = list(value.shape) if value.shape is not None else list(wanted)
     if value.shape is None and value.axis == 0:
-        raise Mixed("the number of dimensions of an input is not known")
+        raise MixedError("the number of dimensions of an input is not known")
     found = [size if want.number is None else want for size, want in zip(shape, wanted, strict=True)]
     return [_rows(found, value.axis, counts=value.counts)]
 
 
 def _wide() -> list[Value]:
-    raise Mixed(_WIDTH)
+    raise MixedError(_WIDTH)
 
 
 # ---- shapes
@@ -534,21 +575,21 @@ def _reshape(call: Call) -> list[Value]:
     if value.kind in (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST) and target.kind is Kind.SAME:
         return [value]
     if target.kind not in (Kind.SAME, Kind.SIZE) or value.kind in (Kind.INDICES, Kind.HANDLE, Kind.LIST):
-        raise Mixed("its new shape depends on rows")
+        raise MixedError("its new shape depends on rows")
     if target.sizes is None:
         if value.kind is Kind.SAME and target.kind is Kind.SAME:
             return [same(None)]
-        raise Mixed("its new shape is not known before it runs")
+        raise MixedError("its new shape is not known before it runs")
     if value.shape is None:
         if value.kind is Kind.SAME and target.kind is Kind.SAME and -1 not in [size.number for size in target.sizes]:
             return [same(target.sizes)]
         if value.kind is Kind.SAME and target.kind is Kind.SAME:
             return [same([call.unknown() if size.number == -1 else size for size in target.sizes])]
-        raise Mixed("the number of dimensions of an input is not known")
+        raise MixedError("the number of dimensions of an input is not known")
     shape = _reshaped(call, value, target.sizes)
     if value.kind in (Kind.SAME, Kind.SIZE):
         if not all(size.is_same for size in shape):
-            raise Mixed(_BATCH_SIZE)
+            raise MixedError(_BATCH_SIZE)
         return [
             Value(value.kind, shape, sizes=value.sizes, array=None if value.array is None else _as(value.array, shape))
         ]
@@ -575,11 +616,10 @@ def _reshaped(call: Call, value: Value, sizes: Sequence[Size]) -> tuple[Size, ..
     found = total.divided(rest) if rest.terms else None
     if found is None:
         if not total.is_same or not rest.is_same:
-            raise Mixed("rows do not stay apart")
+            raise MixedError("rows do not stay apart")
         found = call.unknown()
-    names = {name for name in rest.symbols if name[0] == "n" and name != "n0"}
-    if names:  # without entries, what -1 stands for is not known, and it fails
-        raise Mixed("it fails without entries")
+    if any(name[0] in "nuw" and name != "n0" for name in rest.symbols):  # without entries -1 stands for nothing known
+        raise MixedError("it fails without entries")
     shape[at] = found
     return tuple(shape)
 
@@ -587,19 +627,17 @@ def _reshaped(call: Call, value: Value, sizes: Sequence[Size]) -> tuple[Size, ..
 def _kept_axis(call: Call, value: Value, shape: Sequence[Size]) -> int:
     """Where the rows are after a reshape that leaves all before them as it is."""
     before = [size for size in _known(value.shape)[: value.axis] if size.number != 1]
-    axes = [index for index, size in enumerate(shape) if any(name[0] == "n" for name in size.symbols)]
+    axes = [index for index, size in enumerate(shape) if any(name[0] in "nu" for name in size.symbols)]
     if len(axes) != 1 or [size for size in shape[: axes[0]] if size.number != 1] != before:
-        raise Mixed("rows do not stay apart")
+        raise MixedError("rows do not stay apart")
     if not shape[axes[0]].is_count or any(not size.is_same for size in shape[axes[0] + 1 :] if not _is_width(size)):
-        raise Mixed("rows do not stay apart")
+        raise MixedError("rows do not stay apart")
     if _product(shape) != _product(_known(value.shape)):
         # Other symbols for the same number: it is equal wherever the reshape succeeds, but for what a row is.
-        mine = [n for n in _product(shape).symbols if n[0] in "nw"]
-        theirs = [n for n in _product(_known(value.shape)).symbols if n[0] in "nw"]
+        mine = [n for n in _product(shape).symbols if n[0] in "nuw"]
+        theirs = [n for n in _product(_known(value.shape)).symbols if n[0] in "nuw"]
         if sorted(mine) != sorted(theirs) or any(name[0] == "w" for name in mine) or call.op != "Reshape":
-            raise Mixed("rows do not stay apart")
-    if value.kind is Kind.POINTER and value.is_padded:
-        raise Mixed(_WIDTH)
+            raise MixedError("rows do not stay apart")
     return axes[0]
 
 
@@ -629,7 +667,9 @@ def _moved(value: Value, shape: Iterable[Size], axis: int) -> Value:
         axis,
         target=value.target,
         holes=value.holes,
+        covers=value.covers,
         counts=value.counts,
+        width=value.width,
         fill=value.fill,
     )
 
@@ -645,14 +685,14 @@ def _squeeze(call: Call) -> list[Value]:
         return [same(None if known is None else [size for size in known if size.number != 1], value.sizes)]
     shape = _known(value.shape)
     if not axes:
-        raise Mixed("a batch of one row would lose its axis")
+        raise MixedError("a batch of one row would lose its axis")
     gone = {axis % len(shape) for axis in axes}
     left = [size for axis, size in enumerate(shape) if axis not in gone]
     if value.kind in (Kind.SAME, Kind.SIZE):
         return [Value(value.kind, tuple(left), sizes=value.sizes)]
     _laid_out(value, Kind.ROWS, Kind.POINTER)
     if value.axis in gone or any(shape[axis].is_padded for axis in gone):
-        raise Mixed("a batch of one row would lose its axis")
+        raise MixedError("a batch of one row would lose its axis")
     return [_moved(value, left, value.axis - sum(axis < value.axis for axis in gone))]
 
 
@@ -687,7 +727,7 @@ def _pack(call: Call) -> list[Value]:
             _known(value.shape)[first.axis : first.axis + 1] != shape[first.axis : first.axis + 1]
             or value.axis != first.axis
         ):
-            raise Mixed("rows of one input stand beside others of another")
+            raise MixedError("rows of one input stand beside others of another")
     axis += len(shape) + 1 if axis < 0 else 0
     shape = _merged(call, [_known(value.shape) for value in call.inputs])
     return [_rows(_inserted(shape, axis, Size.of(len(call.inputs))), first.axis + (axis <= first.axis))]
@@ -701,7 +741,7 @@ def _inserted(shape: Sequence[Size], axis: int, size: Size) -> list[Size]:
 def _merged(call: Call, shapes: Sequence[tuple[Size, ...]], but: int | None = None) -> tuple[Size, ...]:
     """What shapes that must be equal, but in one axis, are known to be."""
     if len({len(shape) for shape in shapes}) > 1:
-        raise Mixed("inputs have different numbers of dimensions")
+        raise MixedError("inputs have different numbers of dimensions")
     found = []
     for axis, sizes in enumerate(zip(*shapes, strict=True)):
         if axis == but:
@@ -712,7 +752,7 @@ def _merged(call: Call, shapes: Sequence[tuple[Size, ...]], but: int | None = No
             known = [size for size in sizes if size.number is not None]
             found.append(known[0] if known else call.unknown())
         else:
-            raise Mixed("an input of another number of rows is put beside rows")
+            raise MixedError("an input of another number of rows is put beside rows")
     return tuple(found)
 
 
@@ -734,7 +774,7 @@ def _unpack(call: Call) -> list[Value]:
     _laid_out(value)
     _no_width(value)
     if axis == value.axis:
-        raise Mixed("it takes rows by their numbers")
+        raise MixedError("it takes rows by their numbers")
     del shape[axis]
     return [_rows(shape, value.axis - (axis < value.axis))] * count
 
@@ -758,14 +798,14 @@ def _concat(call: Call) -> list[Value]:
         return [Value(Kind.SPLITS, (_known(parts[1].shape)[0] + Size.of(1),), target=parts[1].target)]
     for value in parts:
         if value.kind is Kind.SAME:
-            raise Mixed("a constant number of rows is put beside rows")
+            raise MixedError("a constant number of rows is put beside rows")
         _laid_out(value)
     shapes = [_known(value.shape) for value in parts]
     axis %= len(shapes[0])
     if {value.axis for value in parts} != {parts[0].axis} or axis == parts[0].axis:
-        raise Mixed("rows of different inputs stand behind each other")
+        raise MixedError("rows of different inputs stand behind each other")
     if any(value.is_padded for value in parts) and any(shape[axis].is_padded for shape in shapes):
-        raise Mixed(_WIDTH)
+        raise MixedError(_WIDTH)
     _no_width(*parts)
     return [_rows(_merged(call, shapes, axis), parts[0].axis)]
 
@@ -787,7 +827,7 @@ def _split(call: Call) -> list[Value]:
     _no_width(value)
     axis_number %= len(shape)
     if axis_number == value.axis:
-        raise Mixed("it takes rows by their numbers")
+        raise MixedError("it takes rows by their numbers")
     known = call.inputs[1].sizes if call.op == "SplitV" else None
     even = shape[axis_number].divided(Size.of(count)) if call.op == "Split" else None
     found = []
@@ -796,7 +836,7 @@ def _split(call: Call) -> list[Value]:
         size = call.unknown() if size.number == -1 or not size.is_same else size
         found.append(_rows([*shape[:axis_number], size, *shape[axis_number + 1 :]], value.axis))
     if call.op == "SplitV" and call.inputs[1].kind is not Kind.SAME:
-        raise Mixed(_BATCH_SIZE)
+        raise MixedError(_BATCH_SIZE)
     return found
 
 
@@ -804,7 +844,7 @@ def _column(value: Value, index: int) -> Value:
     """A column of the indices of entries."""
     shape = _known(value.shape)[:1]
     if index % (_known(value.shape)[1].number or 1) == value.axis:
-        return Value(Kind.POINTER, shape, target=value.target)
+        return Value(Kind.POINTER, shape, target=value.target, covers=value.covers)
     return _rows(shape, 0)
 
 
@@ -827,7 +867,7 @@ def _slice(call: Call) -> list[Value]:
         return [_numbers_value((Size.of(len(found)),), found)]
     shape = list(_known(value.shape))
     if begin.sizes is None or size.sizes is None:
-        raise Mixed("which part is taken is not known before it runs")
+        raise MixedError("which part is taken is not known before it runs")
     if value.kind is Kind.INDICES:
         starts, lengths = [s.number for s in begin.sizes], [s.number for s in size.sizes]
         if starts[0] == 0 and lengths[0] == -1 and starts[1] is not None and lengths[1] == 1:
@@ -838,11 +878,11 @@ def _slice(call: Call) -> list[Value]:
     if begin.sizes[value.axis].number != 0 or not (
         size.sizes[value.axis].number == -1 or size.sizes[value.axis] == shape[value.axis]
     ):
-        raise Mixed("it takes rows by their numbers")
+        raise MixedError("it takes rows by their numbers")
     for axis, taken in enumerate(size.sizes):
         if axis != value.axis:
             if not taken.is_same or not begin.sizes[axis].is_same:
-                raise Mixed(_BATCH_SIZE)
+                raise MixedError(_BATCH_SIZE)
             rest = shape[axis] - begin.sizes[axis]
             shape[axis] = rest if taken.number == -1 else taken
     return [_rows(shape, value.axis)]
@@ -853,17 +893,24 @@ def _strided_slice(call: Call) -> list[Value]:
     value = call.inputs[0]
     spec = _slice_spec(call)
     if value.kind in (Kind.SAME, Kind.SIZE) and value.rank == 1 and value.sizes is not None:
-        found = _sliced_sizes(call, value.sizes, spec)
+        found = _sliced_sizes(value.sizes, spec)
         if found is not None:
             return [found]
     if value.kind is Kind.SAME and any(part.kind is not Kind.SAME for part in call.inputs[1:]):
-        raise Mixed(_BATCH_SIZE)
+        raise MixedError(_BATCH_SIZE)
     if value.kind is Kind.SAME and (value.shape is None or spec is None):
         return [same()]
+    if value.kind is Kind.SPLITS and spec is not None and len(spec) == 1 and spec[0][0] == "part" and spec[0][3] == 1:
+        start, stop = (None if bound is None else bound.number for bound in spec[0][1:3])
+        rows = (_known(value.shape)[0] - Size.of(1),)
+        if start == 1 and spec[0][2] is None:
+            return [Value(Kind.ENDS, rows, target=value.target)]
+        if (spec[0][1] is None or start == 0) and stop == -1:
+            return [Value(Kind.STARTS, rows, target=value.target)]
     if value.kind not in (Kind.SAME, Kind.ROWS, Kind.POINTER, Kind.INDICES):
         _laid_out(value)
     if spec is None:
-        raise Mixed("which part is taken is not known before it runs")
+        raise MixedError("which part is taken is not known before it runs")
     shape = _known(value.shape)
     found_shape: list[Size] = []
     axis, new_axis, columns = 0, None, None
@@ -879,7 +926,7 @@ def _strided_slice(call: Call) -> list[Value]:
             found_shape.append(Size.of(1))
             continue
         if axis >= len(shape):
-            raise Mixed("it takes more axes than there are")
+            raise MixedError("it takes more axes than there are")
         is_whole = (
             what == "part"
             and step == 1
@@ -888,21 +935,21 @@ def _strided_slice(call: Call) -> list[Value]:
         )
         if value.kind is not Kind.SAME and axis == value.axis and value.kind is not Kind.INDICES:
             if not is_whole:
-                raise Mixed("it takes rows by their numbers")
+                raise MixedError("it takes rows by their numbers")
             new_axis = len(found_shape)
             found_shape.append(shape[axis])
         elif value.kind is Kind.INDICES:
             if axis == 0 and not is_whole:
-                raise Mixed("it takes entries by their numbers")
+                raise MixedError("it takes entries by their numbers")
             if axis == 1:
                 columns = what, begin, end, is_whole
         elif is_whole:
             found_shape.append(shape[axis])
         else:
             if shape[axis].is_padded:
-                raise Mixed(_WIDTH)
+                raise MixedError(_WIDTH)
             if any(size is not None and not size.is_same for size in (begin, end)):
-                raise Mixed(_BATCH_SIZE)
+                raise MixedError(_BATCH_SIZE)
             if what == "part":
                 found_shape.append(_length(call, shape[axis], begin, end, step))
         axis += 1
@@ -926,12 +973,12 @@ def _columns(value: Value, columns: Any) -> Value:
     width = _known(value.shape)[1].number or 0
     start = 0 if begin is None else begin.number
     if start is None:
-        raise Mixed("which part is taken is not known before it runs")
+        raise MixedError("which part is taken is not known before it runs")
     if what == "shrink":
         return _column(value, start % width)
     stop = width if end is None else end.number
     if stop is None or len(range(*slice(start, stop).indices(width))) != 1:
-        raise Mixed("it takes several columns of the entries' indices")
+        raise MixedError("it takes several columns of the entries' indices")
     column = _column(value, range(*slice(start, stop).indices(width))[0])
     return _moved(column, [*_known(column.shape), Size.of(1)], 0)
 
@@ -952,7 +999,7 @@ def _slice_spec(call: Call) -> list[_Entry] | None:
     _, begin, end, strides = call.inputs
     for bound in (begin, end, strides):
         if bound.kind not in (Kind.SAME, Kind.SIZE):
-            raise Mixed("which part is taken depends on rows")
+            raise MixedError("which part is taken depends on rows")
     count = next((known.shape[0].number for known in (begin, end, strides) if known.shape), None)
     steps = strides.numbers()
     if count is None or steps is None:
@@ -975,7 +1022,7 @@ def _slice_spec(call: Call) -> list[_Entry] | None:
     return found
 
 
-def _sliced_sizes(call: Call, sizes: Sequence[Size], spec: list[_Entry] | None) -> Value | None:
+def _sliced_sizes(sizes: Sequence[Size], spec: list[_Entry] | None) -> Value | None:
     if spec is None or len(spec) != 1 or spec[0][0] not in ("part", "shrink"):
         return None
     what, begin, end, step = spec[0]
@@ -994,7 +1041,7 @@ def _sliced_sizes(call: Call, sizes: Sequence[Size], spec: list[_Entry] | None) 
 def _fill_with(call: Call) -> list[Value]:
     dims, value = call.inputs
     if value.kind is not Kind.SAME:
-        raise Mixed(_BATCH_SIZE if value.kind is Kind.SIZE else "rows meet here")
+        raise MixedError(_BATCH_SIZE if value.kind is Kind.SIZE else "rows meet here")
     return [_spread(dims)]
 
 
@@ -1002,13 +1049,13 @@ def _spread(dims: Value) -> Value:
     """A tensor of this shape that is the same for each row."""
     if dims.sizes is None:
         if dims.kind is not Kind.SAME:
-            raise Mixed("its shape depends on rows")
+            raise MixedError("its shape depends on rows")
         return same()
     axes = [axis for axis, size in enumerate(dims.sizes) if not size.is_same]
     if not axes:
         return same(dims.sizes)
     if len(axes) > 1 or dims.sizes[axes[0]].is_padded:
-        raise Mixed("two axes depend on the batch size")
+        raise MixedError("two axes depend on the batch size")
     return _rows(dims.sizes, axes[0])
 
 
@@ -1018,15 +1065,17 @@ def _broadcast_to(call: Call) -> list[Value]:
     _laid_out(value, Kind.ROWS, Kind.SAME, Kind.POINTER)
     if value.kind is Kind.SAME and dims.kind is Kind.SAME:
         return [same(dims.sizes)]
+    if dims.sizes is not None and value.shape == dims.sizes:
+        return [value]
     target = _spread(dims)
     if target.shape is None:
-        raise Mixed("its shape is not known before it runs")
+        raise MixedError("its shape is not known before it runs")
     _no_width(value, target)
     if value.kind is Kind.SAME:
         broadcast([value, target], call.unknown)
         return [target]
     _, axis = broadcast([value, target], call.unknown)
-    return [_moved(value, target.shape, axis or 0)]
+    return [_repeated(value, target.shape, axis or 0)]
 
 
 @_rule("Tile")
@@ -1039,25 +1088,33 @@ def _tile(call: Call) -> list[Value]:
             return [same()]
         return [same([size * by for size, by in zip(value.shape, times.sizes, strict=True)])]
     if times.sizes is None:
-        raise Mixed("how often is not known before it runs")
+        raise MixedError("how often is not known before it runs")
     shape = [size * by for size, by in zip(_known(value.shape), times.sizes, strict=True)]
-    axes = [axis for axis, size in enumerate(shape) if not size.is_same]
+    axes = [axis for axis, size in enumerate(shape) if not _is_width(size)]
+    wide = [axis for axis, by in enumerate(times.sizes) if by.is_padded]
+    if any(_known(value.shape)[axis].number != 1 for axis in wide) or (wide and value.kind is Kind.SAME):
+        raise MixedError(_WIDTH)
     if value.kind is Kind.SAME:
         if len(axes) != 1:
-            raise Mixed("two axes depend on the batch size")
+            raise MixedError("two axes depend on the batch size")
         if _known(value.shape)[axes[0]].number != 1:
-            raise Mixed("what is repeated for each row has rows of its own")
+            raise MixedError("what is repeated for each row has rows of its own")
         return [_rows(shape, axes[0])]
     if axes != [value.axis] or times.sizes[value.axis].number != 1:
-        raise Mixed("rows are repeated behind each other")
-    return [_moved(value, shape, value.axis)]
+        raise MixedError("rows are repeated behind each other")
+    return [_repeated(value, shape, value.axis)]
+
+
+def _repeated(value: Value, shape: Iterable[Size], axis: int) -> Value:
+    """The same rows, with elements that stand several times in each."""
+    return Value(value.kind, tuple(shape), axis, target=value.target, holes=value.holes)
 
 
 @_rule("Range")
 def _range(call: Call) -> list[Value]:
     start, limit, step = call.inputs
     if any(value.kind not in (Kind.SAME, Kind.SIZE) for value in call.inputs):
-        raise Mixed("its bounds depend on rows")
+        raise MixedError("its bounds depend on rows")
     if _all_same(call):
         numbers = [value.numbers() for value in call.inputs]
         if all(number is not None and len(number) == 1 for number in numbers):
@@ -1069,10 +1126,13 @@ def _range(call: Call) -> list[Value]:
         if limit.sizes is not None and start.numbers() == [0] and step.numbers() == [1]:
             size = limit.sizes[0]
         return [same([size])]
-    if start.numbers() != [0] or step.numbers() != [1] or limit.sizes is None or not limit.sizes[0].is_count:
-        raise Mixed(_BATCH_SIZE)
-    if limit.sizes[0].is_padded:
-        raise Mixed(_WIDTH)
+    is_plain = start.numbers() == [0] and step.numbers() == [1] and limit.sizes is not None
+    if is_plain and limit.sizes and len(limit.sizes[0].terms) == 1 and _is_one_width(limit.sizes[0]):
+        return [Value(Kind.COLUMNS, limit.sizes)]
+    if not is_plain or limit.sizes is None or not limit.sizes[0].is_count:
+        raise MixedError(_BATCH_SIZE)
+    if limit.sizes[0].is_padded or limit.sizes[0].is_distinct:
+        raise MixedError(_WIDTH)
     return [Value(Kind.POINTER, limit.sizes, target=limit.sizes[0])]
 
 
@@ -1088,7 +1148,7 @@ def _pad(call: Call) -> list[Value]:
     more = call.numbers(1)
     for axis, (before, behind) in enumerate(zip(more[::2], more[1::2], strict=True)):
         if axis == value.axis and (before or behind):
-            raise Mixed("rows are added")
+            raise MixedError("rows are added")
         shape[axis] += Size.of(before + behind)
     return [_rows(shape, value.axis)]
 
@@ -1102,7 +1162,7 @@ def _reverse(call: Call) -> list[Value]:
     shape = _known(_laid_out(value).shape)
     _no_width(value)
     if value.axis in [axis % len(shape) for axis in axes]:
-        raise Mixed("rows change their places")
+        raise MixedError("rows change their places")
     return [_rows(shape, value.axis)]
 
 
@@ -1129,11 +1189,11 @@ def _reduce(call: Call) -> list[Value]:
     value = call.inputs[0]
     keep = call.flag("keep_dims")
     axes = call.inputs[1].numbers() if call.inputs[1].kind is Kind.SAME else None
-    if value.kind in (Kind.SAME, Kind.SIZE) and value.sizes is not None and call.op in ("Prod", "Sum"):
-        if axes is not None and axes and value.rank == 1:
-            by = operator.mul if call.op == "Prod" else operator.add
-            total = functools.reduce(by, value.sizes, Size.of(call.op == "Prod"))
-            return [_numbers_value((Size.of(1),) if keep else (), [total])]
+    is_vector = value.kind in (Kind.SAME, Kind.SIZE) and value.sizes is not None and value.rank == 1
+    if is_vector and axes and call.op in ("Prod", "Sum"):
+        by = operator.mul if call.op == "Prod" else operator.add
+        total = functools.reduce(by, value.sizes or (), Size.of(int(call.op == "Prod")))
+        return [_numbers_value((Size.of(1),) if keep else (), [total])]
     if (
         value.kind is Kind.SAME
         and call.op in ("All", "Any")
@@ -1145,7 +1205,7 @@ def _reduce(call: Call) -> list[Value]:
     if value.kind is Kind.SAME and (axes is None or value.shape is None):
         return [same(() if value.shape == () else None)]
     if axes is None:
-        raise Mixed("which axes it adds up is not known before it runs")
+        raise MixedError("which axes it adds up is not known before it runs")
     again = {Kind.EVERY: "All", Kind.SOME: "Any", Kind.LOWEST: "Min", Kind.HIGHEST: "Max"}
     if value.kind in again and again[value.kind] == call.op:
         return [value]
@@ -1156,6 +1216,8 @@ def _reduce(call: Call) -> list[Value]:
     left = [Size.of(1) if axis in gone else size for axis, size in enumerate(shape) if keep or axis not in gone]
     if value.kind is Kind.SAME:
         return [same(left)]
+    if value.kind is Kind.POINTER and not left:
+        return [Value(Kind.MIXED, (), reason=f"{call.node.name} ({call.op}): {_POSITION}")]
     _laid_out(value)
     if any(shape[axis].is_padded for axis in gone):
         _check_fill(call, value)
@@ -1163,8 +1225,10 @@ def _reduce(call: Call) -> list[Value]:
         kinds = {"All": Kind.EVERY, "Any": Kind.SOME}
         if call.dtype() in _INTEGERS:
             kinds |= {"Min": Kind.LOWEST, "Max": Kind.HIGHEST}
-        if call.op not in kinds or not (value.is_padded is False or call.op in ("All", "Any")):
-            raise Mixed("it makes one of several rows")
+        if call.op == "Max" and call.dtype() in _INTEGERS and len(shape) == 1 and not keep:
+            return [Value(Kind.HIGHEST, width=value.width)]
+        if call.op not in kinds or any(size.is_padded for axis, size in enumerate(shape) if axis not in gone):
+            raise MixedError("it makes one of several rows")
         return [Value(kinds[call.op])]
     axis = value.axis if keep else value.axis - sum(one < value.axis for one in gone)
     counts = value.counts if call.op == "Sum" else None
@@ -1172,10 +1236,10 @@ def _reduce(call: Call) -> list[Value]:
 
 
 def _check_fill(call: Call, value: Value) -> None:
-    """Raise Mixed where what stands behind a row's values changes the result."""
+    """Raise MixedError where what stands behind a row's values changes the result."""
     neutral = {"Sum": 0, "Any": False, "All": True}
     if value.fill is None or call.op not in neutral or value.fill != neutral[call.op]:
-        raise Mixed(_WIDTH)
+        raise MixedError(_WIDTH)
 
 
 @_rule("ArgMax", "ArgMin")
@@ -1188,7 +1252,7 @@ def _arg(call: Call) -> list[Value]:
     _no_width(value)
     axis %= len(shape)
     if axis == value.axis:
-        raise Mixed("it makes one of several rows")
+        raise MixedError("it makes one of several rows")
     del shape[axis]
     return [_rows(shape, value.axis - (axis < value.axis))]
 
@@ -1201,13 +1265,13 @@ def _softmax(call: Call) -> list[Value]:
     shape = _known(_laid_out(value).shape)
     _no_width(value)
     if value.axis == len(shape) - 1:
-        raise Mixed("each row is divided by a sum of several")
+        raise MixedError("each row is divided by a sum of several")
     return [_rows(shape, value.axis)]
 
 
 @_rule("L2Normalize", "SparseSoftmaxCrossEntropyWithLogits")
 def _never(_: Call) -> list[Value]:
-    raise Mixed("it is not in the table of operations")
+    raise MixedError("it is not in the table of operations")
 
 
 @_rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
@@ -1221,10 +1285,10 @@ def _cumulative(call: Call) -> list[Value]:
     shape = _known(_laid_out(value).shape)
     _no_width(value)
     if axis % len(shape) == value.axis:
-        if call.op == "Cumsum" and len(shape) == 1 and value.counts is not None:
-            if not call.flag("exclusive") and not call.flag("reverse"):
-                return [Value(Kind.ENDS, shape, target=value.counts)]
-        raise Mixed("each row is added to those before it")
+        is_plain = call.op == "Cumsum" and not call.flag("exclusive") and not call.flag("reverse")
+        if is_plain and len(shape) == 1 and value.counts is not None and not shape[0].is_distinct:
+            return [Value(Kind.ENDS, shape, target=value.counts)]
+        raise MixedError("each row is added to those before it")
     return [_rows(shape, value.axis)]
 
 
@@ -1252,7 +1316,7 @@ def _top(call: Call) -> list[Value]:
     shape = _known(_laid_out(value).shape)
     _no_width(value)
     if value.axis == len(shape) - 1:
-        raise Mixed("rows are sorted")
+        raise MixedError("rows are sorted")
     return [_rows([*shape[:-1], size], value.axis)] * 2
 
 
@@ -1263,7 +1327,7 @@ _outputs("TopK", "values", "indices")
 @_rule("MatrixBandPart", "MatrixTranspose", "MatrixDiagPartV3", "MatrixDiagV3")
 def _band(call: Call) -> list[Value]:
     if call.op != "MatrixBandPart":
-        raise Mixed("it is not in the table of operations")
+        raise MixedError("it is not in the table of operations")
     value = call.inputs[0]
     if _all_same(call):
         return [same(value.shape)]
@@ -1272,7 +1336,7 @@ def _band(call: Call) -> list[Value]:
     shape = _known(_laid_out(value).shape)
     _no_width(value)
     if value.axis >= len(shape) - 2:
-        raise Mixed("rows are places of a matrix")
+        raise MixedError("rows are places of a matrix")
     return [_rows(shape, value.axis)]
 
 
@@ -1293,7 +1357,7 @@ def _matmul(call: Call) -> list[Value]:
     first, first_axis = _matrix(one, call.flag(names[0]))
     second, second_axis = _matrix(other, call.flag(names[1]))
     if first_axis == len(first) - 1 or second_axis == len(second) - 2:
-        raise Mixed("it adds up over rows")
+        raise MixedError("it adds up over rows")
     batches = [
         Value(Kind.ROWS, shape[:-2], axis) if axis is not None and axis < len(shape) - 2 else same(shape[:-2])
         for shape, axis in ((first, first_axis), (second, second_axis))
@@ -1302,9 +1366,9 @@ def _matmul(call: Call) -> list[Value]:
         axis is not None and axis >= len(shape) - 2 for shape, axis in ((first, first_axis), (second, second_axis))
     ]
     if in_matrix[1] and more:
-        raise Mixed("a bias for each row is added")
+        raise MixedError("a bias for each row is added")
     if sum(in_matrix) + any(value.kind is Kind.ROWS for value in batches) > 1:
-        raise Mixed("every row is multiplied by every other")
+        raise MixedError("every row is multiplied by every other")
     shape, axis = broadcast(batches, call.unknown)
     found = [*_known(shape), first[-2], second[-1]]
     if in_matrix[0]:
@@ -1331,7 +1395,7 @@ def _einsum(call: Call) -> list[Value]:
     if _all_same(call):
         return [same()]
     if "." in terms or len(set(out)) < len(out):
-        raise Mixed("its equation leaves axes open")
+        raise MixedError("its equation leaves axes open")
     sizes: dict[str, Size] = {}
     letters = set()
     for term, value in zip(terms.split(","), call.inputs, strict=True):
@@ -1339,17 +1403,17 @@ def _einsum(call: Call) -> list[Value]:
         _no_width(value)
         shape = _known(value.shape)
         if len(shape) != len(term) or len(set(term)) < len(term):
-            raise Mixed("its equation is of another number of dimensions")
+            raise MixedError("its equation is of another number of dimensions")
         if value.kind is Kind.ROWS:
             letters.add(term[value.axis])
         for letter, size in zip(term, shape, strict=True):
             before = sizes.setdefault(letter, size)
             if before != size and not (before.is_same and size.is_same):
-                raise Mixed("an input of another number of rows is combined with rows")
+                raise MixedError("an input of another number of rows is combined with rows")
             if size.number is not None:
                 sizes[letter] = size
     if len(letters) != 1 or not letters <= set(out):
-        raise Mixed("it adds up over rows")
+        raise MixedError("it adds up over rows")
     return [_rows([sizes[letter] for letter in out], out.index(letters.pop()))]
 
 
@@ -1360,7 +1424,7 @@ def _image(call: Call) -> list[Value]:
     value = call.inputs[0]
     normalizes = call.op.startswith("FusedBatchNorm")
     if normalizes and (call.flag("is_training") or "is_training" not in call.node.attr):
-        raise Mixed("it normalizes by the mean of all rows")
+        raise MixedError("it normalizes by the mean of all rows")
     if _all_same(call):
         return [same()] * (6 if normalizes else 1)
     for other in call.inputs[1:]:
@@ -1368,9 +1432,9 @@ def _image(call: Call) -> list[Value]:
     shape = _known(_laid_out(value).shape)
     _no_width(value)
     if value.axis != 0 or len(shape) != 4:
-        raise Mixed("its first axis is not that of the rows")
+        raise MixedError("its first axis is not that of the rows")
     if call.op in ("MaxPool", "AvgPool") and call.integers("ksize")[:1] != [1]:
-        raise Mixed("it adds up over rows")
+        raise MixedError("it adds up over rows")
     if normalizes:
         return [_rows(shape, 0), *[same()] * 5]
     return [_rows([shape[0], *(call.unknown() for _ in shape[1:])], 0)]
@@ -1391,7 +1455,7 @@ def _gather(call: Call) -> list[Value]:
     params, indices = call.inputs[:2]
     if call.op == "ResourceGather":
         if params.kind is not Kind.HANDLE or params.element is None:
-            raise Mixed("it is not known what is looked up")
+            raise MixedError("it is not known what is looked up")
         params = params.element
     batch_dims = call.integer("batch_dims")
     (axis,) = call.numbers(2) if call.op == "GatherV2" else (batch_dims,)
@@ -1407,14 +1471,26 @@ def _gather(call: Call) -> list[Value]:
         _laid_out(indices)
         if params.shape is None:
             if axis or indices.is_padded:
-                raise Mixed("the number of dimensions of an input is not known")
+                raise MixedError("the number of dimensions of an input is not known")
             return [Value(Kind.ROWS, None, indices.axis)]
         axis %= len(params.shape)
         found_shape = [*params.shape[:axis], *_known(indices.shape), *params.shape[axis + 1 :]]
         return [_rows(found_shape, axis + indices.axis)]
-    _laid_out(params, Kind.ROWS, Kind.POINTER)
+    _laid_out(params, Kind.ROWS, Kind.POINTER, Kind.INDICES)
     shape = _known(params.shape)
     axis %= len(shape)
+    if (
+        indices.kind is Kind.PLACES
+        and params.kind is Kind.ROWS
+        and axis == params.axis
+        and indices.target == shape[axis]
+    ):
+        return [_rows([*shape[:axis], *_known(indices.shape), *shape[axis + 1 :]], axis + indices.axis)]
+    if params.kind is Kind.INDICES:
+        if axis or indices.kind is not Kind.POINTER or indices.target != shape[0] or indices.rank != 1:
+            raise MixedError("it takes entries by numbers")
+        entries = (_known(indices.shape)[0], shape[1])
+        return [Value(Kind.INDICES, entries, params.axis, sizes=params.sizes, target=params.target)]
     if axis != params.axis:
         _laid_out(params)
         _laid_out(indices, Kind.SAME)
@@ -1423,7 +1499,7 @@ def _gather(call: Call) -> list[Value]:
         found_shape = [*shape[:axis], *inner, *shape[axis + 1 :]]
         return [_rows(found_shape, params.axis if params.axis < axis else params.axis + len(inner) - 1)]
     if indices.kind is not Kind.POINTER or indices.target != shape[axis]:
-        raise Mixed("it takes rows by numbers")
+        raise MixedError("it takes rows by numbers")
     found_shape = [*shape[:axis], *_known(indices.shape), *shape[axis + 1 :]]
     return [Value(params.kind, tuple(found_shape), axis + indices.axis, target=params.target, holes=params.holes)]
 
@@ -1447,7 +1523,7 @@ def _gathered_beside(params: Value, indices: Value, axis: int, batch_dims: int) 
     shape, inner = _known(params.shape), _known(indices.shape)
     axis, batch_dims = axis % len(shape), batch_dims + (len(inner) if batch_dims < 0 else 0)
     if params.axis != indices.axis or params.axis >= batch_dims or shape[params.axis] != inner[params.axis]:
-        raise Mixed("it takes rows by numbers")
+        raise MixedError("it takes rows by numbers")
     return _rows([*shape[:axis], *inner[batch_dims:], *shape[axis + 1 :]], params.axis)
 
 
@@ -1456,25 +1532,25 @@ def _gather_nd(call: Call) -> list[Value]:
     params, indices = call.inputs
     if call.op == "ResourceGatherNd":
         if params.kind is not Kind.HANDLE or params.element is None:
-            raise Mixed("it is not known what is looked up")
+            raise MixedError("it is not known what is looked up")
         params = params.element
     if params.kind is Kind.SAME and indices.kind is Kind.SAME:
         return [same()]
     if call.integer("batch_dims"):
-        raise Mixed("it looks up within each row")
+        raise MixedError("it looks up within each row")
     depth = _known(indices.shape)[-1].number
     if depth is None:
-        raise Mixed("how it looks up is not known before it runs")
+        raise MixedError("how it looks up is not known before it runs")
     if params.kind is Kind.SAME:
         _laid_out(indices)
         if indices.axis == len(_known(indices.shape)) - 1:
-            raise Mixed("rows are axes of what is looked up")
+            raise MixedError("rows are axes of what is looked up")
         return [_rows([*_known(indices.shape)[:-1], *_known(params.shape)[depth:]], indices.axis)]
     shape = _known(_laid_out(params).shape)
     if indices.kind is Kind.POINTER and depth == 1 and params.axis == 0 and indices.target == shape[0]:
         return [_rows([_known(indices.shape)[0], *shape[1:]], 0)]
     if indices.kind is not Kind.INDICES or indices.axis != params.axis or indices.sizes != shape[:depth]:
-        raise Mixed("it takes rows by numbers")
+        raise MixedError("it takes rows by numbers")
     return [_rows([_known(indices.shape)[0], *shape[depth:]], 0)]
 
 
@@ -1485,12 +1561,14 @@ def _where(call: Call) -> list[Value]:
         return [same()]
     shape = _known(_laid_out(value).shape)
     if value.is_padded and (value.fill is None or value.fill):
-        raise Mixed(_WIDTH)
+        raise MixedError(_WIDTH)
     entries = value.counts if value.counts is not None and call.dtype() in (0, _BOOL) else call.entries()
+    if shape[value.axis].is_distinct:
+        raise MixedError("which of several equal values is taken depends on all rows")
     if len(shape) == 1:
         return [Value(Kind.POINTER, (entries, Size.of(1)), target=shape[0])]
     if value.axis != 0:
-        raise Mixed("entries of different rows stand beside each other")
+        raise MixedError("entries of different rows stand beside each other")
     return [Value(Kind.INDICES, (entries, Size.of(len(shape))), 0, sizes=shape, target=shape[0])]
 
 
@@ -1507,10 +1585,114 @@ def _unsorted_segment(call: Call) -> list[Value]:
     _no_width(data, segments)
     shape, inner = _known(data.shape), _known(segments.shape)
     if data.axis != 0 or shape[: len(inner)] != inner or segments.axis != 0:
-        raise Mixed("its segments are not those of the entries")
+        raise MixedError("its segments are not those of the entries")
     if count.sizes is None or segments.target != count.sizes[0]:
-        raise Mixed("its segments are not the rows")
+        raise MixedError("its segments are not the rows")
     return [_rows([count.sizes[0], *shape[len(inner) :]], 0)]
+
+
+@_rule("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd")
+def _segment(call: Call) -> list[Value]:
+    data, segments = call.inputs[:2]
+    if _all_same(call):
+        return [same()]
+    return [_segments(_laid_out(data), segments)]
+
+
+def _segments(data: Value, segments: Value) -> Value:
+    """One row for each segment; there is none for rows behind the last entry, so that each row must have one."""
+    shape, inner = _known(data.shape), _known(_laid_out(segments, Kind.POINTER).shape)
+    if data.axis != 0 or len(inner) != 1 or shape[0] != inner[0] or segments.target is None:
+        raise MixedError("its segments are not those of the entries")
+    if not segments.covers or segments.holes:
+        raise MixedError("the last rows may have no entries, and be left out")
+    _no_width(data, segments)
+    return _rows([segments.target, *shape[1:]], 0)
+
+
+@_rule("SparseSegmentSum", "SparseSegmentMean", "SparseSegmentSqrtN")
+def _sparse_segment(call: Call) -> list[Value]:
+    data, places, segments = call.inputs[:3]
+    if _all_same(call):
+        return [same()]
+    _no_width(data, places, segments)
+    if data.kind is Kind.SAME:
+        shape = _known(data.shape)
+        entries = _known(_laid_out(places).shape)
+    else:
+        shape = _known(_laid_out(data).shape)
+        entries = _known(_laid_out(places, Kind.PLACES, Kind.POINTER).shape)
+        if data.axis != 0 or places.target != shape[0] or places.holes:
+            raise MixedError("it takes rows by numbers")
+    if len(entries) != 1 or places.axis != 0:
+        raise MixedError("its entries are no vector")
+    return [_segments(_rows([entries[0], *shape[1:]], 0), segments)]
+
+
+@_rule("Unique", "UniqueV2")
+def _unique(call: Call) -> list[Value]:
+    value = call.inputs[0]
+    if _all_same(call):
+        return [same(), same()]
+    shape = _known(_laid_out(value).shape)
+    _no_width(value)
+    if len(shape) != 1:
+        raise MixedError("what differs is no vector")
+    distinct = call.distinct()
+    return [_rows([distinct], 0), Value(Kind.PLACES, shape, target=distinct)]
+
+
+_outputs("Unique", "y", "idx")
+_outputs("UniqueV2", "y", "idx")
+
+
+@_rule("SparseReshape")
+def _sparse_reshape(call: Call) -> list[Value]:
+    indices, dims, wanted = call.inputs
+    if indices.kind is not Kind.INDICES or dims.sizes is None or dims.sizes != wanted.sizes:
+        raise MixedError("entries change their rows")
+    return [indices, dims]
+
+
+_outputs("SparseReshape", "output_indices", "output_shape")
+
+
+@_rule("SparseFillEmptyRows")
+def _fill_rows(call: Call) -> list[Value]:
+    indices, values, dims, default = call.inputs
+    _laid_out(default, Kind.SAME)
+    _laid_out(values)
+    if indices.kind is not Kind.INDICES or indices.axis != 0 or dims.sizes is None or indices.target is None:
+        raise MixedError("which rows its entries are of is not known")
+    if indices.target != dims.sizes[0] or _known(values.shape) != _known(indices.shape)[:1]:
+        raise MixedError("its entries are not those of the rows")
+    entries = call.entries()
+    more = (entries, _known(indices.shape)[1])
+    filled = Value(Kind.INDICES, more, 0, sizes=(), target=indices.target, covers=True)
+    back = Value(Kind.MIXED, reason="where entries were is a position in the batch")
+    return [filled, _rows([entries], 0), _rows([indices.target], 0), back]
+
+
+_outputs("SparseFillEmptyRows", "output_indices", "output_values", "empty_row_indicator", "reverse_index_map")
+
+
+@_rule("DenseBincount")
+def _bincount(call: Call) -> list[Value]:
+    value, size, weights = call.inputs
+    if _all_same(call):
+        return [same()]
+    _laid_out(weights, Kind.SAME)
+    if weights.shape != (Size.of(0),):
+        raise MixedError("it has weights")
+    shape = _known(_laid_out(value, Kind.ROWS, Kind.POINTER).shape)
+    _no_width(value)
+    if value.kind is Kind.POINTER:
+        if len(shape) != 1 or value.holes or size.sizes != (value.target,) or call.flag("binary_output"):
+            raise MixedError("it does not count the entries of rows")
+        return [_rows(size.sizes, 0, counts=shape[0], width=call.width())]
+    if len(shape) != 2 or value.axis != 0 or size.kind is not Kind.SAME:
+        raise MixedError("it counts over rows")
+    return [_rows([shape[0], size.sizes[0] if size.sizes else call.unknown()], 0)]
 
 
 @_rule("SparseToDense")
@@ -1521,11 +1703,11 @@ def _sparse_to_dense(call: Call) -> list[Value]:
     _laid_out(default, Kind.SAME)
     _laid_out(values)
     if indices.kind is not Kind.INDICES or dims.sizes is None or indices.axis != 0:
-        raise Mixed("which rows its entries are of is not known")
+        raise MixedError("which rows its entries are of is not known")
     if indices.target != dims.sizes[0] or _known(values.shape) != _known(indices.shape)[:1]:
-        raise Mixed("its entries are not those of the rows")
+        raise MixedError("its entries are not those of the rows")
     if any(size.is_padded for size in dims.sizes) and indices.sizes != dims.sizes:
-        raise Mixed(_WIDTH)
+        raise MixedError(_WIDTH)
     return [_rows(dims.sizes, 0, fill=default.array if default.shape == () else None)]
 
 
@@ -1538,7 +1720,7 @@ def _ragged_to_tensor(call: Call) -> list[Value]:
     wanted = [size.number for size in dims.sizes] if dims.sizes is not None and dims.kind is Kind.SAME else None
     shape = _known(values.shape)
     if values.axis != 0:
-        raise Mixed("its entries are not those of the rows")
+        raise MixedError("its entries are not those of the rows")
     if types == ["ROW_SPLITS"]:
         splits = parts[0]
         fits = splits.kind is Kind.SPLITS and splits.target == shape[0]
@@ -1550,9 +1732,9 @@ def _ragged_to_tensor(call: Call) -> list[Value]:
     else:
         rows = None
     if rows is None:
-        raise Mixed("which rows its entries are of is not known")
+        raise MixedError("which rows its entries are of is not known")
     if wanted is None or (wanted and wanted[0] not in (-1, None)):
-        raise Mixed("a fixed number of rows is asked for")
+        raise MixedError("a fixed number of rows is asked for")
     width = Size.of(wanted[1]) if wanted[1:] and wanted[1] not in (-1, None) else call.width()
     fill = default.array if default.shape == () else None
     return [_rows([rows, width, *shape[1:]], 0, fill=fill)]
@@ -1572,7 +1754,7 @@ def _parsed_sparse(call: Call, count: int) -> tuple[list[Value], list[Value], li
 def _parse(call: Call) -> list[Value]:
     serialized, *others = call.inputs
     if _known(_laid_out(serialized).shape) != (ROWS,):
-        raise Mixed("its examples are no vector of the rows")
+        raise MixedError("its examples are no vector of the rows")
     for other in others:
         _laid_out(other, Kind.SAME)
     attr = call.node.attr
@@ -1580,7 +1762,7 @@ def _parse(call: Call) -> list[Value]:
     dense = []
     for shape in attr["dense_shapes"].list.shape:
         if shape.unknown_rank or any(dim.size < 0 for dim in shape.dim):
-            raise Mixed(_WIDTH)
+            raise MixedError(_WIDTH)
         dense.append(_rows([ROWS, *(Size.of(dim.size) for dim in shape.dim)], 0))
     ragged, splits = [], []
     for _ in attr["ragged_value_types"].list.type:
@@ -1603,14 +1785,14 @@ OUTPUTS["ParseExampleV2"] = _parse_outputs
 @_rule("ParseExample")
 def _parse_old(call: Call) -> list[Value]:
     if _known(_laid_out(call.inputs[0]).shape) != (ROWS,):
-        raise Mixed("its examples are no vector of the rows")
+        raise MixedError("its examples are no vector of the rows")
     for other in call.inputs[1:]:
         _laid_out(other, Kind.SAME)
     indices, values, shapes = _parsed_sparse(call, call.integer("Nsparse"))
     dense = []
     for shape in call.node.attr["dense_shapes"].list.shape:
         if shape.unknown_rank or any(dim.size < 0 for dim in shape.dim):
-            raise Mixed(_WIDTH)
+            raise MixedError(_WIDTH)
         dense.append(_rows([ROWS, *(Size.of(dim.size) for dim in shape.dim)], 0))
     return [*indices, *values, *shapes, *dense]
 
@@ -1634,9 +1816,11 @@ def _decode_csv(call: Call) -> list[Value]:
 @_rule("StringSplitV2", "StringSplit")
 def _string_split(call: Call) -> list[Value]:
     if len(_known(_laid_out(call.inputs[0]).shape)) != 1:
-        raise Mixed("what it splits is no vector")
+        raise MixedError("what it splits is no vector")
     _laid_out(call.inputs[1], Kind.SAME)
     rows = _known(call.inputs[0].shape)[0]
+    if rows.is_distinct:
+        raise MixedError("which of several equal values is taken depends on all rows")
     entries, dims = call.entries(), (rows, call.width())
     return [
         Value(Kind.INDICES, (entries, Size.of(2)), 0, sizes=dims, target=rows),
@@ -1660,14 +1844,14 @@ def _list_of(call: Call) -> list[Value]:
     shape = _known(_laid_out(value).shape)
     _no_width(value)
     if value.axis == 0:
-        raise Mixed("it goes over rows")
+        raise MixedError("it goes over rows")
     return [Value(Kind.LIST, element=_rows(shape[1:], value.axis - 1))]
 
 
 @_rule("TensorListReserve", "EmptyTensorList")
 def _new_list(call: Call) -> list[Value]:
     if call.inputs[1].kind is not Kind.SAME:
-        raise Mixed(_BATCH_SIZE)
+        raise MixedError(_BATCH_SIZE)
     return [Value(Kind.LIST)]
 
 
@@ -1675,7 +1859,7 @@ def _new_list(call: Call) -> list[Value]:
 def _list_item(call: Call) -> list[Value]:
     kept, index = call.inputs[:2]
     if kept.kind is not Kind.LIST or kept.element is None or index.kind is not Kind.SAME:
-        raise Mixed("which of its tensors is taken depends on rows")
+        raise MixedError("which of its tensors is taken depends on rows")
     return [kept.element]
 
 
@@ -1683,20 +1867,20 @@ def _list_item(call: Call) -> list[Value]:
 def _set_item(call: Call) -> list[Value]:
     kept, index, value = call.inputs
     if kept.kind is not Kind.LIST or index.kind is not Kind.SAME or call.flag("resize_if_index_out_of_bounds"):
-        raise Mixed("which of its tensors is set depends on rows")
+        raise MixedError("which of its tensors is set depends on rows")
     return [_with_element(kept, value)]
 
 
 @_rule("TensorListPushBack")
 def _push(call: Call) -> list[Value]:
     if call.inputs[0].kind is not Kind.LIST:
-        raise Mixed("it is not known what it is put into")
+        raise MixedError("it is not known what it is put into")
     return [_with_element(*call.inputs)]
 
 
 def _with_element(kept: Value, value: Value) -> Value:
     if kept.element is not None and kept.element != value:
-        raise Mixed("its tensors differ")
+        raise MixedError("its tensors differ")
     _laid_out(value, Kind.ROWS, Kind.SAME)
     _no_width(value)
     return Value(Kind.LIST, element=value)
@@ -1706,9 +1890,9 @@ def _with_element(kept: Value, value: Value) -> Value:
 def _stack_list(call: Call) -> list[Value]:
     kept = call.inputs[0]
     if kept.kind is not Kind.LIST or kept.element is None:
-        raise Mixed("what its tensors are is not known")
+        raise MixedError("what its tensors are is not known")
     if call.inputs[1].kind not in (Kind.SAME, Kind.SIZE):
-        raise Mixed("its shape depends on rows")
+        raise MixedError("its shape depends on rows")
     value = kept.element
     if value.kind is Kind.SAME:
         return [same(None if value.shape is None else (call.unknown(), *value.shape))]

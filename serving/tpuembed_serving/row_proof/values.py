@@ -1,7 +1,8 @@
 """What a proof knows of a tensor: how its value in a run of several requests follows from those in runs of each alone.
 
-Symbols of sizes, by their first letter: `n0` is the number of rows of the inputs, and other `n` are numbers of entries that rows
-have; both add up over the requests of a run. `s` is a number that is the same in every run. `w` is the width of the widest row.
+Symbols of sizes, by their first letter: `n0` is the number of rows of the inputs, and other `n` are numbers of entries that
+rows have; both add up over the requests of a run. `u` is a number of values that differ, each of which stands for itself. `s` is a
+number that is the same in every run. `w` is the width of the widest row.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-__all__ = ["ROWS", "Kind", "Mixed", "Size", "Value", "broadcast", "mixed", "same"]
+__all__ = ["ROWS", "Kind", "MixedError", "Size", "Value", "broadcast", "mixed", "same"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,12 @@ class Size:
         """Whether it is a number of rows or entries, times a number that is the same in every run."""
         if len(self.terms) != 1 or self.terms[0][1] < 1:
             return False
-        return [name[0] for name in self.terms[0][0]].count("n") == 1
+        return sum(name[0] in "nu" for name in self.terms[0][0]) == 1
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether it is a number of values that differ."""
+        return any(name[0] == "u" for name in self.symbols)
 
     @property
     def is_padded(self) -> bool:
@@ -123,8 +129,14 @@ class Kind(enum.Enum):
     """[entries, rank], of which column `axis` is a POINTER, and the others are as ROWS."""
     SPLITS = "row splits"
     """One number more than rows: where their entries start, of `target` many."""
+    STARTS = "row starts"
+    """Row splits without the last."""
     ENDS = "row ends"
     """Row splits without the first."""
+    PLACES = "places of values that differ"
+    """Laid out as ROWS, where each element stands among the `target` values that differ."""
+    COLUMNS = "columns"
+    """Numbers from 0 up to a width."""
     SIZE = "made from the batch size"
     """Its numbers are `sizes`."""
     EVERY = "holds for every row"
@@ -152,7 +164,9 @@ class Value:
         array: its value, where that is a known constant.
         target: of POINTER, INDICES and SPLITS, how many rows or entries there are.
         holes: of POINTER, whether negative numbers stand for nothing.
+        covers: of POINTER and INDICES, whether each row has an entry, and the entries stand in the order of the rows.
         counts: of ROWS, how many entries its numbers add up to; of booleans, how many are true.
+        width: of ROWS of integers, their largest, or 0.
         fill: what stands behind the values of a row in an axis of a padded size.
         reason: of MIXED, why.
         element: of LIST and HANDLE, what is in it.
@@ -165,7 +179,9 @@ class Value:
     array: Any = dataclasses.field(default=None, compare=False)
     target: Size | None = None
     holes: bool = False
+    covers: bool = False
     counts: Size | None = None
+    width: Size | None = None
     fill: Any = dataclasses.field(default=None, compare=False)
     reason: str = ""
     element: "Value | None" = None
@@ -188,7 +204,7 @@ class Value:
         return None if None in found else [number for number in found if number is not None]
 
 
-class Mixed(Exception):
+class MixedError(Exception):
     """An operation's result is mixed; the text says why."""
 
 
@@ -211,7 +227,7 @@ def broadcast(values: Sequence[Value], unknown: Any) -> tuple[tuple[Size, ...] |
         unknown: makes a new symbol.
 
     Raises:
-        Mixed: rows of one may stand beside rows of others.
+        MixedError: rows of one may stand beside rows of others.
     """
     laid_out = [value for value in values if value.kind is not Kind.SAME]
     if not laid_out:
@@ -222,12 +238,12 @@ def broadcast(values: Sequence[Value], unknown: Any) -> tuple[tuple[Size, ...] |
     if not others and len(laid_out) == 1:
         return laid_out[0].shape, laid_out[0].axis
     if any(value.shape is None for value in (*laid_out, *others)):
-        raise Mixed("the number of dimensions of an input is not known")
+        raise MixedError("the number of dimensions of an input is not known")
     values = [*laid_out, *others]
     rank = max(len(value.shape or ()) for value in values)
     axes = {value.axis + rank - len(value.shape or ()) for value in laid_out}
     if len(axes) > 1:
-        raise Mixed("rows of one input stand beside columns of another")
+        raise MixedError("rows of one input stand beside columns of another")
     return _dims(values, unknown), axes.pop()
 
 
@@ -246,7 +262,7 @@ def _dims(values: Sequence[Value], unknown: Any) -> tuple[Size, ...]:
         elif len(wide) == 1:
             found.append(wide[0])
         elif not all(size.is_same for size in wide):
-            raise Mixed("an input of another number of rows is combined with rows")
+            raise MixedError("an input of another number of rows is combined with rows")
         else:
             known = [size for size in wide if size.number is not None]
             found.append(known[0] if len(known) == 1 else unknown())

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpuembed_serving.row_proof.operations import OUTPUTS, RULES, Call
-from tpuembed_serving.row_proof.values import ROWS, Kind, Mixed, Size, Value, mixed, same
+from tpuembed_serving.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
 
 __all__ = ["Verdict", "prove"]
 
@@ -22,6 +22,8 @@ _CALLS: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES: Final = frozenset({"If", "StatelessIf"})
 _LOOPS: Final = frozenset({"While", "StatelessWhile"})
 _EFFECTS: Final = ("Assert", "Assign", "LookupTableInsert", "LookupTableImport", "ResourceScatter")
+_SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
+"""Operations that make a scalar of scalars."""
 _DEPTH: Final = 64
 
 
@@ -211,7 +213,7 @@ class _Walk:
         reasons = [bad.get(one) or _hidden(body, one, found) for one in waits]
         try:
             found[name], bad[name] = self._outputs(node, inputs, places)
-        except Mixed as error:
+        except MixedError as error:
             bad[name] = f"{name} ({node.op}): {error}"
         except (ArithmeticError, LookupError, TypeError, ValueError):  # a node of no form that the rules know
             bad[name] = f"{name} ({node.op}): its form is not known"
@@ -231,11 +233,14 @@ class _Walk:
             return self._branch(node, inputs, places)
         if node.op in _LOOPS:
             return self._loop(node, inputs)
+        if first is not None and node.op in ("Maximum", "Minimum") and len(inputs) == 2:
+            return [_bounded(node, *inputs)], ""
         rule = RULES.get(node.op)
         if rule is None:
-            raise Mixed("it is not in the table of operations")
+            raise MixedError("it is not in the table of operations")
         if first is not None:
-            return _all_mixed(node, first.reason), ""
+            known = () if node.op in _SCALARS and all(value.shape == () for value in inputs) else None
+            return _all_mixed(node, first.reason, shape=known), ""
         return rule(Call(node, inputs, self.symbol)), ""
 
     # ---- functions
@@ -244,7 +249,7 @@ class _Walk:
         """What a function of the library returns, and what is wrong with its effects."""
         function = self._functions.get(name)
         if function is None or self._depth > _DEPTH:
-            raise Mixed(f"function {name!r} is not known")
+            raise MixedError(f"function {name!r} is not known")
         names = [argument.name for argument in function.signature.input_arg]
         body = _Body(function.node_def, {(arg, 0): value for arg, value in zip(names, inputs, strict=True)})
         wanted = [body.source(function.ret[output.name]) for output in function.signature.output_arg]
@@ -275,9 +280,11 @@ class _Walk:
                 ]
                 outcomes.append(self.call(names[index], bound))
             if outcomes[1 - good][1] != _FAILS:
-                raise Mixed("which branch is taken depends on all rows")
+                raise MixedError("which branch is taken depends on all rows")
             return outcomes[good]
-        raise Mixed("which branch is taken depends on rows" if condition.kind is not Kind.MIXED else condition.reason)
+        raise MixedError(
+            "which branch is taken depends on rows" if condition.kind is not Kind.MIXED else condition.reason
+        )
 
     def _loop(self, node: Any, inputs: list[Value]) -> tuple[list[Value], str]:
         names = [node.attr[part].func.name for part in ("cond", "body")]
@@ -288,17 +295,17 @@ class _Walk:
         for _ in range(6):
             (condition, *_), effect = self.call(names[0], state)
             if condition.kind is not Kind.SAME:
-                raise Mixed("how often it runs depends on rows")
+                raise MixedError("how often it runs depends on rows")
             found, other = self.call(names[1], state)
             if effect or other:
-                raise Mixed(effect or other)
+                raise MixedError(effect or other)
             joined = [
                 _widened(index, a, b, kept, self.symbol) for index, (a, b) in enumerate(zip(state, found, strict=True))
             ]
             if joined == state:
                 return state, ""
             state = joined
-        raise Mixed("what it keeps changes its form")
+        raise MixedError("what it keeps changes its form")
 
     # ---- lookups of tpuembed
 
@@ -334,6 +341,20 @@ def _hidden(body: _Body, name: str, found: Mapping[str, list[Value]]) -> str:
     return next((value.reason for value in found.get(name, ()) if value.kind is Kind.MIXED), "")
 
 
+def _bounded(node: Any, one: Value, other: Value) -> Value:
+    """What is between a size and itself is that size, whatever it was before: so TensorFlow bounds the length of a count.
+
+    The `sizes` of a mixed value are what it is at least.
+    """
+    unknown, size = (one, other) if one.kind is Kind.MIXED else (other, one)
+    if unknown.shape == () and size.kind in (Kind.SAME, Kind.SIZE) and size.sizes is not None and size.shape == ():
+        if node.op == "Maximum":
+            return dataclasses.replace(unknown, sizes=size.sizes)
+        if unknown.sizes is not None and unknown.sizes[0].at_least(size.sizes[0]):
+            return size
+    return mixed(unknown.reason)
+
+
 def _unfit(values: Sequence[Value]) -> str:
     """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones."""
     entries = {ROWS}
@@ -346,7 +367,11 @@ def _unfit(values: Sequence[Value]) -> str:
             entries.add(value.target)
         elif value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS):
             return f"a lookup's input is {value.kind.value}"
+    if not any(value.kind is Kind.ROWS for value in values):
+        return "a lookup has no ids of rows"
     for value in values:
+        if value.kind is Kind.SAME and (value.shape is None or any(size.number is None for size in value.shape)):
+            return "a lookup's ids may be constant ones"
         if value.kind is Kind.ROWS and (value.shape is None or value.axis != 0 or value.shape[0] not in entries):
             return "a lookup's ids are not those of the rows"
         if value.is_padded and value.kind is Kind.ROWS and (value.fill is None or value.fill not in (-1, 0)):
@@ -365,14 +390,14 @@ def _assertion(condition: Value) -> str:
     return f"what it asserts {condition.kind.value}"
 
 
-def _all_mixed(node: Any, reason: str, least: int = 8) -> list[Value]:
-    """Mixed outputs, as many as a node may have."""
+def _all_mixed(node: Any, reason: str, least: int = 8, shape: tuple[Size, ...] | None = None) -> list[Value]:
+    """MixedError outputs, as many as a node may have."""
     attr = node.attr
     counts = [len(attr[name].list.type) for name in ("Tout", "T", "out_types") if name in attr]
     counts += [attr[name].i for name in ("num", "num_split", "N") if name in attr]
     if node.op in OUTPUTS:
         counts.append(sum(count for _, count in OUTPUTS[node.op](node)))
-    return [mixed(reason)] * max(least, *counts, 0)
+    return [Value(Kind.MIXED, shape, reason=reason)] * max(least, *counts, 0)
 
 
 def _join(one: Value, other: Value, symbol: Any) -> Value:

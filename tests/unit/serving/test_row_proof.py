@@ -1,4 +1,4 @@
-"""What is proven of a graph, by hand: each graph that mixes rows gives other numbers in a run of several requests, and is refused."""
+"""Graphs by hand: those that mix rows give other numbers in a run of several requests, and are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +16,24 @@ SPECS = {
     "ids": tf.TensorSpec([None, None], tf.int64),
     "s": tf.TensorSpec([None], tf.string),
     "flag": tf.TensorSpec([None], tf.bool),
+    "e": tf.TensorSpec([None], tf.string),
 }
 KERNEL = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 TABLE = np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32)
 Graph = Callable[..., Any]
+
+
+def example(rng: np.random.Generator) -> bytes:
+    """Lists of 0 to 3 ids and words, and a number."""
+    ids = tf.train.Feature(int64_list=tf.train.Int64List(value=rng.integers(0, 50, rng.integers(0, 4)).tolist()))
+    words = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"a", b"b", b"c"][: rng.integers(0, 4)]))
+    one = tf.train.Feature(int64_list=tf.train.Int64List(value=[int(rng.integers(0, 50))]))
+    features = tf.train.Features(feature={"ids": ids, "words": words, "one": one})
+    return bytes(tf.train.Example(features=features).SerializeToString())
+
+
+def parsed(e: Any, **features: Any) -> Any:
+    return tf.io.parse_example(e, features)
 
 
 def requests(seed: int = 0, count: int = 4) -> list[dict[str, Any]]:
@@ -34,6 +48,7 @@ def requests(seed: int = 0, count: int = 4) -> list[dict[str, Any]]:
                 "ids": np.where(rng.random((rows, 3)) < 0.4, -1, rng.integers(0, 4, (rows, 3))),
                 "s": np.array([["a b", "c", "", "d e f", "7"][n] for n in rng.integers(0, 5, rows)], object),
                 "flag": rng.random(rows) < 0.3,
+                "e": np.array([example(rng) for _ in range(rows)], object),
             }
         )
     return found
@@ -100,7 +115,30 @@ def ranked(x: Any) -> Any:
     return x + tf.cast(order, tf.float32)[:, None]
 
 
+def counted(k: Any) -> Any:
+    found, places = tf.unique(k)
+    return tf.gather(tf.math.unsorted_segment_sum(tf.ones_like(k), places, tf.size(found)), places)
+
+
+def between_distinct(k: Any) -> Any:
+    """How far two ids stand from each other among those that differ."""
+    _, places = tf.unique(tf.reshape(tf.stack([k, k + 1], 1), [-1]))
+    pairs = tf.reshape(places, [-1, 2])
+    return pairs[:, 1] - pairs[:, 0]
+
+
 MIXING: dict[str, Graph] = {
+    "how often each id stands in a run": counted,
+    "distances among distinct ids": between_distinct,
+    "positions of distinct ids": lambda k: tf.unique(k)[1],
+    "widths of split words": lambda s: tf.fill(tf.shape(s), tf.shape(tf.strings.split(s).to_tensor(""))[1]),
+    "the mean over padding": lambda s: tf.reduce_mean(
+        tf.cast(tf.strings.length(tf.strings.split(s).to_tensor("")), tf.float32), 1
+    ),
+    "the highest over padding": lambda s: tf.reduce_max(tf.strings.length(tf.strings.split(s).to_tensor("xyz")), 1),
+    "a highest length decides a mask": lambda ids, k: tf.reduce_sum(
+        tf.cast(tf.sequence_mask(tf.reduce_sum(tf.cast(ids >= 0, tf.int64), 1), tf.reduce_max(k)), tf.int32), 1
+    ),
     "listwise softmax behind a flag": listwise,
     "mean over rows": lambda x: x - tf.reduce_mean(x, 0),
     "mean over everything": lambda x: x - tf.reduce_mean(x),
@@ -247,7 +285,44 @@ def hashed(s: Any) -> Any:
     return tf.gather(TABLE, table.lookup(s)) + tf.gather(TABLE, tf.strings.to_hash_bucket_fast(s, 50))
 
 
+LISTS = {"ids": tf.io.VarLenFeature(tf.int64)}
+RAGGED = {"ids": tf.io.RaggedFeature(tf.int64)}
+ONE = {"one": tf.io.FixedLenFeature([], tf.int64)}
+
+
+def hashed_words(e: Any) -> Any:
+    words = parsed(e, words=tf.io.VarLenFeature(tf.string))["words"]
+    ids = tf.SparseTensor(words.indices, tf.strings.to_hash_bucket_fast(words.values, 50), words.dense_shape)
+    return tf.nn.safe_embedding_lookup_sparse(tf.constant(TABLE), ids, combiner="sqrtn")
+
+
+def padded_examples(e: Any) -> Any:
+    ids = tf.sparse.to_dense(parsed(e, **LISTS)["ids"], -1)
+    rows = tf.where((ids >= 0)[..., None], tf.gather(TABLE, tf.maximum(ids, 0)), 0.0)
+    return tf.math.divide_no_nan(tf.reduce_sum(rows, 1), tf.reduce_sum(tf.cast(ids >= 0, tf.float32), 1, keepdims=True))
+
+
+def distinct(k: Any) -> Any:
+    """Each id is looked up once, and put where it stands."""
+    found, places = tf.unique(k)
+    return tf.gather(tf.tanh(tf.gather(TABLE, found)), places)
+
+
 APART: dict[str, Graph] = {
+    "parsed ids": lambda e: tf.gather(TABLE, parsed(e, **ONE)["one"]),
+    "parsed lists, padded": padded_examples,
+    "parsed lists, looked up by TensorFlow": lambda e: tf.nn.safe_embedding_lookup_sparse(
+        tf.constant(TABLE), parsed(e, **LISTS)["ids"], combiner="mean"
+    ),
+    "parsed words, hashed": hashed_words,
+    "parsed ragged lists": lambda e: tf.reduce_mean(tf.gather(TABLE, parsed(e, **RAGGED)["ids"]), 1),
+    "sums of parsed ragged lists": lambda e: tf.reduce_sum(tf.gather(TABLE, parsed(e, **RAGGED)["ids"]), 1),
+    "split words": lambda s: tf.reduce_sum(
+        tf.gather(TABLE, tf.strings.to_hash_bucket_fast(tf.strings.split(s), 50)), 1
+    ),
+    "masked lists": lambda ids: tf.reduce_sum(tf.gather(TABLE, tf.ragged.boolean_mask(ids, ids >= 0)), 1),
+    "distinct ids": distinct,
+    "a mask of lengths": lambda ids: tf.sequence_mask(tf.reduce_sum(tf.cast(ids >= 0, tf.int32), 1), tf.shape(ids)[1]),
     "a dense layer": lambda x: tf.nn.relu(tf.nn.bias_add(tf.matmul(x, KERNEL), [1.0, 2.0, 3.0])),
     "a table": lambda k: tf.gather(TABLE, k),
     "softmax of a row": lambda x: tf.nn.softmax(x),
