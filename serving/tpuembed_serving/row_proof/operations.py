@@ -431,7 +431,8 @@ def _elementwise(call: Call) -> list[Value]:
         if found is None:
             raise MixedError(_POSITION)
         return found
-    if any(value.kind is Kind.SIZE for value in inputs) and all(value.shape == () for value in inputs):
+    unknown = (Kind.SIZE, Kind.LOWEST, Kind.HIGHEST)
+    if any(value.kind in unknown for value in inputs) and all(value.shape == () for value in inputs):
         return [Value(Kind.MIXED, (), reason=f"{call.node.name} ({call.op}): {_BATCH_SIZE}")]
     for value in inputs:
         _laid_out(value, Kind.ROWS, Kind.SAME)
@@ -869,9 +870,9 @@ def _slice(call: Call) -> list[Value]:
     if begin.sizes is None or size.sizes is None:
         raise MixedError("which part is taken is not known before it runs")
     if value.kind is Kind.INDICES:
-        starts, lengths = [s.number for s in begin.sizes], [s.number for s in size.sizes]
-        if starts[0] == 0 and lengths[0] == -1 and starts[1] is not None and lengths[1] == 1:
-            column = _column(value, starts[1])
+        first, at = (bound.number for bound in begin.sizes)
+        if first == 0 and at is not None and [bound.number for bound in size.sizes] == [-1, 1]:
+            column = _column(value, at)
             return [_moved(column, [*_known(column.shape), Size.of(1)], 0)]
     _laid_out(value)
     _no_width(value)
@@ -915,8 +916,8 @@ def _strided_slice(call: Call) -> list[Value]:
     found_shape: list[Size] = []
     axis, new_axis, columns = 0, None, None
     skipped = len(shape) - sum(entry[0] not in ("new", "...") for entry in spec)
-    whole = ("part", None, None, 1)
-    entries = []
+    whole: _Entry = ("part", None, None, 1)
+    entries: list[_Entry] = []
     for entry in spec:
         entries += [whole] * skipped if entry[0] == "..." else [entry]
     if not any(entry[0] == "..." for entry in spec):
@@ -1226,10 +1227,10 @@ def _reduce(call: Call) -> list[Value]:
         if call.dtype() in _INTEGERS:
             kinds |= {"Min": Kind.LOWEST, "Max": Kind.HIGHEST}
         if call.op == "Max" and call.dtype() in _INTEGERS and len(shape) == 1 and not keep:
-            return [Value(Kind.HIGHEST, width=value.width)]
+            return [Value(Kind.HIGHEST, (), width=value.width)]
         if call.op not in kinds or any(size.is_padded for axis, size in enumerate(shape) if axis not in gone):
             raise MixedError("it makes one of several rows")
-        return [Value(kinds[call.op])]
+        return [Value(kinds[call.op], None if left else ())]
     axis = value.axis if keep else value.axis - sum(one < value.axis for one in gone)
     counts = value.counts if call.op == "Sum" else None
     return [_rows(left, axis, counts=counts, fill=value.fill if call.op in ("All", "Any") else None)]

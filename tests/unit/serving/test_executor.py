@@ -269,6 +269,22 @@ def test_which_models_are_merged(enabled: bool | None, is_proven: bool, runs: in
     here.play(scenario)
 
 
+def test_inputs_of_which_nothing_is_proven_run_alone() -> None:
+    """The proof is of vectors; TensorFlow takes matrices all the same."""
+    here = Scene(Gated(Merging(is_proven=True, shapes=((),))))
+
+    async def scenario() -> None:
+        first = here.ask(0)
+        await here.until_running()
+        others = [here.ask([[1]]), here.ask(2), here.ask([[3]]), here.ask(4)]
+        await asyncio.sleep(0)
+        here.servable.gate.set()
+        assert await values(first, *others) == [[0], [[2]], [4], [[6]], [8]]
+        assert sorted(map(str, here.servable.runs)) == ["[0]", "[2, 4]", "[[1]]", "[[3]]"]
+
+    here.play(scenario)
+
+
 def test_who_cannot_be_told_fails_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     here = scene()
     here.servable.gate.set()
