@@ -1167,6 +1167,19 @@ def _reverse(call: Call) -> list[Value]:
     return [_rows(shape, value.axis)]
 
 
+@_rule("LowerBound", "UpperBound")
+def _search(call: Call) -> list[Value]:
+    ordered, values = call.inputs
+    if _all_same(call):
+        return [same(values.shape)]
+    _laid_out(ordered, Kind.SAME)
+    shape = _known(_laid_out(values).shape)
+    _no_width(values)
+    if values.axis != 1 or len(shape) != 2:
+        raise MixedError("rows are looked for among others")
+    return [_rows(shape, 1)]
+
+
 @_rule("OneHot")
 def _one_hot(call: Call) -> list[Value]:
     value, depth = call.inputs[:2]

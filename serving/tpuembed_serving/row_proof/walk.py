@@ -19,7 +19,7 @@ _LOOKUP: Final = re.compile(r"(?:.*/)?tpuembed_lookup(?:_\d+)?(?=/)")
 Each row of its outputs is looked up by the ids of that row, whatever stands beside or behind them: the layer's own contract.
 """
 _CALLS: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_BRANCHES: Final = frozenset({"If", "StatelessIf"})
+_BRANCHES: Final = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _LOOPS: Final = frozenset({"While", "StatelessWhile"})
 _EFFECTS: Final = ("Assert", "Assign", "LookupTableInsert", "LookupTableImport", "ResourceScatter")
 _SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
@@ -263,13 +263,13 @@ class _Walk:
 
     def _branch(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> tuple[list[Value], str]:
         condition, *arguments = inputs
+        if node.op.endswith("Case"):
+            return self._case(node, condition, arguments)
         names = [node.attr[branch].func.name for branch in ("then_branch", "else_branch")]
         if condition.kind is Kind.SAME and condition.array is not None and condition.shape == ():
             return self.call(names[0] if bool(condition.array) else names[1], arguments)
         if condition.kind is Kind.SAME and condition.shape == ():
-            (one, first), (other, second) = self.call(names[0], arguments), self.call(names[1], arguments)
-            effect = next((wrong for wrong in (first, second) if wrong not in ("", _FAILS)), "")
-            return [_join(a, b, self.symbol) for a, b in zip(one, other, strict=True)], effect
+            return self._either(names, arguments)
         if condition.kind in (Kind.EVERY, Kind.SOME):
             good = 0 if condition.kind is Kind.EVERY else 1
             outcomes = []
@@ -286,10 +286,24 @@ class _Walk:
             "which branch is taken depends on rows" if condition.kind is not Kind.MIXED else condition.reason
         )
 
+    def _case(self, node: Any, condition: Value, arguments: Sequence[Value]) -> tuple[list[Value], str]:
+        if condition.kind is not Kind.SAME or condition.shape != ():
+            raise MixedError(condition.reason or "which branch is taken depends on rows")
+        return self._either([branch.name for branch in node.attr["branches"].list.func], arguments)
+
+    def _either(self, names: Sequence[str], arguments: Sequence[Value]) -> tuple[list[Value], str]:
+        """What one of several functions returns, the same one in every run."""
+        outcomes = [self.call(name, arguments) for name in names]
+        found = outcomes[0][0]
+        for other, _ in outcomes[1:]:
+            found = [_join(a, b, self.symbol) for a, b in zip(found, other, strict=True)]
+        return found, next((wrong for _, wrong in outcomes if wrong not in ("", _FAILS)), "")
+
     def _loop(self, node: Any, inputs: list[Value]) -> tuple[list[Value], str]:
         names = [node.attr[part].func.name for part in ("cond", "body")]
         state = [
-            dataclasses.replace(value, array=None, sizes=None) if value.kind is Kind.SAME else value for value in inputs
+            dataclasses.replace(value, array=None, sizes=None if value.kind is Kind.SAME else value.sizes, fill=None)
+            for value in inputs
         ]
         kept: dict[tuple[int, int], Size] = {}
         for _ in range(6):
@@ -402,8 +416,8 @@ def _all_mixed(node: Any, reason: str, least: int = 8, shape: tuple[Size, ...] |
 
 def _join(one: Value, other: Value, symbol: Any) -> Value:
     """What is known of a tensor that is either of two, whichever it is in all runs."""
-    if one == other:
-        return one if one.array is None and other.array is None else dataclasses.replace(one, array=None)
+    if one == other:  # but for their values, which are not compared
+        return dataclasses.replace(one, array=None, fill=None)
     return _widened(0, one, other, {}, symbol)
 
 

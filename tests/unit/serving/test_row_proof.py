@@ -193,6 +193,11 @@ MIXING: dict[str, Graph] = {
     "a condition on the sum": lambda x, v: tf.cond(tf.reduce_sum(v) > 0, lambda: x, lambda: -x),
     "a condition on the highest id": lambda x, k: tf.cond(tf.reduce_max(k) > 2, lambda: x, lambda: -x),
     "a loop over rows": loop_over_rows,
+    "a branch by an id": lambda x, k: tf.switch_case(
+        tf.cast(k[0], tf.int32), [lambda: x, lambda: x * 2, lambda: x * 3]
+    ),
+    "a branch by a constant that mixes": lambda x: tf.switch_case(tf.constant(1), [lambda: x, lambda: tf.cumsum(x, 0)]),
+    "found among rows": lambda v: tf.searchsorted(tf.sort(v), v),
     "a loop as often as the highest id": lambda x, k: tf.while_loop(
         lambda i, _: i < tf.reduce_max(k), lambda i, y: (i + 1, y * 2), (tf.constant(0, tf.int64), x)
     )[1],
@@ -359,6 +364,10 @@ APART: dict[str, Graph] = {
     "strings": lambda s: tf.strings.join([tf.strings.upper(s), "x", tf.strings.substr(s, 0, 1)]),
     "hashes and tables": hashed,
     "buckets": lambda x: tf.raw_ops.Bucketize(input=x, boundaries=[-1.0, 0.0, 1.0]),
+    "found among sorted numbers": lambda x: tf.searchsorted(tf.constant([-1.0, 0.0, 1.0]), x[:, 0]),
+    "a branch by a constant": lambda x: tf.switch_case(
+        tf.constant(1), [lambda: x, lambda: x * 2, lambda: tf.cumsum(x, 0)][:2]
+    ),
     "a loop": lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 1.5), (tf.constant(0), x))[1],
     "a recurrent cell": gru,
     "a position of a row that is taken back": lambda x: tf.gather(x, tf.range(tf.shape(x)[0])),
