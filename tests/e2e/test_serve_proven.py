@@ -1,5 +1,6 @@
 """Of every signature of every kind of export it is proven that requests may share runs; and they give what each gives alone."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,17 @@ def check_proven(version: Path, signatures: set[str]) -> Any:
     return servable
 
 
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
+STORAGES, LAYOUTS = ("float32", "bfloat16", "float16", "int8"), ("variables", "mmap")
+CUT = [("float32", "variables"), ("int8", "mmap")]
+
+
+ALL = [
+    pytest.param(*pair, marks=[] if pair in CUT else [pytest.mark.long])
+    for pair in itertools.product(STORAGES, LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("storage", "layout"), ALL)
 def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, (features, signatures) in enumerate(
         [
@@ -126,8 +136,17 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
     assert "do not share runs" not in caplog.text
 
 
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.parametrize("model", [by_id, integers, sequences])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (by_id, "variables"),
+        (integers, "mmap"),
+        (sequences, "variables"),
+        pytest.param(by_id, "mmap", marks=pytest.mark.long),
+        pytest.param(integers, "variables", marks=pytest.mark.long),
+        pytest.param(sequences, "mmap", marks=pytest.mark.long),
+    ],
+)
 def test_whole_models(checkpoint: str, model: Any, layout: str, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", model=model, layout=layout).path
     check_proven(path, {"serving_default", "serving_examples", "packed"}).close()
