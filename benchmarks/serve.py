@@ -32,6 +32,8 @@ from benchmarks.serve_model import FEATURES, NAMES, ROWS, export
 
 OURS = "tpuembed"
 OVER_GRPC = "tpuembed, gRPC"
+PLAIN, NAIVE_PLAIN = "plain model, tpuembed", "plain model, naive"
+PLAIN_CASE = "a plain SavedModel, 1 row, 64 connections"
 PEERS = {"litserve": "litserve", "bentoml": "bentoml", "mlserver": "mlserver", "ray": "ray[serve]"}
 CASES = [(rows, connections) for rows in (1, 64) for connections in (1, 16, 64)]
 BODIES = 64
@@ -161,7 +163,7 @@ class Bench:
 
     def __init__(self, folder: Path, workers: int, peers: Path | None, only: Sequence[str]) -> None:
         self._folder, self._workers, self._peers = folder, workers, peers
-        self._model_dir = export(folder)
+        self._model_dir, self._plain_dir = export(folder)
         self._stack = contextlib.ExitStack()
         self.servers: dict[str, Server] = {}
         try:
@@ -175,20 +177,33 @@ class Bench:
         names = ["echo", "naive", *(PEERS if peers else ())]
         for name in [name for name in names if not only or name in only]:
             self._start(name, ECHO_BODY=echo).wait()
+        if not only or PLAIN in only:
+            for name in (PLAIN, NAIVE_PLAIN):
+                self._start(name).wait()
         for server in self.servers.values():
             server.signal(signal.SIGSTOP)
 
+    @property
+    def of_one_model(self) -> list[str]:
+        """The servers of the model that tpuembed exported."""
+        return [name for name in self.servers if name not in (PLAIN, NAIVE_PLAIN)]
+
     def _start(self, name: str, **environment: str) -> Server:
         port = _free_port()
-        arguments = [str(port), str(self._workers), str(self._model_dir)]
-        if name == OURS:
+        model_dir = self._plain_dir if name in (PLAIN, NAIVE_PLAIN) else self._model_dir
+        arguments = [str(port), str(self._workers), str(model_dir)]
+        if name == PLAIN:
+            code = "from tpuembed_cli.main import main; main()"
+            ports = ["--rest-port", str(port), "--no-grpc", "--workers", str(self._workers), "--name", "rec"]
+            command = [sys.executable, "-c", code, "serve", str(model_dir), *ports]
+        elif name == OURS:
             code = "from tpuembed_cli.main import main; main()"
             self._grpc_port = _free_port()
             ports = ["--rest-port", str(port), "--grpc-port", str(self._grpc_port), "--workers", str(self._workers)]
             command = [sys.executable, "-c", code, "serve", str(self._model_dir), *ports]
         else:
             python = environment_of(name, self._peers) if name in PEERS and self._peers else sys.executable
-            command = [python, str(_SCRIPT), name, *arguments]
+            command = [python, str(_SCRIPT), "naive" if name == NAIVE_PLAIN else name, *arguments]
         form = "v2" if name == "mlserver" else "rows"
         path = "/v2/models/rec/infer" if form == "v2" else "/v1/models/rec:predict"
         server = self.servers[name] = Server(command, port, path, form, environment)
@@ -287,6 +302,11 @@ def run(
             for name in bench.servers:
                 bench.measure(name, 1, 16, 1)
             found = [_round(bench, seconds) for _ in range(rounds)]
+            plain = [
+                {name: bench.measure(name, 1, 64, seconds) for name in (PLAIN, NAIVE_PLAIN)}
+                for _ in range(rounds)
+                if PLAIN in bench.servers
+            ]
             bad = [bench.beside_bad(seconds) for _ in range(rounds)]
             calls = [bench.call_ms() for _ in range(min(rounds, 3))]
         finally:
@@ -296,6 +316,8 @@ def run(
         "good requests failed": sum(each["good requests failed"] for each in bad),
         "good throughput, ratio": statistics.median(each["good throughput, ratio"] for each in bad),
     }
+    if plain:
+        summary[PLAIN_CASE] = _summary_of_plain(plain)
     summary["1 row, 1 connection"]["in-process call_ms"] = min(calls)
     return {"workers": workers, "rounds": rounds, **summary}
 
@@ -306,7 +328,7 @@ def _title(case: tuple[int, int]) -> str:
 
 
 def _round(bench: Bench, seconds: int) -> dict[tuple[int, int], dict[str, dict[str, float]]]:
-    found = {case: {name: bench.measure(name, *case, seconds) for name in bench.servers} for case in CASES}
+    found = {case: {name: bench.measure(name, *case, seconds) for name in bench.of_one_model} for case in CASES}
     for case in CASES:
         found[case][OVER_GRPC] = bench.measure_grpc(*case, seconds)
     return found
@@ -321,6 +343,16 @@ def _summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
         summary[f"over {name}"] = statistics.median(each[OURS][key] / each[name][key] for each in rounds)
     summary["best p99_ms"] = min(each[OURS]["p99_ms"] for each in rounds)
     return summary
+
+
+def _summary_of_plain(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    key = "requests_per_second"
+    names = {PLAIN: OURS, NAIVE_PLAIN: "naive"}
+    summary: dict[str, Any] = {
+        short: {figure: statistics.median(each[name][figure] for each in rounds) for figure in rounds[0][name]}
+        for name, short in names.items()
+    }
+    return {**summary, "over naive": statistics.median(each[PLAIN][key] / each[NAIVE_PLAIN][key] for each in rounds)}
 
 
 def main() -> None:

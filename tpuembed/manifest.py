@@ -17,6 +17,7 @@ from tpuembed.errors import ConfigError
 
 __all__ = [
     "LAYOUTS",
+    "LOOKUP_SCOPE",
     "MANIFEST_PATH",
     "FeatureEntry",
     "FileEntry",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
+LOOKUP_SCOPE: Final = "tpuembed_lookup"
+"""The name scope of a lookup's operations in an export. Each row of its outputs is looked up by the ids of the same row, whatever
+stands beside it, and entries of -1 behind a row's ids change nothing: the server takes the scope for one operation."""
 FORMAT = 1
 """Raised by a field without which a reader would go wrong. A field that it may leave out does not raise it: readers leave out what
 they do not know."""

@@ -15,7 +15,7 @@ _OPTIONS = [
         "--enable_batching/--disable_batching",
         "enable_batching",
         default=None,
-        help="Whether requests of a signature share runs.  [default: those of models that tpuembed exported]",
+        help="Whether requests of a signature share runs.  [default: where its graph proves that it changes no answer]",
     ),
     click.option(
         "--batching-parameters-file",

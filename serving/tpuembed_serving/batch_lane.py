@@ -1,5 +1,6 @@
 """Requests of one signature of one version on their way to a run."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
@@ -25,6 +26,8 @@ _SHARE_OF_FAILURES: Final = 0.05
 """Of the time, what runs that fail by their ids may take while others are answered: bad ids slow down who sends them."""
 _LONGEST_PAUSE_SECONDS: Final = 1.0
 """Between two runs that fail."""
+_KNOWN_SHAPES: Final = 1024
+"""Of requests; more are looked at anew."""
 
 
 class Request:
@@ -120,16 +123,21 @@ class Lane:
         self._dtypes = [info.numpy_dtype for info in signature.inputs]
         self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]
         self._pads_some = any(self._padded)
-        self._takes_columns = not self._pads_some and all(dtype == np.int64 for dtype in self._dtypes)
+        self._shapes = merging.shapes if merging else ()
+        is_flat = all(shape is None or not shape for shape in self._shapes)
+        self._takes_columns = not self._pads_some and is_flat and all(dtype == np.int64 for dtype in self._dtypes)
+        self._known: dict[Any, bool] = {}
         self._is_steady = merging is not None and merging.is_steady
         self._seconds: dict[int, float] = {}
 
     @classmethod
     def of(cls, servable: Servable, signature: Signature, settings: BatchingSettings) -> Self:
-        """The lane of a signature: merged where the model is one of ours, or the operator says so of all."""
+        """The lane of a signature: merged where that is proven to change no answer, or the operator says so of all."""
         merging = servable.merging(signature)
-        if merging is not None and not settings.covers(merging.is_ours):
+        if merging is not None and not settings.covers(merging.is_proven):
             merging = None
+        elif merging is not None and settings.enabled:  # of inputs of any form
+            merging = dataclasses.replace(merging, shapes=())
         chosen = (merging.parameters if merging else None) or settings.parameters
         return cls(signature, merging, BatchingParameters(max_batch_size=settings.max_rows), chosen)
 
@@ -163,9 +171,21 @@ class Lane:
             return self, ()  # as of any of rank 1
         if not self.runner.merges or not rows or [array.dtype for array in inputs] != self._dtypes:
             return object()
-        if not self._pads_some and _are_alike(inputs):
-            return self, inputs[0].shape[1:]  # stands for that shape of each
-        return self, trailing_shapes(inputs, self._padded)
+        key: tuple[Any, ...]
+        # Where all are alike, one shape stands for that of each.
+        key = (
+            inputs[0].shape[1:] if not self._pads_some and _are_alike(inputs) else trailing_shapes(inputs, self._padded)
+        )
+        return (self, key) if not self._shapes or self._fits(inputs, key) else object()
+
+    def _fits(self, inputs: Sequence[Array], key: tuple[Any, ...]) -> bool:
+        """Whether `inputs` have the ranks and sizes of which the proof is; they are alone in a run where they do not."""
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _KNOWN_SHAPES:
+                self._known.clear()
+            known = self._known[key] = all(map(_is_of, inputs, self._shapes))
+        return known
 
     def check_room(self, request: Request) -> None:
         """Raise StatusError, UNAVAILABLE, where the operator's bound on what waits is reached."""
@@ -198,6 +218,14 @@ class Lane:
             self.answered = now
         elif first.is_apart:
             self.next_failure = now + min(seconds / _SHARE_OF_FAILURES, _LONGEST_PAUSE_SECONDS)
+
+
+def _is_of(array: Array, shape: tuple[int, ...] | None) -> bool:
+    """Whether it has these sizes behind the first, -1 being any; None is any number of them."""
+    sizes = array.shape[1:]
+    if shape is None:
+        return True
+    return len(sizes) == len(shape) and all(want in (-1, size) for size, want in zip(sizes, shape, strict=True))
 
 
 def _are_alike(inputs: Sequence[Array]) -> bool:

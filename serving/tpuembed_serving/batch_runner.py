@@ -1,11 +1,10 @@
 """Runs of one signature: of several requests together where that is safe, and of each alone where it is not.
 
-Together they are only what each would be alone. So a request that may fail by its ids is kept apart, a merged run that fails
-is taken in halves until the request is found that fails, a signature whose outputs' rows are not its inputs' is never merged
-again, and one of which it is not known whether its rows look at each other is watched first.
+Together they are only what each would be alone: of signatures of which that is proven (`row_proof`), or where the operator says so.
+A request that may fail by its ids is kept apart, a merged run that fails is taken in halves until the request is found that
+fails, and a signature whose outputs' rows are not its inputs' is never merged again.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from tpuembed_serving.batching_parameters import BatchingParameters
 from tpuembed_serving.deadlines import wait_until
 from tpuembed_serving.id_guard import IdGuard, KnownIds, LearntIds
-from tpuembed_serving.merging import Merged, equal_results, merge, split, take, varies
+from tpuembed_serving.merging import Merged, merge, split, take
 from tpuembed_serving.servable import Array, Merging, Servable, Signature
 from tpuembed_serving.status import Code, StatusError, of_later_rows
 
@@ -24,7 +23,6 @@ __all__ = ["BatchRunner", "Outcome", "Postponed", "Waiting"]
 
 logger = logging.getLogger(__name__)
 
-_COMPARED_RUNS: Final = 3
 _NO_ONES_FAULT: Final = frozenset({Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.UNAVAILABLE})
 """What a run of each request alone would end in as well, only later."""
 
@@ -60,23 +58,6 @@ class Waiting(Protocol):
 _POSTPONED: Final = Postponed()
 
 
-@dataclasses.dataclass
-class _Trust:
-    """How many merged runs were compared with runs alone, of equal rows and of different ones."""
-
-    equal: int = 0
-    different: int = 0
-
-    def covers(self, differ: bool) -> bool:
-        return (self.different if differ else max(self.equal, self.different)) >= _COMPARED_RUNS
-
-    def add(self, differ: bool) -> None:
-        if differ:
-            self.different += 1
-        else:
-            self.equal += 1
-
-
 class _Batch(NamedTuple):
     """Requests that are being run, and what has come out so far."""
 
@@ -100,9 +81,8 @@ class BatchRunner:
         """`merging` is None where requests are never merged."""
         self.merges = merging is not None
         self._signature = signature
-        self._merging = merging or Merging(is_ours=False)
+        self._merging = merging or Merging()
         self._parameters = parameters
-        self._trust = None if self._merging.is_proven else _Trust()
         ranges = self._merging.id_ranges
         self._ids: IdGuard = KnownIds(ranges) if ranges else LearntIds(len(signature.inputs))
         self._ids_are_known = bool(ranges)
@@ -170,7 +150,7 @@ class BatchRunner:
             self._give_up("a size of its outputs is not that of its inputs")
             self._run_all(batch, members)
             return False
-        for index, outputs in zip(members, self._compared(batch, members, merged, parts), strict=True):
+        for index, outputs in zip(members, parts, strict=True):
             batch.outcomes[index] = outputs
         return True
 
@@ -183,19 +163,6 @@ class BatchRunner:
         half = len(members) // 2
         self._run_all(batch, members[:half])
         self._run_all(batch, members[half:])
-
-    def _compared(
-        self, batch: _Batch, members: list[int], merged: Merged, parts: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
-        """`parts`, once it is known that they are what each request has alone."""
-        if self._trust is None or self._trust.covers(differ := _differ(merged)):
-            return parts
-        alone = [self._run_alone(batch, index) for index in members]
-        if all(map(_is_same, alone, parts)):
-            self._trust.add(differ)
-        else:
-            self._give_up("its results depend on what else is in a batch")
-        return alone
 
     def _give_up(self, why: str) -> None:
         if self.merges:
@@ -238,12 +205,3 @@ class BatchRunner:
     def _merge(self, requests: Sequence[Sequence[Array]]) -> Merged:
         widen = self._parameters.pad_variable_length_inputs
         return merge(requests, self._merging.padding, widen, self._parameters.allowed_batch_sizes)
-
-
-def _is_same(alone: Outcome, part: Outcome) -> bool:
-    return isinstance(alone, list) and isinstance(part, list) and equal_results(alone, part)
-
-
-def _differ(merged: Merged) -> bool:
-    block = merged.block
-    return varies(merged.inputs) if block is None else bool((block[:, 0] != block[:, -1]).any())

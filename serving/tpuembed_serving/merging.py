@@ -13,11 +13,7 @@ import numpy as np
 
 from tpuembed_serving.servable import Array, Columns
 
-__all__ = ["Merged", "count_rows", "equal_results", "merge", "split", "take", "trailing_shapes", "varies"]
-
-_SAME: dict[str, tuple[float, float]] = {"f": (1e-3, 1e-5), "c": (1e-3, 1e-5)}
-_SAME_HALF = (2e-2, 1e-3)
-"""Relative and absolute: sums of floats differ with the number of rows; rows that look at each other differ by far more."""
+__all__ = ["Merged", "count_rows", "merge", "split", "take", "trailing_shapes"]
 
 
 def count_rows(inputs: Sequence[Array]) -> int | None:
@@ -119,23 +115,3 @@ def split(outputs: Sequence[Array], merged: Merged) -> list[list[Array]] | None:
         return None
     starts = [0, *merged.stops]
     return [take(outputs, start, stop) for start, stop in zip(starts, merged.stops, strict=False)]
-
-
-def varies(inputs: Sequence[Array]) -> bool:
-    """Whether the first row differs from the last, so that rows which influence each other would show."""
-    return any(not np.array_equal(array[0], array[-1]) for array in inputs)
-
-
-def equal_results(one: Sequence[Array], other: Sequence[Array]) -> bool:
-    """Whether outputs are the same but for the rounding of floating-point numbers."""
-    return all(_equal(first, second) for first, second in zip(one, other, strict=True))
-
-
-def _equal(one: Array, other: Array) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.dtype.kind not in "fcV":  # V: bfloat16, to numpy
-        return np.array_equal(one, other)
-    relative, absolute = _SAME_HALF if one.dtype.itemsize == 2 else _SAME[one.dtype.kind]
-    wide = np.complex128 if one.dtype.kind == "c" else np.float64
-    return np.allclose(one.astype(wide), other.astype(wide), rtol=relative, atol=absolute, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What is known of a SavedModel about requests that share a run: from its signatures, and from the manifest of an export."""
+"""What is known of a SavedModel about requests that share a run: from its graph, and from the manifest of an export."""
 
 import dataclasses
 import math
@@ -24,21 +24,24 @@ def find_merging(
     manifest: Manifest | None,
     parameters: BatchingParameters | None,
     *,
+    is_proven: bool,
     is_steady: bool,
 ) -> Merging | None:
     """How requests of `signature` may share a run; None where they may not.
 
     Args:
-        shapes: of all its inputs and outputs. The first size of each must be left open.
+        shapes: of all its inputs and outputs, inputs first. The first size of each must be left open.
         manifest: of an export.
         parameters: of this model alone.
+        is_proven: whether its graph proves that rows do not depend on each other.
         is_steady: whether the time of a run depends on shapes alone. That of strings depends on what is in them.
     """
     if not signature.inputs or not all(shape is None or (len(shape) > 0 and shape[0] == -1) for shape in shapes):
         return None
     is_numeric = all(info.dtype != "string" for info in signature.inputs)
     merging = Merging(
-        is_ours=manifest is not None,
+        is_proven=is_proven,
+        shapes=tuple(None if shape is None else tuple(shape[1:]) for shape in shapes[: len(signature.inputs)]),
         is_steady=is_steady and is_numeric,
         parameters=parameters,
     )
@@ -63,16 +66,15 @@ def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
 
 
 def _of_lookups(merging: Merging, signature: Signature, manifest: Manifest) -> Merging:
-    """Each row of the outputs is looked up by the ids of the same row, and by nothing else."""
+    """What its lists may be padded with, and which ids it accepts."""
     if signature.name != "serving_default":
-        return dataclasses.replace(merging, is_proven=True)
+        return merging
     features = {feature.name: feature for feature in manifest.features}
     weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
     stops = {table.name: table.first_row + table.rows for table in manifest.tables}
     aliases = [info.alias for info in signature.inputs]
     return dataclasses.replace(
         merging,
-        is_proven=True,
         padding=tuple(_padding(features.get(alias), weights.get(alias)) for alias in aliases),
         id_ranges=tuple(_id_range(features.get(alias), stops) for alias in aliases),
     )

@@ -30,6 +30,7 @@ from tpuembed_serving.lean_graph import is_lean, make_lean
 from tpuembed_serving.mapped_files import advise_random_access, read_ahead
 from tpuembed_serving.model_merging import find_merging, with_padding
 from tpuembed_serving.packed_call import PackedCall, is_worth_packing
+from tpuembed_serving.row_proof import prove
 from tpuembed_serving.servable import Array, Merging, Signature
 from tpuembed_serving.signature_defs import signature_json, signature_of
 from tpuembed_serving.status import Code, StatusError, invalid_argument, plain_message
@@ -78,7 +79,9 @@ class SavedModelServable:
         manifest: Manifest | None,
         options: RunOptions,
         parameters: BatchingParameters | None,
+        where: str,
     ) -> None:
+        """`where`: the model's folder and version, for messages."""
         self._session, self._manifest = session, manifest
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
@@ -88,16 +91,10 @@ class SavedModelServable:
         self.signature_defs: Mapping[str, Any] = {
             name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
         }
-        self._merging = {
-            name: find_merging(
-                self.signatures[name],
-                _shapes(definition),
-                manifest,
-                parameters,
-                is_steady=is_steady and not options.may_read_disk,
-            )
-            for name, definition in meta_graph.signature_def.items()
-        }
+        self._is_steady = is_steady and not options.may_read_disk
+        self._meta_graph, self._parameters, self._where = meta_graph, parameters, where
+        self._merging: dict[str, Merging | None] = {}
+        self._proving = threading.Lock()
         self._callables: dict[str, Callable[..., list[Any]]] = {}
         self._building = threading.RLock()
         self._is_closing = False
@@ -105,7 +102,26 @@ class SavedModelServable:
 
     def merging(self, signature: Signature) -> Merging | None:
         """How requests of `signature` may share a run."""
+        with self._proving:
+            if signature.name not in self._merging:
+                self._merging[signature.name] = self._find_merging(signature)
         return self._merging[signature.name]
+
+    def _find_merging(self, signature: Signature) -> Merging | None:
+        verdict = prove(self._meta_graph, signature.name)
+        if verdict.is_proven and self._manifest is not None and is_worth_packing(self._manifest, signature):
+            verdict = prove(self._meta_graph, "packed")  # which is what runs
+        if not verdict.is_proven and signature.inputs:
+            text = "%s: signature %s: requests do not share runs unless --enable-batching says so: %s"
+            logger.warning(text, self._where, signature.name, verdict.reason)
+        return find_merging(
+            signature,
+            _shapes(self._meta_graph.signature_def[signature.name]),
+            self._manifest,
+            self._parameters,
+            is_proven=verdict.is_proven,
+            is_steady=self._is_steady,
+        )
 
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
         """The outputs for `inputs`; TensorFlow's errors come as StatusError."""
@@ -146,6 +162,7 @@ class SavedModelServable:
             try:
                 if not self._is_closing:
                     self._callable(signature)
+                    self.merging(signature)
             except tf.errors.OpError as error:
                 logger.warning("signature %s cannot be called: %s", signature.name, error.message)
 
@@ -221,10 +238,11 @@ def load(
     mapped = manifest if manifest is not None and manifest.layout == "mmap" else None
     options = dataclasses.replace(options or RunOptions(), may_read_disk=mapped is not None and not prewarm)
     parameters = _model_parameters(version_dir) if options.per_model_batching else None
+    where = f"{version_dir.parent.name}/{version_dir.name}"
     try:
         if mapped and prewarm:
             read_ahead(version_dir, mapped, on_read)
-        servable = SavedModelServable(*_restore(version_dir, manifest, options), manifest, options, parameters)
+        servable = SavedModelServable(*_restore(version_dir, manifest, options), manifest, options, parameters, where)
         if mapped and random_access:
             advise_random_access(version_dir / stack.file for stack in mapped.stacks)
     except tf.errors.OpError as error:
@@ -301,7 +319,8 @@ def _is_steady(graph: Any, manifest: Manifest | None) -> bool:
 
 def _shapes(definition: Any) -> list[list[int] | None]:
     """Of all inputs and outputs."""
-    shapes = [info.tensor_shape for info in (*definition.inputs.values(), *definition.outputs.values())]
+    infos = [info for _, info in (*sorted(definition.inputs.items()), *sorted(definition.outputs.items()))]
+    shapes = [info.tensor_shape for info in infos]
     return [None if shape.unknown_rank else [dim.size for dim in shape.dim] for shape in shapes]
 
 

@@ -95,9 +95,9 @@ class Merging:
     """How requests of one signature may share a run: rows of all inputs behind each other, and the outputs' rows taken apart.
 
     Attributes:
-        is_ours: whether tpuembed exported the model.
-        is_proven: whether a row of the outputs is known to depend on the same row of the inputs alone. Where it is not, the
-            first runs are compared with runs of each request alone.
+        is_proven: whether the graph proves that a row of the outputs depends on the same row of the inputs alone, where all
+            inputs have the ranks and sizes of `shapes`.
+        shapes: by input, in the signature's order, its sizes but the first; -1 is any size, and None any rank.
         is_steady: whether the time of a run depends on the shapes of its inputs alone.
         padding: by input, in the signature's order, what may stand behind the values of a row without a change of the result;
             None where nothing may. Empty where that is so of every input.
@@ -105,8 +105,8 @@ class Merging:
         parameters: of this model alone.
     """
 
-    is_ours: bool
     is_proven: bool = False
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
     is_steady: bool = False
     padding: tuple[int | None, ...] = ()
     id_ranges: tuple[IdRange | None, ...] = ()

@@ -70,7 +70,7 @@ class BatchingSettings:
     """Which models' requests share runs, and how many.
 
     Attributes:
-        enabled: of all models, or of none; None is of those that tpuembed exported.
+        enabled: of all models, or of none; None is of those whose graphs prove that rows do not depend on each other.
         parameters: TensorFlow Serving's, of all models that have none of their own.
         per_model: whether a version may bring its own, in a file `batching_params.pbtxt`.
         max_rows: of a run of several requests, where there are no parameters.
@@ -92,9 +92,9 @@ class BatchingSettings:
                 "batching parameters of each model are asked for and batching is not enabled; give --enable-batching as well"
             )
 
-    def covers(self, is_ours: bool) -> bool:
-        """Whether requests of a model that tpuembed exported, or of another, share runs."""
-        return is_ours if self.enabled is None else self.enabled
+    def covers(self, is_proven: bool) -> bool:
+        """Whether requests of a signature share runs of which that is proven to change no answer, or is not."""
+        return is_proven if self.enabled is None else self.enabled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ model_config_list {{
   config {{ name: "lists" base_path: "{root}/lists" model_platform: "tensorflow" }}
   config {{ name: "ranking" base_path: "{root}/ranking" model_platform: "tensorflow" }}
   config {{ name: "centred" base_path: "{root}/centred" model_platform: "tensorflow" }}
+  config {{ name: "listwise" base_path: "{root}/listwise" model_platform: "tensorflow" }}
 }}
 """
 
@@ -56,13 +57,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_saved_model(prefix, root / "ranking", model=ranking)
     centred = tf.function(lambda x: {"y": x - tf.reduce_mean(x)}).get_concrete_function(tf.TensorSpec([None], name="x"))
     tf.saved_model.save(tf.Module(), str(root / "centred" / "1"), signatures={"serving_default": centred})
+    save_listwise(root / "listwise" / "1")
     (root / "models.config").write_text(CONFIG.format(root=root))
     return root
 
 
 @pytest.fixture(scope="module")
 def server(models: Path) -> Iterator[ServerProcess]:
-    options = ("--config", str(models / "models.config"), "--enable-batching", "--run-threads", "1")
+    options = ("--config", str(models / "models.config"), "--run-threads", "1")
     with ServerProcess(None, models / "server.log", *options) as running:
         while running.request("GET", "/readyz")[0] != 200:
             time.sleep(0.05)
@@ -105,13 +107,35 @@ def draw_lists(rng: np.random.Generator) -> dict[str, Any]:
     return {**lists, **weights, "who": rng.integers(0, ROWS["users"], (count, 1))}
 
 
+def save_listwise(path: Path) -> None:
+    """A model that compares the rows of a request with each other where a flag says so, which it seldom does."""
+
+    def score(x: Any, together: Any) -> Any:
+        return {"y": tf.cond(tf.reduce_any(together), lambda: tf.nn.softmax(x, axis=0), lambda: x)}
+
+    specs = [tf.TensorSpec([None], name="x"), tf.TensorSpec([None], tf.bool, name="together")]
+    signatures = {"serving_default": tf.function(score).get_concrete_function(*specs)}
+    tf.saved_model.save(tf.Module(), str(path), signatures=signatures)
+
+
+def draw_listwise(rng: np.random.Generator) -> dict[str, Any]:
+    count = rng.integers(1, 4)
+    return {"x": rng.random(count).astype(np.float32), "together": np.full(count, rng.random() < 0.1)}
+
+
 def draw_numbers(rng: np.random.Generator) -> dict[str, Any]:
     return {"x": rng.integers(0, 100, rng.integers(1, 4)).astype(np.float32)}
 
 
 @pytest.mark.parametrize(
     ("model", "draw", "tolerance"),
-    [("ids", draw_ids, 0), ("lists", draw_lists, 1e-6), ("ranking", draw_ids, 1e-6), ("centred", draw_numbers, 1e-4)],
+    [
+        ("ids", draw_ids, 0),
+        ("lists", draw_lists, 1e-6),
+        ("ranking", draw_ids, 1e-6),
+        ("centred", draw_numbers, 1e-4),
+        ("listwise", draw_listwise, 1e-6),
+    ],
 )
 def test_each_request_gets_what_tensorflow_answers_to_it(
     server: ServerProcess, models: Path, model: str, draw: Any, tolerance: float
@@ -154,7 +178,47 @@ def test_bad_ids_have_their_own_text_and_fail_nobody_else(server: ServerProcess,
 
 
 def test_rows_that_look_at_each_other_are_told_apart(server: ServerProcess) -> None:
-    assert "signature serving_default: requests are not put together" in server.log
+    reason = "output 'y': Mean (Mean): it makes one of several rows"
+    text = "centred/1: signature serving_default: requests do not share runs unless --enable-batching says so"
+    assert f"{text}: {reason}" in server.log
+
+
+def plain() -> Any:
+    """Eight tables and dense layers, all of Keras' own."""
+    inputs = {f"f{number}": keras.Input((), dtype="int64", name=f"f{number}") for number in range(8)}
+    found = [keras.layers.Embedding(100, 8)(value) for value in inputs.values()]
+    hidden = keras.layers.Dense(16, activation="relu")(keras.ops.concatenate(found, -1))
+    return keras.Model(inputs, {"score": keras.layers.Dense(1, activation="sigmoid")(hidden)})
+
+
+def test_requests_of_a_plain_model_share_runs_by_default(tmp_path: Path) -> None:
+    """By the server's own counts; nothing of ours has exported it."""
+    keras.utils.set_random_seed(4)
+    model = plain()
+    model.export(str(tmp_path / "m" / "1"), verbose=False)
+    rng = np.random.default_rng(5)
+    requests = [
+        [{f"f{number}": rng.integers(0, 100, rng.integers(1, 3)) for number in range(8)} for _ in range(REQUESTS)]
+        for _ in range(CLIENTS)
+    ]
+    for inputs in (inputs for mine in requests for inputs in mine):
+        rows = len(inputs["f0"])
+        inputs |= {name: np.resize(ids, rows) for name, ids in inputs.items()}
+    with ServerProcess(tmp_path / "m", tmp_path / "log", "--metrics", "--run-threads", "1") as server:
+        server.wait_for(1)
+        answers = ask_all(server, "m", requests)
+        status, page = server.request("GET", "/monitoring/prometheus/metrics")
+        assert "do not share runs" not in server.log
+    for inputs, (status, answer) in zip(
+        (inputs for mine in requests for inputs in mine), (one for mine in answers for one in mine), strict=True
+    ):
+        assert status == 200, answer
+        wanted = model({name: tf.constant(ids, tf.int64) for name, ids in inputs.items()})["score"].numpy()
+        np.testing.assert_allclose(np.asarray(answer["outputs"]), wanted, rtol=0, atol=1e-6)
+    counts = dict(re.findall(r"^(:t\S+?)(?:\{\S*\})? ([\d.]+)$", page.decode(), re.MULTILINE))
+    run, runs = (float(counts[f":tpuembed:serving:run_requests_{what}"]) for what in ("sum", "count"))
+    assert run >= CLIENTS * REQUESTS, "ids that were not seen before may run once more, apart"
+    assert run > 1.5 * runs
 
 
 def test_the_operators_parameters(tmp_path: Path) -> None:
@@ -221,8 +285,8 @@ def test_packed_inputs_are_the_named_ones(models: Path) -> None:
             np.testing.assert_array_equal(found, named[info.alias])
     merging = servable.merging(signature)
     assert merging is not None
-    assert (merging.is_ours, merging.is_proven, merging.is_steady) == (True, True, True)
-    assert BatchingSettings().covers(merging.is_ours)
+    assert (merging.is_proven, merging.is_steady) == (True, True)
+    assert BatchingSettings().covers(merging.is_proven)
     with pytest.raises(Exception, match=r"(?i)dimension 0|shapes"):
         servable.run(signature, [np.array([1, 2]), np.array([1])])
 

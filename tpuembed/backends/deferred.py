@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import tensorflow as tf
+
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.config import TableConfig
+from tpuembed.manifest import LOOKUP_SCOPE
 from tpuembed.table_scope import TableSource
 
 __all__ = ["DeferredBackend"]
@@ -46,7 +49,11 @@ class DeferredBackend:
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
         """Activations of `features`."""
-        return self._source.lookup([feature.flatten() for feature in features], [feature.table for feature in features])
+        # Weights that nobody compares with the ids may be another row's.
+        is_checked = all(each.weights is None or each.config.validate_weights_and_indices for each in features)
+        with tf.name_scope(LOOKUP_SCOPE) if is_checked else nullcontext():
+            flat = [feature.flatten() for feature in features]
+            return self._source.lookup(flat, [feature.table for feature in features])
 
     def table(self, name: str) -> Any:
         """A whole table, as `embedding_tables` gives it."""

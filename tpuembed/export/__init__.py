@@ -55,7 +55,7 @@ def export_saved_model(
         serving_config: what to answer (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested structure of
             FeatureConfig. None: the features of the layer that wrote the checkpoint.
         model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
-            allow no tables)            allocate no tables), or its name as "MODULE:FACTORY". Of a subclassed model it returns (model, its inputs' specs).
+            allocate no tables), or its name as "MODULE:FACTORY". Of a subclassed model it returns (model, its inputs' specs).
             Dense weights are restored from the checkpoint, by name.
         allow_unused_weights: for a model that is a part of the trained one: leave saved weights out that it has no place for.
         tables: export these only, with the features that look up in them.

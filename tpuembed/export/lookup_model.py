@@ -11,7 +11,7 @@ from tpuembed.export.packing import split_matrix
 from tpuembed.export.signature import ServedFeature
 from tpuembed.export.stacked_tables import StackedTables
 from tpuembed.export.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import FeatureEntry, PackedInput, PackedOutput, Packing, VocabularyEntry
+from tpuembed.manifest import LOOKUP_SCOPE, FeatureEntry, PackedInput, PackedOutput, Packing, VocabularyEntry
 
 __all__ = ["LookupModel"]
 
@@ -37,8 +37,9 @@ class LookupModel:
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """feature -> float32 [batch, dim], or [batch, max_sequence_length, dim]."""
         found: dict[str, Tensor] = {}
-        for group in group_features(self._features, self._tables):
-            found |= group.named(inputs)
+        with tf.name_scope(LOOKUP_SCOPE):
+            for group in group_features(self._features, self._tables):
+                found |= group.named(inputs)
         return {feature.name: found[feature.name] for feature in self._features}
 
     def samples(self) -> list[dict[str, Any]]:
@@ -84,6 +85,10 @@ class LookupModel:
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """`activations`, float32 [batch, width], of all features' ids in one matrix."""
+        with tf.name_scope(LOOKUP_SCOPE):
+            return {"activations": self._activations(ids)}
+
+    def _activations(self, ids: Tensor) -> Tensor:
         groups = group_features(self._features, self._tables)
         members = [[group for group in groups if (group.kind == "id") == is_id] for is_id in (True, False)]
         found = [
@@ -91,7 +96,7 @@ class LookupModel:
             for part, together in zip(split_matrix(ids, self.packing()), members, strict=True)
             for group, columns in zip(together, _split(part, together), strict=True)
         ]
-        return {"activations": found[0] if len(found) == 1 else tf.concat(found, 1)}
+        return found[0] if len(found) == 1 else tf.concat(found, 1)
 
 
 def _split(ids: Tensor, groups: Sequence[FeatureGroup]) -> Sequence[Tensor]:

@@ -67,7 +67,7 @@ def _parts(ids: Tensor, packing: Packing) -> Iterator[tuple[str, Tensor]]:
 
 
 def _as_spec(columns: Tensor, spec: tf.TensorSpec) -> Tensor:
-    value = tf.reshape(columns, [-1]) if spec.shape.rank == 1 else columns
+    value = columns[:, 0] if spec.shape.rank == 1 else columns
     if spec.dtype == tf.int64:
         return value
     return checked_cast(value, spec.dtype, spec.name)

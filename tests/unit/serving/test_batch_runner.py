@@ -14,8 +14,7 @@ from tpuembed_serving.merging import count_rows
 from tpuembed_serving.servable import Array, IdRange, Merging, Signature
 from tpuembed_serving.status import Code, StatusError, invalid_argument
 
-PROVEN = Merging(is_ours=True, is_proven=True)
-UNPROVEN = Merging(is_ours=True)
+PROVEN = Merging(is_proven=True)
 
 
 @dataclasses.dataclass
@@ -165,33 +164,6 @@ def test_outputs_of_other_rows_are_learnt_once(
     assert servable.runs == [[1, 2, 3, 4], [1, 2], [3, 4], [1, 2], [3, 4]]
     assert not runner.merges
     assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("compute", [lambda x: x - x.mean(), lambda x: x * len(x), lambda x: np.cumsum(x)])
-def test_rows_that_look_at_each_other_are_never_merged(compute: Callable[[Array], Array]) -> None:
-    servable, runner = Recorder(compute), make_runner(UNPROVEN)
-    for _ in range(5):
-        found = outcomes(servable, runner, [1, 2], [3, 9])
-        assert found == [compute(np.array(x)).tolist() for x in ([1, 2], [3, 9])]
-    assert not runner.merges
-
-
-def test_rows_that_do_not_are_compared_a_few_times_alone() -> None:
-    servable, runner = Recorder(), make_runner(UNPROVEN)
-    for _ in range(5):
-        assert outcomes(servable, runner, [1], [3]) == [[2], [6]]
-    assert [run for run in servable.runs if len(run) == 1] == [[1], [3]] * 3
-    assert servable.runs[-2:] == [[1, 3]] * 2
-
-
-def test_equal_rows_prove_nothing_about_different_ones() -> None:
-    servable, runner = Recorder(lambda x: x - x.mean()), make_runner(UNPROVEN)
-    for _ in range(5):
-        assert outcomes(servable, runner, [4], [4]) == [[0], [0]]
-    assert runner.merges
-    for _ in range(2):  # at first the 6 runs alone, because it is new
-        assert outcomes(servable, runner, [4], [6]) == [[0], [0]]
-    assert not runner.merges
 
 
 def test_allowed_sizes_fill_every_run_up() -> None:

@@ -105,12 +105,12 @@ def test_parameters_without_batching_are_refused() -> None:
         for enabled in (None, False):
             with pytest.raises(ConfigError, match="give --enable-batching as well"):
                 BatchingSettings(enabled=enabled, **options)
-    assert [BatchingSettings(enabled=value).covers(is_ours=False) for value in (None, True, False)] == [
+    assert [BatchingSettings(enabled=value).covers(is_proven=False) for value in (None, True, False)] == [
         False,
         True,
         False,
     ]
-    assert [BatchingSettings(enabled=value).covers(is_ours=True) for value in (None, True, False)] == [
+    assert [BatchingSettings(enabled=value).covers(is_proven=True) for value in (None, True, False)] == [
         True,
         True,
         False,

@@ -86,7 +86,7 @@ class Gated(DoublingServable):
         super().__init__(self._wait)
         self.gate, self.started = threading.Event(), threading.Semaphore(0)
         self.runs: list[list[Any]] = []
-        self._merging = merging or Merging(is_ours=True, is_proven=True)
+        self._merging = merging or Merging(is_proven=True)
 
     def _wait(self) -> None:
         self.started.release()
@@ -176,7 +176,7 @@ def test_a_run_of_a_millisecond_stays_on_the_loops_thread_where_no_processor_is_
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     threads = list[threading.Thread]()
     servable = DoublingServable(lambda: threads.append(threading.current_thread()))
-    monkeypatch.setattr(servable, "merging", lambda _: Merging(is_ours=True, is_proven=True, is_steady=True))
+    monkeypatch.setattr(servable, "merging", lambda _: Merging(is_proven=True, is_steady=True))
     signature = servable.signatures["serving_default"]
     runner = ModelExecutor(threads=1, max_queued=10, timeout_seconds=10, processes=processes)
 
@@ -237,7 +237,7 @@ def test_only_what_has_the_same_shapes_shares_a_run() -> None:
 
 
 def test_lists_of_other_lengths_share_a_run_where_they_may_be_padded() -> None:
-    here = scene(merging=Merging(is_ours=True, is_proven=True, padding=(-1,)))
+    here = scene(merging=Merging(is_proven=True, padding=(-1,)))
 
     async def scenario() -> None:
         first = here.ask([[0]])
@@ -252,10 +252,10 @@ def test_lists_of_other_lengths_share_a_run_where_they_may_be_padded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enabled", "is_ours", "runs"), [(None, True, 2), (None, False, 4), (True, False, 2), (False, True, 4)]
+    ("enabled", "is_proven", "runs"), [(None, True, 2), (None, False, 4), (True, False, 2), (False, True, 4)]
 )
-def test_which_models_are_merged(enabled: bool | None, is_ours: bool, runs: int) -> None:
-    here = Scene(Gated(Merging(is_ours=is_ours, is_proven=True)), batching=BatchingSettings(enabled=enabled))
+def test_which_models_are_merged(enabled: bool | None, is_proven: bool, runs: int) -> None:
+    here = Scene(Gated(Merging(is_proven=is_proven)), batching=BatchingSettings(enabled=enabled))
 
     async def scenario() -> None:
         first = here.ask(0)
@@ -265,6 +265,22 @@ def test_which_models_are_merged(enabled: bool | None, is_ours: bool, runs: int)
         here.servable.gate.set()
         assert await values(first, *others) == [[0], [0], [2], [4]]
         assert len(here.servable.runs) == runs
+
+    here.play(scenario)
+
+
+def test_inputs_of_which_nothing_is_proven_run_alone() -> None:
+    """The proof is of vectors; TensorFlow takes matrices all the same."""
+    here = Scene(Gated(Merging(is_proven=True, shapes=((),))))
+
+    async def scenario() -> None:
+        first = here.ask(0)
+        await here.until_running()
+        others = [here.ask([[1]]), here.ask(2), here.ask([[3]]), here.ask(4)]
+        await asyncio.sleep(0)
+        here.servable.gate.set()
+        assert await values(first, *others) == [[0], [[2]], [4], [[6]], [8]]
+        assert sorted(map(str, here.servable.runs)) == ["[0]", "[2, 4]", "[[1]]", "[[3]]"]
 
     here.play(scenario)
 
@@ -326,7 +342,7 @@ def test_who_goes_away_while_it_waits_is_never_run_and_makes_room() -> None:
 
 
 def test_who_may_fail_is_run_after_the_others_are_answered() -> None:
-    here = scene(merging=Merging(is_ours=True, is_proven=True, id_ranges=(IdRange(0, 100),)))
+    here = scene(merging=Merging(is_proven=True, id_ranges=(IdRange(0, 100),)))
 
     async def scenario() -> None:
         first = here.ask(1)
@@ -356,7 +372,7 @@ class Failing(Gated):
 
 def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered() -> None:
     ranges = (IdRange(0, 100),)
-    servable = Failing(Merging(is_ours=True, is_proven=True, id_ranges=ranges))
+    servable = Failing(Merging(is_proven=True, id_ranges=ranges))
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
 
@@ -379,7 +395,7 @@ def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered(
 
 
 def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
-    servable = Failing(Merging(is_ours=True, is_proven=True, id_ranges=(IdRange(0, 100),)))
+    servable = Failing(Merging(is_proven=True, id_ranges=(IdRange(0, 100),)))
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
 
@@ -395,7 +411,7 @@ def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
 
 def test_a_pause_ends_on_a_loop_whose_timers_are_early() -> None:
     """uvloop's are, by up to a millisecond: it rounds to whole ones."""
-    servable = Failing(Merging(is_ours=True, is_proven=True, id_ranges=(IdRange(0, 100),)))
+    servable = Failing(Merging(is_proven=True, id_ranges=(IdRange(0, 100),)))
     servable.SECONDS = executor._BUSY_SECONDS * batch_lane._SHARE_OF_FAILURES / 2
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
@@ -504,7 +520,7 @@ def test_a_version_that_is_gone_leaves_nothing_behind() -> None:
 
 
 def test_short_steady_runs_stay_on_the_loops_thread() -> None:
-    here = scene(merging=Merging(is_ours=True, is_proven=True, is_steady=True))
+    here = scene(merging=Merging(is_proven=True, is_steady=True))
     here.servable.gate.set()
     threads = set[int]()
     run = here.servable.run

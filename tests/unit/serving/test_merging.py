@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpuembed_serving.merging import count_rows, equal_results, merge, split, trailing_shapes
+from tpuembed_serving.merging import count_rows, merge, split, trailing_shapes
 from tpuembed_serving.servable import Columns
 
 
@@ -98,14 +98,3 @@ def test_outputs_of_other_rows_are_not_split() -> None:
     merged = merge([[ids(1, 2)], [ids(3)]], (), False, ())
     assert split([np.zeros(3), np.zeros(2)], merged) is None
     assert split([np.array(0.0)], merged) is None
-
-
-def test_results_are_equal_but_for_rounding() -> None:
-    a = floats([1, np.nan, np.inf])
-    assert equal_results([a], [a * np.float32(1 + 1e-6)])
-    assert not equal_results([a], [a * np.float32(1.1)])
-    assert not equal_results([np.array([1])], [np.array([2])])
-    assert not equal_results([a], [a[:2]])
-    assert equal_results([floats([0.5], np.float16)], [floats([0.501], np.float16)])
-    assert equal_results([np.array([b"x"], object)], [np.array([b"x"], object)])
-    assert not equal_results([np.array([b"x"], object)], [np.array([b"y"], object)])
