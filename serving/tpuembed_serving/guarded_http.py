@@ -1,4 +1,5 @@
 """uvicorn's HTTP connections with limits that it does not have: on their number, on headers, and on clients that take forever.
+They also end without a lost request when the server stops.
 
 A client that opens a connection and says nothing, that sends its request byte by byte, or that does not read its answer, holds
 memory and a file descriptor for as long as it likes. Here all three have a deadline. One look at every connection now and then
@@ -32,6 +33,8 @@ _TEXTS: Final = {
     501: "Not Implemented",
     503: "Service Unavailable",
 }
+_SILENT_SECONDS: Final = 1.0
+"""How long a connection without a request is kept open once the server drains: the client may be about to send one."""
 _OF_UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
@@ -58,6 +61,8 @@ class _GuardedProtocol(HttpToolsProtocol):
 
     limits: ConnectionLimits
     direct: DirectPredict | None
+    is_leaving = False
+    """Set on the class: each answer from then on is its connection's last."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,7 +70,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._unread, self._unread_since = 0, 0.0
         self._header_bytes = 0
         self._in_headers, self._is_refused = True, False
-        self._asks_upgrade = False
+        self._asks_upgrade = self._has_begun = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """See asyncio."""
@@ -120,7 +125,7 @@ class _GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request's first byte."""
         super().on_message_begin()
-        self._since = time.monotonic()
+        self._since, self._has_begun = time.monotonic(), True
 
     def on_headers_complete(self) -> None:
         """Its headers came in one piece with what follows, or in several."""
@@ -131,8 +136,11 @@ class _GuardedProtocol(HttpToolsProtocol):
             self._refuse_head(501, "this server is no proxy: it has no CONNECT")
         elif self.parser.should_upgrade():
             self._asks_upgrade = True
-        elif not self._begin_direct():
-            super().on_headers_complete()
+        else:
+            if not self._begin_direct():
+                super().on_headers_complete()
+            if self.is_leaving:
+                self.cycle.keep_alive = False
 
     def _begin_direct(self) -> bool:
         """Whether this request needs no ASGI. One that another's answer must come before does: uvicorn makes it wait."""
@@ -160,7 +168,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         """Now it is our turn; the next bytes are of another request."""
         if self._asks_upgrade:
             return
-        self._since, self._in_headers, self._header_bytes = None, True, 0
+        self._since, self._in_headers, self._header_bytes, self._has_begun = None, True, 0, False
         cycle: Any = self.cycle
         if self._is_refused:
             return
@@ -182,6 +190,34 @@ class _GuardedProtocol(HttpToolsProtocol):
             self._unread, self._unread_since = unread, now
         elif now - self._unread_since > self.limits.receive_seconds:
             self.transport.abort()
+
+    def leave(self) -> None:
+        """Have the answer that is being made be the connection's last."""
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_started:
+            cycle.keep_alive = False
+
+    def close_if_silent(self, draining_since: float, now: float) -> None:
+        """Close the connection if it has no request, and if none has begun for a while."""
+        if self._is_asked or self.transport.is_closing():
+            return
+        if now - max(draining_since, self._since or 0.0) > _SILENT_SECONDS:
+            self.transport.close()
+
+    def give_up(self) -> None:
+        """Answer 503 to a request that cannot be finished, and close."""
+        if self.transport.is_closing():
+            return
+        if self._is_asked:
+            self._refuse(503, "the server stops before this request is answered; send it to another one")
+        else:
+            self.transport.close()
+
+    @property
+    def _is_asked(self) -> bool:
+        """Returns True if a request has begun to come, or is not answered yet."""
+        cycle: Any = self.cycle  # None before the first request
+        return self._has_begun or not (cycle is None or cycle.response_complete)
 
     def _refuse_headers(self) -> None:
         self._refuse_head(431, f"the request's line and headers are longer than {self.limits.header_bytes} bytes")

@@ -41,6 +41,7 @@ class ModelRepository:
         self._reloading = threading.Lock()
         self._looks = threading.Condition()
         self._asked, self._done, self._looked = 0, 0, False
+        self._loading = bool(models)
         self._configured = self._adopted = tuple(models)
         self._models = {model.name: self._model(model) for model in models}
         self._successors: dict[str, ServedModel] = {}
@@ -67,6 +68,11 @@ class ModelRepository:
     def ready(self) -> bool:
         """Whether every model has an available version."""
         return all(model.available for model in self._models.values())
+
+    @property
+    def loading(self) -> bool:
+        """Whether models were configured at the start whose first load has not ended yet, well or not."""
+        return self._loading
 
     def lease(self, name: str, version: int | None, label: str | None = None) -> Lease:
         """See `ServedModel.lease`; a model that is not configured is NOT_FOUND, and has no label."""
@@ -167,7 +173,7 @@ class ModelRepository:
             if news:
                 self._changed()
             with self._looks:
-                self._done, self._looked = asked, True
+                self._done, self._looked, self._loading = asked, True, False
                 self._looks.notify_all()
             self._wake.wait(self._poll_seconds)
             self._wake.clear()

@@ -4,7 +4,7 @@ import enum
 
 from tpuembed.errors import ServingError
 
-__all__ = ["Code", "StatusError", "invalid_argument", "servable_not_found"]
+__all__ = ["Code", "StatusError", "invalid_argument", "servable_not_found", "still_loading"]
 
 
 class Code(enum.IntEnum):
@@ -55,3 +55,9 @@ def servable_not_found(model: str, version: int | None) -> StatusError:
     """The status of a request for a version that is not available; None is the newest."""
     request = f"Latest({model})" if version is None else f"Specific({model}, {version})"
     return StatusError(Code.NOT_FOUND, f"Servable not found for request: {request}")
+
+
+def still_loading() -> StatusError:
+    """Returns the status of requests that come before each configured model's first load has ended."""
+    text = "the server is loading; it answers once the first load of each configured model has ended, as /readyz says"
+    return StatusError(Code.UNAVAILABLE, text)

@@ -1,41 +1,61 @@
-"""SIGTERM and SIGINT as a flag: a handler that raises is lost where Python ignores exceptions, as in the weak references'
+"""SIGTERM and SIGINT as a stage: a handler that raises is lost where Python ignores exceptions, as in the weak references'
 callbacks that every import runs."""
 
 import contextlib
+import enum
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
-__all__ = ["LAST_SECONDS", "Stop", "end_within", "stop_on_signals"]
+__all__ = ["LAST_SECONDS", "Stage", "Stop", "end_within", "stop_on_signals"]
 
 LAST_SECONDS: Final = 10.0
 """Beyond the drain, for a process to unload and exit."""
 
 
+class Stage(enum.IntEnum):
+    """How far a stop is."""
+
+    RUNNING = 0
+    LAME_DUCK = 1
+    """Requests are answered, and clients are asked to go elsewhere."""
+    DRAINING = 2
+    """No connection is accepted any more, and what was accepted is answered."""
+    CUT_OFF = 3
+    """Nothing is waited for."""
+
+
 class Stop:
-    """Whether one of the signals came, and what is to be done then."""
+    """The stage that signals have asked for, and what is called when they come."""
 
     def __init__(self) -> None:
-        self.asked = False
-        self._then: Callable[[], None] | None = None
+        self.stage = Stage.RUNNING
+        self._last = 0
+        self._then: Callable[[int], None] | None = None
 
-    def handle(self, *_: object) -> None:
-        """A signal handler."""
-        self.asked = True
+    def handle(self, number: int = signal.SIGINT, *_: object) -> None:
+        """Handle a signal: SIGTERM begins the lame duck; SIGINT, or a second signal, ends it; SIGINT after that cuts off."""
+        self._last = number
+        if self.stage is Stage.RUNNING and number == signal.SIGTERM:
+            self.stage = Stage.LAME_DUCK
+        elif self.stage < Stage.DRAINING:
+            self.stage = Stage.DRAINING
+        elif number == signal.SIGINT:
+            self.stage = Stage.CUT_OFF
         if self._then is not None:
-            self._then()
+            self._then(number)
 
-    def call(self, then: Callable[[], None]) -> None:
-        """Call `then` when a signal comes, or now where one came before."""
+    def call(self, then: Callable[[int], None]) -> None:
+        """Call `then` with each signal that comes, or now where one came before."""
         self._then = then
-        if self.asked:
-            then()
+        if self.stage is not Stage.RUNNING:
+            then(self._last)
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Notes SIGTERM and SIGINT inside the block. uvicorn handles both while it runs and raises them once more after."""
+    """Notes SIGTERM and SIGINT inside the block."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

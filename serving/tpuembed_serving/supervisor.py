@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import logging
 import queue
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -87,9 +88,9 @@ class Supervisor:
         self._stopping = False
         self._kill_at = float("inf")
 
-    def stop(self, *_: object) -> None:
-        """Have `run` drain the workers and return; a signal handler."""
-        self._events.put(_Stop())
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Have `run` pass a signal on to the workers, and return once they have ended."""
+        self._events.put(_Stop(number))
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """Have every worker serve `models`; see ModelRepository.reload. Blocks."""
@@ -124,15 +125,15 @@ class Supervisor:
                 self._start(slot, now)
 
     def _start(self, slot: _Slot, now: float) -> None:
-        load_first = any(other.listening for other in self._slots)
+        load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
         slot.process, slot.started_at = self._start_process(slot.index, self._events), now
         slot.process.send(Start(self._settings, load_first))
         slot.process.send(self._view)
 
     def _heed(self, event: Any) -> None:
         match event:
-            case _Stop():
-                self._begin_stop()
+            case _Stop(number):
+                self._pass_on(number)
             case _OwnCall(topic, payload, reply):
                 self._ask_all(topic, payload, reply)
             case Exited(process):
@@ -213,12 +214,16 @@ class Supervisor:
         logger.error("worker %d %s; started anew in %g s", slot.index, _ended(code), slot.pause)
         slot.pause = min(2 * slot.pause, _LONGEST_PAUSE_SECONDS)
 
-    def _begin_stop(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self._kill_at = time.monotonic() + self._settings.drain_seconds + LAST_SECONDS
-            for process in self._processes():
-                process.terminate()
+    def _pass_on(self, number: int) -> None:
+        """Every worker is told by the same signal; what does not listen yet has nothing to finish."""
+        lame_duck = self._settings.lame_duck_seconds if number == signal.SIGTERM and not self._stopping else 0.0
+        self._stopping = True
+        self._kill_at = time.monotonic() + lame_duck + self._settings.drain_seconds + LAST_SECONDS
+        for slot in self._slots:
+            if slot.process is not None and number == signal.SIGINT and slot.listening:
+                slot.process.interrupt()
+            elif slot.process is not None:
+                slot.process.terminate()
 
     def _kill_overdue(self) -> None:
         if time.monotonic() >= self._kill_at:
@@ -234,7 +239,9 @@ def _said() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Stop:
-    """An event: stop."""
+    """An event: a signal asks the server to stop."""
+
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def main() -> None:
 
 def _stop_self() -> None:
     """The supervisor is gone: drain, and end."""
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

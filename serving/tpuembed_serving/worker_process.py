@@ -2,6 +2,7 @@
 
 import dataclasses
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,10 @@ class WorkerProcess:
         with theirs:
             # -P: the folder that the server is started in is no place for modules.
             command = [sys.executable, "-P", "-m", "tpuembed_serving.worker", str(index), str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            # Ctrl-C goes to a terminal's whole process group; the supervisor passes it on once.
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
+            )
         self._channel = Channel(Connection(ours.detach()))
         threading.Thread(target=self._read, name=f"worker-{index}-reader", daemon=True).start()
 
@@ -41,8 +45,12 @@ class WorkerProcess:
             return
 
     def terminate(self) -> None:
-        """SIGTERM: it drains."""
+        """SIGTERM: it goes into its lame duck, or ends that."""
         self._process.terminate()
+
+    def interrupt(self) -> None:
+        """SIGINT: it drains, or ends that."""
+        self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
         """SIGKILL."""
