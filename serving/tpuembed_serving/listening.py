@@ -89,15 +89,22 @@ def listeners_of_port(port: int) -> list[socket.socket]:
         descriptors = os.listdir("/proc/self/fd")
     except OSError:
         return []
-    for descriptor in descriptors:
-        try:
-            copy = socket.socket(fileno=os.dup(int(descriptor)))
-        except OSError:  # closed meanwhile, or no socket
+    for descriptor in map(int, descriptors):
+        if any(descriptor == one.fileno() for one in found):  # the number of the closed /proc/self/fd, used again
             continue
-        if _is_listener(copy, port):
-            found.append(copy)
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            one = socket.socket(fileno=copy)
+        except OSError:  # no socket
+            os.close(copy)
+            continue
+        if _is_listener(one, port):
+            found.append(one)
         else:
-            copy.close()
+            one.close()
     return found
 
 

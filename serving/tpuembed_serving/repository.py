@@ -66,8 +66,8 @@ class ModelRepository:
 
     @property
     def ready(self) -> bool:
-        """Whether every model has an available version."""
-        return all(model.available for model in self._models.values())
+        """Whether every model has an available version, and requests are answered."""
+        return not self._loading and all(model.available for model in self._models.values())
 
     @property
     def loading(self) -> bool:
@@ -170,10 +170,11 @@ class ModelRepository:
                 self._adopt(configured)
                 self._adopted = configured
             self._look()
+            self._loading = False
             if news:
                 self._changed()
             with self._looks:
-                self._done, self._looked, self._loading = asked, True, False
+                self._done, self._looked = asked, True
                 self._looks.notify_all()
             self._wake.wait(self._poll_seconds)
             self._wake.clear()

@@ -335,10 +335,10 @@ class _Health(health.aio.HealthServicer):
 
     def _serves(self, name: str) -> bool | None:
         """Returns whether a service serves, or a model by its name; None where there is no such model."""
-        if self._is_stopping:
+        if self._is_stopping or self._service.loading:
             return False
         if name in _HEALTH_NAMES:
-            return not self._service.loading if name else self._service.ready
+            return bool(name) or self._service.ready
         statuses = self._service.versions(name)
         return any(status.state.name == "AVAILABLE" for status in statuses) if statuses else None
 

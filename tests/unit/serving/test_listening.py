@@ -140,7 +140,9 @@ def test_the_listening_sockets_of_a_port() -> None:
     with listening("127.0.0.1", 0) as one, bind("127.0.0.1", 0, "--port"):
         port = one.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), listening("127.0.0.1", port) as two:
+            before = os.listdir("/proc/self/fd")
             found = listeners_of_port(port)
+            assert len(os.listdir("/proc/self/fd")) == len(before) + 2, "nothing else stays open"
             inodes = {socket_inode(each) for each in found}
             for each in found:
                 each.close()
