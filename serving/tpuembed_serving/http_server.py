@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_leaving = False
 
-    def ask_to_stop(self, _: int) -> None:
+    def ask_to_stop(self) -> None:
         """Stop as far as `stop` says; from a signal's handler or another thread."""
         if self._loop is None:  # it has not started, and nothing is to be finished
             self.should_exit = True

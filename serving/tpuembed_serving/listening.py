@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from tpuembed.errors import ServingError
@@ -84,12 +85,12 @@ def reserve(host: str, port: int, option: str) -> Iterator[socket.socket]:
 
 def listeners_of_port(port: int) -> list[socket.socket]:
     """Returns copies of this process's sockets that listen on a port, whoever opened them; empty where /proc is missing."""
-    found = []
+    found: list[socket.socket] = []
     try:
-        descriptors = os.listdir("/proc/self/fd")
+        descriptors = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     except OSError:
         return []
-    for descriptor in map(int, descriptors):
+    for descriptor in descriptors:
         if any(descriptor == one.fileno() for one in found):  # the number of the closed /proc/self/fd, used again
             continue
         try:

@@ -70,7 +70,7 @@ def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop) -
 
 def _supervise(settings: ServerSettings, stop: Stop) -> None:
     supervisor = Supervisor(settings, on_listening=lambda: _announce(settings))
-    stop.call(supervisor.stop)
+    stop.call(lambda: supervisor.stop(stop.stage))
     with _following_config(settings, supervisor.reload):
         supervisor.run()
 

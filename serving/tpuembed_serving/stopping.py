@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
-__all__ = ["LAST_SECONDS", "Stage", "Stop", "end_within", "stop_on_signals"]
+__all__ = ["LAST_SECONDS", "Stage", "Stop", "WorkerStop", "end_within", "stop_on_signals"]
 
 LAST_SECONDS: Final = 10.0
 """Beyond the drain, for a process to unload and exit."""
@@ -27,36 +27,52 @@ class Stage(enum.IntEnum):
 
 
 class Stop:
-    """The stage that signals have asked for, and what is called when they come."""
+    """The stage that was asked for, and what is called when that changes."""
 
     def __init__(self) -> None:
         self.stage = Stage.RUNNING
-        self._last = 0
-        self._then: Callable[[int], None] | None = None
+        self._then: Callable[[], None] | None = None
 
     def handle(self, number: int = signal.SIGINT, *_: object) -> None:
         """Handle a signal: SIGTERM begins the lame duck; SIGINT, or a second signal, ends it; SIGINT after that cuts off."""
-        self._last = number
         if self.stage is Stage.RUNNING and number == signal.SIGTERM:
-            self.stage = Stage.LAME_DUCK
+            self.advance(Stage.LAME_DUCK)
         elif self.stage < Stage.DRAINING:
-            self.stage = Stage.DRAINING
+            self.advance(Stage.DRAINING)
         elif number == signal.SIGINT:
-            self.stage = Stage.CUT_OFF
-        if self._then is not None:
-            self._then(number)
+            self.advance(Stage.CUT_OFF)
 
-    def call(self, then: Callable[[int], None]) -> None:
-        """Call `then` with each signal that comes, or now where one came before."""
+    def advance(self, stage: Stage) -> None:
+        """Go to `stage`, unless the stop is as far; from any thread."""
+        if stage > self.stage:
+            self.stage = stage
+            if self._then is not None:
+                self._then()
+
+    def call(self, then: Callable[[], None]) -> None:
+        """Call `then` whenever the stage changes, and now where it has changed before."""
         self._then = then
         if self.stage is not Stage.RUNNING:
-            then(self._last)
+            then()
+
+
+class WorkerStop(Stop):
+    """The stop of one of several processes, whose supervisor says how far it is.
+
+    Signals may reach a worker twice: a terminal sends SIGINT to all processes of a group, systemd SIGTERM to all of a unit, and
+    the supervisor passes both on. So only the first SIGTERM counts here.
+    """
+
+    def handle(self, number: int = signal.SIGINT, *_: object) -> None:
+        """Handle a signal: SIGTERM begins the lame duck."""
+        if number == signal.SIGTERM:
+            self.advance(Stage.LAME_DUCK)
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[Stop]:
+def stop_on_signals(stop: Stop | None = None) -> Iterator[Stop]:
     """Notes SIGTERM and SIGINT inside the block."""
-    stop = Stop()
+    stop = stop or Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import logging
 import queue
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -23,11 +22,12 @@ from tpuembed_serving.fleet import (
     Result,
     Start,
     States,
+    StopTo,
     View,
     together,
 )
 from tpuembed_serving.settings import ModelSettings, ServerSettings
-from tpuembed_serving.stopping import LAST_SECONDS
+from tpuembed_serving.stopping import LAST_SECONDS, Stage
 from tpuembed_serving.worker_process import Exited, WorkerProcess
 
 __all__ = ["Supervisor"]
@@ -88,9 +88,9 @@ class Supervisor:
         self._stopping = False
         self._kill_at = float("inf")
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Have `run` pass a signal on to the workers, and return once they have ended."""
-        self._events.put(_Stop(number))
+    def stop(self, stage: Stage = Stage.LAME_DUCK) -> None:
+        """Have `run` stop the workers as far as `stage`, and return once they have ended."""
+        self._events.put(_Stop(stage))
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """Have every worker serve `models`; see ModelRepository.reload. Blocks."""
@@ -132,8 +132,8 @@ class Supervisor:
 
     def _heed(self, event: Any) -> None:
         match event:
-            case _Stop(number):
-                self._pass_on(number)
+            case _Stop(stage):
+                self._stop_workers(stage)
             case _OwnCall(topic, payload, reply):
                 self._ask_all(topic, payload, reply)
             case Exited(process):
@@ -214,16 +214,20 @@ class Supervisor:
         logger.error("worker %d %s; started anew in %g s", slot.index, _ended(code), slot.pause)
         slot.pause = min(2 * slot.pause, _LONGEST_PAUSE_SECONDS)
 
-    def _pass_on(self, number: int) -> None:
-        """Every worker is told by the same signal; what does not listen yet has nothing to finish."""
-        lame_duck = self._settings.lame_duck_seconds if number == signal.SIGTERM and not self._stopping else 0.0
+    def _stop_workers(self, stage: Stage) -> None:
+        settings = self._settings
+        seconds = LAST_SECONDS
+        if stage < Stage.CUT_OFF:
+            seconds += settings.drain_seconds
+        if stage < Stage.DRAINING:
+            seconds += settings.lame_duck_seconds
+        self._kill_at = time.monotonic() + seconds
+        for process in self._processes():
+            if not self._stopping:
+                process.terminate()
+            if stage > Stage.LAME_DUCK:
+                process.send(StopTo(stage))
         self._stopping = True
-        self._kill_at = time.monotonic() + lame_duck + self._settings.drain_seconds + LAST_SECONDS
-        for slot in self._slots:
-            if slot.process is not None and number == signal.SIGINT and slot.listening:
-                slot.process.interrupt()
-            elif slot.process is not None:
-                slot.process.terminate()
 
     def _kill_overdue(self) -> None:
         if time.monotonic() >= self._kill_at:
@@ -239,9 +243,9 @@ def _said() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Stop:
-    """An event: a signal asks the server to stop."""
+    """An event: how far the server is to stop."""
 
-    number: int
+    stage: Stage
 
 
 @dataclasses.dataclass(frozen=True)

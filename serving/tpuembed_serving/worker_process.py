@@ -2,7 +2,6 @@
 
 import dataclasses
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -25,10 +24,7 @@ class WorkerProcess:
         with theirs:
             # -P: the folder that the server is started in is no place for modules.
             command = [sys.executable, "-P", "-m", "tpuembed_serving.worker", str(index), str(theirs.fileno())]
-            # Ctrl-C goes to a terminal's whole process group; the supervisor passes it on once.
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
-            )
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._channel = Channel(Connection(ours.detach()))
         threading.Thread(target=self._read, name=f"worker-{index}-reader", daemon=True).start()
 
@@ -45,12 +41,8 @@ class WorkerProcess:
             return
 
     def terminate(self) -> None:
-        """SIGTERM: it goes into its lame duck, or ends that."""
+        """SIGTERM: it begins its lame duck."""
         self._process.terminate()
-
-    def interrupt(self) -> None:
-        """SIGINT: it drains, or ends that."""
-        self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,32 +64,32 @@ def test_a_port_that_another_server_shares_is_in_use(host: str, with_listeners: 
             pass
 
 
-def test_of_many_that_reserve_a_port_at_once_one_gets_it() -> None:
-    for _ in range(20):
-        with bind("127.0.0.1", 0, "--port") as free:
-            port = free.getsockname()[1]
-        begin, done = threading.Barrier(8), threading.Event()
-        got: list[int] = []
-        failed: list[str] = []
+@pytest.mark.parametrize("_", range(20))
+def test_of_many_that_reserve_a_port_at_once_one_gets_it(_: int) -> None:
+    with bind("127.0.0.1", 0, "--port") as free:
+        port = free.getsockname()[1]
+    begin, done = threading.Barrier(8), threading.Event()
+    got: list[int] = []
+    failed: list[str] = []
 
-        def one(port: int = port, begin: threading.Barrier = begin, done: threading.Event = done) -> None:
-            begin.wait()
-            try:
-                with reserve("127.0.0.1", port, "--port"):
-                    got.append(port)
-                    done.wait(30)
-            except ServingError as error:
-                failed.append(str(error))
+    def one() -> None:
+        begin.wait()
+        try:
+            with reserve("127.0.0.1", port, "--port"):
+                got.append(port)
+                done.wait(30)
+        except ServingError as error:
+            failed.append(str(error))
 
-        threads = [threading.Thread(target=one) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: len(got) + len(failed) == 8)
-        done.set()
-        for thread in threads:
-            thread.join()
-        assert len(got) <= 1, "two servers share a port"
-        assert all("Address already in use" in text for text in failed)
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(got) + len(failed) == 8)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert len(got) <= 1, "two servers share a port"
+    assert all("Address already in use" in text for text in failed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
@@ -140,13 +141,17 @@ def test_the_listening_sockets_of_a_port() -> None:
     with listening("127.0.0.1", 0) as one, bind("127.0.0.1", 0, "--port"):
         port = one.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), listening("127.0.0.1", port) as two:
-            before = os.listdir("/proc/self/fd")
+            before = descriptors()
             found = listeners_of_port(port)
-            assert len(os.listdir("/proc/self/fd")) == len(before) + 2, "nothing else stays open"
+            assert descriptors() == before + 2, "nothing else stays open"
             inodes = {socket_inode(each) for each in found}
             for each in found:
                 each.close()
             assert inodes == {socket_inode(one), socket_inode(two)}
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def socket_inode(one: socket.socket) -> int:

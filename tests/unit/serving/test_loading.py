@@ -64,7 +64,9 @@ def test_until_each_first_load_has_ended_every_model_is_loading(
                 assert served.call(name) == ("UNAVAILABLE", LOADING)
             for service in ("", *SERVICES, "slow"):
                 assert served.health(service) == "NOT_SERVING"
-            states = {model["name"]: model["model_version_status"] for model in served.ask("GET", "/models")[1]["models"]}
+            states = {
+                model["name"]: model["model_version_status"] for model in served.ask("GET", "/models")[1]["models"]
+            }
             assert states["quick"][0]["state"] == "AVAILABLE"
             assert [one["state"] for one in states["slow"]] == [["LOADING"], ["AVAILABLE"]][step]
             loads.go_on[last].set()
@@ -80,7 +82,11 @@ def test_until_each_first_load_has_ended_every_model_is_loading(
         assert (state["state"], state["status"]["error_code"]) == ("END", "UNKNOWN")
         assert served.ask("GET", "/readyz")[0] == 503, "a configured model has no version"
         assert [served.health(service) for service in SERVICES] == ["SERVING"] * 3
-        assert [served.health(service) for service in ("", "broken", "quick")] == ["NOT_SERVING", "NOT_SERVING", "SERVING"]
+        assert [served.health(service) for service in ("", "broken", "quick")] == [
+            "NOT_SERVING",
+            "NOT_SERVING",
+            "SERVING",
+        ]
 
 
 def test_retry_after_comes_with_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +170,9 @@ def test_a_port_of_a_server_that_does_not_listen_yet_is_in_use(
                 models=first.settings.models, listen_when_loaded=waits, workers=workers, **ports
             )
             began = time.monotonic()
-            with pytest.raises(ServingError, match=f"cannot listen on .* port {ports[whose]}: Address already in use; "):
+            with pytest.raises(
+                ServingError, match=f"cannot listen on .* port {ports[whose]}: Address already in use; "
+            ):
                 server.serve(settings)
             assert time.monotonic() - began < 5
         loads.go_on["slow"].set()

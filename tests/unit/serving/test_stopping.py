@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.unit.serving.doubles import DoublingServable, wait_for
 from tests.unit.serving.served import BODY, PREDICT, Served, predict_request
 from tpuembed_serving.servable import Merging, Signature
-from tpuembed_serving.stopping import Stage, Stop
+from tpuembed_serving.stopping import Stage, Stop, WorkerStop
 
 REQUEST = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: s\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 BY_ASGI = REQUEST.replace(b"host: s", b"host: s\r\nconnection: x")
@@ -42,13 +42,32 @@ GOOD = (200, {"predictions": [2, 4]})
 )
 def test_stages(signals: list[int], stage: Stage) -> None:
     stop = Stop()
-    heard: list[int] = []
+    heard: list[Stage] = []
     if signals:
         stop.handle(signals[0])
-    stop.call(heard.append)
+    stop.call(lambda: heard.append(stop.stage))
     for number in signals[1:]:
         stop.handle(number)
-    assert (stop.stage, heard) == (stage, signals)
+    assert stop.stage is stage
+    assert heard == sorted(set(heard))
+    assert heard[-1:] == [stage][: len(signals)]
+
+
+def test_a_worker_goes_by_its_first_sigterm_and_its_supervisor() -> None:
+    """A terminal's SIGINT and systemd's SIGTERM reach it as well."""
+    stop = WorkerStop()
+    stop.handle(signal.SIGINT)
+    assert stop.stage is Stage.RUNNING
+    for _ in range(3):
+        stop.handle(signal.SIGTERM)
+    assert stop.stage is Stage.LAME_DUCK
+    stop.advance(Stage.DRAINING)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        stop.handle(number)
+    assert stop.stage is Stage.DRAINING
+    stop.advance(Stage.CUT_OFF)
+    stop.advance(Stage.LAME_DUCK)
+    assert stop.stage is Stage.CUT_OFF
 
 
 class Client:
@@ -146,7 +165,9 @@ def test_the_lame_duck_answers_as_before_and_says_that_it_goes(serve: Serve) -> 
             Client(served)
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT,)])
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT,)]
+)
 def test_a_second_signal_and_sigint_end_the_lame_duck(serve: Serve, signals: tuple[int, ...]) -> None:
     """What is in progress is finished all the same."""
     model = Blocking()
