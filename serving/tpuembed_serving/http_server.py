@@ -133,15 +133,16 @@ class _Server(uvicorn.Server):
             self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish what was accepted; the application's own shutdown, at the end of it, waits for gRPC's calls."""
+        """Finish what was accepted, over HTTP and gRPC; see uvicorn."""
         end = time.monotonic() + self._app.settings.drain_seconds
         self._leave(hands_over=False)
         stopping = asyncio.create_task(self._app.stop_grpc())
         await self._accept_the_rest(sockets or [], end)
         await self._answer_the_rest(end)
+        while not stopping.done() and not self.force_exit:
+            await asyncio.wait([stopping], timeout=_LOOK_SECONDS)
         self.config.timeout_graceful_shutdown = max(1, math.ceil(end - time.monotonic()))
         await super().shutdown(sockets)
-        await stopping
         self._closing_slow.cancel()
 
     async def _accept_the_rest(self, sockets: Sequence[socket.socket], end: float) -> None:

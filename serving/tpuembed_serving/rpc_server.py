@@ -59,7 +59,7 @@ _GOAWAY_SECONDS: Final = 0.05
 _LEAST_SECONDS: Final = 1.0
 """A call with a deadline sooner than this is answered at once."""
 _LAST_SECONDS: Final = 0.5
-_HEALTH_SECONDS: Final = 0.05
+_HEALTH_SECONDS: Final = 0.1
 _FOREVER_SECONDS: Final = 1e6
 _GIVEN_UP: Final = "the server stops before this call is answered; send it to another one"
 _OPEN: Final = SecuritySettings()

@@ -283,17 +283,20 @@ def test_calls_that_cannot_be_finished_in_time_are_unavailable(serve: Serve) -> 
 
 def test_a_second_interrupt_cuts_off(serve: Serve) -> None:
     model = Blocking()
-    with serve(model, lame_duck_seconds=60.0, drain_seconds=60.0) as served:
+    with serve(model, lame_duck_seconds=60.0, drain_seconds=60.0) as served, served.channel() as channel:
         model.blocks = True
         client = Client(served)
         client.send()
+        call = channel.unary_unary(PREDICT).future(predict_request(), timeout=30)
         assert model.entered.wait(20)
+        time.sleep(0.2)
         served.stop.handle(signal.SIGINT)
         wait_for(lambda: not served.listens)
         served.stop.handle(signal.SIGINT)
         assert client.answer()[0] == 503
-        model.go_on.set()
         served.wait(20)
+        model.go_on.set()
+        assert call.code() is not grpc.StatusCode.OK
 
 
 def test_calls_in_progress_are_answered_and_new_ones_go_on_in_the_lame_duck(serve: Serve) -> None:
