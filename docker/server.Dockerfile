@@ -17,5 +17,6 @@ ENV MODEL_NAME=model
 EXPOSE 8501
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8501/readyz', timeout=2)"]
-# exec: the server is the process that SIGTERM reaches.
+# exec: the server is the process that SIGTERM reaches. It answers for 5 seconds more and has 30 to finish requests: stop it with
+# `docker stop --time 45`.
 CMD ["sh", "-c", "exec tpuembed serve \"/models/${MODEL_NAME}\" --name \"${MODEL_NAME}\" --host 0.0.0.0 --rest-port 8501"]

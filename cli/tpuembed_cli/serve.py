@@ -80,7 +80,23 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--max-body-bytes", type=_POSITIVE, help="Larger request bodies are answered 413.  [default: no limit]")
 @click.option(
-    "--drain-seconds", type=_POSITIVE_FLOAT, default=30.0, show_default=True, help="To finish requests after SIGTERM."
+    "--lame-duck-seconds",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    help="To answer after SIGTERM, not ready any more, before the ports are closed.",
+)
+@click.option(
+    "--drain-seconds",
+    type=_POSITIVE_FLOAT,
+    default=30.0,
+    show_default=True,
+    help="To finish requests once the ports are closed.",
+)
+@click.option(
+    "--listen-when-loaded",
+    is_flag=True,
+    help="Open the ports once the models are loaded, or have failed to; they are bound before.",
 )
 @click.option(
     "--prewarm", is_flag=True, help="Read mapped tables, and check their checksums, before a version is available."
@@ -129,7 +145,8 @@ def serve(
     """Serve MODEL_DIR/<version>/, or the models of --config, over TensorFlow Serving's REST and gRPC APIs.
 
     The newest version is loaded, and a newer one takes over without a gap once it appears. The ports listen at once;
-    GET /readyz is 200 when the model is loaded. SIGTERM finishes the requests in progress and exits 0.
+    GET /readyz is 200 when the model is loaded, and requests of models are answered 503 before. SIGTERM makes the server
+    not ready, which goes on answering for a while, then finishes what it has accepted and exits 0; SIGINT does so at once.
     """
     if backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)

@@ -54,13 +54,15 @@ class ServingApp(FastAPI):
             _load_saved_model, settings=settings, stopping=self.stopping, telemetry=self.telemetry
         )
         self.repository = _models(settings, self.telemetry.watching(load), link)
-        self.loads_first = load_first
+        self.loads_first = load_first or settings.listen_when_loaded
+        self.leaving = False
         self.service = PredictionService(self.repository, _limited(self.executor, settings))
         self.settings = settings
         guard = settings.security
         self._door = Door(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
+        self._grpc_leave: asyncio.Task[None] | None = None
         self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry, settings.security.max_json_depth)
         self._binary = BinaryApi(self.service, settings.max_body_bytes, self.telemetry)
         self.direct = self._direct_predict()
@@ -99,12 +101,23 @@ class ServingApp(FastAPI):
             self._grpc = GrpcServer(self.service, self.repository, self.telemetry)
             await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes, settings.security)
 
+    def leave(self, *, hands_over: bool) -> None:
+        """Say to health checks that this server goes away, and with `hands_over` to gRPC's clients too; answer as before."""
+        self.leaving = True
+        if self._grpc is not None and hands_over:
+            self._grpc_leave = asyncio.create_task(self._grpc.leave())
+
     async def stop_grpc(self) -> None:
         """Take no new calls, and return once those in progress are done. Whoever asks again waits for the same."""
         if self._grpc is not None:
             if self._grpc_stop is None:
-                self._grpc_stop = asyncio.create_task(self._grpc.stop(self.settings.drain_seconds))
+                self._grpc_stop = asyncio.create_task(self._stop_grpc(self._grpc))
             await self._grpc_stop
+
+    async def _stop_grpc(self, grpc: "GrpcServer") -> None:
+        if self._grpc_leave is not None:
+            await self._grpc_leave
+        await grpc.stop(self.settings.drain_seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -133,6 +146,8 @@ class ServingApp(FastAPI):
             return PlainTextResponse("a worker is busy", status_code=503)
 
     async def _readyz(self) -> JSONResponse:
+        if self.leaving:
+            return JSONResponse({"status": "stopping"}, status_code=503)
         if self.repository.ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready"}, status_code=503)

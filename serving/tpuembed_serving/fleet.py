@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tpuembed_serving.served_model import State, VersionStatus
 from tpuembed_serving.settings import ServerSettings
+from tpuembed_serving.stopping import Stage
 
 __all__ = [
     "CHECK",
@@ -23,6 +24,7 @@ __all__ = [
     "Result",
     "Start",
     "States",
+    "StopTo",
     "View",
     "merged",
     "together",
@@ -56,6 +58,13 @@ class States:
 @dataclasses.dataclass(frozen=True)
 class View(States):
     """To every worker: the same of all workers together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StopTo:
+    """To a worker: how far the stop is, once it is further than a lame duck."""
+
+    stage: Stage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from fastapi.staticfiles import StaticFiles
 
 from tpuembed_serving.openapi import STATUS_SCHEMA
 from tpuembed_serving.rest import version_status
-from tpuembed_serving.service import ModelSpec, PredictionService
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.service import PredictionService
+from tpuembed_serving.status import StatusError
 
 __all__ = ["add_pages"]
 
@@ -63,11 +63,9 @@ def add_pages(app: FastAPI, service: PredictionService) -> None:
 
 def _model(service: PredictionService, name: str) -> dict[str, Any]:
     try:
-        statuses = service.status(ModelSpec(name))
+        statuses = service.versions(name)
     except StatusError as error:
-        if error.code is not Code.NOT_FOUND:
-            return {"name": name, "labels": {}, "model_version_status": [], "error": error.message}
-        statuses = []
+        return {"name": name, "labels": {}, "model_version_status": [], "error": error.message}
     labels = {label: str(version) for label, version in service.models().get(name, {}).items()}
     return {"name": name, "labels": labels, "model_version_status": [version_status(one) for one in statuses]}
 

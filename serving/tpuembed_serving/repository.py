@@ -41,6 +41,7 @@ class ModelRepository:
         self._reloading = threading.Lock()
         self._looks = threading.Condition()
         self._asked, self._done, self._looked = 0, 0, False
+        self._loading = bool(models)
         self._configured = self._adopted = tuple(models)
         self._models = {model.name: self._model(model) for model in models}
         self._successors: dict[str, ServedModel] = {}
@@ -65,8 +66,13 @@ class ModelRepository:
 
     @property
     def ready(self) -> bool:
-        """Whether every model has an available version."""
-        return all(model.available for model in self._models.values())
+        """Whether every model has an available version, and requests are answered."""
+        return not self._loading and all(model.available for model in self._models.values())
+
+    @property
+    def loading(self) -> bool:
+        """Whether models were configured at the start whose first load has not ended yet, well or not."""
+        return self._loading
 
     def lease(self, name: str, version: int | None, label: str | None = None) -> Lease:
         """See `ServedModel.lease`; a model that is not configured is NOT_FOUND, and has no label."""
@@ -164,6 +170,7 @@ class ModelRepository:
                 self._adopt(configured)
                 self._adopted = configured
             self._look()
+            self._loading = False
             if news:
                 self._changed()
             with self._looks:

@@ -12,7 +12,7 @@ from tpuembed.errors import ServingError
 from tpuembed_serving.app import create_app
 from tpuembed_serving.config_file import ConfigFile
 from tpuembed_serving.http_server import log_to_stderr, prepare_tensorflow, run_app
-from tpuembed_serving.listening import bind, reserve
+from tpuembed_serving.listening import bind, bind_shared, reserve
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.stopping import Stop, stop_on_signals
 from tpuembed_serving.supervisor import Supervisor
@@ -25,9 +25,9 @@ logger = logging.getLogger("tpuembed_serving")
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT, then finish the requests in progress and return.
+    """Serve until SIGTERM or SIGINT, then finish what was accepted and return.
 
-    The port listens at once; the models load in the background. Progress is logged on stderr.
+    The ports are bound at once; the models load in the background. Progress is logged on stderr.
 
     Raises:
         ServingError: a model's folder is missing, unreadable or no model folder; or the port cannot be bound.
@@ -50,24 +50,27 @@ def serve(settings: ServerSettings) -> None:
         if settings.workers > 1:
             _supervise(settings, stop)
         else:
-            _announce(settings)
             _serve_here(settings, listener, stop)
 
 
 def _listener(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
-    listen = bind if settings.workers == 1 else reserve
+    """Held from the start, so that a port in use fails at once; it listens now if it may, and is the only one."""
+    listen = reserve if settings.workers > 1 or settings.listen_when_loaded else bind
     return listen(settings.host, settings.rest_port, "--rest-port")
 
 
 def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop) -> None:
     app = create_app(settings)
-    with _following_config(settings, app.repository.reload):
-        run_app(app, listener, stop)
+    with contextlib.ExitStack() as stack:
+        if settings.listen_when_loaded:
+            listener = stack.enter_context(bind_shared(settings.host, settings.rest_port))
+        stack.enter_context(_following_config(settings, app.repository.reload))
+        run_app(app, listener, stop, on_listening=lambda: _announce(settings))
 
 
 def _supervise(settings: ServerSettings, stop: Stop) -> None:
     supervisor = Supervisor(settings, on_listening=lambda: _announce(settings))
-    stop.call(supervisor.stop)
+    stop.call(lambda: supervisor.stop(stop.stage))
     with _following_config(settings, supervisor.reload):
         supervisor.run()
 

@@ -12,7 +12,7 @@ from tpuembed_serving.inference import InferenceResult, Method, check_signature,
 from tpuembed_serving.observation import RequestRecord, current_record
 from tpuembed_serving.servable import Array, Servable, Signature
 from tpuembed_serving.served_model import LoadedVersion, VersionStatus
-from tpuembed_serving.status import Code, StatusError, invalid_argument
+from tpuembed_serving.status import Code, StatusError, invalid_argument, still_loading
 
 __all__ = [
     "DEFAULT_SIGNATURE",
@@ -61,6 +61,10 @@ class Models(Protocol):
     def ready(self) -> bool:
         """Whether every model has an available version."""
 
+    @property
+    def loading(self) -> bool:
+        """Whether the first load of a configured model has not ended yet, well or not."""
+
     def lease(
         self, name: str, version: int | None, label: str | None = None
     ) -> contextlib.AbstractContextManager[LoadedVersion]:
@@ -94,12 +98,19 @@ class PredictionService:
         """Whether every model has an available version."""
         return self._repository.ready
 
+    @property
+    def loading(self) -> bool:
+        """Whether the first load of a configured model has not ended yet: until then no request of a model is answered."""
+        return self._repository.loading
+
     def lease(self, spec: ModelSpec) -> contextlib.AbstractContextManager[LoadedVersion]:
         """The version that `spec` names, kept loaded for as long as the context is open.
 
         Raises:
-            StatusError: it is not available, or the label is unknown.
+            StatusError: it is not available, or the label is unknown; UNAVAILABLE, the server is loading.
         """
+        if self._repository.loading:
+            raise still_loading()
         if not spec.name:
             raise invalid_argument("ModelSpec has no name specified.")
         record = current_record()
@@ -156,8 +167,10 @@ class PredictionService:
         """The version that `spec` names, or every version, newest first; a label is not looked at, as in theirs.
 
         Raises:
-            StatusError: NOT_FOUND.
+            StatusError: NOT_FOUND; UNAVAILABLE, the server is loading.
         """
+        if self._repository.loading:
+            raise still_loading()
         statuses = self._repository.statuses(spec.name)
         if spec.version is not None:
             statuses = [status for status in statuses if status.version == spec.version]
@@ -165,6 +178,14 @@ class PredictionService:
             what = "any versions" if spec.version is None else f"version {spec.version}"
             raise StatusError(Code.NOT_FOUND, f"Could not find {what} of model {spec.name}")
         return statuses
+
+    def versions(self, name: str) -> list[VersionStatus]:
+        """Every version of a model, newest first, also while the server is loading; empty where there is no such model.
+
+        Raises:
+            StatusError: UNAVAILABLE, another server has the model, and does not answer.
+        """
+        return self._repository.statuses(name)
 
     def models(self) -> Mapping[str, Mapping[str, int]]:
         """Every model that is served -> its labels and their versions."""

@@ -140,7 +140,11 @@ class ServerSettings:
         run_threads: how many TensorFlow runs are in progress at once.
         max_queued_requests: how many more may wait for a thread before they are answered 503.
         max_body_bytes: the largest request body; None is no limit, as in TensorFlow Serving.
-        drain_seconds: how long requests in progress may take to finish after SIGTERM.
+        lame_duck_seconds: how long requests are answered after SIGTERM, and clients are asked to go elsewhere, before the port
+            is closed; 0 closes it at once.
+        drain_seconds: how long requests in progress may take to finish once the port is closed.
+        listen_when_loaded: open the ports only once each model's first load has ended; otherwise they are open from the start,
+            and requests of models are UNAVAILABLE until then.
         prewarm: read mapped tables, and compare them with their checksums, before a version is available.
         random_access: have a lookup in a mapped table that is not in memory read one page, without the disk's readahead.
         batching: which requests share runs.
@@ -165,7 +169,9 @@ class ServerSettings:
     run_threads: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
     max_queued_requests: int = 1000
     max_body_bytes: int | None = None
+    lame_duck_seconds: float = 5.0
     drain_seconds: float = 30.0
+    listen_when_loaded: bool = False
     prewarm: bool = False
     random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
@@ -186,6 +192,8 @@ class ServerSettings:
             "workers",
         ):
             check_positive(name, getattr(self, name))
+        if self.lame_duck_seconds < 0:
+            raise ConfigError(f"lame_duck_seconds is {self.lame_duck_seconds:g}: give 0, for none, or more")
         for name in ("max_body_bytes", "config_poll_seconds"):
             check_positive(name, getattr(self, name))
 

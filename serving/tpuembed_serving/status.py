@@ -6,7 +6,15 @@ from typing import Final
 
 from tpuembed.errors import ServingError
 
-__all__ = ["Code", "StatusError", "invalid_argument", "of_later_rows", "plain_message", "servable_not_found"]
+__all__ = [
+    "Code",
+    "StatusError",
+    "invalid_argument",
+    "of_later_rows",
+    "plain_message",
+    "servable_not_found",
+    "still_loading",
+]
 
 _FUNCTION: Final = re.compile(r"\{\{function_node [^}]*\}\} ?")
 _OUTSIDE: Final = re.compile(
@@ -66,6 +74,12 @@ def servable_not_found(model: str, version: int | None) -> StatusError:
     """The status of a request for a version that is not available; None is the newest."""
     request = f"Latest({model})" if version is None else f"Specific({model}, {version})"
     return StatusError(Code.NOT_FOUND, f"Servable not found for request: {request}")
+
+
+def still_loading() -> StatusError:
+    """Returns the status of requests that come before each configured model's first load has ended."""
+    text = "the server is loading; it answers once the first load of each configured model has ended, as /readyz says"
+    return StatusError(Code.UNAVAILABLE, text)
 
 
 def plain_message(message: str) -> str:

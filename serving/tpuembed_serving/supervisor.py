@@ -22,11 +22,12 @@ from tpuembed_serving.fleet import (
     Result,
     Start,
     States,
+    StopTo,
     View,
     together,
 )
 from tpuembed_serving.settings import ModelSettings, ServerSettings
-from tpuembed_serving.stopping import LAST_SECONDS
+from tpuembed_serving.stopping import LAST_SECONDS, Stage
 from tpuembed_serving.worker_process import Exited, WorkerProcess
 
 __all__ = ["Supervisor"]
@@ -87,9 +88,9 @@ class Supervisor:
         self._stopping = False
         self._kill_at = float("inf")
 
-    def stop(self, *_: object) -> None:
-        """Have `run` drain the workers and return; a signal handler."""
-        self._events.put(_Stop())
+    def stop(self, stage: Stage = Stage.LAME_DUCK) -> None:
+        """Have `run` stop the workers as far as `stage`, and return once they have ended."""
+        self._events.put(_Stop(stage))
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """Have every worker serve `models`; see ModelRepository.reload. Blocks."""
@@ -124,15 +125,15 @@ class Supervisor:
                 self._start(slot, now)
 
     def _start(self, slot: _Slot, now: float) -> None:
-        load_first = any(other.listening for other in self._slots)
+        load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
         slot.process, slot.started_at = self._start_process(slot.index, self._events), now
         slot.process.send(Start(self._settings, load_first))
         slot.process.send(self._view)
 
     def _heed(self, event: Any) -> None:
         match event:
-            case _Stop():
-                self._begin_stop()
+            case _Stop(stage):
+                self._stop_workers(stage)
             case _OwnCall(topic, payload, reply):
                 self._ask_all(topic, payload, reply)
             case Exited(process):
@@ -213,12 +214,20 @@ class Supervisor:
         logger.error("worker %d %s; started anew in %g s", slot.index, _ended(code), slot.pause)
         slot.pause = min(2 * slot.pause, _LONGEST_PAUSE_SECONDS)
 
-    def _begin_stop(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self._kill_at = time.monotonic() + self._settings.drain_seconds + LAST_SECONDS
-            for process in self._processes():
+    def _stop_workers(self, stage: Stage) -> None:
+        settings = self._settings
+        seconds = LAST_SECONDS
+        if stage < Stage.CUT_OFF:
+            seconds += settings.drain_seconds
+        if stage < Stage.DRAINING:
+            seconds += settings.lame_duck_seconds
+        self._kill_at = time.monotonic() + seconds
+        for process in self._processes():
+            if not self._stopping:
                 process.terminate()
+            if stage > Stage.LAME_DUCK:
+                process.send(StopTo(stage))
+        self._stopping = True
 
     def _kill_overdue(self) -> None:
         if time.monotonic() >= self._kill_at:
@@ -234,7 +243,9 @@ def _said() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Stop:
-    """An event: stop."""
+    """An event: how far the server is to stop."""
+
+    stage: Stage
 
 
 @dataclasses.dataclass(frozen=True)

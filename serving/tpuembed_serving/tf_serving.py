@@ -109,6 +109,11 @@ class RemoteModels:
         """Whether every model has an available version there."""
         return all(model.loaded and model.fault is None for model in self._models.values())
 
+    @property
+    def loading(self) -> bool:
+        """Whether the other server was not asked yet."""
+        return not self._looked.is_set()
+
     def wait_for_look(self, stopping: Callable[[], bool]) -> None:
         """Return once the other server was asked, or where `stopping` says so."""
         while not self._looked.wait(0.1) and not stopping():

@@ -79,6 +79,7 @@ def _unknown(settings: ServerSettings) -> Iterator[str]:
         "--prewarm": settings.prewarm,
         "--random-access": settings.random_access,
         "--verify-on-load": settings.verify_on_load,
+        "--lame-duck-seconds": settings.lame_duck_seconds != ServerSettings.lame_duck_seconds,
         "--max-body-bytes": settings.max_body_bytes is not None,
         "--host": settings.host not in ("0.0.0.0", "::"),
     }

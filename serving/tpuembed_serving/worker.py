@@ -1,7 +1,5 @@
 """One of several processes of a server: `python -m tpuembed_serving.worker INDEX FD`, started by its supervisor."""
 
-import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 
@@ -9,7 +7,7 @@ from tpuembed_serving.app import create_app
 from tpuembed_serving.fleet import Channel, Start
 from tpuembed_serving.http_server import log_to_stderr, prepare_tensorflow, run_app
 from tpuembed_serving.listening import bind_shared
-from tpuembed_serving.stopping import stop_on_signals
+from tpuembed_serving.stopping import WorkerStop, stop_on_signals
 from tpuembed_serving.worker_link import WorkerLink
 
 __all__ = ["main"]
@@ -20,23 +18,18 @@ def main() -> None:
     index, descriptor = (int(argument) for argument in sys.argv[1:])
     prepare_tensorflow()
     log_to_stderr(f"worker {index}: ")
-    with stop_on_signals() as stop:
+    with stop_on_signals(WorkerStop()) as stop:
         channel = Channel(Connection(descriptor))
         try:
             start = channel.receive()
         except (EOFError, OSError):
             return
         assert isinstance(start, Start)
-        link = WorkerLink(channel, orphaned=_stop_self)
+        link = WorkerLink(channel, stop=stop.advance)
         app = create_app(start.settings, link=link, load_first=start.load_first)
         link.start()
         with bind_shared(start.settings.host, start.settings.rest_port) as listener:
             run_app(app, listener, stop, on_listening=link.listening)
-
-
-def _stop_self() -> None:
-    """The supervisor is gone: drain, and end."""
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

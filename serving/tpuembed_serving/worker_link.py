@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from tpuembed_serving.fleet import CHECK, RELOAD, Answer, Ask, Call, Channel, Listening, Result, States, View
+from tpuembed_serving.fleet import CHECK, RELOAD, Answer, Ask, Call, Channel, Listening, Result, States, StopTo, View
 from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.stopping import Stage
 
 __all__ = ["Alone", "Peers", "WorkerLink"]
 
@@ -51,9 +52,9 @@ class WorkerLink:
     `register` comes before `start`; every other method may be called from any thread.
     """
 
-    def __init__(self, channel: Channel, orphaned: Callable[[], None]) -> None:
-        """`orphaned` is called once where the supervisor is gone."""
-        self._channel, self._orphaned = channel, orphaned
+    def __init__(self, channel: Channel, stop: Callable[[Stage], None]) -> None:
+        """`stop` is called with how far the supervisor says that a stop is; where that is gone, nothing new is answered."""
+        self._channel, self._stop = channel, stop
         self._handlers: dict[str, Handler] = {}
         self._numbers = itertools.count()
         self._calls: dict[int, concurrent.futures.Future[tuple[Any, ...]]] = {}
@@ -110,7 +111,7 @@ class WorkerLink:
             while True:
                 self._heed(self._channel.receive())
         except (EOFError, OSError):
-            self._orphaned()
+            self._stop(Stage.DRAINING)
             for number in list(self._calls):
                 self._calls.pop(number).set_exception(StatusError(Code.CANCELLED, "the server stops"))
 
@@ -118,6 +119,8 @@ class WorkerLink:
         match message:
             case View():
                 self.view = message
+            case StopTo(stage):
+                self._stop(stage)
             case Ask():
                 pool = self._changes if message.topic in _CHANGES else self._questions
                 pool.submit(self._answer, message)

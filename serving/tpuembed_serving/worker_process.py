@@ -41,7 +41,7 @@ class WorkerProcess:
             return
 
     def terminate(self) -> None:
-        """SIGTERM: it drains."""
+        """SIGTERM: it begins its lame duck."""
         self._process.terminate()
 
     def kill(self) -> None:

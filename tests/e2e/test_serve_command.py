@@ -113,6 +113,7 @@ def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: P
         assert server.request("GET", "/healthz")[0] == 200
         assert f"no version of a model under {model_dir} yet; waiting for one" in server.log
         assert server.request("GET", "/readyz")[0] == 503
+        wait_for(lambda: server.predict({"instances": [1]})[0] == 404)  # the first look at the folder is over
         assert server.predict({"instances": [1]}) == (
             404,
             {"error": "Servable not found for request: Latest(a model)"},
@@ -194,7 +195,9 @@ def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> No
             busy = processor_seconds(server) + 1
             wait_for(lambda: processor_seconds(server) > busy)
             assert server.stop() == -signal.SIGALRM
-            assert connection.recv(1) == b""
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"the server stops before this request is answered" in answer
 
 
 def processor_seconds(server: ServerProcess) -> float:

@@ -80,7 +80,7 @@ class HostBackend:
         """
         spans = [Span(feature.table, 0, feature.config.table.vocabulary_size) for feature in features]
         flat = [feature.flatten().within(0, span.stop) for feature, span in zip(features, spans, strict=True)]
-        if _unchecked_gathers() or all(one.policy != "error" for one in flat):
+        if unchecked_gathers() or all(one.policy != "error" for one in flat):
             return flat
         with tf.control_dependencies([outside_shift(flat, spans)]):
             return [dataclasses.replace(one, ids=tf.identity(one.ids)) for one in flat]

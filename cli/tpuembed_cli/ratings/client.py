@@ -22,7 +22,7 @@ _READY_SECONDS = 90.0
 
 @contextlib.contextmanager
 def serving(model_dir: Path) -> Iterator["Client"]:
-    """A server of `model_dir` on a free port of this machine, ended by SIGTERM on the way out.
+    """A server of `model_dir` on a free port of this machine, ended by SIGINT on the way out.
 
     Raises:
         ServingError: it did not become ready; the message has its last lines.
@@ -43,7 +43,7 @@ def serving(model_dir: Path) -> Iterator["Client"]:
         try:
             yield _ready_client(process, log)
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)  # nobody else asks it: no lame duck
             process.wait(30)
 
 

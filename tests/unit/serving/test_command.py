@@ -42,6 +42,7 @@ def test_every_option_reaches_the_settings(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
     arguments = "--name n --host ::1 --rest-port 1 --poll-seconds 2 --rest-timeout-ms 3 --run-threads 4"
     arguments += " --max-queued-requests 5 --max-body-bytes 6 --drain-seconds 7 --grpc-port 8 --workers 9"
+    arguments += " --lame-duck-seconds 12 --listen-when-loaded"
     arguments += " --max-load-retries 0 --load-retry-seconds 11 --verify-on-load"
     arguments += " --allow_version_labels_for_unavailable_models"
     result = CliRunner().invoke(command.serve, [str(tmp_path), *arguments.split()])
@@ -50,6 +51,7 @@ def test_every_option_reaches_the_settings(tmp_path: Path, monkeypatch: pytest.M
         ServerSettings.for_model_dir(
             tmp_path, name="n", host="::1", rest_port=1, poll_seconds=2, rest_timeout_ms=3, run_threads=4,
             max_queued_requests=5, max_body_bytes=6, drain_seconds=7, grpc_port=8, workers=9, verify_on_load=True,
+            lame_duck_seconds=12, listen_when_loaded=True,
             load=LoadSettings(max_retries=0, retry_seconds=11, labels_for_unavailable=True),
         )
     ]  # fmt: skip

@@ -71,7 +71,7 @@ class Supervisor:
 def pair() -> Iterator[tuple[WorkerLink, Supervisor, threading.Event]]:
     ours, theirs = Pipe()
     orphaned = threading.Event()
-    link = WorkerLink(Channel(theirs), orphaned.set)
+    link = WorkerLink(Channel(theirs), lambda _: orphaned.set())
     yield link, Supervisor(ours), orphaned
     ours.close()
     if link._reader.is_alive():

@@ -1,8 +1,10 @@
 """Clients that take forever, that send too much, and that are too many: over real sockets, beside one that behaves."""
 
 import asyncio
+import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,13 +22,15 @@ ANSWER = b"x" * 50_000_000
 
 
 async def app(scope: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-    """Echoes the size of the body; at /much a large answer."""
+    """Echoes the size of the body; at /much a large answer, at /late after a moment."""
     size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
         size, more = size + len(message["body"]), message["more_body"]
+    if scope["path"] == "/late":
+        await asyncio.sleep(0.1)
     body = ANSWER if scope["path"] == "/much" else str(size).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -163,3 +167,126 @@ def test_a_connection_that_waits_between_requests_stays(server: Server) -> None:
             rest_of(slow)
         assert server.open == 1
         assert client.post("/", content=b"ab").text == "2"
+
+
+UPGRADES = [
+    b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n",
+    b"connection: keep-alive, upgrade\r\nupgrade: websocket\r\nSec-WebSocket-Key: eA==\r\n",
+    b"Upgrade: TLS/1.3, h2c\r\nConnection: upgrade\r\nConnection: HTTP2-Settings\r\n",
+    b"Upgrade: h2c\r\n",
+    b"Connection: Upgrade\r\n",
+]
+BODIES = [
+    b"",
+    b'{"instances": [1]}',
+    b"POST /smuggled HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+    b"GET / HTTP/1.1\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n",
+    b"x" * 70_000,
+]
+
+
+def a_request(rng: random.Random, upgrade: bytes) -> tuple[bytes, bytes]:
+    """A request with and without `upgrade` in its head, and a body that looks like a request now and then."""
+    body = rng.choice(BODIES)
+    head = rng.choice([b"POST / HTTP/1.1\r\n", b"PUT /?a=b HTTP/1.1\r\n"]) + b"Host: x\r\n"
+    framing = b"Content-Length: %d\r\n" % len(body)
+    if rng.random() < 0.4:
+        pieces = [body[at : at + 1000] for at in range(0, len(body), 1000)]
+        framing = b"Transfer-Encoding: chunked\r\n"
+        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    if rng.random() < 0.3:
+        framing += b"Expect: 100-continue\r\n"
+    with_header = [upgrade + framing, framing + upgrade][rng.randrange(2)]
+    return head + with_header + b"\r\n" + body, head + framing + b"\r\n" + body
+
+
+def exchange(server: Server, sent: bytes, rng: random.Random) -> bytes:
+    """All answers to what is sent in random pieces over one connection; its last request closes it."""
+    end = b"GET /end HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    with connect(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sent += end
+        while sent:
+            size = rng.choice([1, 7, 60, 200, 5000, len(sent)])
+            client.sendall(sent[:size])
+            sent = sent[size:]
+            if size < 10 and rng.random() < 0.2:
+                time.sleep(0.001)
+        return rest_of(client)
+
+
+def final(answers: bytes) -> list[bytes]:
+    """Status lines and bodies; interim answers and the time of day are left out."""
+    lines = [line for line in answers.split(b"\r\n") if not line.lower().startswith(b"date:")]
+    return [line for line in lines if line and b"100 Continue" not in line]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_upgrade_header_changes_no_answer(server: Server, seed: int) -> None:
+    """Pipelined requests in random pieces are answered as the same requests without the header."""
+    rng = random.Random(seed)
+    pairs = [a_request(rng, rng.choice(UPGRADES)) for _ in range(rng.randrange(1, 6))]
+    upgraded = final(exchange(server, b"".join(pair[0] for pair in pairs), rng))
+    plain = final(exchange(server, b"".join(pair[1] for pair in pairs), rng))
+    assert upgraded == plain
+    assert b"\n".join(upgraded).count(b"HTTP/1.1 200 OK") == len(pairs) + 1
+
+
+def test_every_place_where_a_request_with_an_upgrade_is_cut(server: Server) -> None:
+    body = BODIES[2]
+    one = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%b\r\n%b" % (len(body), UPGRADES[0], body)
+    with connect(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        reader = client.makefile("rb")
+        for cut in range(1, len(one)):
+            client.sendall(one[:cut])
+            time.sleep(0.0005)
+            client.sendall(one[cut:])
+            assert reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            length = 0
+            while (line := reader.readline()) != b"\r\n":
+                assert not line.lower().startswith((b"connection", b"upgrade"))
+                if line.lower().startswith(b"content-length"):
+                    length = int(line.split(b":")[1])
+            assert reader.read(length) == str(len(body)).encode()
+
+
+@pytest.mark.parametrize("target", [b"example.com:443", b"/", b"*"])
+def test_connect_is_refused_and_nothing_after_it_is_a_request(server: Server, target: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(b"CONNECT %b HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n\r\n" % target)
+        answer = rest_of(client)
+    assert answer.startswith(b"HTTP/1.1 501 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_headers_that_are_too_long_are_refused_with_an_upgrade_too(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\n" + UPGRADES[0] + b"a: %b\r\n\r\n" % (b"v" * 2500))
+        answer = rest_of(client)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        b"CONNECT example.com:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\na: %b\r\n\r\n" % (b"v" * 2500),
+        b"no request at all\r\n\r\n",
+    ],
+)
+def test_a_refusal_does_not_take_the_place_of_the_answer_before_it(server: Server, refused: bytes) -> None:
+    """The application answers after a while, when the refused request behind it has come."""
+    with connect(server) as client:
+        client.sendall(b"POST /late HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nab" + refused)
+        answer = rest_of(client)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"connection: close\r\n" in answer
+    assert answer.endswith(b"\r\n\r\n2")
+
+
+def test_a_body_that_is_broken_is_answered_400(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nno size\r\n")
+        assert rest_of(client).startswith(b"HTTP/1.1 400 ")

@@ -225,8 +225,8 @@ def test_a_text_is_cut_by_bytes() -> None:
     assert truncated("\udcff") == "\ufffd"
 
 
-def test_the_service_knows_no_transport(tmp_path: Path) -> None:
+def test_the_service_knows_no_transport() -> None:
     """A model's status is what both ask for."""
-    app = create_app(ServerSettings.for_model_dir(tmp_path), load=lambda _: DoublingServable())
+    app = create_app(ServerSettings(models=()), load=lambda _: DoublingServable())
     with pytest.raises(ServingError, match="Could not find any versions of model "):
         app.service.status(ModelSpec("none"))

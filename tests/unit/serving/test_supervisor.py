@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.serving.doubles import wait_for
-from tpuembed_serving.fleet import Answer, Ask, Call, Listening, Result, Start, States, View
+from tpuembed_serving.fleet import Answer, Ask, Call, Listening, Result, Start, States, StopTo, View
 from tpuembed_serving.served_model import State, VersionStatus
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.stopping import Stage
 from tpuembed_serving.supervisor import Supervisor
 from tpuembed_serving.worker_process import Exited, WorkerProcess
 
@@ -56,10 +57,10 @@ class FakeProcess(WorkerProcess):
 class Fleet:
     """A supervisor that runs in a thread, and all processes that it has started."""
 
-    def __init__(self, workers: int, drain_seconds: float = 30.0) -> None:
+    def __init__(self, workers: int, **options: Any) -> None:
         self.started: list[FakeProcess] = []
         self.model = ModelSettings(name="m", base_path=Path("/m"))
-        settings = ServerSettings(models=(self.model,), workers=workers, drain_seconds=drain_seconds)
+        settings = ServerSettings(models=(self.model,), workers=workers, **options)
         self.announced: list[bool] = []
         self.supervisor = Supervisor(settings, lambda: self.announced.append(True), self._start)
         self.thread = threading.Thread(target=self.supervisor.run)
@@ -222,9 +223,22 @@ def test_a_stop_drains_every_worker_and_starts_none(fleets: Fleets) -> None:
     assert len(fleet.started) == 2
 
 
+def test_how_far_a_stop_is_reaches_every_worker(fleets: Fleets) -> None:
+    fleet = fleets(2)
+    for stage in (Stage.LAME_DUCK, Stage.DRAINING, Stage.CUT_OFF):
+        fleet.supervisor.stop(stage)
+    for process in fleet.started:
+        wait_for(lambda process=process: process.last(StopTo) == StopTo(Stage.CUT_OFF))  # type: ignore[misc]
+        sent = [message.stage for message in process.received if isinstance(message, StopTo)]
+        assert (process.signals, sent) == (["term"], [Stage.DRAINING, Stage.CUT_OFF])
+        process.dies(0)
+    fleet.thread.join(60)
+    assert not fleet.thread.is_alive()
+
+
 def test_one_that_does_not_end_is_killed(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpuembed_serving.supervisor.LAST_SECONDS", 0.01)
-    fleet = fleets(1, drain_seconds=0.01)
+    fleet = fleets(1, drain_seconds=0.01, lame_duck_seconds=0.01)
     fleet.supervisor.stop()
     wait_for(lambda: fleet.started[0].signals == ["term", "kill"])
     fleet.started[0].dies(-9)
