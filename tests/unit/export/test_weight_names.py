@@ -250,7 +250,7 @@ _FORMS = st.sampled_from(["model", "root", "h5", "keras"])
 
 
 @given(specs(), _FORMS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=20)
 def test_a_factory_computes_the_trained_models_numbers_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, pair: tuple[Spec, Spec], form: str
 ) -> None:
