@@ -252,3 +252,22 @@ def test_what_one_kind_of_file_does_not_save_the_other_does(how: str, works: str
     np.testing.assert_allclose(capi.predict(report.path, {"ids": IDS})["out"], truth, atol=1e-5)
     with pytest.raises(CheckpointMismatchError, match=refused):
         export_saved_model(tmp_path / other, tmp_path / "n", model=factory)
+
+
+def test_root_names_a_layer_of_a_weight_file(tmp_path: Path) -> None:
+    towers = _trained(_Towers)
+    towers({"ids": tf.constant(IDS)})
+    towers.save_weights(tmp_path / "w.weights.h5")
+    with open_checkpoint(tmp_path / "w.weights.h5", root="candidate") as checkpoint:
+        assert set(checkpoint.tables()) == {"items"}
+    report = export_saved_model(
+        tmp_path / "w.weights.h5",
+        tmp_path / "m",
+        model=lambda: _tower("items"),
+        checkpoint_options={"root": "candidate"},
+        workers=1,
+    )
+    (found,) = capi.predict(report.path, {"ids": IDS}).values()
+    np.testing.assert_allclose(found, towers.candidate(IDS), atol=1e-5)
+    with pytest.raises(ConfigError, match="option root='candidates': there is no such object"):
+        open_checkpoint(tmp_path / "w.weights.h5", root="candidates")

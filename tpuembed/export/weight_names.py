@@ -11,7 +11,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 
@@ -59,6 +59,14 @@ class Names:
         if match["stem"] in self._stems:
             return match["stem"], int(match["number"] or 0)
         return (name, 0) if name in self._stems else None
+
+    def without_numbers(self, name: str) -> str:
+        """A weight's name with the stems of scopes that Keras may have made up."""
+        *scopes, leaf = name.split("/")
+        made_up = [self.number(scope) for scope in scopes]
+        return "/".join(
+            [scope if found is None else found[0] for scope, found in zip(scopes, made_up, strict=True)] + [leaf]
+        )
 
     def chosen(self, name: str) -> frozenset[str]:
         """The scopes in a weight's name that somebody chose."""
@@ -214,22 +222,40 @@ class _Walk:
                 f"{where.path}: {len(others)} of its layers and {len(rest)} of the model's have no name of their own, or none "
                 "that the other side has"
             )
+        self._check_same_order([(wanted.index(child), found.index(pairs[child])) for child in pairs], rest, where)
         pairs.update(zip(rest, others, strict=True))
         self._check_made_in_order(rest, where)
         for child in wanted:
             self.align(child, pairs[child])
+
+    def _check_same_order(self, named: Sequence[tuple[int, int]], rest: Sequence[int], where: SavedObject) -> None:
+        """Raise Mismatch for layers of one form told apart by their places, beside named ones whose places have changed.
+
+        What stands before one of two heads stands before the other where the heads are returned in another order.
+        """
+        forms = Counter(self._form(child) for child in rest)
+        if max(forms.values(), default=0) > 1 and any(b[1] < a[1] for a, b in itertools.pairwise(sorted(named))):
+            raise Mismatch(
+                f"{where.path} holds layers of one form without names of their own ({forms.most_common(1)[0][0][0][0]}), and the "
+                "model has the named ones beside them in another order"
+            )
+
+    def _form(self, child: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The names, without Keras' numbers, and shapes of the weights below an object of the model."""
+        weights = self._model.weights(child).values()
+        return tuple(sorted((self._names.without_numbers(weight.name), weight.shape) for weight in weights))
 
     def _check_made_in_order(self, children: Sequence[int], where: SavedObject) -> None:
         """Raise Mismatch for layers told apart by their places alone, whose places are not those in which they were made.
 
         A list of outputs in another order than in training gives them other places; outputs in a dict are sorted by their keys.
         """
-        before: dict[tuple[Any, ...], int] = {}
+        before: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
         for child in children:
             weights = self._model.weights(child).values()
             if any(self._names.number(scope) for weight in weights for scope in weight.name.split("/")[:-1]):
                 continue  # Keras' numbers prove the order
-            alike = tuple(sorted((weight.name, weight.shape) for weight in weights))
+            alike = self._form(child)
             made = self._model.made.get(child, 0)
             if made < before.get(alike, 0):
                 raise Mismatch(
@@ -267,6 +293,8 @@ def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[
     failures: list[tuple[tuple[int, int], Mismatch]] = []
     for number in saved.below(0):
         if number not in entries and not (model.tables(core) and model.tables(core) <= saved.tables(number)):
+            continue
+        if saved.nodes[number].is_list != model.nodes[core].is_list or not saved.weights(number):
             continue
         walk = _Walk(names, model, saved, is_entry=number in entries)
         try:
@@ -342,8 +370,13 @@ def match_by_name(names: Names, model: Objects, saved: Objects) -> Candidate:
     layers: dict[int, int] = {}
     for scope, owners in mine.items():
         found = theirs.get(scope, [])
-        if not scope or len(found) != len(owners):
+        repeats = any(_scope(model.nodes[owner]) == scope for owner in owners) and len(owners) > 1
+        if not scope or repeats or len(found) != len(owners):
             raise Mismatch(_why_not(model, scope, owners, found))
+        if len(owners) > 1 and _inside(mine, scope) != _inside(theirs, scope):
+            raise Mismatch(
+                f"layers below {'/'.join(scope)} have no names of their own, and others there are in another order"
+            )
         walk = _Walk(names, model, saved)
         for wanted, other in zip(owners, found, strict=True):
             walk.align_one(wanted, other)
@@ -360,17 +393,21 @@ def _by_scope(names: Names, objects: Objects) -> dict[tuple[str, ...], list[int]
     """Leading chosen scopes of a layer's weights -> the layers below, in order; () for those without any."""
     found: dict[tuple[str, ...], list[int]] = {}
     for number in objects.below(0):
-        weights = objects.nodes[number].weights
-        scopes = {weight.name.rpartition("/")[0] for weight in weights.values()}
-        if not weights:
-            continue
-        leading: list[str] = []
-        for scope in scopes.pop().split("/") if len(scopes) == 1 else []:
-            if not scope or names.number(scope) is not None:
-                break
-            leading.append(scope)
-        found.setdefault(tuple(leading), []).append(number)
+        if objects.nodes[number].weights:
+            chosen = itertools.takewhile(lambda scope: names.number(scope) is None, _scope(objects.nodes[number]))
+            found.setdefault(tuple(chosen), []).append(number)
     return found
+
+
+def _scope(layer: SavedObject) -> tuple[str, ...]:
+    """The scopes of a layer's weights; () where they have none, or different ones."""
+    scope, *others = {weight.name.rpartition("/")[0] for weight in layer.weights.values()}
+    return tuple(scope.split("/")) if scope and not others else ()
+
+
+def _inside(owners: Mapping[tuple[str, ...], Sequence[int]], scope: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The chosen scopes below `scope`, in order."""
+    return [other for other in owners if len(other) > len(scope) and other[: len(scope)] == scope]
 
 
 def _why_not(model: Objects, scope: tuple[str, ...], owners: Sequence[int], found: Sequence[int]) -> str:
