@@ -150,6 +150,7 @@ def _lookups() -> Iterator[str]:
 def _servers() -> Iterator[str]:
     for name in ("serve", "serve_2"):
         found = _result(name)
+        plain = found.pop("a plain SavedModel, 1 row, 64 connections", None)
         cases = {case: each for case, each in found.items() if isinstance(each, dict) and "tpuembed" in each}
         if not cases:
             continue
@@ -174,6 +175,12 @@ def _servers() -> Iterator[str]:
             f"{found['1 row, 1 connection']['in-process call_ms']:.3f} ms; p99 at 16 connections in the best round: "
             f"{found['1 row, 16 connections']['best p99_ms']} ms.\n"
         )
+        if plain:
+            rates = [_number(plain[server]["requests_per_second"]) for server in ("tpuembed", "naive")]
+            yield (
+                f"A SavedModel of the same layers that Keras saved, by default, 1 row, 64 connections: {rates[0]} "
+                f"requests per second, the naive server {rates[1]}: {plain['over naive']:.1f} times.\n"
+            )
 
 
 if __name__ == "__main__":

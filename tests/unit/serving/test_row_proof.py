@@ -115,6 +115,16 @@ def ranked(x: Any) -> Any:
     return x + tf.cast(order, tf.float32)[:, None]
 
 
+LISTS = {"ids": tf.io.VarLenFeature(tf.int64)}
+RAGGED = {"ids": tf.io.RaggedFeature(tf.int64)}
+ONE = {"one": tf.io.FixedLenFeature([], tf.int64)}
+
+
+def asserted_of_some(x: Any, flag: Any) -> Any:
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(flag), ["none"])]):
+        return tf.identity(x)
+
+
 def counted(k: Any) -> Any:
     found, places = tf.unique(k)
     return tf.gather(tf.math.unsorted_segment_sum(tf.ones_like(k), places, tf.size(found)), places)
@@ -203,6 +213,10 @@ MIXING: dict[str, Graph] = {
     )[1],
     "a loop that carries a mean": carried,
     "an assertion on the sum": asserted,
+    "an assertion that some row holds": asserted_of_some,
+    "lists whose last rows may be left out": lambda e: tf.nn.embedding_lookup_sparse(
+        tf.constant(TABLE), parsed(e, **LISTS)["ids"], None, combiner="sum"
+    ),
     "a check of the sum": checked,
     "a variable that is assigned": counted_up,
     "dropout": lambda x: tf.nn.dropout(x, 0.5),
@@ -288,11 +302,6 @@ def hashed(s: Any) -> Any:
         tf.lookup.KeyValueTensorInitializer(["a b", "c"], tf.constant([1, 2], tf.int64)), 0
     )
     return tf.gather(TABLE, table.lookup(s)) + tf.gather(TABLE, tf.strings.to_hash_bucket_fast(s, 50))
-
-
-LISTS = {"ids": tf.io.VarLenFeature(tf.int64)}
-RAGGED = {"ids": tf.io.RaggedFeature(tf.int64)}
-ONE = {"one": tf.io.FixedLenFeature([], tf.int64)}
 
 
 def hashed_words(e: Any) -> Any:
