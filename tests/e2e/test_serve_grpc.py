@@ -175,7 +175,8 @@ def test_a_message_over_the_limit(tmp_path: Path) -> None:
 def test_it_answers_before_a_model_is_loaded_and_a_stop_finishes_the_call_in_progress(tmp_path: Path) -> None:
     (tmp_path / "zoo").mkdir()
     with GrpcProcess(tmp_path / "zoo", tmp_path / "log") as running:
-        assert running.health("") == SERVING
+        assert running.health("") != SERVING, "as /readyz"
+        wait_for(lambda: running.health("PredictionService") == SERVING)  # the first look at the folder is over
         with pytest.raises(grpc.RpcError) as caught:
             running.prediction.Predict(predict_request("zoo"), timeout=60)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -36,7 +36,8 @@ import json, sys
 from pathlib import Path
 from tpuembed_serving import ModelSettings, ServerSettings, serve
 models = tuple(ModelSettings(name=name, base_path=Path(path)) for name, path in json.loads(sys.argv[1]).items())
-serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05, target=json.loads(sys.argv[2])))
+target = json.loads(sys.argv[2])
+serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05, lame_duck_seconds=0, target=target))
 """
 
 
