@@ -38,8 +38,8 @@ def main() -> int:
             print(f"not run: this machine has no Python {version}")
             return 0
         subprocess.run([found, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", extras]
-        subprocess.run(install, check=True)
+        install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", extras]
+        subprocess.run([python, *install], check=True)
         stamp.touch()
     return subprocess.run([python, "-m", "pytest", *arguments]).returncode
 

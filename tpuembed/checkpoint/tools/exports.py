@@ -137,7 +137,7 @@ class _ExportTables:
         try:
             file = open_bytes(path)
             try:
-                file.read_into(offset, memoryview(out.reshape(-1).view(np.uint8)))
+                file.read_into(offset, out.reshape(-1).view(np.uint8).data)
             finally:
                 file.close()
         except EOFError as error:
