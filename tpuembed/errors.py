@@ -122,5 +122,5 @@ def printable(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """The type of another package's error and the start of its message, without colours and line ends."""
-    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error.args[0]) if error.args else "")
+    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error.args[0]) if error.args else str(error))
     return f"{type(error).__name__}: {' '.join(message.split())[:300]}"
