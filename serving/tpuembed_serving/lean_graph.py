@@ -21,8 +21,8 @@ _NAMES: Final = """
 
     Assert Const Identity IdentityN If NoOp PartitionedCall Placeholder StatefulPartitionedCall StatelessIf
 
-    All Any ArgMax Bitcast BroadcastTo Cast ConcatV2 Cumsum DivNoNan EnsureShape Equal ExpandDims Fill FloorDiv
-    FloorMod GatherV2 Greater GreaterEqual Less LessEqual LogicalAnd LogicalNot LogicalOr Max Maximum Min Minimum
+    All Any ArgMax AsString Bitcast BroadcastTo Cast ConcatV2 Cumsum DivNoNan EnsureShape Equal ExpandDims Fill FloorDiv
+    FloorMod GatherNd GatherV2 Greater GreaterEqual Less LessEqual LogicalAnd LogicalNot LogicalOr Max Maximum Min Minimum
     NotEqual OnesLike Pack ParseExampleV2 Prod Range ResourceGather Reshape SegmentSum Select SelectV2 Shape ShapeN Size Slice
     SparseToDense Split SplitV Squeeze StridedSlice Sum Tile Transpose Unpack UnsortedSegmentSum UpperBound Where ZerosLike
 
