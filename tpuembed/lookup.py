@@ -597,7 +597,8 @@ def _sentence(features: Sequence[LookupIds], spans: Sequence[Span], arguments: S
     outside &= ~(tf.gather(droppable, feature_of) & tf.equal(joined, DROPPED))
     first = tf.where(outside)[0, 0]
     which, found = feature_of[first], joined[first]
-    found = tf.where(tf.equal(found, _NEGATIVE_ONE), tf.constant(-1, tf.int64), found)
+    is_escaped = tf.equal(found, _NEGATIVE_ONE) & tf.gather(droppable, which)
+    found = tf.where(is_escaped, tf.constant(-1, tf.int64), found)
     row = tf.concat(places, 0)[first] // tf.stack(per_row)[which]
     before, after = zip(*map(outside_texts, (feature.feature for feature in features), spans), strict=True)
     parts = [tf.gather(before, which), tf.strings.as_string(found), _OF_ROW, tf.strings.as_string(row)]

@@ -127,7 +127,9 @@ def test_an_id_outside_its_table_fails_by_the_tables_name(checkpoint: Any, tmp_p
         inputs = {"x": np.array([1, 2]), "y": np.array([3, bad])}
         if form == "ids":
             inputs = {name: ids[:, None] for name, ids in inputs.items()}
-        message = f"feature y: id {bad} of row 1 is not in table b, which has 30 rows; correct the id or set out_of_vocab"
+        message = (
+            f"feature y: id {bad} of row 1 is not in table b, which has 30 rows; correct the id or set out_of_vocab"
+        )
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             signatures["packed"](ids=tf.constant(_pack(_packing(path), inputs)))
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):

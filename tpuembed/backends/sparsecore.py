@@ -63,8 +63,9 @@ class SparseCoreBackend:
         strategy = tf.distribute.get_strategy()
         cores = sparse_cores_per_chip(strategy)
         self._built_for = [_output_shape(path, config, request.batch_size, cores) for path, config in request.features]
-        for theirs, shape in zip(features, self._built_for, strict=True):
+        for theirs, shape, (_, config) in zip(features, self._built_for, request.features, strict=True):
             theirs.output_shape = tf.TensorShape(shape)
+            theirs.out_of_vocabulary = config.out_of_vocabulary
         self.engine = SparseCoreEngine(features, request.pipelining, request.sparse_core_config)
         self.engine.limit_ids({table.name: _limits(table) for table in request.tables})
         self.states: Mapping[str, TableState] = {

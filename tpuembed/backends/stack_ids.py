@@ -8,17 +8,33 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpuembed.lookup import DROPPED, Span, outside_texts
+
 __all__ = ["ids_inside", "ids_with_room"]
 
 Tensor = Any
 
 
-def ids_inside(ids: Any, weights: Any, name: str, rows: int, samples: int, validate: bool) -> tuple[Any, Any]:
+def ids_inside(
+    ids: Any,
+    weights: Any,
+    name: str,
+    rows: int,
+    samples: int,
+    validate: bool,
+    policy: str | int = "error",
+    combiner: str = "sum",
+    table: str = "",
+) -> tuple[Any, Any]:
     """Ids of a table of `rows` rows, and weights of their kind, as the layer's policy wants them.
 
-    Negative ids of sparse and ragged features are dropped where `validate`. Another id outside of the table fails the step on the
-    host, before anything is looked up or trained, as it does off the TPU; and so do ragged ids that are not of `samples`
-    examples. Ragged ids become sparse ones, because TensorFlow's class before 2.20 fails on ragged weights.
+    Negative ids of sparse and ragged features are dropped where `validate`; where `policy` is not "error", those of -1. Another id
+    outside of the table does what `policy` says. "error" fails the step on the host, before anything is looked up or trained, as it
+    does off the TPU; and so do ragged ids that are not of `samples` examples. Ragged ids become sparse ones, because TensorFlow's
+    class before 2.20 fails on ragged weights.
+
+    With "zeros", ids outside of the table are gone, and the weights are each row's share: the combiner's denominator, which those
+    ids count in, is in them, so the combiner of what is returned is sum. Dense ids then become sparse.
 
     Args:
         ids: integers, a Tensor, a SparseTensor or a RaggedTensor of rank 2.
@@ -27,26 +43,70 @@ def ids_inside(ids: Any, weights: Any, name: str, rows: int, samples: int, valid
         rows: of the table, without padding.
         samples: activations of the feature, of one replica.
         validate: the feature's validate_weights_and_indices.
+        policy: the feature's out_of_vocabulary.
+        combiner: the table's.
+        table: its name, for messages.
     """
+    where = (name, Span(table or name, 0, rows))
     if isinstance(ids, tf.Tensor):
-        return _checked(ids, _outside(ids, name, rows)), weights
+        if policy != "zeros":
+            ids = ids if policy == "error" else _replaced(ids, rows, policy)
+            flat = tf.reshape(ids, [-1])
+            places = tf.range(tf.size(flat, tf.int64)) * tf.shape(ids, tf.int64)[0] // max(samples, 1)
+            return _checked(ids, _outside(flat, places, *where)), weights
+        values = tf.reshape(_wide(ids), [-1])
+        indices = tf.stack([tf.range(tf.size(values, tf.int64)), tf.zeros_like(values)], 1)
+        ids, validate, combiner = tf.SparseTensor(indices, values, [samples, 1]), False, "sum"
     checks = []
     if isinstance(ids, tf.RaggedTensor):
         checks.append(_miscounted(ids, name, samples))
         ids, weights = ids.to_sparse(), None if weights is None else weights.to_sparse()
     if validate and not ids.dtype.is_unsigned:  # of which the highest would turn negative
-        keep = tf.cast(ids.values, tf.int64) >= 0
+        keep = tf.cast(ids.values, tf.int64) >= 0 if policy == "error" else tf.not_equal(_wide(ids.values), DROPPED)
         ids, weights = tf.sparse.retain(ids, keep), None if weights is None else tf.sparse.retain(weights, keep)
-    checks.append(_outside(ids.values, name, rows))
+    if policy == "zeros":
+        ids, weights = _without_outside(ids, weights, rows, samples, combiner)
+    elif policy != "error":
+        ids = ids.with_values(_replaced(ids.values, rows, policy))
+    checks.append(_outside(ids.values, ids.indices[:, 0], *where))
     return ids.with_values(_checked(ids.values, *checks)), weights
 
 
-def _outside(values: Tensor, name: str, rows: int) -> Any:
+def _wide(values: Tensor) -> Tensor:
+    """int64 of any integers; those beyond it become its highest, which is no row."""
+    return tf.cast(tf.minimum(values, tf.int64.max) if values.dtype == tf.uint64 else values, tf.int64)
+
+
+def _is_inside(wide: Tensor, rows: int) -> Tensor:
+    return (wide >= 0) & (wide < rows)
+
+
+def _replaced(values: Tensor, rows: int, row: str | int) -> Tensor:
+    wide = _wide(values)
+    return tf.where(_is_inside(wide, rows), wide, tf.constant(row, tf.int64))
+
+
+def _without_outside(ids: Any, weights: Any, rows: int, samples: int, combiner: str) -> tuple[Any, Any]:
+    """Sparse ids that are rows, and the share that each has in its example's activation."""
+    wide = _wide(ids.values)
+    given = tf.ones_like(wide, tf.float32) if weights is None else tf.cast(weights.values, tf.float32)
+    if combiner != "sum":
+        examples = ids.indices[:, 0]
+        total = tf.math.unsorted_segment_sum(given if combiner == "mean" else given * given, examples, samples)
+        given = tf.math.divide_no_nan(given, tf.gather(total if combiner == "mean" else tf.sqrt(total), examples))
+    inside = _is_inside(wide, rows)
+    kept = tf.sparse.retain(ids.with_values(wide), inside)
+    return kept, kept.with_values(tf.boolean_mask(given, inside))
+
+
+def _outside(values: Tensor, places: Tensor, feature: str, span: Span) -> Any:
     """Asked of the ids' own type, before TensorFlow makes int32 of it."""
     wide = tf.cast(values, tf.int64)
-    inside = (wide >= 0) & (wide < rows)
-    message = f"feature {name!r}: ids outside of their table of {rows} rows:"
-    return tf.debugging.Assert(tf.reduce_all(inside), [message, tf.boolean_mask(values, ~inside)], summarize=5)
+    outside = ~_is_inside(wide, span.stop)
+    found = [tf.boolean_mask(tensor, outside)[:1] for tensor in (values, places)]
+    first, row = (tf.strings.reduce_join(tf.strings.as_string(one)) for one in found)
+    before, after = outside_texts(feature, span)
+    return tf.debugging.Assert(~tf.reduce_any(outside), [tf.strings.join([before, first, " of row ", row, after])])
 
 
 def _miscounted(ids: Any, name: str, samples: int) -> Any:

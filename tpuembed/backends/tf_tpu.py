@@ -4,6 +4,7 @@ With `tf_config` and `tf_stacks`, the only backend modules that use private name
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -206,14 +207,19 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
 
     def _preprocess_features(self, **arguments: Any) -> Any:
         """On the host, which makes of ids what SparseCores take."""
-        given = zip(arguments["flat_features"], arguments["flat_inputs"], arguments["flat_weights"], strict=True)
+        given = list(zip(arguments["flat_features"], arguments["flat_inputs"], arguments["flat_weights"], strict=True))
         checked = [self._inside(feature, ids, weights) for (_, feature), ids, weights in given]
-        inputs = {"flat_inputs": [ids for ids, _ in checked], "flat_weights": [weights for _, weights in checked]}
+        inputs = {
+            "flat_features": [(path, _summed(feature)) for (path, feature), _, _ in given],
+            "flat_inputs": [ids for ids, _ in checked],
+            "flat_weights": [weights for _, weights in checked],
+        }
         return super()._preprocess_features(**{**arguments, **inputs})
 
     def _inside(self, feature: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
-        rows, samples = self.layout(feature.table.name).rows, math.prod(feature.output_shape)
-        return ids_inside(ids, weights, feature.name, rows, samples, feature.validate_weights_and_indices)
+        table, samples = feature.table, math.prod(feature.output_shape)
+        rows, validate, policy = self.layout(table.name).rows, feature.validate_weights_and_indices, policy_of(feature)
+        return ids_inside(ids, weights, feature.name, rows, samples, validate, policy, table.combiner, table.name)
 
     def _get_csr_wrapped_coo_from_sorted_coo_tensor(
         self, replicas: int, per_sample: int, minibatches: int, coos: Mapping[str, Any], *others: Any
@@ -243,6 +249,22 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
                 of_tables = [limits[table.name][which] for table in tables]
                 if stack not in (config or {}) and any(limit is not None for limit in of_tables):
                     target[stack] = sum(limit or self.DEFAULT_MAX_IDS_PER_TABLE for limit in of_tables)
+
+
+def policy_of(feature: Any) -> str | int:
+    """What TensorFlow's `feature` does with ids outside of its table: an attribute that the layer gives it."""
+    policy: str | int = getattr(feature, "out_of_vocabulary", "error")
+    return policy
+
+
+def _summed(feature: Any) -> Any:
+    """TensorFlow's `feature` as its ids are combined: what `ids_inside` makes of those that may be zeros is summed."""
+    if policy_of(feature) != "zeros":
+        return feature
+    summed = copy.copy(feature)
+    summed.table = copy.copy(feature.table)
+    summed.table.combiner = "sum"
+    return summed
 
 
 def _shapes(variable: Any) -> list[Any]:

@@ -93,6 +93,7 @@ class TpuV1Backend:
         """
         strategy = tf.distribute.get_strategy()
         check_tables(request.tables, _HARDWARE)
+        _check_policies(request)
         features, specs = bind_features(request)
         _claim(strategy, self)
         self.engine = HardwareEngine(features, request.pipelining)
@@ -185,6 +186,15 @@ def _claim(strategy: Any, backend: TpuV1Backend) -> None:
             "all features into one layer, or pass embedding_feature=UNSUPPORTED to the other, whose tables are then replicated"
         )
     _layers[strategy.extended] = weakref.ref(backend)
+
+
+def _check_policies(request: Request) -> None:
+    for path, config in request.features:
+        if config.out_of_vocabulary != "error":
+            raise ConfigError(
+                f"feature {path!r}: out_of_vocabulary={config.out_of_vocabulary!r} is not supported by {_HARDWARE}; map such ids "
+                "in the input pipeline, or set size_threshold so that its table is replicated"
+            )
 
 
 def _check_kinds(features: Sequence[FeatureInput]) -> None:

@@ -220,7 +220,7 @@ def ids_outside_of_their_table_fail() -> None:
         found = looked_up_in_one(strategy, [[59]] * EXAMPLES, rows=60)
         np.testing.assert_allclose(found[:, 0], 8.0 * 59)
         outside = functools.partial(looked_up_in_one, strategy, [[60]] * EXAMPLES, rows=60)
-        _fails_with("feature 'x': ids outside of their table of 60 rows", outside)
+        _fails_with("feature x: id 60 of row 0 is not in table t, which has 60 rows", outside)
 
 
 def statistics_equal_the_limits_that_hold() -> None:

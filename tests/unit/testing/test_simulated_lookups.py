@@ -1,12 +1,13 @@
 """Lookups of the layer's SparseCore backend, through TensorFlow's own class, equal lookups in numpy."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, make_layer
+from tests.unit.testing.simulated import EXAMPLES, Array, Ids, inputs, make_layer
 from tests.unit.testing.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
@@ -87,7 +88,10 @@ def test_an_id_outside_of_its_table_fails_and_trains_nothing(form: str, dtype: A
                 loss = tf.add_n([tf.reduce_sum(found) for found in layer({"a": a, "b": b}).values()])
             return tape.gradient(loss, layer.trainable_variables)
 
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"feature 'a': ids outside of their table of 9 rows"):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError,
+            match=f"feature a: id {outside} of row 7 is not in table a, which has 9 rows",
+        ):
             strategy.run(step, args=(given, tf.zeros(EXAMPLES, tf.int64)))
         for config, table in layer.embedding_tables.items():
             np.testing.assert_array_equal(table.numpy(), rows[config.name])
@@ -120,7 +124,7 @@ def test_negative_ids_are_dropped_where_ids_are_validated(kind: str, combiner: s
                 found = looked_up(strategy, layer, {"x": given})["x"]
                 np.testing.assert_allclose(found, truth, rtol=1e-6, atol=1e-6)
             else:
-                with pytest.raises(tf.errors.InvalidArgumentError, match="feature 'x': ids outside"):
+                with pytest.raises(tf.errors.InvalidArgumentError, match="feature x: id -1 of row 0 is not in table t"):
                     looked_up(strategy, layer, {"x": given})
 
 
@@ -206,3 +210,52 @@ def test_nothing_of_it_stays_behind() -> None:
         vars(accelerator).copy(),
     )
     assert before == after
+
+
+@pytest.mark.parametrize("policy", ["zeros", 5])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ids_outside_of_their_tables_are_looked_up_as_the_features_say(replicas: int, policy: str | int) -> None:
+    """Looked up and trained as off the TPU: a step of SGD of every kind of ids and combiner, with and without weights."""
+    random, rows = np.random.default_rng(3), rows_of(2)
+    del rows["e"]  # has one row
+    features = {name: feature for name, feature in FEATURES.items() if feature[0] in rows}
+    ids = {name: one for name, one in batch(replicas, 0).items() if name in features}
+    for name, (of, kind, _) in features.items():
+        size = TABLES[of].vocabulary_size
+        far = [size, 2**40, -7, 2**31 + 5, *([-1] if kind == "dense" else [])]
+        given = [[int(random.choice(far)) if random.random() < 0.4 else i for i in row] for row in ids[name].ids]
+        ids[name] = dataclasses.replace(ids[name], ids=given)
+
+    def trained() -> tuple[dict[str, Array], dict[str, Array]]:
+        shape = (EXAMPLES,) if tf.distribute.has_strategy() else None
+        layer = TPUEmbedding(
+            {name: FeatureConfig(TABLES[of], output_shape=shape, out_of_vocabulary=policy) for name, (of, _, _) in features.items()},
+            "adagrad",
+        )  # fmt: skip
+        for table in rows:
+            layer.assign_rows(table, 0, rows[table])
+
+        def step(features: Any, weights: Any) -> Any:
+            with tf.GradientTape() as tape:
+                found = layer(features, weights)
+                loss = tf.add_n([tf.reduce_sum(one * one) for one in found.values()])
+            tape.gradient(loss, layer.trainable_variables)
+            return found
+
+        strategy = tf.distribute.get_strategy()
+        if tf.distribute.has_strategy():
+            found = strategy.run(step, args=inputs(strategy, ids))
+            local = strategy.experimental_local_results
+            values = {name: np.concatenate([part.numpy() for part in local(of)]) for name, of in found.items()}
+        else:
+            everything = {name: one.of(slice(None)) for name, one in ids.items()}
+            pairs = [{name: leaf[which] for name, leaf in everything.items()} for which in (0, 1)]
+            values = {name: one.numpy() for name, one in step(*pairs).items()}
+        return values, {config.name: table.numpy() for config, table in layer.embedding_tables.items()}
+
+    on_host = trained()
+    with simulated_tpu(replicas=replicas) as strategy, strategy.scope():
+        on_cores = trained()
+    for here, there in zip(on_host, on_cores, strict=True):
+        for name, truth in here.items():
+            np.testing.assert_allclose(there[name], truth, rtol=1e-5, atol=1e-5, err_msg=name)
