@@ -25,6 +25,7 @@ from tpuembed.errors import ConfigError
 
 __all__ = [
     "DROPPED",
+    "NOT_FOR_XLA",
     "NOWHERE",
     "OUTSIDE",
     "LookupIds",
@@ -49,6 +50,9 @@ NOWHERE: Final = 1 << 62
 
 OUTSIDE: Final = "tpuembed_id_outside"
 """The name of the operation that fails for an id outside its table; a server knows the message by it."""
+
+NOT_FOR_XLA: Final = "traced_before_jit_compile__decorate_the_inner_function_with_jit_compile_too"
+"""The name of an operation that XLA has not, in what it must not compile: a function that was traced before is not traced again."""
 
 _NEGATIVE_ONE: Final = -(2**63)
 """Stands for an id of -1 that is looked up, where DROPPED entries are there too."""
@@ -536,19 +540,14 @@ def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tenso
     Raises:
         InvalidArgumentError: outside of graphs; with the sentence alone.
     """
+    if tf.executing_eagerly():
+        _raise_outside(features, spans)
+        return tf.constant(0, tf.int64)
     lowest = tf.stack([_lowest(feature, span) for feature, span in zip(features, spans, strict=True)])
     highest = tf.stack([tf.reduce_max(feature.ids) for feature in features])
-    least = [span.start or (DROPPED if f.droppable else 0) for f, span in zip(features, spans, strict=True)]
-    starts, stops = np.array(least, np.int64), np.array([span.stop for span in spans], np.int64)
-    inside = tf.reduce_all((lowest >= starts) & (highest < stops))
+    starts, stops = np.array([_least(*pair) for pair in zip(features, spans, strict=True)]), [s.stop for s in spans]
+    inside = tf.reduce_all((lowest >= starts) & (highest < np.array(stops)))
     arguments = [argument for feature in features for argument in _told(feature)]
-    if tf.executing_eagerly():
-        if not bool(inside):
-            sentence = _sentence(features, spans, arguments).numpy().decode()
-            error = tf.errors.InvalidArgumentError(None, None, sentence)
-            error._keras_call_info_injected = True  # Keras adds the arguments of the call, line by line, to others
-            raise error
-        return tf.constant(0, tf.int64)
 
     def fail(*arguments: Tensor) -> Tensor:
         message = _sentence(features, spans, arguments)
@@ -556,8 +555,32 @@ def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tenso
         with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[message], name=OUTSIDE)]):
             return tf.constant(NOWHERE, tf.int64)
 
-    failing = not_inlined(fail, *(tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments))
-    return tf.cond(inside, lambda: tf.constant(0, tf.int64), lambda: failing(*arguments))
+    specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
+    # The raw op too: `tf.cond` costs a step an operation for each argument of the branch that is not taken.
+    found = tf.raw_ops.If(
+        cond=inside,
+        input=arguments,
+        Tout=[tf.int64],
+        then_branch=not_inlined(lambda *_: tf.constant(0, tf.int64), *specs),
+        else_branch=not_inlined(fail, *specs),
+    )
+    return tf.ensure_shape(found[0], [])
+
+
+def _raise_outside(features: Sequence[LookupIds], spans: Sequence[Span]) -> None:
+    for feature, span in zip(features, spans, strict=True):
+        ids = feature.ids.numpy()
+        outside = (ids < span.start) | (ids >= span.stop)
+        if outside.any() and (outside & (ids != DROPPED if feature.droppable else True)).any():
+            error = tf.errors.InvalidArgumentError(
+                None, None, _sentence([feature], [span], _told(feature)).numpy().decode()
+            )
+            error._keras_call_info_injected = True  # Keras adds the arguments of the call, line by line, to others
+            raise error
+
+
+def _least(feature: LookupIds, span: Span) -> int:
+    return span.start or (DROPPED if feature.droppable else 0)
 
 
 def _lowest(feature: LookupIds, span: Span) -> Tensor:
@@ -601,5 +624,10 @@ def _sentence(features: Sequence[LookupIds], spans: Sequence[Span], arguments: S
     found = tf.where(is_escaped, tf.constant(-1, tf.int64), found)
     row = tf.concat(places, 0)[first] // tf.stack(per_row)[which]
     before, after = zip(*map(outside_texts, (feature.feature for feature in features), spans), strict=True)
-    parts = [tf.gather(before, which), tf.strings.as_string(found), _OF_ROW, tf.strings.as_string(row)]
+    parts = [
+        tf.gather(before, which, name=NOT_FOR_XLA),
+        tf.strings.as_string(found),
+        _OF_ROW,
+        tf.strings.as_string(row),
+    ]
     return tf.strings.join([*parts, tf.gather(after, which)])

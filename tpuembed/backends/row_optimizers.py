@@ -13,6 +13,7 @@ import tensorflow as tf
 from tpuembed.backends.tf_config import in_xla_context
 from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam, Optimizer
 from tpuembed.errors import TrainingError
+from tpuembed.lookup import NOT_FOR_XLA
 
 __all__ = ["RULES", "dedupe", "learning_rate", "update_every_row", "update_rows"]
 
@@ -110,9 +111,6 @@ def _schedule_class() -> Any:
     return keras.optimizers.schedules.LearningRateSchedule
 
 
-_NOT_FOR_XLA = "traced_before_jit_compile__decorate_the_inner_function_with_jit_compile_too"
-
-
 def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) -> tuple[Tensor, Tensor]:
     """(unique ids [u], their summed gradients [u, dim]) of ids [n] and gradients [n, dim].
 
@@ -127,7 +125,7 @@ def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) ->
     if droppable:
         keep = tf.where(ids >= 0)[:, 0]
         ids, gradients = tf.gather(ids, keep), tf.gather(gradients, keep)
-        unique, index, _ = tf.unique_with_counts(ids, name=_NOT_FOR_XLA)
+        unique, index, _ = tf.unique_with_counts(ids, name=NOT_FOR_XLA)
     else:
         unique, index = tf.unique(ids)
     return unique, tf.math.unsorted_segment_sum(gradients, index, tf.size(unique))

@@ -52,7 +52,8 @@ class ServedFeature:
     @property
     def policy(self) -> str | int:
         """What an id outside the table does: "error", "zeros", or the row to take instead."""
-        return "error" if self.spec.out_of_vocabulary is None else self.spec.out_of_vocabulary
+        given = "error" if self.spec.out_of_vocabulary is None else self.spec.out_of_vocabulary
+        return given if isinstance(given, str) else int(given)
 
     @property
     def weights_name(self) -> str:
@@ -109,7 +110,7 @@ def _resolve(
 ) -> ServedFeature:
     table = find_table(spec.table, tables)
     policy = policies.of(name, spec)
-    if isinstance(policy, int) and policy >= table.rows:
+    if not isinstance(policy, str) and policy >= table.rows:
         raise ConfigError(
             f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows"
         )

@@ -229,7 +229,9 @@ def test_ids_outside_of_their_tables_are_looked_up_as_the_features_say(replicas:
     def trained() -> tuple[dict[str, Array], dict[str, Array]]:
         shape = (EXAMPLES,) if tf.distribute.has_strategy() else None
         options: Any = {"output_shape": shape, "out_of_vocabulary": policy}
-        layer = TPUEmbedding({name: FeatureConfig(TABLES[of], **options) for name, (of, *_) in features.items()}, "adagrad")
+        layer = TPUEmbedding(
+            {name: FeatureConfig(TABLES[of], **options) for name, (of, *_) in features.items()}, "adagrad"
+        )
         for table in rows:
             layer.assign_rows(table, 0, rows[table])
 
