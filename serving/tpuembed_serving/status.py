@@ -10,7 +10,7 @@ __all__ = ["Code", "StatusError", "invalid_argument", "of_later_rows", "plain_me
 
 _FUNCTION: Final = re.compile(r"\{\{function_node [^}]*\}\} ?")
 _OUTSIDE: Final = re.compile(
-    r"assertion failed: \[(feature .*)\]\s+\[\[(?:\{\{node )?(?:[^\s\]}]*/)?tpuembed_id_outside(?:_\d+)?[\]}]",
+    r"assertion failed: \[(feature .*)\]\s+\[\[(?:\{\{node )?(?:[^\s\]}]*/)?tpuembed_id_outside[^\s\]}]*[\]}]",
     re.DOTALL,
 )
 """What an export says of an id outside its table: known by the name of the operation that fails (`OUTSIDE` in tpuembed.lookup)."""

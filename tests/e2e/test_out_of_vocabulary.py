@@ -174,7 +174,7 @@ def test_a_step_of_every_form_by_hand(mode: str) -> None:
         return found
 
     run = step if mode == "eager" else tf.function(step, reduce_retracing=True)
-    for seed in range(4 if mode == "eager" else 6):
+    for seed in range(2 if mode == "eager" else 4):
         rows = fill(embedding)
         ids, weights = drawn(seed, CASES)
         upstream = {}
@@ -209,7 +209,7 @@ def test_zeros_touch_no_row_and_no_slot() -> None:
         np.testing.assert_array_equal(variable, before[name], err_msg=name)
 
 
-SERVED_FORMS = ("dense1", "dense2", "sparse_mean", "ragged_sqrtn", "ragged_sum", "sequence_ragged")
+SERVED_FORMS = ("dense1", "dense2_zeros", "sparse_mean", "ragged_sqrtn", "ragged_sum_2", "sequence_ragged")
 SERVED = {name: case for name, case in CASES.items() if name.startswith(SERVED_FORMS) and "weighted" not in name}
 
 
@@ -255,7 +255,7 @@ def test_predict_equals_the_exports(trained: Any) -> None:
     exported = export_saved_model(checkpoint, folder / "whole", model=build).path
     live = export_model(made, folder / "live").path
     signatures = [tf.saved_model.load(str(path)).signatures["serving_default"] for path in (exported, live)]
-    for seed in range(5):
+    for seed in range(3):
         ids, _ = drawn(seed, SERVED, hot=5)
         features, _ = as_tensors(SERVED, ids, dict.fromkeys(SERVED))
         check(made(features), rows, ids, SERVED)
@@ -278,15 +278,12 @@ def test_lookups_take_the_layers_policies(trained: Any) -> None:
         for name, case in lists.items()
     }
     embedding = next(one for one in made.layers if isinstance(one, TPUEmbedding))
-    paths = [
-        export_saved_model(checkpoint, folder / "lookups", serving_config=config).path,
-        export_model(embedding, folder / "live-lookups", serving_config=config).path,
-    ]
+    configured = export_model(embedding, folder / "live-lookups", serving_config=config).path
     own = export_saved_model(checkpoint, folder / "own").path
-    for path in [*paths, own]:
+    for path in (configured, own):
         signatures = tf.saved_model.load(str(path)).signatures
         names = list(lists) if path == own else [*lists, *single]
-        for seed in range(4):
+        for seed in range(3):
             ids, _ = drawn(seed + 10, SERVED, hot=5)
             asked = {name: padded(SERVED[name], ids[name]) for name in names}
             if path == own:
