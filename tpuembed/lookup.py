@@ -504,9 +504,9 @@ def outside_texts(feature: str, span: Span) -> tuple[str, str]:
     if len(feature) + len(span.table) > _room_for_names(span, remedy):
         remedy = ""
     room = _room_for_names(span, remedy)
-    short = min(len(feature), len(span.table), room // 2)
-    names = [_shortened(name, max(short, min(len(name), room - short))) for name in (feature, span.table)]
-    return _texts(names[0], names[1], span, remedy)
+    of_feature = min(len(feature), max(room - len(span.table), room // 2))
+    table = _shortened(span.table, min(len(span.table), room - of_feature))
+    return _texts(_shortened(feature, of_feature), table, span, remedy)
 
 
 def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]:
@@ -549,6 +549,9 @@ def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tenso
     inside = tf.reduce_all((lowest >= starts) & (highest < np.array(stops)))
     arguments = [argument for feature in features for argument in _told(feature)]
 
+    def succeed(*arguments: Tensor) -> Tensor:  # noqa: ARG001 - as the other branch is called
+        return tf.constant(0, tf.int64)
+
     def fail(*arguments: Tensor) -> Tensor:
         message = _sentence(features, spans, arguments)
         # The raw op: `tf.debugging.Assert` wraps it in a branch.
@@ -561,10 +564,11 @@ def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tenso
         cond=inside,
         input=arguments,
         Tout=[tf.int64],
-        then_branch=not_inlined(lambda *_: tf.constant(0, tf.int64), *specs),
+        then_branch=not_inlined(succeed, *specs),
         else_branch=not_inlined(fail, *specs),
     )
-    return tf.ensure_shape(found[0], [])
+    found[0].set_shape([])
+    return found[0]
 
 
 def _raise_outside(features: Sequence[LookupIds], spans: Sequence[Span]) -> None:

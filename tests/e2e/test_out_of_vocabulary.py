@@ -23,6 +23,7 @@ ROWS = {"users": 7, "items": 11, "ünïts": 5}
 DIM = 3
 RATE = 0.5
 BATCH = 6
+REMEDY = "; correct the id or set out_of_vocabulary"
 OUTSIDE = (-(2**63), -9, -2, 2**31, 2**40, 2**63 - 1)
 
 
@@ -209,6 +210,79 @@ def test_zeros_touch_no_row_and_no_slot() -> None:
         np.testing.assert_array_equal(variable, before[name], err_msg=name)
 
 
+def two_tables() -> tuple[Any, Any]:
+    """A model over two tables whose losses have nothing to do with each other, and its layer."""
+    tables = {name: TableConfig(ROWS[name], DIM, name) for name in ("users", "ünïts")}
+    inputs = {name: keras.Input((), dtype="int64", name=key) for name, key in (("users", "user"), ("ünïts", "unit"))}
+    embedding = TPUEmbedding({name: FeatureConfig(table) for name, table in tables.items()}, "adam")
+    made = keras.Model(list(inputs.values()), list(embedding(inputs).values()))
+    made.compile("sgd", loss=["mse", "mse"])
+    return made, embedding
+
+
+@pytest.mark.parametrize("bad", ["users", "ünïts"])
+def test_fit_names_the_id_and_updates_no_table(bad: str) -> None:
+    """One sentence between TensorFlow's header and the names of its operations; without the stack of every layer."""
+    made, embedding = two_tables()
+    ids = {"users": np.array([1, 2, 3]), "ünïts": np.array([4, 0, 1])}
+    truth = [np.ones((3, DIM), np.float32)] * 2
+    made.fit(list(ids.values()), truth, verbose=0, shuffle=False)
+    before = {name: variable.numpy() for name, variable in embedding.named_variables().items()}
+    ids[bad][1] = 1000
+    sentence = f"feature {bad}: id 1000 of row 1 is not in table {bad}, which has {ROWS[bad]} rows{REMEDY}"
+    for call in (
+        lambda: made.fit(list(ids.values()), truth, verbose=0, shuffle=False),
+        lambda: made.predict(list(ids.values()), verbose=0),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+            call()
+        assert f"[{sentence}]" in str(caught.value)
+        assert len(str(caught.value)) < 600
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        embedding({name: tf.constant(one) for name, one in ids.items()})
+    assert str(caught.value) == sentence
+    for name, variable in embedding.named_variables().items():
+        np.testing.assert_array_equal(variable, before[name], err_msg=name)
+
+
+def test_the_row_of_every_form() -> None:
+    """Sparse ids of rank 3, sequences, ids laid out by an output_shape: the row is the first index of the ids."""
+    table = TableConfig(10, DIM, "t")
+    ragged = tf.ragged.constant([[1], [2, 3], [4, 99]], tf.int64)
+    rank3 = tf.sparse.from_dense(np.array([[[1, 2], [3, 4]], [[5, 6], [7, 99]]]))
+    given: dict[str, tuple[FeatureConfig, Any, int]] = {
+        "dense": (FeatureConfig(table), tf.constant([[[1, 2]], [[3, 99]]]), 1),
+        "ragged": (FeatureConfig(table), ragged, 2),
+        "sequence": (FeatureConfig(table, max_sequence_length=2), ragged.to_sparse(), 2),
+        "laid out": (FeatureConfig(table, output_shape=(3, 2)), ragged, 2),
+        "rank 3": (FeatureConfig(table), rank3, 1),
+    }
+    for name, (config, ids, row) in given.items():
+        embedding = TPUEmbedding({name: config}, "sgd")
+        for call in (embedding, tf.function(embedding)):
+            with pytest.raises(
+                tf.errors.InvalidArgumentError, match=f"feature {name}: id 99 of row {row} is not in table t"
+            ):
+                call({name: ids})
+
+
+@pytest.mark.parametrize("policy", ["error", "zeros", 4])
+def test_an_unchecked_negative_id_of_a_sequence_is_no_padding(policy: str | int) -> None:
+    """It was row 0."""
+    table = TableConfig(5, DIM, "t")
+    config = FeatureConfig(table, max_sequence_length=2, validate_weights_and_indices=False, out_of_vocabulary=policy)
+    embedding = TPUEmbedding({"x": config}, "sgd")
+    rows = fill(embedding)["t"]
+    features = {"x": tf.ragged.constant([[1, -1, 7], [3]], tf.int64)}
+    for call in (embedding, tf.function(embedding)):
+        if policy == "error":
+            with pytest.raises(tf.errors.InvalidArgumentError, match="feature x: id -1 of row 0 is not in table t"):
+                call(features)
+        else:
+            instead = np.zeros(DIM) if policy == "zeros" else rows[4]
+            np.testing.assert_array_equal(call(features)["x"], [[rows[1], instead], [rows[3], np.zeros(DIM)]])
+
+
 SERVED_FORMS = ("dense1", "dense2_zeros", "sparse_mean", "ragged_sqrtn", "ragged_sum_2", "sequence_ragged")
 SERVED = {name: case for name, case in CASES.items() if name.startswith(SERVED_FORMS) and "weighted" not in name}
 
@@ -369,7 +443,6 @@ def ranker() -> Any:
     return keras.Model(inputs, {"score": keras.layers.Dense(1, name="score")(joined)})
 
 
-REMEDY = "; correct the id or set out_of_vocabulary"
 CONFIG = """
 model_config_list {{
   config {{ name: "ranker" base_path: "{root}/ranker" model_platform: "tensorflow" }}

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -294,3 +295,28 @@ def test_a_wrong_serving_feature_says_what_is_wrong(fields: dict[str, Any], mess
 def test_a_wrong_serving_config_says_what_is_wrong(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServingConfig.parse(config)
+
+
+def test_a_feature_takes_its_tables_out_of_vocabulary() -> None:
+    table = TableConfig(10, 4, "t", out_of_vocabulary=3)
+    assert FeatureConfig(table).out_of_vocabulary == 3
+    assert FeatureConfig(table, out_of_vocabulary="error").out_of_vocabulary == "error"
+    assert FeatureConfig(TableConfig(10, 4, "u")).out_of_vocabulary == "error"
+
+
+def test_out_of_vocabulary_survives_its_dict() -> None:
+    table = TableConfig(10, 4, "t", out_of_vocabulary=np.int64(3))
+    features = {"a": FeatureConfig(table), "b": FeatureConfig(table, out_of_vocabulary="error")}
+    written = feature_config_to_dict(features)
+    assert json.loads(json.dumps(written)) == written
+    assert written["features"] == {"a": {"table": "t"}, "b": {"table": "t", "out_of_vocabulary": "error"}}
+    found = feature_config_from_dict(written)
+    assert (found["a"].out_of_vocabulary, found["b"].out_of_vocabulary) == (3, "error")
+
+
+@pytest.mark.parametrize("policy", [10, -1, "ones", "<row>", True, 1.0])
+def test_a_wrong_out_of_vocabulary_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="out_of_vocabulary"):
+        TableConfig(10, 4, "t", out_of_vocabulary=policy)
+    with pytest.raises(ConfigError, match="out_of_vocabulary"):
+        FeatureConfig(TableConfig(10, 4, "t"), out_of_vocabulary=policy)

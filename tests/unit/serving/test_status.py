@@ -1,0 +1,51 @@
+"""TensorFlow's messages as a server answers them."""
+
+import numpy as np
+import pytest
+
+from tpuembed.lookup import OUTSIDE, Span, outside_texts
+from tpuembed_serving.status import Code, StatusError, of_later_rows, plain_message
+
+SENTENCE = (
+    "feature a/b: id -5 of row 3 is not in table it's [odd], which has 10 rows; correct the id or set out_of_vocabulary"
+)
+
+
+@pytest.mark.parametrize("node", [OUTSIDE, f"model/x/{OUTSIDE}", f"{OUTSIDE}_tfg_inlined_f/If_1", f"{OUTSIDE}_2"])
+def test_the_sentence_of_an_id_alone(node: str) -> None:
+    told = SENTENCE.replace("'", "\\'")
+    text = f"{{{{function_node __inference_f_1}}}} assertion failed: [{told}]\n\t [[{{{{node {node}}}}}]]\n\t [[other]]"
+    assert plain_message(text) == SENTENCE
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("indices[0] = 5 is not in [0, 5)\n\t [[{{node g}}]]", None),
+        ("{{function_node __inference_f_1}} assertion failed: [feature x: id 1]\n\t [[{{node mine}}]]",
+         "assertion failed: [feature x: id 1]\n\t [[{{node mine}}]]"),
+    ],
+)  # fmt: skip
+def test_other_messages_stay_but_for_functions(message: str, wanted: str | None) -> None:
+    assert plain_message(message) == (wanted or message)
+
+
+def test_the_row_of_a_later_part_is_the_requests() -> None:
+    error = of_later_rows(StatusError(Code.INVALID_ARGUMENT, SENTENCE), 16)
+    assert isinstance(error, StatusError)
+    assert (error.code, error.message) == (Code.INVALID_ARGUMENT, SENTENCE.replace("row 3", "row 19"))
+    other = StatusError(Code.INTERNAL, "no row 3")
+    assert of_later_rows(other, 16).args == other.args
+    assert of_later_rows(error, 0) is error
+
+
+def test_a_sentence_has_less_than_200_characters() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(2000):
+        feature, table = ("".join(map(chr, rng.integers(97, 900, int(size)))) for size in 10 ** rng.uniform(0, 3, 2))
+        stop = int(2 ** rng.uniform(1, 62))
+        start = int(rng.integers(0, stop)) if rng.random() < 0.5 else 0
+        before, after = outside_texts(feature, Span(table, start, stop))
+        assert len(f"{before}{-(2**63)} of row {2**31}{after}") < 200
+        if len(feature) + len(table) < 30:
+            assert (f"feature {feature}: id " == before, f" is not in table {table}, " in after) == (True, True)
