@@ -181,7 +181,7 @@ def test_a_step_of_every_form_by_hand(mode: str) -> None:
         upstream = {}
         for name, case in CASES.items():
             shape = by_hand(case, rows[f"{case.table}_{case.combiner}"], ids[name], weights[name])[0].shape
-            upstream[name] = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+            upstream[name] = np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
         found = run(*as_tensors(CASES, ids, weights), {name: tf.constant(g) for name, g in upstream.items()})
         gradients = {name: np.zeros(table.shape) for name, table in rows.items()}
         for name, case in CASES.items():
@@ -230,10 +230,11 @@ def test_fit_names_the_id_and_updates_no_table(bad: str) -> None:
     before = {name: variable.numpy() for name, variable in embedding.named_variables().items()}
     ids[bad][1] = 1000
     sentence = f"feature {bad}: id 1000 of row 1 is not in table {bad}, which has {ROWS[bad]} rows{REMEDY}"
-    for call in (
+    calls: list[Any] = [
         lambda: made.fit(list(ids.values()), truth, verbose=0, shuffle=False),
         lambda: made.predict(list(ids.values()), verbose=0),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(tf.errors.InvalidArgumentError) as caught:
             call()
         assert f"[{sentence}]" in str(caught.value)
@@ -302,7 +303,7 @@ def build() -> Any:
 
 def padded(case: Case, ids: Any) -> Array:
     if case.is_dense:
-        return ids  # type: ignore[no-any-return]
+        return np.asarray(ids)
     width = max(map(len, ids))
     return np.array([[*one, *[-1] * (width - len(one))] for one in ids], np.int64).reshape(BATCH, width)
 
@@ -344,7 +345,7 @@ def test_lookups_take_the_layers_policies(trained: Any) -> None:
     made, rows, checkpoint, folder = trained
     lists = {name: case for name, case in SERVED.items() if not case.is_dense}
     single = {name: case for name, case in SERVED.items() if case.form == "dense1"}
-    config = {
+    config: dict[str, dict[str, dict[str, Any]]] = {
         "features": {name: {"table": f"{case.table}_{case.combiner}", "input": "id"} for name, case in single.items()}
     }
     config["features"] |= {

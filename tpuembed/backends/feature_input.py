@@ -46,6 +46,8 @@ class FeatureInput:
         Raises:
             ConfigError: ids or weights that cannot be looked up, by the feature's name.
         """
+        policy = self.config.out_of_vocabulary
+        assert policy is not None, "a FeatureConfig takes its table's"
         return flatten_ids(
             _integer_ids(self.path, self.config, self.ids),
             self.weights,
@@ -56,7 +58,7 @@ class FeatureInput:
             output_shape=self.config.output_shape,
             input_shape=self.input_shape,
             validate=self.config.validate_weights_and_indices,
-            policy=self.config.out_of_vocabulary,
+            policy=policy,
             densify=None if tpu_call() is None else densify_on_host,
         )
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -305,7 +305,7 @@ def test_a_feature_takes_its_tables_out_of_vocabulary() -> None:
 
 
 def test_out_of_vocabulary_survives_its_dict() -> None:
-    table = TableConfig(10, 4, "t", out_of_vocabulary=np.int64(3))
+    table = TableConfig(10, 4, "t", out_of_vocabulary=cast("int", np.int64(3)))
     features = {"a": FeatureConfig(table), "b": FeatureConfig(table, out_of_vocabulary="error")}
     written = feature_config_to_dict(features)
     assert json.loads(json.dumps(written)) == written
