@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
