@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence

@@ -155,6 +155,10 @@ class Rows:
         """As the protocol says."""
         return gather_grouped(list(features), list(tables), lambda table, ids: tf.gather(self._tables[table], ids))
 
+    def table(self, name: str) -> Any:
+        """All of it."""
+        return self._tables[name]
+
 
 def trained(spec: Spec, form: str, folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Where a model of `spec` with random weights was saved, its outputs, and its tables."""
