@@ -30,7 +30,7 @@ from tpuembed_serving.lean_graph import is_lean, make_lean
 from tpuembed_serving.mapped_files import advise_random_access, read_ahead
 from tpuembed_serving.model_merging import find_merging, with_padding
 from tpuembed_serving.packed_call import PackedCall, is_worth_packing
-from tpuembed_serving.row_proof import prove
+from tpuembed_serving.row_proof import Verdict, prove
 from tpuembed_serving.servable import Array, Merging, Signature
 from tpuembed_serving.signature_defs import signature_json, signature_of
 from tpuembed_serving.status import Code, StatusError, invalid_argument, plain_message
@@ -94,6 +94,7 @@ class SavedModelServable:
         self._is_steady = is_steady and not options.may_read_disk
         self._meta_graph, self._parameters, self._where = meta_graph, parameters, where
         self._merging: dict[str, Merging | None] = {}
+        self._verdicts: dict[str, Verdict] = {}
         self._proving = threading.Lock()
         self._callables: dict[str, Callable[..., list[Any]]] = {}
         self._building = threading.RLock()
@@ -107,10 +108,15 @@ class SavedModelServable:
                 self._merging[signature.name] = self._find_merging(signature)
         return self._merging[signature.name]
 
+    def _verdict(self, name: str) -> Verdict:
+        if name not in self._verdicts:
+            self._verdicts[name] = prove(self._meta_graph, name)
+        return self._verdicts[name]
+
     def _find_merging(self, signature: Signature) -> Merging | None:
-        verdict = prove(self._meta_graph, signature.name)
+        verdict = self._verdict(signature.name)
         if verdict.is_proven and self._manifest is not None and is_worth_packing(self._manifest, signature):
-            verdict = prove(self._meta_graph, "packed")  # which is what runs
+            verdict = self._verdict("packed")  # which is what runs
         if not verdict.is_proven and signature.inputs:
             text = "%s: signature %s: requests do not share runs unless --enable-batching says so: %s"
             logger.warning(text, self._where, signature.name, verdict.reason)
@@ -154,15 +160,22 @@ class SavedModelServable:
         first = [one for one in callable_ones if self._manifest is None or one.name == "serving_default"]
         self._build(first)
         rest = [signature for signature in callable_ones if signature not in first]
-        self._rest = threading.Thread(target=self._build, args=(rest,), name="model-signatures")
+        self._rest = threading.Thread(target=self._build_last, args=(rest,), name="model-signatures")
         self._rest.start()
+
+    def _build_last(self, signatures: Sequence[Signature]) -> None:
+        """Build these, and have no copy of the graph from then on: it may hold whole tables."""
+        self._build(signatures)
+        for signature in self.signatures.values():
+            self.merging(signature)
+        self._meta_graph = None
 
     def _build(self, signatures: Sequence[Signature]) -> None:
         for signature in signatures:
             try:
                 if not self._is_closing:
                     self._callable(signature)
-                    self.merging(signature)
+                    self.merging(signature)  # now, for the log
             except tf.errors.OpError as error:
                 logger.warning("signature %s cannot be called: %s", signature.name, error.message)
 

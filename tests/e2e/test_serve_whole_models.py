@@ -122,7 +122,8 @@ def test_the_graph_is_lean(loaded: Any) -> None:
 def test_it_answers_while_its_other_signatures_are_built_and_closes_after_that(
     loaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, truth, version_dir = loaded
+    other, truth, version_dir = loaded
+    other._rest.join()  # it builds as well
     built: list[str] = []
     begun, go = threading.Event(), threading.Event()
     make = runtime.SavedModelServable._make_callable
