@@ -110,14 +110,16 @@ class SavedModelServable:
 
     def _verdict(self, name: str) -> Verdict:
         if name not in self._verdicts:
-            self._verdicts[name] = prove(self._meta_graph, name)
+            self._verdicts[name] = prove(self._meta_graph, name, is_export=self._manifest is not None)
         return self._verdicts[name]
 
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
         if verdict.is_proven and self._manifest is not None and is_worth_packing(self._manifest, signature):
             verdict = self._verdict("packed")  # which is what runs
-        if not verdict.is_proven and signature.inputs:
+        # Exports of lookups that are older than the proof have no marks in their graphs. What they are, their manifest says.
+        is_proven = verdict.is_proven or (self._manifest is not None and bool(self._manifest.features))
+        if not is_proven and signature.inputs:
             text = "%s: signature %s: requests do not share runs unless --enable-batching says so: %s"
             logger.warning(text, self._where, signature.name, verdict.reason)
         return find_merging(
@@ -125,7 +127,7 @@ class SavedModelServable:
             _shapes(self._meta_graph.signature_def[signature.name]),
             self._manifest,
             self._parameters,
-            is_proven=verdict.is_proven,
+            is_proven=is_proven,
             is_steady=self._is_steady,
         )
 

@@ -43,10 +43,17 @@ class Verdict:
         return not self.reason
 
 
-def prove(meta_graph: Any, name: str) -> Verdict:
-    """Whether requests of the signature `name` of a MetaGraphDef may share a run, if their sizes but the first are equal."""
+def prove(meta_graph: Any, name: str, *, is_export: bool = False) -> Verdict:
+    """Returns whether requests of a signature may share a run, if their sizes but the first are equal.
+
+    Args:
+        meta_graph: a MetaGraphDef.
+        name: of the signature.
+        is_export: tpuembed wrote it, as its manifest says; lookups are then known by their name scope. In any other SavedModel such
+            a name proves nothing.
+    """
     signature = meta_graph.signature_def[name]
-    walk = _Walk(meta_graph.graph_def.library)
+    walk = _Walk(meta_graph.graph_def.library, is_export)
     fed: dict[tuple[str, int], Value] = {}
     for alias, info in sorted(signature.inputs.items()):
         node, _, index = info.name.partition(":")
@@ -62,7 +69,7 @@ def prove(meta_graph: Any, name: str) -> Verdict:
     wanted = {alias: _place(info.name) for alias, info in sorted(signature.outputs.items())}
     if any(not node for node, _ in wanted.values()):
         return Verdict("an output is made of several tensors")
-    body = _Body(meta_graph.graph_def.node, fed)
+    body = _Body(meta_graph.graph_def.node, fed, is_export)
     found, effect = walk.run(body, list(wanted.values()), [])
     for alias, value in zip(wanted, found, strict=True):
         if effect:
@@ -94,13 +101,13 @@ def _place(name: str) -> tuple[str, int]:
 class _Body:
     """The nodes of a graph or a function, and what is known of its inputs."""
 
-    def __init__(self, nodes: Iterable[Any], fed: Mapping[tuple[str, int], Value]) -> None:
+    def __init__(self, nodes: Iterable[Any], fed: Mapping[tuple[str, int], Value], is_export: bool) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.fed = dict(fed)
         self._lookups: dict[str, list[Any]] = {}
         self._lookup_of: dict[str, str] = {}
         for node in self.nodes.values():
-            match = _LOOKUP.match(node.name)
+            match = _LOOKUP.match(node.name) if is_export else None
             if match:
                 self._lookup_of[node.name] = match[0]
                 self._lookups.setdefault(match[0], []).append(node)
@@ -134,7 +141,8 @@ class _Body:
 class _Walk:
     """Values of the nodes of a graph, in the order in which they run."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, is_export: bool) -> None:
+        self._is_export = is_export
         self._functions = {function.signature.name: function for function in library.function}
         self._counter = itertools.count(1)
         self._depth = 0
@@ -251,7 +259,9 @@ class _Walk:
         if function is None or self._depth > _DEPTH:
             raise MixedError(f"function {name!r} is not known")
         names = [argument.name for argument in function.signature.input_arg]
-        body = _Body(function.node_def, {(arg, 0): value for arg, value in zip(names, inputs, strict=True)})
+        body = _Body(
+            function.node_def, {(arg, 0): value for arg, value in zip(names, inputs, strict=True)}, self._is_export
+        )
         wanted = [body.source(function.ret[output.name]) for output in function.signature.output_arg]
         effects = [body.source(one)[0] for one in function.control_ret.values()]
         effects += [node.name for node in function.node_def if node.op.startswith(_EFFECTS)]

@@ -392,3 +392,12 @@ def test_what_keeps_rows_apart_is_proven(name: str) -> None:
     with graph(build) as made:
         assert made.verdict.reason == ""
         assert differences(made, build, 1e-5) == []
+
+
+def test_the_name_of_a_lookup_proves_nothing_in_a_model_of_somebody_else() -> None:
+    def over_rows(x: Any) -> Any:
+        with tf.name_scope("tpuembed_lookup"):
+            return tf.nn.softmax(x, axis=0)
+
+    with graph(over_rows) as mixing:
+        assert not mixing.verdict.is_proven
