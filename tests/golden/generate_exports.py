@@ -1,0 +1,65 @@
+"""Write the goldens of exports: `python -m tests.golden.generate_exports FOLDER`, with the tpuembed whose exports are kept.
+
+Each folder is a MODEL_DIR with version 1, beside `truth.npz`: requests, and what the trained model, or the tables, answer.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+
+ROWS = {"users": (20, 4), "videos": (30, 4)}
+
+
+def build() -> Any:
+    """Dense and ragged ids, a number, two heads."""
+    inputs = {
+        "user": keras.Input((), dtype="int64", name="user"),
+        "watched": keras.Input((None,), dtype="int64", ragged=True, name="watched"),
+        "age": keras.Input((1,), dtype="float32", name="age"),
+    }
+    features = {
+        "user": FeatureConfig(TableConfig(*ROWS["users"], "users")),
+        "watched": FeatureConfig(TableConfig(*ROWS["videos"], "videos", combiner="mean")),
+    }
+    rows = TPUEmbedding(features, optimizer="adagrad", name="embedding")({key: inputs[key] for key in features})
+    joined = keras.ops.concatenate([rows["user"], rows["watched"], inputs["age"]], -1)
+    hidden = keras.layers.Dense(6, activation="relu", name="hidden")(joined)
+    return keras.Model(
+        inputs,
+        {"click": keras.layers.Dense(1, name="click")(hidden), "watch": keras.layers.Dense(2, name="watch")(hidden)},
+    )
+
+
+def main(folder: Path) -> None:
+    """Write checkpoint and exports into `folder`."""
+    random = np.random.default_rng(5)
+    model = build()
+    model.compile(optimizer="adam", loss="mse")
+    user = random.integers(0, 20, 8)
+    lists = [random.integers(0, 30, n).tolist() for n in (1, 0, 3, 2, 1, 4, 2, 1)]
+    watched = tf.ragged.constant(lists, tf.int64)
+    age = random.normal(size=(8, 1)).astype(np.float32)
+    batch = {"user": tf.constant(user), "watched": watched, "age": tf.constant(age)}
+    goals = {"click": random.normal(size=(8, 1)), "watch": random.normal(size=(8, 2))}
+    model.fit(tf.data.Dataset.from_tensors((batch, goals)).repeat(3), verbose=0)
+    prefix = tf.train.Checkpoint(model=model).write(str(folder / "checkpoint" / "ckpt"))
+    padded = watched.to_tensor(-1).numpy()
+    answers = {name: np.array(value) for name, value in model(batch).items()}
+    tables = {config.name: np.array(table) for config, table in model.get_layer("embedding").embedding_tables.items()}
+    np.savez(folder / "truth.npz", ids=user, watched=padded, age=age, **answers, **tables)
+    for layout, storage in (("variables", "float32"), ("mmap", "int8")):
+        root = {"serving_root": "/models"} if layout == "mmap" else {}
+        export_saved_model(prefix, folder / f"lookups_{layout}", layout=layout, storage=storage, workers=1, **root)
+        export_saved_model(prefix, folder / f"model_{layout}", layout=layout, model=build, workers=1, **root)
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])  # so that no path of the machine is kept
+    main(Path())
