@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import shlex
 import socket
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
@@ -101,9 +102,13 @@ def _find_versions(base_path: Path, source: str) -> dict[int, Path]:
     except OSError as error:
         raise ServingError(f"{source}: cannot be read: {error.strerror}") from None
     if not versions and (base_path / GRAPH_FILE).exists():
+        remedy = "put the model into a folder named by an integer and serve the folder around it"
+        if base_path.name.isdecimal():
+            remedy = f"it is version {base_path.name}: give the folder around it, {base_path.parent}"
+            if source.startswith("MODEL_DIR"):
+                remedy = f"it is version {base_path.name}; run: tpuembed serve {shlex.quote(str(base_path.parent))}"
         raise ServingError(
-            f"{source}: holds a {GRAPH_FILE} itself, where a folder of versions (1/, 2/, ...) is wanted; "
-            f"put the model into a folder named by an integer and serve the folder around it"
+            f"{source}: holds a {GRAPH_FILE} itself, where a folder of versions (1/, 2/, ...) is wanted; {remedy}"
         )
     return versions
 

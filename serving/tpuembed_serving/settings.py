@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -206,24 +205,10 @@ class ServerSettings:
     def for_model_dir(
         cls, model_dir: str | os.PathLike[str], *, name: str | None = None, **options: Any
     ) -> "ServerSettings":
-        """Return settings for one model; `name` defaults to the folder's own name, symbolic links resolved.
-
-        Raises:
-            ConfigError: `model_dir` is a version, not a folder of versions.
-        """
+        """Settings for one model; `name` defaults to the folder's own name, symbolic links resolved."""
         base_path = Path(model_dir).absolute()
-        _check_no_version(base_path)
         model = ModelSettings(name=base_path.resolve().name if name is None else name, base_path=base_path)
         return cls(models=(model,), **options)
-
-
-def _check_no_version(path: Path) -> None:
-    if not (path / "saved_model.pb").is_file():
-        return
-    remedy = "move it into a folder of versions, such as MODEL_DIR/1, and serve MODEL_DIR"
-    if path.name.isdecimal():
-        remedy = f"run: tpuembed serve {shlex.quote(str(path.parent))}"
-    raise ConfigError(f"MODEL_DIR {path}: is one version, because it holds saved_model.pb itself; {remedy}")
 
 
 def check_models(models: Iterable[ModelSettings]) -> None:

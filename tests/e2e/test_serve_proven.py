@@ -50,7 +50,8 @@ def whole() -> Any:
         "two": keras.Input((2,), dtype="int64", name="two"),
     }
     config = {"ragged": "a", "sparse": "a", "one": "b", "two": "b"}
-    layer = TPUEmbedding({name: FeatureConfig(tables()[table]) for name, table in config.items()}, optimizer="sgd")
+    made = tables()
+    layer = TPUEmbedding({name: FeatureConfig(made[table]) for name, table in config.items()}, optimizer="sgd")
     found = layer(inputs)
     price = keras.Input((3,), name="price")
     word = keras.Input((), dtype="string", name="word")
@@ -72,9 +73,9 @@ def integers() -> Any:
         "one": keras.Input((), dtype="int32", name="one"),
     }
     config = {"ragged": "a", "sparse": "a", "one": "b"}
-    found = TPUEmbedding({name: FeatureConfig(tables()[table]) for name, table in config.items()}, optimizer="sgd")(
-        inputs
-    )
+    made = tables()
+    layer = TPUEmbedding({name: FeatureConfig(made[table]) for name, table in config.items()}, optimizer="sgd")
+    found = layer(inputs)
     return keras.Model(
         inputs, {name: keras.layers.Identity(name=f"{name}_out")(value) for name, value in found.items()}
     )
@@ -85,7 +86,8 @@ def sequences() -> Any:
         "ragged": keras.Input((None,), dtype="int64", ragged=True, name="ragged"),
         "sparse": keras.Input((None,), dtype="int64", sparse=True, name="sparse"),
     }
-    config = {name: FeatureConfig(tables()["a"], max_sequence_length=3) for name in inputs}
+    table = tables()["a"]
+    config = {name: FeatureConfig(table, max_sequence_length=3) for name in inputs}
     found = TPUEmbedding(config, optimizer="sgd")(inputs)
     return keras.Model(
         inputs, {name: keras.layers.Identity(name=f"{name}_out")(value) for name, value in found.items()}

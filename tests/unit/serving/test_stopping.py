@@ -310,7 +310,7 @@ def test_calls_in_progress_are_answered_and_new_ones_go_on_in_the_lame_duck(serv
         call = predict.future(predict_request(), timeout=30)
         assert model.entered.wait(20)
         served.terminate()
-        wait_for(lambda: states[-1] == "IDLE")  # GOAWAY was heard
+        wait_for(lambda: states[-1:] == ["IDLE"])  # GOAWAY was heard
         model.blocks = False
         predict(predict_request(), timeout=30)  # over a new connection
         assert not call.done()

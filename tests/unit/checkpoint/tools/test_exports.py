@@ -14,7 +14,6 @@ from tpuembed import export_saved_model
 from tpuembed.checkpoint.tools import diff_checkpoints, read_rows
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed_cli.main import cli
-from tpuembed_serving.settings import ServerSettings
 
 ROWS = {"users": 40, "videos": 25, "wide": 30}
 DIMS = {"users": 6, "videos": 6, "wide": 12}
@@ -127,11 +126,9 @@ def test_what_an_export_does_not_have_is_refused(tmp_path: Path, tables: dict[st
 
 def test_serving_a_version_names_the_command_that_serves_its_model(tmp_path: Path, tables: dict[str, Any]) -> None:
     version = exported(tmp_path, tables)
-    with pytest.raises(ConfigError) as caught:
-        ServerSettings.for_model_dir(version)
-    assert str(caught.value).endswith(f"run: tpuembed serve {version.parent}")
-    moved = version.rename(tmp_path / "my export")
-    with pytest.raises(ConfigError, match="move it into a folder of versions"):
-        ServerSettings.for_model_dir(moved)
-    shown = CliRunner().invoke(cli, ["serve", str(moved)])
+    shown = CliRunner().invoke(cli, ["serve", str(version), "--rest-port", "0"])
     assert shown.exit_code == 1
+    assert shown.stderr.rstrip().endswith(f"it is version 1; run: tpuembed serve {version.parent}")
+    moved = version.rename(tmp_path / "my export")
+    shown = CliRunner().invoke(cli, ["serve", str(moved), "--rest-port", "0"])
+    assert "put the model into a folder named by an integer" in shown.stderr
