@@ -165,8 +165,9 @@ class KerasModel:
         self._forms, self._pack, self._output_names = forms, pack, output_names
         self._vocabularies: tuple[VocabularyEntry, ...] | None = None
         check_input_names(self._specs)
-        if getattr(model, "outputs", None):  # of other models they are known when they are called
-            named = name_outputs(model, symbolic_outputs(model))
+        made = symbolic_outputs(model)
+        if not isinstance(made, list) or made:  # of other models they are known when they are called
+            named = name_outputs(model, made)
             rename_outputs([output for output, _ in named], output_names)
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:

@@ -37,8 +37,13 @@ def name_outputs(model: Any, outputs: Any) -> list[tuple[str, Any]]:
 
 
 def symbolic_outputs(model: Any) -> Any:
-    """The structure of symbolic tensors that a functional or sequential model was built to return; an empty list of others."""
+    """Return the structure of symbolic tensors that a functional or sequential model returns; an empty list of others.
+
+    A functional model whose class has a `call` of its own counts as others: it may return them in another order.
+    """
     made = getattr(model, "outputs", None) or []
+    if not type(model).call.__module__.startswith("keras."):
+        return []
     if isinstance(model, keras.Sequential):
         return made[0] if len(made) == 1 else made
     return model.output if made else []

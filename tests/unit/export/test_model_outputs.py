@@ -125,6 +125,19 @@ def subclassed(structure: Callable[[Any], Any]) -> Any:
     return Subclassed(structure), tf.TensorSpec([None, 4], tf.float32, name="x")
 
 
+class Reversed(keras.Model):
+    """A functional model that answers its outputs the other way round."""
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        first, second = super().call(inputs, training=training)
+        return [second, first]
+
+
+def with_a_call_of_its_own() -> Any:
+    x = x_input()
+    return Reversed(x, [keras.layers.Dense(4, name="click")(x), keras.layers.Dense(4, name="watch")(x)])
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [
@@ -147,6 +160,7 @@ def subclassed(structure: Callable[[Any], Any]) -> Any:
         (lambda: subclassed(lambda x: [x, (2 * x, 3 * x)]), ["output_0", "output_1", "output_2"]),
         (lambda: subclassed(lambda x: {"b": x, "a": [2 * x, 3 * x]}), ["a/0", "a/1", "b"]),
         (lambda: subclassed(lambda x: {"a/b": x, "a": {"b": 2 * x}}), ["a/b/0", "a/b/1"]),
+        (with_a_call_of_its_own, ["output_0", "output_1"]),
     ],
 )
 def test_names(model: Callable[[], Any], names: list[str]) -> None:
