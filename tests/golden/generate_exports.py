@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     tables = {config.name: np.array(table) for config, table in model.get_layer("embedding").embedding_tables.items()}
     np.savez(folder / "truth.npz", ids=user, watched=padded, age=age, **answers, **tables)
     for layout, storage in (("variables", "float32"), ("mmap", "int8")):
-        root = {"serving_root": "/models"} if layout == "mmap" else {}
+        root: dict[str, Any] = {"serving_root": "/models"} if layout == "mmap" else {}
         export_saved_model(prefix, folder / f"lookups_{layout}", layout=layout, storage=storage, workers=1, **root)
         export_saved_model(prefix, folder / f"model_{layout}", layout=layout, model=build, workers=1, **root)
 
