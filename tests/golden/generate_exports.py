@@ -53,7 +53,8 @@ def main(folder: Path) -> None:
     padded = watched.to_tensor(-1).numpy()
     answers = {name: np.array(value) for name, value in model(batch).items()}
     tables = {config.name: np.array(table) for config, table in model.get_layer("embedding").embedding_tables.items()}
-    np.savez(folder / "truth.npz", ids=user, watched=padded, age=age, **answers, **tables)
+    arrays: dict[str, Any] = {"ids": user, "watched": padded, "age": age, **answers, **tables}
+    np.savez(folder / "truth.npz", **arrays)
     for layout, storage in (("variables", "float32"), ("mmap", "int8")):
         root: dict[str, Any] = {"serving_root": "/models"} if layout == "mmap" else {}
         export_saved_model(prefix, folder / f"lookups_{layout}", layout=layout, storage=storage, workers=1, **root)
