@@ -3,6 +3,7 @@
 A rule is called with a `Call`, none of whose inputs is mixed, and returns the operation's outputs, or raises `MixedError`.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -305,16 +306,17 @@ def _of_sizes(call: Call) -> list[Value] | None:
 def _of_bounds(call: Call) -> list[Value] | None:
     """Comparisons of the lowest and highest of all rows with a constant, and conditions over all rows."""
     kinds = [value.kind for value in call.inputs]
+    shape = () if all(value.shape == () for value in call.inputs) else None
     for every, opposite in ((Kind.EVERY, "LogicalAnd"), (Kind.SOME, "LogicalOr")):
         if every in kinds and set(kinds) <= {every, Kind.SAME}:
             if call.op == opposite:
-                return [Value(every)]
+                return [Value(every, shape)]
             if call.op == "LogicalNot":
-                return [Value(Kind.SOME if every is Kind.EVERY else Kind.EVERY)]
+                return [Value(Kind.SOME if every is Kind.EVERY else Kind.EVERY, shape)]
     bounds = [kind for kind in kinds if kind in (Kind.LOWEST, Kind.HIGHEST)]
     if len(bounds) == 1 and len(kinds) == 2 and Kind.SAME in kinds and call.op in _MIRRORED:
         op = call.op if kinds[0] is bounds[0] else _MIRRORED[call.op]
-        return [Value(Kind.EVERY if op.startswith("Greater") == (bounds[0] is Kind.LOWEST) else Kind.SOME)]
+        return [Value(Kind.EVERY if op.startswith("Greater") == (bounds[0] is Kind.LOWEST) else Kind.SOME, shape)]
     return None
 
 
@@ -574,13 +576,17 @@ def _product(sizes: Iterable[Size]) -> Size:
 def _reshape(call: Call) -> list[Value]:
     value, target = call.inputs
     if value.kind in (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST) and target.kind is Kind.SAME:
-        return [value]
+        return [dataclasses.replace(value, shape=() if target.shape == (Size.of(0),) else None)]
     if target.kind not in (Kind.SAME, Kind.SIZE) or value.kind in (Kind.INDICES, Kind.HANDLE, Kind.LIST):
         raise MixedError("its new shape depends on rows")
     if target.sizes is None:
         if value.kind is Kind.SAME and target.kind is Kind.SAME:
             return [same(None)]
         raise MixedError("its new shape is not known before it runs")
+    if any(size.number is None and not size.at_least(Size.of(0)) for size in target.sizes):  # it may be -1 when it runs
+        if value.kind is Kind.SAME and target.kind is Kind.SAME:
+            return [same(None)]
+        raise MixedError("a size of its new shape may be negative")
     if value.shape is None:
         if value.kind is Kind.SAME and target.kind is Kind.SAME and -1 not in [size.number for size in target.sizes]:
             return [same(target.sizes)]
@@ -646,7 +652,7 @@ def _kept_axis(call: Call, value: Value, shape: Sequence[Size]) -> int:
 def _expand(call: Call) -> list[Value]:
     value = call.inputs[0]
     if value.kind in (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST):
-        return [value]
+        return [dataclasses.replace(value, shape=None)]
     if value.kind is Kind.SAME and value.shape is None:
         return [same()]
     shape = list(_known(value.shape))
@@ -834,7 +840,7 @@ def _split(call: Call) -> list[Value]:
     found = []
     for index in range(count):
         size = even or (known[index] if known is not None else call.unknown())
-        size = call.unknown() if size.number == -1 or not size.is_same else size
+        size = call.unknown() if not size.is_same or not size.at_least(Size.of(0)) else size
         found.append(_rows([*shape[:axis_number], size, *shape[axis_number + 1 :]], value.axis))
     if call.op == "SplitV" and call.inputs[1].kind is not Kind.SAME:
         raise MixedError(_BATCH_SIZE)
@@ -885,7 +891,9 @@ def _slice(call: Call) -> list[Value]:
             if not taken.is_same or not begin.sizes[axis].is_same:
                 raise MixedError(_BATCH_SIZE)
             rest = shape[axis] - begin.sizes[axis]
-            shape[axis] = rest if taken.number == -1 else taken
+            if taken.number != -1:
+                rest = taken if taken.at_least(Size.of(0)) else call.unknown()  # it may be -1 when it runs
+            shape[axis] = rest
     return [_rows(shape, value.axis)]
 
 
@@ -924,6 +932,8 @@ def _strided_slice(call: Call) -> list[Value]:
         entries += [whole] * skipped
     for what, begin, end, step in entries:
         if what == "new":
+            if value.kind is Kind.INDICES:
+                raise MixedError("an axis is added to the entries' indices")
             found_shape.append(Size.of(1))
             continue
         if axis >= len(shape):
@@ -943,6 +953,8 @@ def _strided_slice(call: Call) -> list[Value]:
             if axis == 0 and not is_whole:
                 raise MixedError("it takes entries by their numbers")
             if axis == 1:
+                if step != 1:
+                    raise MixedError("it takes several columns of the entries' indices")
                 columns = what, begin, end, is_whole
         elif is_whole:
             found_shape.append(shape[axis])
@@ -1215,7 +1227,8 @@ def _reduce(call: Call) -> list[Value]:
         and value.rank == 1
         and axes == [0]
     ):
-        return [same((), array=np.array(getattr(np, call.op.lower())(value.array)))]
+        outcome = getattr(np, call.op.lower())(value.array, keepdims=keep)
+        return [same([Size.of(1)] if keep else (), array=np.array(outcome))]
     if value.kind is Kind.SAME and (axes is None or value.shape is None):
         return [same(() if value.shape == () else None)]
     if axes is None:
@@ -1361,7 +1374,8 @@ def _band(call: Call) -> list[Value]:
 def _matmul(call: Call) -> list[Value]:
     one, other, *more = call.inputs
     if _all_same(call):
-        return [same(None if one.shape is None else [call.unknown() for _ in one.shape])]
+        is_known = one.shape is not None and one.rank == other.rank
+        return [same([call.unknown() for _ in _known(one.shape)] if is_known else None)]
     for value in (one, other):
         _laid_out(value, Kind.ROWS, Kind.SAME)
     for value in more:
@@ -1474,9 +1488,11 @@ def _gather(call: Call) -> list[Value]:
     batch_dims = call.integer("batch_dims")
     (axis,) = call.numbers(2) if call.op == "GatherV2" else (batch_dims,)
     if params.kind is Kind.SAME and indices.kind is Kind.SAME:
-        return [_gathered_same(params, indices, axis)]
+        return [same() if batch_dims else _gathered_same(params, indices, axis)]
     if params.kind is Kind.SIZE and indices.kind is Kind.SAME and params.sizes is not None:
         numbers = call.numbers(1)
+        if params.rank != 1 or axis not in (0, -1) or batch_dims or not _are_within(numbers, params.sizes):
+            raise MixedError(_BATCH_SIZE)
         found = [params.sizes[number] for number in numbers]
         return [_numbers_value(_known(indices.shape), found)]
     if batch_dims:
@@ -1484,7 +1500,8 @@ def _gather(call: Call) -> list[Value]:
     if params.kind is Kind.SAME:
         _laid_out(indices)
         if params.shape is None:
-            if axis or indices.is_padded:
+            is_of_rows = indices.shape is None or indices.shape[:1] == (ROWS,)
+            if axis or indices.axis or indices.is_padded or not is_of_rows:
                 raise MixedError("the number of dimensions of an input is not known")
             return [Value(Kind.ROWS, None, indices.axis)]
         axis %= len(params.shape)
@@ -1525,8 +1542,12 @@ def _gathered_same(params: Value, indices: Value, axis: int) -> Value:
     numbers = indices.numbers()
     sizes = None
     if params.sizes is not None and len(params.shape) == 1 and numbers is not None:
-        sizes = [params.sizes[number] for number in numbers if -len(params.sizes) <= number < len(params.sizes)]
+        sizes = [params.sizes[number] for number in numbers] if _are_within(numbers, params.sizes) else None
     return same([*params.shape[:axis], *indices.shape, *params.shape[axis + 1 :]], sizes)
+
+
+def _are_within(numbers: Sequence[int], sizes: Sequence[Size]) -> bool:
+    return all(0 <= number < len(sizes) for number in numbers)
 
 
 def _gathered_beside(params: Value, indices: Value, axis: int, batch_dims: int) -> Value:
@@ -1561,7 +1582,13 @@ def _gather_nd(call: Call) -> list[Value]:
             raise MixedError("rows are axes of what is looked up")
         return [_rows([*_known(indices.shape)[:-1], *_known(params.shape)[depth:]], indices.axis)]
     shape = _known(_laid_out(params).shape)
-    if indices.kind is Kind.POINTER and depth == 1 and params.axis == 0 and indices.target == shape[0]:
+    if (
+        indices.kind is Kind.POINTER
+        and indices.rank == 2
+        and depth == 1
+        and params.axis == 0
+        and indices.target == shape[0]
+    ):
         return [_rows([_known(indices.shape)[0], *shape[1:]], 0)]
     if indices.kind is not Kind.INDICES or indices.axis != params.axis or indices.sizes != shape[:depth]:
         raise MixedError("it takes rows by numbers")

@@ -280,7 +280,7 @@ class _Walk:
             return self.call(names[0] if bool(condition.array) else names[1], arguments)
         if condition.kind is Kind.SAME and condition.shape == ():
             return self._either(names, arguments)
-        if condition.kind in (Kind.EVERY, Kind.SOME):
+        if condition.kind in (Kind.EVERY, Kind.SOME) and condition.shape == ():
             good = 0 if condition.kind is Kind.EVERY else 1
             outcomes = []
             for index in (0, 1):
@@ -318,7 +318,7 @@ class _Walk:
         kept: dict[tuple[int, int], Size] = {}
         for _ in range(6):
             (condition, *_), effect = self.call(names[0], state)
-            if condition.kind is not Kind.SAME:
+            if condition.kind is not Kind.SAME or condition.shape != ():
                 raise MixedError("how often it runs depends on rows")
             found, other = self.call(names[1], state)
             if effect or other:
@@ -342,7 +342,8 @@ class _Walk:
         waits = [name[1:] for name in outside if name.startswith("^")]
         reasons = [bad.get(name) or _hidden(body, name, found) for name in waits]
         values = [self._value(body, body.source(name), found) for name in outside if not name.startswith("^")]
-        reason = next(filter(None, [*reasons, _unfit(values)]), "")
+        single = [self._value(body, place, found) for place in _looked_up_singly(body, lookup, outside)]
+        reason = next(filter(None, [*reasons, _unfit(values), *(_unfit_singly(value) for value in single)]), "")
         if reason:
             return _all_mixed(node, reason, 64), reason
         shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else []
@@ -379,6 +380,42 @@ def _bounded(node: Any, one: Value, other: Value) -> Value:
     return mixed(unknown.reason)
 
 
+_KEEP_IDS: Final = frozenset(
+    {"Cast", "EnsureShape", "Identity", "IdentityN", "Maximum", "Minimum", "Select", "SelectV2"}
+)
+"""Operations that a lookup may apply to ids before it looks them up one by one."""
+
+
+def _looked_up_singly(body: _Body, lookup: str, outside: Iterable[str]) -> list[tuple[str, int]]:
+    """Which inputs of a lookup are dense ids, of which each has a row of its own: it makes a vector of them.
+
+    It never does so with the parts of sparse and ragged ids, nor with lists of ids.
+    """
+    nodes = [
+        (node, [body.source(one) for one in node.input if not one.startswith("^")]) for node in body.members(lookup)
+    ]
+    found = []
+    for place in {body.source(name) for name in outside if not name.startswith("^")}:
+        kept, size = {place}, 0
+        while len(kept) > size:
+            size = len(kept)
+            kept |= {(node.name, 0) for node, inputs in nodes if node.op in _KEEP_IDS and kept & set(inputs)}
+        if any(node.op == "Reshape" and inputs[0] in kept for node, inputs in nodes):
+            found.append(place)
+    return found
+
+
+def _unfit_singly(value: Value) -> str:
+    """Why dense ids may not be looked up one by one."""
+    if value.kind is Kind.ROWS and (value.shape is None or value.shape[0] != ROWS):
+        return "a lookup's dense ids are not those of the rows"
+    if value.is_padded:
+        return "a lookup's dense ids are as wide as the widest row of the run"
+    if value.kind in (Kind.INDICES, Kind.POINTER, Kind.SPLITS):
+        return f"a lookup's dense ids are {value.kind.value}"
+    return ""
+
+
 def _unfit(values: Sequence[Value]) -> str:
     """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones."""
     entries = {ROWS}
@@ -386,11 +423,17 @@ def _unfit(values: Sequence[Value]) -> str:
         if value.kind is Kind.MIXED:
             return value.reason
         if value.kind in (Kind.INDICES, Kind.POINTER) and value.target == ROWS and value.axis == 0 and value.shape:
+            if value.kind is Kind.INDICES and _is_wide(value):
+                return "a lookup's sparse ids are as wide as the widest row of the run"
             entries.add(value.shape[0])
         elif value.kind is Kind.SPLITS and value.shape == (ROWS + Size.of(1),) and value.target is not None:
             entries.add(value.target)
         elif value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS):
             return f"a lookup's input is {value.kind.value}"
+        elif value.kind is Kind.SIZE and value.rank != 0 and (value.sizes is None or value.sizes[:1] != (ROWS,)):
+            return "a lookup's ids are not those of the rows"
+        elif value.kind is Kind.SIZE and value.sizes is not None and any(size.is_padded for size in value.sizes[1:-1]):
+            return "a lookup's sparse ids are as wide as the widest row of the run"
     if not any(value.kind is Kind.ROWS for value in values):
         return "a lookup has no ids of rows"
     for value in values:
@@ -398,9 +441,19 @@ def _unfit(values: Sequence[Value]) -> str:
             return "a lookup's ids may be constant ones"
         if value.kind is Kind.ROWS and (value.shape is None or value.axis != 0 or value.shape[0] not in entries):
             return "a lookup's ids are not those of the rows"
+        if value.kind is Kind.ROWS and value.rank != 1 and (value.shape or ())[:1] != (ROWS,):
+            return "a lookup's ids are not those of the rows"
         if value.is_padded and value.kind is Kind.ROWS and (value.fill is None or value.fill not in (-1, 0)):
             return "a lookup's ids have no padding"
     return ""
+
+
+def _is_wide(indices: Value) -> bool:
+    """Whether sparse ids of more than two axes may have one, other than their last, of a padded size."""
+    rank = indices.shape[1].number if indices.shape is not None else None
+    if rank == 2:
+        return False
+    return not indices.sizes or any(size.is_padded for size in indices.sizes[1:-1])
 
 
 def _assertion(condition: Value) -> str:

@@ -52,6 +52,11 @@ class RowGraph:
         """What is proven of it."""
         return prove(self._meta_graph, "f")
 
+    @property
+    def export_verdict(self) -> Verdict:
+        """What is proven of it if tpuembed has written it."""
+        return prove(self._meta_graph, "f", is_export=True)
+
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array] | Failed:
         """The outputs of one run."""
         try:

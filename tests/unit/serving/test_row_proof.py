@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.serving.row_graphs import RowGraph
+from tpuembed.lookup import flatten_ids
 
 SPECS = {
     "x": tf.TensorSpec([None, 4], tf.float32),
@@ -137,7 +138,98 @@ def between_distinct(k: Any) -> Any:
     return pairs[:, 1] - pairs[:, 0]
 
 
+def by_entries(x: Any, column: Any) -> Any:
+    """Sums over all entries of a row, if `column` has one axis; over all entries of the run, if it has two."""
+    where = tf.where(x > 0)
+    found = tf.gather(x, column(where)) * tf.gather(x, where[:, 0])
+    return tf.math.unsorted_segment_sum(tf.reduce_sum(found, 1), where[:, 0], tf.shape(x, tf.int64)[0])
+
+
+def entries_of_all(x: Any) -> Any:
+    where = tf.where(x > 0)
+    found = tf.gather(x, where[None, :, 0])
+    found = tf.reshape(found + tf.reduce_sum(found, 1, keepdims=True), [-1, 4])
+    return tf.math.unsorted_segment_sum(found, where[:, 0], tf.shape(x, tf.int64)[0])
+
+
+def batched_constant(x: Any) -> Any:
+    constant = tf.gather(tf.ones([1, 5]), tf.constant([[0, 1, 2, 3]]), axis=1, batch_dims=1)
+    return x + tf.reduce_sum(x + constant, 0)
+
+
+def kept_axis(x: Any) -> Any:
+    """A sum over the rows, if a constant of three axes is taken for one of two."""
+    constant = tf.reduce_all(tf.constant([True]), 0, keepdims=True)
+    y = x + tf.cast(tf.expand_dims(tf.expand_dims(constant, 0), 0), tf.float32)
+    return tf.reshape(x + tf.reduce_sum(y, 1, keepdims=True), [-1, 4])
+
+
+def product_of_ranks(x: Any) -> Any:
+    y = x[:, None] + tf.matmul(tf.constant(TABLE[:1]), tf.constant(TABLE[None, None, :4]))
+    return tf.reshape(x[:, None] + tf.reduce_mean(y, 1, keepdims=True), [-1, 4])
+
+
+def unknown_table() -> Any:
+    return tf.einsum("ij,jk->ik", tf.constant(TABLE), tf.constant(KERNEL))
+
+
+def raw_branch(condition: Any, x: Any, one: Any, other: Any) -> Any:
+    """A branch whose condition may have axes."""
+    specs = [tf.TensorSpec(condition.shape, tf.bool), tf.TensorSpec([None, 4])]
+    branches = [tf.function(branch).get_concrete_function(*specs) for branch in (one, other)]
+    names = {"then_branch": branches[0], "else_branch": branches[1]}
+    return tf.raw_ops.If(cond=condition, input=[condition, x], Tout=[tf.float32], output_shapes=[[None, 4]], **names)[0]
+
+
+def added_up(_: Any, x: Any) -> Any:
+    return tf.cumsum(x)
+
+
+def unchanged(_: Any, x: Any) -> Any:
+    return tf.identity(x)
+
+
+def failing(_: Any, x: Any) -> Any:
+    with tf.control_dependencies([tf.debugging.Assert(False, ["no"])]):
+        return tf.identity(x)
+
+
+def shape_of_two_axes(x: Any) -> Any:
+    sizes = tf.reshape(tf.gather(tf.expand_dims(tf.shape(x), 0), [0]), [-1])
+    return tf.reduce_sum(tf.reshape(x, sizes)[:, None] + x, 1)
+
+
+def narrowed(ids: Any) -> Any:
+    """The size of an axis that is asked for is -1, so that it is as wide as before."""
+    width = tf.shape(ids)[1]
+    part = tf.reshape(ids, tf.stack([tf.shape(ids)[0], width - 4]))
+    return tf.cond(width > tf.shape(part)[1], lambda: ids, lambda: tf.cumsum(ids))
+
+
 MIXING: dict[str, Graph] = {
+    "a new axis behind a column of indices": lambda x: by_entries(x, lambda where: where[:, 0, None]),
+    "a new axis before a column of indices": entries_of_all,
+    "a new axis before the columns of indices": lambda x: by_entries(x, lambda where: where[..., None, 0]),
+    "rows by positions of three axes": lambda x: tf.reduce_sum(
+        x * tf.gather_nd(x, tf.range(tf.shape(x)[0])[:, None, None]), 1
+    ),
+    "entries out of a table of unknown rank": lambda k: tf.gather(unknown_table(), tf.boolean_mask(k, k > 0)),
+    "distinct ids out of a table of unknown rank": lambda k: tf.gather(unknown_table(), tf.unique(k)[0]),
+    "a constant that is looked up beside itself": batched_constant,
+    "a constant that keeps its axis": kept_axis,
+    "a product of constants of different ranks": product_of_ranks,
+    "a branch by a constant vector": lambda x: raw_branch(tf.constant([False]), x, added_up, unchanged),
+    "a branch by a reduced constant vector": lambda x: raw_branch(
+        tf.reduce_all(tf.constant([False]), 0, keepdims=True), x, added_up, unchanged
+    ),
+    "a branch by a vector of whether all rows hold": lambda x: raw_branch(
+        tf.expand_dims(tf.reduce_all(x[:, 0] > 0), 0), x, lambda all_of, x: tf.where(all_of, x, -x), failing
+    ),
+    "a branch by a shape of whether all rows hold": lambda x: raw_branch(
+        tf.reshape(tf.reduce_all(x[:, 0] > 0), [1]), x, lambda all_of, x: tf.where(all_of, x, -x), failing
+    ),
+    "a size out of a shape of two axes": shape_of_two_axes,
+    "a size that is -1 when it runs": narrowed,
     "how often each id stands in a run": counted,
     "distances among distinct ids": between_distinct,
     "positions of distinct ids": lambda k: tf.unique(k)[1],
@@ -401,3 +493,69 @@ def test_the_name_of_a_lookup_proves_nothing_in_a_model_of_somebody_else() -> No
 
     with graph(over_rows) as mixing:
         assert not mixing.verdict.is_proven
+
+
+def looked_up(ids: Any) -> Any:
+    """As an export looks `ids` up."""
+    flat = flatten_ids(ids, None, path="a", combiner="sum")
+    return flat.combine(tf.gather(TABLE, flat.row_ids()))
+
+
+def lookup_of(*features: Any) -> list[Any]:
+    with tf.name_scope("tpuembed_lookup"):
+        return [looked_up(ids) for ids in features]
+
+
+def lists_of(ids: Any) -> Any:
+    return tf.ragged.boolean_mask(ids, ids > 0)
+
+
+def entries_beside_lists(ids: Any) -> Any:
+    lists = tf.sparse.from_dense(tf.maximum(ids, 0))
+    return lookup_of(lists, lists.values)[1]
+
+
+def cast_entries_beside_lists(ids: Any) -> Any:
+    """The entries of the lists are ids of rows as well."""
+    lists = tf.sparse.from_dense(tf.cast(tf.maximum(ids, 0), tf.int32))
+    with tf.name_scope("tpuembed_lookup"):
+        return [looked_up(tf.cast(each, tf.int64)) for each in (lists, lists.values)][1]
+
+
+def of_positions(k: Any) -> Any:
+    return lookup_of(k, tf.range(tf.shape(k, tf.int64)[0]))[1]
+
+
+UNFIT: dict[str, Graph] = {
+    "a sum over padded ids": lambda ids: tf.reduce_sum(lookup_of(lists_of(ids).to_tensor(0))[0], 1),
+    "a mean over padded ids": lambda ids: tf.reduce_mean(lookup_of(tf.maximum(lists_of(ids).to_tensor(-1), 0))[0], 1),
+    "entries beside their lists": entries_beside_lists,
+    "cast entries beside their lists": cast_entries_beside_lists,
+    "positions": of_positions,
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_a_lookup_of_rows_may_not_have_is_refused(name: str) -> None:
+    build = UNFIT[name]
+    with graph(build) as made:
+        assert not made.export_verdict.is_proven
+        assert differences(made, build), "the graph does not mix rows: the test proves nothing"
+
+
+FIT: dict[str, Graph] = {
+    "ids": lambda k: lookup_of(k)[0],
+    "lists of one width": lambda ids: tf.reduce_sum(lookup_of(tf.maximum(ids, 0))[0], 1),
+    "sparse lists": lambda ids: lookup_of(tf.sparse.from_dense(tf.maximum(ids, 0)))[0],
+    "ragged lists": lambda ids: lookup_of(lists_of(ids))[0],
+    "parsed lists and an id": lambda e, k: sum(lookup_of(parsed(e, **LISTS)["ids"], k)),
+    "parsed ragged lists": lambda e: lookup_of(parsed(e, **RAGGED)["ids"])[0],
+}
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_a_lookup_of_rows_is_proven(name: str) -> None:
+    build = FIT[name]
+    with graph(build) as made:
+        assert made.export_verdict.reason == ""
+        assert differences(made, build, 1e-5) == []
