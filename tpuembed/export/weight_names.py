@@ -48,8 +48,42 @@ class Names:
     """Which names of layers somebody chose."""
 
     def __init__(self, stems: Collection[str]) -> None:
-        """Take the names that Keras makes up for the classes of layers there are, without their numbers."""
-        self._stems = frozenset(stems)
+        """Take the names that Keras makes up for the classes of layers there are, without their numbers.
+
+        A Bidirectional layer makes two names of its layer's.
+        """
+        self._stems = {*stems, *(f"{way}_{stem}" for way in ("forward", "backward") for stem in stems)}
+
+    def without_derived(self, objects: Objects) -> Objects:
+        """The same objects, where a name that holds a made-up name of a layer around it is itself one that Keras may have made up.
+
+        `tw_1_h` below `tw_1` becomes `tw_h_1`, whose stem counts as made up from then on.
+        """
+        around: dict[int, tuple[str, ...]] = {0: ()}
+        nodes = list(objects.nodes)
+        for number in objects.below(0):
+            node = nodes[number]
+            known = around[number]
+            name = node.name and self._derived(node.name, known)
+            weights = {key: self._without_derived(weight) for key, weight in node.weights.items()}
+            nodes[number] = dataclasses.replace(node, name=name, weights=weights)
+            for child in node.children.values():
+                around.setdefault(child, (*known, node.name) if node.name else known)
+        return dataclasses.replace(objects, nodes=tuple(nodes))
+
+    def _without_derived(self, weight: Weight) -> Weight:
+        *scopes, leaf = weight.name.split("/")
+        derived = [self._derived(scope, scopes[:place]) for place, scope in enumerate(scopes)]
+        return dataclasses.replace(weight, name="/".join([*derived, leaf]))
+
+    def _derived(self, name: str, around: Iterable[str]) -> str:
+        for outer in around:
+            found = self.number(outer)
+            if found is not None and self.number(name) is None and re.search(rf"{re.escape(outer)}(?!\d)", name):
+                stem = re.sub(rf"{re.escape(outer)}(?!\d)", found[0], name)
+                self._stems.add(stem)
+                return f"{stem}_{found[1]}"
+        return name
 
     def number(self, name: str) -> tuple[str, int] | None:
         """(stem, number) of a name that Keras may have made up; None of a chosen one."""
@@ -119,6 +153,9 @@ class _Walk:
         self.pairs: dict[str, Weight] = {}
         self._takers: dict[str, str] = {}
         self._numbers: dict[str, dict[int, int]] = {}
+        self._scope: tuple[int, ...] = ()
+        self._alike: dict[tuple[int, ...], str] = {}
+        self._moved: set[tuple[int, ...]] = set()
 
     def align(self, wanted: int, found: int) -> None:
         """Pair what lies below `wanted`, in the model, with what lies below `found`.
@@ -138,7 +175,7 @@ class _Walk:
         self._check_tables(wanted, found)
         self.align_one(wanted, found)
         if mine.is_list and theirs.is_list:
-            self._align_lists(self._children(self._model, wanted), self._children(self._saved, found), theirs)
+            self._align_lists(mine, theirs, self._children(self._model, wanted), self._children(self._saved, found))
             return
         for attribute, child in mine.children.items():
             if not self._model.weights(child):
@@ -204,7 +241,7 @@ class _Walk:
             if any(later <= earlier for earlier, later in itertools.pairwise(inside)):
                 raise Mismatch(f"{theirs!r} was made before or after other layers than {mine!r} in the model")
 
-    def _align_lists(self, wanted: Sequence[int], found: Sequence[int], where: SavedObject) -> None:
+    def _align_lists(self, model: SavedObject, where: SavedObject, wanted: Sequence[int], found: Sequence[int]) -> None:
         mine, theirs = self._labels(self._model, wanted), self._labels(self._saved, found)
         pairs: dict[int, int] = {}
         for child, label in mine.items():
@@ -216,36 +253,68 @@ class _Walk:
         rest = [child for child in wanted if child not in pairs]
         others = [child for child in found if child not in pairs.values()]
         if len(rest) != len(others):
-            others = [child for child in others if not theirs[child]]
+            others = [child for child in others if not theirs[child] or any(self._may_be(mine, child) for mine in rest)]
         if len(rest) != len(others):
             raise Mismatch(
                 f"{where.path}: {len(others)} of its layers and {len(rest)} of the model's have no name of their own, or none "
                 "that the other side has"
             )
-        self._check_same_order([(wanted.index(child), found.index(pairs[child])) for child in pairs], rest, where)
-        pairs.update(zip(rest, others, strict=True))
-        self._check_made_in_order(rest, where)
-        for child in wanted:
-            self.align(child, pairs[child])
-
-    def _check_same_order(self, named: Sequence[tuple[int, int]], rest: Sequence[int], where: SavedObject) -> None:
-        """Raise Mismatch for layers of one form told apart by their places, beside named ones whose places have changed.
-
-        What stands before one of two heads stands before the other where the heads are returned in another order.
-        """
-        forms = Counter(self._form(child) for child in rest)
-        if max(forms.values(), default=0) > 1 and any(b[1] < a[1] for a, b in itertools.pairwise(sorted(named))):
-            raise Mismatch(
-                f"{where.path} holds layers of one form without names of their own ({forms.most_common(1)[0][0][0][0]}), and the "
-                "model has the named ones beside them in another order"
+        confirmed = {name for other in others for name in self._chosen(self._saved, other)}
+        forms = Counter(self._form(child, confirmed) for child in rest)
+        if max(forms.values(), default=0) > 1:
+            form = forms.most_common(1)[0][0]
+            self._alike.setdefault(
+                self._scope, f"{where.path} holds layers of one form without names of their own ({form[0][0]})"
             )
+        if self._have_moved(model.ordered(), where.ordered(), pairs):
+            self._moved.add(self._scope)
+        named = frozenset(pairs)
+        pairs.update(zip(rest, others, strict=True))
+        self._check_made_in_order(rest, where, confirmed)
+        scope = self._scope
+        for child in wanted:
+            self._scope = (*scope, child) if child in named else scope
+            self.align(child, pairs[child])
+        self._scope = scope
 
-    def _form(self, child: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The names, without Keras' numbers, and shapes of the weights below an object of the model."""
-        weights = self._model.weights(child).values()
-        return tuple(sorted((self._names.without_numbers(weight.name), weight.shape) for weight in weights))
+    def _may_be(self, wanted: int, found: int) -> bool:
+        """Whether each weight below an object of the model has one below a saved object that can be it."""
+        saved = self._saved.weights(found).values()
+        return all(
+            any(mine.shape == other.shape and self._names.may_be_one(mine.name, other.name) for other in saved)
+            for mine in self._model.weights(wanted).values()
+        )
 
-    def _check_made_in_order(self, children: Sequence[int], where: SavedObject) -> None:
+    def _have_moved(self, wanted: Sequence[int], found: Sequence[int], named: Mapping[int, int]) -> bool:
+        """Whether named layers have other places in two lists, or another order where one list is longer."""
+        places = sorted((wanted.index(child), found.index(other)) for child, other in named.items())
+        if len(wanted) == len(found) and any(mine != theirs for mine, theirs in places):
+            return True
+        return any(later[1] < earlier[1] for earlier, later in itertools.pairwise(places))
+
+    def check_same_order(self) -> None:
+        """Raise Mismatch for layers of one form told apart by their places, where named ones have changed theirs.
+
+        What stands before one of two heads stands before the other where the heads are returned in another order. Layers below
+        a named one go where it goes: its own place says nothing about theirs.
+        """
+        for scope, alike in self._alike.items():
+            if any(moved[: len(scope)] == scope for moved in self._moved):
+                raise Mismatch(f"{alike}, and the model has the named ones beside them in another order")
+
+    def _form(self, child: int, confirmed: Collection[str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The names and shapes of the weights below an object of the model.
+
+        Without Keras' numbers, and without names that no saved weight has: a checkpoint that has lost them cannot confirm them.
+        """
+        found = []
+        for weight in self._model.weights(child).values():
+            *scopes, leaf = weight.name.split("/")
+            known = [scope for scope in scopes if self._names.number(scope) is not None or scope in confirmed]
+            found.append((self._names.without_numbers("/".join([*known, leaf])), weight.shape))
+        return tuple(sorted(found))
+
+    def _check_made_in_order(self, children: Sequence[int], where: SavedObject, confirmed: Collection[str]) -> None:
         """Raise Mismatch for layers told apart by their places alone, whose places are not those in which they were made.
 
         A list of outputs in another order than in training gives them other places; outputs in a dict are sorted by their keys.
@@ -255,7 +324,7 @@ class _Walk:
             weights = self._model.weights(child).values()
             if any(self._names.number(scope) for weight in weights for scope in weight.name.split("/")[:-1]):
                 continue  # Keras' numbers prove the order
-            alike = self._form(child)
+            alike = self._form(child, confirmed)
             made = self._model.made.get(child, 0)
             if made < before.get(alike, 0):
                 raise Mismatch(
@@ -285,9 +354,12 @@ class _Walk:
 def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[Candidate], list[Mismatch]]:
     """The saved objects that correspond to the factory's model, and why others do not.
 
-    Those that give every weight the same value count once. Where some leave nothing over below themselves, only these count.
+    Those that give every weight the same value count once. One without the model's tables does not count where a saved model
+    has them: it may be an average of that model, or a part of it.
     """
+    model, saved = names.without_derived(model), names.without_derived(saved)
     core = _core(model, 0)
+    has_tables = any(_is_model_of(saved, number, model.tables(core)) for number in saved.below(0))
     entries = _entries(saved)
     found: list[tuple[bool, Candidate]] = []
     failures: list[tuple[tuple[int, int], Mismatch]] = []
@@ -298,7 +370,12 @@ def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[
             continue
         walk = _Walk(names, model, saved, is_entry=number in entries)
         try:
+            if has_tables and not saved.tables(number):
+                raise Mismatch(
+                    f"{saved.nodes[number].path or 'the root'} does not hold the model's tables, and another does"
+                )
             walk.align(core, number)
+            walk.check_same_order()
         except Mismatch as error:
             failures.append(((len(walk.layers), number), error))
             continue
@@ -311,13 +388,17 @@ def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[
             continue
         around = _left_over(saved, _model_around(saved, number), used)
         found.append((not left, Candidate(saved.nodes[number].path, walk.pairs, walk.layers, around)))
-    if any(exact for exact, _ in found):
-        found = [(exact, candidate) for exact, candidate in found if exact]
     different: list[Candidate] = []
-    for _, candidate in found:
+    for _, candidate in sorted(found, key=lambda one: not one[0]):  # those that leave nothing over first
         if all(candidate.pairs != other.pairs for other in different):
             different.append(candidate)
     return different, [error for _, error in sorted(failures, key=lambda failure: failure[0], reverse=True)]
+
+
+def _is_model_of(saved: Objects, number: int, tables: frozenset[str]) -> bool:
+    """Whether an object is a model, not a holder of models, with `tables` and weights besides them."""
+    is_model = number > 0 or saved.root_is_model
+    return is_model and bool(tables) and tables <= saved.tables(number) and bool(saved.weights(number))
 
 
 def _core(objects: Objects, number: int) -> int:
@@ -365,6 +446,7 @@ def match_by_name(names: Names, model: Objects, saved: Objects) -> Candidate:
     """
     if not saved.is_named:
         raise Mismatch("the file has lost the names of layers")
+    model, saved = names.without_derived(model), names.without_derived(saved)
     mine, theirs = _by_scope(names, model), _by_scope(names, saved)
     pairs: dict[str, Weight] = {}
     layers: dict[int, int] = {}

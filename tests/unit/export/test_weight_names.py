@@ -300,3 +300,221 @@ def test_a_file_without_names_is_matched_one_to_one_only(tmp_path: Path) -> None
     check("all", restored(_TWO, path, tables), truth)
     with pytest.raises(CheckpointMismatchError, match="lost the names of layers"):
         restored(dataclasses.replace(_TWO, outputs=("watch",)), path, tables, allow_unused_weights=True)
+
+
+def _random(model: Any, seed: int) -> Any:
+    random = np.random.default_rng(seed)
+    for weight in model.weights:
+        if "int" not in weight.dtype:
+            weight.assign(random.normal(size=weight.shape))
+    return model
+
+
+def _served(folder: Path, train: Any, serve: Any, form: str = "model", beside: Any = None) -> tuple[Any, Any]:
+    """The outputs of a trained model, and of a factory's with its weights; a model `beside` is saved too, as `ema`."""
+    keras.backend.clear_session()
+    model = train()
+    model(tf.constant(IDS))
+    truth = _random(model, 5)(tf.constant(IDS))
+    if form == "model":
+        held = {"ema": _random(beside(model), 9)} if beside else {}
+        path = tf.train.Checkpoint(model=model, **held).write(str(folder / "ckpt"))
+    else:
+        path = str(folder / ("w.weights.h5" if form == "h5" else "w.keras"))
+        model.save_weights(path) if form == "h5" else model.save(path)
+    keras.backend.clear_session()
+    with open_checkpoint(path) as checkpoint:
+        rows = {name: tf.constant(checkpoint.read(name)) for name in checkpoint.tables()}
+        with deferred_tables(Rows(rows)), recorded() as made:
+            factory = serve()
+            factory(tf.constant(IDS))
+            restore_dense_weights(
+                factory, checkpoint, checkpoint.tables(), made=made, allow_unused_weights=beside is None
+            )
+            return truth, factory(tf.constant(IDS))
+
+
+def _inputs(lookup: Any = None) -> tuple[Any, Any]:
+    ids = keras.Input((), dtype="int64", name="ids")
+    return ids, (lookup or _embedding())({"id": ids})["id"]
+
+
+def _with_aux(aux: bool, lookup: Any = None, looks_up: bool = True) -> Any:
+    ids, x = _inputs(lookup) if looks_up else (keras.Input((DIM,)),) * 2
+    hidden = keras.layers.Dense(DIM, activation="tanh", name="hidden")(x)
+    outputs = {"score": keras.layers.Dense(2, name="score")(hidden)}
+    return keras.Model(ids, outputs | ({"aux": keras.layers.Dense(1, name="aux")(hidden)} if aux else {}))
+
+
+def test_the_average_beside_a_model_is_not_taken_for_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="no place for 2 saved weights: aux"):
+        _served(
+            tmp_path,
+            lambda: _with_aux(True),
+            lambda: _with_aux(False),
+            beside=lambda _: _with_aux(False, looks_up=False),
+        )
+
+
+def test_an_exact_fit_and_one_with_more_are_both_listed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"2 saved models fit this one: .*root=(model|ema)"):
+        _served(
+            tmp_path,
+            lambda: _with_aux(True),
+            lambda: _with_aux(False),
+            beside=lambda model: _with_aux(
+                False, next(layer for layer in model.layers if isinstance(layer, TPUEmbedding))
+            ),
+        )
+
+
+def _tower_of(name: str | None, aux: bool = False) -> Any:
+    x = keras.Input((DIM,))
+    hidden = keras.layers.Dense(DIM, activation="tanh", name="h")(x)
+    last = keras.layers.Dense(DIM, name="o")(hidden)
+    return keras.Model(x, [last, keras.layers.Dense(1, name="aux")(hidden)] if aux else last, name=name)
+
+
+@pytest.mark.parametrize(("named", "form"), [(1, "model"), (0, "model"), (1, "h5"), (0, "h5"), (0, "keras")])
+def test_a_tower_without_its_extra_head_is_not_the_other_tower(tmp_path: Path, named: int, form: str) -> None:
+    def train() -> Any:
+        ids, x = _inputs()
+        query, aux = _tower_of("query" if named else None, True)(x)
+        item = _tower_of("item" if named else None)(x)
+        return keras.Model(ids, {"q": keras.layers.Dense(2, name="score")(query), "aux": aux, "i": item})
+
+    def serve() -> Any:
+        ids, x = _inputs()
+        return keras.Model(ids, {"q": keras.layers.Dense(2, name="score")(_tower_of("query" if named else None)(x))})
+
+    try:
+        truth, found = _served(tmp_path, train, serve, form)
+    except CheckpointMismatchError:
+        return
+    np.testing.assert_allclose(found["q"], truth["q"], atol=1e-5)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Prefixed(keras.layers.Layer):
+    """A layer that names the ones below it after itself."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.hidden = keras.layers.Dense(DIM, activation="tanh", name=f"{self.name}_h")
+        self.last = keras.layers.Dense(DIM, name=f"{self.name}_o")
+
+    def build(self, shape: Any) -> None:
+        self.hidden.build(shape)
+        self.last.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.hidden(x))
+
+
+def _recurrent() -> Any:
+    layer = keras.layers.Bidirectional(keras.layers.LSTM(2))
+    return lambda x: layer(keras.layers.Reshape((DIM, 1))(x))
+
+
+@pytest.mark.parametrize("form", ["model", "h5", "keras"])
+@pytest.mark.parametrize("make", [Prefixed, _recurrent])
+def test_names_made_of_names_that_keras_makes_up_are_no_evidence(tmp_path: Path, make: Any, form: str) -> None:
+    def train() -> Any:
+        ids, x = _inputs()
+        query, item = make(), make()
+        q = query(x)
+        return keras.Model(ids, {"i": item(x), "q": q})
+
+    def serve() -> Any:
+        ids, x = _inputs()
+        return keras.Model(ids, {"i": make()(x)})
+
+    def later() -> Any:
+        make(), make()(keras.Input((DIM,)))
+        return train()
+
+    with pytest.raises(CheckpointMismatchError, match="no saved model is proven"):
+        _served(tmp_path, train, serve, form)
+    truth, found = _served(tmp_path, train, later, form)
+    for name, values in truth.items():
+        np.testing.assert_allclose(found[name], values, atol=1e-5)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Renamed(keras.Model):
+    """Its layer's name is chosen, and a TensorFlow checkpoint does not hold it."""
+
+    def __init__(self, inner: str) -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(DIM, activation="tanh", name=inner)
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def _renamed(order: Sequence[int]) -> Any:
+    ids, x = _inputs()
+    return keras.Model(ids, [keras.layers.Dense(2, name=f"head{n}")(Renamed(f"t{n}_l0")(x)) for n in order])
+
+
+def test_names_that_the_checkpoint_has_lost_tell_no_layers_apart(tmp_path: Path) -> None:
+    truth, found = _served(tmp_path, lambda: _renamed([0, 1]), lambda: _renamed([0, 1]))
+    np.testing.assert_allclose(found, truth, atol=1e-5)
+    with pytest.raises(CheckpointMismatchError, match="in another order"):
+        _served(tmp_path, lambda: _renamed([0, 1]), lambda: _renamed([1, 0]))
+
+
+class Ranker(keras.Model):
+    """Unnamed layers in one list, and named ones in a dict."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.embedding, self.order = _embedding(), list(names)
+        self.towers = [keras.layers.Dense(DIM, activation="tanh") for _ in names]
+        self.heads = {name: keras.layers.Dense(2, name=name) for name in names}
+
+    def call(self, ids: Any) -> Any:
+        x = self.embedding({"id": ids})["id"]
+        return {name: self.heads[name](tower(x)) for name, tower in zip(self.order, self.towers, strict=True)}
+
+
+def _uneven(order: Sequence[str]) -> Any:
+    """Heads at other depths."""
+    ids, x = _inputs()
+    outputs = []
+    for name in order:
+        hidden = keras.layers.Dense(DIM, activation="tanh")(x)
+        if name == "click":
+            head = keras.layers.Dense(2, name=name)(hidden)
+            outputs.append(keras.layers.Activation("sigmoid", name="probability")(head))
+        else:
+            outputs.append(keras.layers.Dense(2, name=name)(keras.layers.ReLU()(hidden)))
+    return keras.Model(ids, outputs)
+
+
+def _of_two_classes(order: Sequence[str]) -> Any:
+    ids, x = _inputs()
+    hidden = {name: keras.layers.Dense(DIM, activation="tanh")(x) for name in order}
+    heads = {
+        "click": keras.layers.Dense(2, name="click"),
+        "watch": keras.layers.EinsumDense("ab,bc->ac", 2, name="watch"),
+    }
+    return keras.Model(ids, [heads[name](hidden[name]) for name in order])
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        (Ranker, "h5"),
+        (_uneven, "model"),
+        (_of_two_classes, "model"),
+    ],
+)
+def test_named_layers_anywhere_keep_their_order_beside_unnamed_ones_of_one_form(
+    tmp_path: Path, make: Any, form: str
+) -> None:
+    truth, found = _served(tmp_path, lambda: make(["click", "watch"]), lambda: make(["click", "watch"]), form)
+    for values, true in zip(tf.nest.flatten(found), tf.nest.flatten(truth), strict=True):
+        np.testing.assert_allclose(values, true, atol=1e-5)
+    with pytest.raises(CheckpointMismatchError, match="in another order"):
+        _served(tmp_path, lambda: make(["click", "watch"]), lambda: make(["watch", "click"]), form)
