@@ -1137,7 +1137,7 @@ def _range(call: Call) -> list[Value]:
                 return [same([Size.of(len(found))], [Size.of(number) for number in found])]
         size = call.unknown()
         if limit.sizes is not None and start.numbers() == [0] and step.numbers() == [1]:
-            size = limit.sizes[0]
+            size = limit.sizes[0] if limit.sizes[0].at_least(Size.of(0)) else size  # of a negative limit it is empty
         return [same([size])]
     is_plain = start.numbers() == [0] and step.numbers() == [1] and limit.sizes is not None
     if is_plain and limit.sizes and len(limit.sizes[0].terms) == 1 and _is_one_width(limit.sizes[0]):
