@@ -23,6 +23,9 @@ _CONSTANTS: Final = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 10:
 _VALUES: Final = {1: "float_val", 2: "double_val", 3: "int_val", 9: "int64_val", 10: "bool_val"}
 _INTEGERS: Final = frozenset({3, 4, 5, 6, 9, 17, 22, 23})
 _BOOL: Final = 10
+_OF_ALL: Final = (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST)
+_INT64: Final = 9
+_STRING: Final = 7
 _BYTES: Final = {1: 4, 3: 4, 22: 4, 2: 8, 9: 8, 23: 8, 19: 2, 14: 2, 5: 2, 17: 2, 4: 1, 6: 1}
 
 
@@ -157,6 +160,27 @@ def _numbers_value(shape: tuple[Size, ...], sizes: Sequence[Size]) -> Value:
     return Value(kind, shape, sizes=tuple(sizes))
 
 
+def _in_range(sizes: Iterable[Size], dtype: int) -> bool:
+    """Whether integers of a dtype hold these numbers, in a run of less than 2**14 rows; others wrap around."""
+    largest = 2**63 if dtype == _INT64 else 2**31
+    for size in sizes:
+        for names, number in size.terms:
+            if not -largest <= number < largest:
+                return False
+            if size.symbols and abs(number) > (largest >> 15 if names else largest >> 1):
+                return False
+    return True
+
+
+def _computed(dtype: int, shape: tuple[Size, ...], sizes: Sequence[Size]) -> Value:
+    """A tensor of integers that arithmetic makes."""
+    if _in_range(sizes, dtype):
+        return _numbers_value(shape, sizes)
+    if all(size.is_same for size in sizes):
+        return same(shape)
+    raise MixedError(f"{_BATCH_SIZE}, and wraps around")
+
+
 # ---- constants, variables, tables
 
 
@@ -212,6 +236,8 @@ def _find(call: Call) -> list[Value]:
     table, keys, default = call.inputs
     if table.kind is not Kind.HANDLE or default.kind is not Kind.SAME:
         raise MixedError("it is not known what is looked up")
+    if default.shape != ():  # some tables take one default for each key
+        raise MixedError("it may have a default for each row")
     return _elementwise(Call(call.node, [keys], call._symbol))
 
 
@@ -300,24 +326,29 @@ def _of_sizes(call: Call) -> list[Value] | None:
         ]
     if any(number is None for number in numbers):
         return None
-    return [_numbers_value(shape, [number for number in numbers if number is not None])]
+    return [_computed(call.dtype(), shape, [number for number in numbers if number is not None])]
 
 
 def _of_bounds(call: Call) -> list[Value] | None:
     """Comparisons of the lowest and highest of all rows with a constant, and conditions over all rows."""
     kinds = [value.kind for value in call.inputs]
-    shape = () if all(value.shape == () for value in call.inputs) else None
     for every, opposite in ((Kind.EVERY, "LogicalAnd"), (Kind.SOME, "LogicalOr")):
         if every in kinds and set(kinds) <= {every, Kind.SAME}:
             if call.op == opposite:
-                return [Value(every, shape)]
+                return [Value(every, _of_all(call))]
             if call.op == "LogicalNot":
-                return [Value(Kind.SOME if every is Kind.EVERY else Kind.EVERY, shape)]
+                return [Value(Kind.SOME if every is Kind.EVERY else Kind.EVERY, _of_all(call))]
     bounds = [kind for kind in kinds if kind in (Kind.LOWEST, Kind.HIGHEST)]
     if len(bounds) == 1 and len(kinds) == 2 and Kind.SAME in kinds and call.op in _MIRRORED:
         op = call.op if kinds[0] is bounds[0] else _MIRRORED[call.op]
-        return [Value(Kind.EVERY if op.startswith("Greater") == (bounds[0] is Kind.LOWEST) else Kind.SOME, shape)]
+        kind = Kind.EVERY if op.startswith("Greater") == (bounds[0] is Kind.LOWEST) else Kind.SOME
+        return [Value(kind, _of_all(call))]
     return None
+
+
+def _of_all(call: Call) -> tuple[Size, ...] | None:
+    """The shape that inputs without rows are broadcast to."""
+    return broadcast([same(value.shape) for value in call.inputs], call.unknown)[0]
 
 
 def _of_lengths(call: Call) -> list[Value] | None:
@@ -331,7 +362,8 @@ def _of_lengths(call: Call) -> list[Value] | None:
             return [_rows(one.shape, 0, counts=one.target, width=call.width())]
     if call.op == "Maximum" and Kind.HIGHEST in (one.kind, other.kind):
         highest, least = (one, other) if one.kind is Kind.HIGHEST else (other, one)
-        if highest.width is not None and least.kind is Kind.SAME and least.numbers() == [0]:
+        is_scalar = highest.shape == () and least.shape == ()
+        if is_scalar and highest.width is not None and least.kind is Kind.SAME and least.numbers() == [0]:
             return [Value(Kind.SIZE, (), sizes=(highest.width,))]
     if call.op == "Less" and one.kind is Kind.COLUMNS and other.kind is Kind.ROWS and one.shape is not None:
         shape = _known(other.shape)
@@ -446,9 +478,14 @@ def _elementwise(call: Call) -> list[Value]:
     return [_rows(shape, axis, counts=call.entries() if is_bool else None, fill=_fill(call) if padded else None)]
 
 
-@_rule("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "PlaceholderWithDefault", "_EagerConst")
+@_rule("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "_EagerConst")
 def _identity(call: Call) -> list[Value]:
     return list(call.inputs)
+
+
+@_rule("PlaceholderWithDefault")
+def _default(call: Call) -> list[Value]:
+    return _ensure_shape(call) if call.inputs[0].kind is Kind.ROWS else list(call.inputs)
 
 
 @_rule("Cast", "Bitcast")
@@ -461,7 +498,7 @@ def _cast(call: Call) -> list[Value]:
             if _BYTES.get(source) is None or _BYTES.get(source) != _BYTES.get(to):
                 raise MixedError("it changes the number of dimensions")
             return [Value(value.kind, value.shape, value.axis)]
-        keeps = source in narrow and to in narrow
+        keeps = source in narrow and to in narrow and _in_range(value.sizes or (), to)
         fill = None if value.fill is None or to not in _CONSTANTS else _CONSTANTS[to](value.fill)
         counts = value.counts if (source == _BOOL and to in narrow) or keeps else None
         return [
@@ -475,7 +512,10 @@ def _cast(call: Call) -> list[Value]:
                 fill=fill,
             )
         ]
-    if source in narrow and to in narrow and call.op == "Cast":
+    if source in narrow and to in narrow and call.op == "Cast" and _in_range(value.sizes or (), to):
+        is_bound = value.kind in (Kind.LOWEST, Kind.HIGHEST)
+        if is_bound and value.width is None and (source, to) == (_INT64, 3):
+            raise MixedError("the lowest or highest of all rows may wrap around")
         return [value]
     raise MixedError(_BATCH_SIZE if value.kind is Kind.SIZE else _POSITION)
 
@@ -575,8 +615,10 @@ def _product(sizes: Iterable[Size]) -> Size:
 @_rule("Reshape")
 def _reshape(call: Call) -> list[Value]:
     value, target = call.inputs
-    if value.kind in (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST) and target.kind is Kind.SAME:
-        return [dataclasses.replace(value, shape=() if target.shape == (Size.of(0),) else None)]
+    if value.kind in _OF_ALL and target.kind is Kind.SAME:
+        known = target.numbers()
+        is_known = known is not None and min(known, default=0) >= 0
+        return [dataclasses.replace(value, shape=target.sizes if is_known else None)]
     if target.kind not in (Kind.SAME, Kind.SIZE) or value.kind in (Kind.INDICES, Kind.HANDLE, Kind.LIST):
         raise MixedError("its new shape depends on rows")
     if target.sizes is None:
@@ -600,6 +642,10 @@ def _reshape(call: Call) -> list[Value]:
         return [
             Value(value.kind, shape, sizes=value.sizes, array=None if value.array is None else _as(value.array, shape))
         ]
+    if value.kind in (Kind.SPLITS, Kind.STARTS, Kind.ENDS):
+        if shape != value.shape:
+            raise MixedError(_POSITION)
+        return [value]
     axis = _kept_axis(call, value, shape)
     return [
         Value(value.kind, shape, axis, target=value.target, holes=value.holes, counts=value.counts, fill=value.fill)
@@ -651,13 +697,13 @@ def _kept_axis(call: Call, value: Value, shape: Sequence[Size]) -> int:
 @_rule("ExpandDims")
 def _expand(call: Call) -> list[Value]:
     value = call.inputs[0]
-    if value.kind in (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST):
-        return [dataclasses.replace(value, shape=None)]
     if value.kind is Kind.SAME and value.shape is None:
         return [same()]
     shape = list(_known(value.shape))
     (axis,) = call.numbers(1)
     axis += len(shape) + 1 if axis < 0 else 0
+    if value.kind in _OF_ALL:
+        return [dataclasses.replace(value, shape=tuple(_inserted(shape, axis, Size.of(1))))]
     if value.kind in (Kind.SAME, Kind.SIZE):
         shape.insert(axis, Size.of(1))
         return [Value(value.kind, tuple(shape), sizes=value.sizes)]
@@ -685,8 +731,8 @@ def _moved(value: Value, shape: Iterable[Size], axis: int) -> Value:
 def _squeeze(call: Call) -> list[Value]:
     (value,) = call.inputs
     axes = call.integers("squeeze_dims")
-    if value.kind in (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST):
-        return [value]
+    if value.kind in _OF_ALL:
+        return [value if value.shape == () else dataclasses.replace(value, shape=None)]
     if value.kind is Kind.SAME and (value.shape is None or not axes):
         known = value.shape if value.shape and all(size.number is not None for size in value.shape) else None
         return [same(None if known is None else [size for size in known if size.number != 1], value.sizes)]
@@ -801,7 +847,8 @@ def _concat(call: Call) -> list[Value]:
             return [same()]
         shapes = [_known(value.shape) for value in parts]
         return [same(_merged(call, shapes, axis % len(shapes[0])))]
-    if parts[-1].kind is Kind.ENDS and len(parts) == 2 and parts[0].numbers() == [0]:
+    is_splits = parts[-1].kind is Kind.ENDS and len(parts) == 2 and parts[0].numbers() == [0]
+    if is_splits and axis in (0, -1) and parts[0].rank == parts[1].rank == 1:
         return [Value(Kind.SPLITS, (_known(parts[1].shape)[0] + Size.of(1),), target=parts[1].target)]
     for value in parts:
         if value.kind is Kind.SAME:
@@ -1088,6 +1135,8 @@ def _broadcast_to(call: Call) -> list[Value]:
         broadcast([value, target], call.unknown)
         return [target]
     _, axis = broadcast([value, target], call.unknown)
+    if target.kind is Kind.SAME or target.axis != axis:
+        raise MixedError("a fixed number of rows is asked for")
     return [_repeated(value, target.shape, axis or 0)]
 
 
@@ -1219,7 +1268,7 @@ def _reduce(call: Call) -> list[Value]:
     if is_vector and axes and call.op in ("Prod", "Sum"):
         by = operator.mul if call.op == "Prod" else operator.add
         total = functools.reduce(by, value.sizes or (), Size.of(int(call.op == "Prod")))
-        return [_numbers_value((Size.of(1),) if keep else (), [total])]
+        return [_computed(call.dtype(), (Size.of(1),) if keep else (), [total])]
     if (
         value.kind is Kind.SAME
         and call.op in ("All", "Any")
@@ -1234,7 +1283,7 @@ def _reduce(call: Call) -> list[Value]:
     if axes is None:
         raise MixedError("which axes it adds up is not known before it runs")
     again = {Kind.EVERY: "All", Kind.SOME: "Any", Kind.LOWEST: "Min", Kind.HIGHEST: "Max"}
-    if value.kind in again and again[value.kind] == call.op:
+    if value.kind in again and again[value.kind] == call.op and (value.shape is None or value.shape == ()):
         return [value]
     if value.kind in again and axes == []:
         return [value]
@@ -1245,6 +1294,8 @@ def _reduce(call: Call) -> list[Value]:
         return [same(left)]
     if value.kind is Kind.POINTER and not left:
         return [Value(Kind.MIXED, (), reason=f"{call.node.name} ({call.op}): {_POSITION}")]
+    if value.kind in again and again[value.kind] == call.op:
+        return [dataclasses.replace(value, shape=tuple(left))]
     _laid_out(value)
     if any(shape[axis].is_padded for axis in gone):
         _check_fill(call, value)
@@ -1256,7 +1307,7 @@ def _reduce(call: Call) -> list[Value]:
             return [Value(Kind.HIGHEST, (), width=value.width)]
         if call.op not in kinds or any(size.is_padded for axis, size in enumerate(shape) if axis not in gone):
             raise MixedError("it makes one of several rows")
-        return [Value(kinds[call.op], None if left else ())]
+        return [Value(kinds[call.op], tuple(left))]
     axis = value.axis if keep else value.axis - sum(one < value.axis for one in gone)
     counts = value.counts if call.op == "Sum" else None
     return [_rows(left, axis, counts=counts, fill=value.fill if call.op in ("All", "Any") else None)]
@@ -1327,7 +1378,7 @@ def _cumulative_sizes(call: Call, value: Value) -> Value:
     for size in sizes:
         before, total = total, by(total, size)
         found.append(before if call.flag("exclusive") else total)
-    return _numbers_value(value.shape or (), found[::-1] if call.flag("reverse") else found)
+    return _computed(call.dtype(), value.shape or (), found[::-1] if call.flag("reverse") else found)
 
 
 @_rule("TopKV2", "TopK")
@@ -1679,6 +1730,8 @@ def _unique(call: Call) -> list[Value]:
     _no_width(value)
     if len(shape) != 1:
         raise MixedError("what differs is no vector")
+    if call.dtype() not in _INTEGERS | {_BOOL, _STRING}:
+        raise MixedError("numbers that are equal may differ, as 0.0 and -0.0 do")
     distinct = call.distinct()
     return [_rows([distinct], 0), Value(Kind.PLACES, shape, target=distinct)]
 
@@ -1774,7 +1827,7 @@ def _ragged_to_tensor(call: Call) -> list[Value]:
         rows = None
     if rows is None:
         raise MixedError("which rows its entries are of is not known")
-    if wanted is None or (wanted and wanted[0] not in (-1, None)):
+    if wanted is None or (wanted and wanted[0] != -1):
         raise MixedError("a fixed number of rows is asked for")
     width = Size.of(wanted[1]) if wanted[1:] and wanted[1] not in (-1, None) else call.width()
     fill = default.array if default.shape == () else None
@@ -1796,6 +1849,7 @@ def _parse(call: Call) -> list[Value]:
     serialized, *others = call.inputs
     if _known(_laid_out(serialized).shape) != (ROWS,):
         raise MixedError("its examples are no vector of the rows")
+    _no_names(others[0])
     for other in others:
         _laid_out(other, Kind.SAME)
     attr = call.node.attr
@@ -1823,10 +1877,16 @@ def _parse_outputs(node: Any) -> list[tuple[str, int]]:
 OUTPUTS["ParseExampleV2"] = _parse_outputs
 
 
+def _no_names(names: Value) -> None:
+    if names.shape != (Size.of(0),):
+        raise MixedError("its examples have names, of a fixed number")
+
+
 @_rule("ParseExample")
 def _parse_old(call: Call) -> list[Value]:
     if _known(_laid_out(call.inputs[0]).shape) != (ROWS,):
         raise MixedError("its examples are no vector of the rows")
+    _no_names(call.inputs[1])
     for other in call.inputs[1:]:
         _laid_out(other, Kind.SAME)
     indices, values, shapes = _parsed_sparse(call, call.integer("Nsparse"))
@@ -1879,21 +1939,58 @@ _outputs("StringSplit", "indices", "values", "shape")
 
 @_rule("TensorListFromTensor")
 def _list_of(call: Call) -> list[Value]:
-    value = call.inputs[0]
+    value, wanted = call.inputs
     if value.kind is Kind.SAME:
-        return [Value(Kind.LIST, element=same(None if value.shape is None else value.shape[1:]))]
-    shape = _known(_laid_out(value).shape)
-    _no_width(value)
-    if value.axis == 0:
-        raise MixedError("it goes over rows")
-    return [Value(Kind.LIST, element=_rows(shape[1:], value.axis - 1))]
+        element = same(None if value.shape is None else value.shape[1:])
+    else:
+        shape = _known(_laid_out(value).shape)
+        _no_width(value)
+        if value.axis == 0:
+            raise MixedError("it goes over rows")
+        element = _rows(shape[1:], value.axis - 1)
+    return [_with_element(Value(Kind.LIST, declared=_declared(wanted)), element)]
 
 
 @_rule("TensorListReserve", "EmptyTensorList")
 def _new_list(call: Call) -> list[Value]:
     if call.inputs[1].kind is not Kind.SAME:
         raise MixedError(_BATCH_SIZE)
-    return [Value(Kind.LIST)]
+    return [Value(Kind.LIST, declared=_declared(call.inputs[0]))]
+
+
+def _declared(wanted: Value) -> tuple[Size, ...] | None:
+    """The shape that the tensors of a list are said to have; a negative number leaves an axis open, None all of it."""
+    if wanted.kind not in (Kind.SAME, Kind.SIZE) or wanted.sizes is None:
+        raise MixedError("the shape of its tensors is not known before it runs")
+    return None if wanted.shape == () else wanted.sizes
+
+
+def _taken(kept: Value, wanted: tuple[Size, ...] | None) -> Value:
+    """What a tensor of a list is, in its own shape; one that was never set is zeros in the shapes that were declared."""
+    element = kept.element
+    if element is None:
+        raise MixedError("what its tensors are is not known")
+    for shape in (kept.declared, wanted):
+        element = _in_shape(element, shape)
+    return element
+
+
+def _in_shape(element: Value, declared: tuple[Size, ...] | None) -> Value:
+    """A tensor of a list of which this shape is declared: in a shape left open, it is that of the tensors that were set."""
+    if declared is None:
+        return element
+    known = element.shape
+    is_open = [size.number is not None and size.number < 0 for size in declared]
+    fits = known is not None and len(known) == len(declared)
+    if known is not None and fits:
+        fits = all(free or size == own for free, size, own in zip(is_open, declared, known, strict=True))
+    if element.kind is Kind.SAME:
+        if not all(size.is_same for size in declared):
+            raise MixedError(_BATCH_SIZE)
+        return element if fits else same()
+    if known is None or len(known) != len(declared) or not (declared == known or is_open[element.axis]):
+        raise MixedError("a fixed number of rows is asked for")
+    return element
 
 
 @_rule("TensorListGetItem")
@@ -1901,7 +1998,7 @@ def _list_item(call: Call) -> list[Value]:
     kept, index = call.inputs[:2]
     if kept.kind is not Kind.LIST or kept.element is None or index.kind is not Kind.SAME:
         raise MixedError("which of its tensors is taken depends on rows")
-    return [kept.element]
+    return [_taken(kept, _declared(call.inputs[2]))]
 
 
 @_rule("TensorListSetItem")
@@ -1920,21 +2017,23 @@ def _push(call: Call) -> list[Value]:
 
 
 def _with_element(kept: Value, value: Value) -> Value:
-    if kept.element is not None and kept.element != value:
-        raise MixedError("its tensors differ")
+    """The list with one more tensor; of numbers that are known of one, nothing is known of each."""
     _laid_out(value, Kind.ROWS, Kind.SAME)
     _no_width(value)
-    return Value(Kind.LIST, element=value)
+    element = Value(value.kind, value.shape, value.axis)
+    if kept.element is not None and kept.element != element:
+        raise MixedError("its tensors differ")
+    if element.kind is Kind.ROWS:
+        _in_shape(element, kept.declared)
+    return Value(Kind.LIST, element=element, declared=kept.declared)
 
 
 @_rule("TensorListStack")
 def _stack_list(call: Call) -> list[Value]:
     kept = call.inputs[0]
-    if kept.kind is not Kind.LIST or kept.element is None:
+    if kept.kind is not Kind.LIST:
         raise MixedError("what its tensors are is not known")
-    if call.inputs[1].kind not in (Kind.SAME, Kind.SIZE):
-        raise MixedError("its shape depends on rows")
-    value = kept.element
+    value = _taken(kept, _declared(call.inputs[1]))
     if value.kind is Kind.SAME:
         return [same(None if value.shape is None else (call.unknown(), *value.shape))]
     return [_rows([call.unknown(), *_known(value.shape)], value.axis + 1)]

@@ -170,6 +170,7 @@ class Value:
         fill: what stands behind the values of a row in an axis of a padded size.
         reason: of MIXED, why.
         element: of LIST and HANDLE, what is in it.
+        declared: of LIST, the shape that its tensors were said to have; a negative number leaves an axis open, None all of it.
     """
 
     kind: Kind
@@ -185,6 +186,7 @@ class Value:
     fill: Any = dataclasses.field(default=None, compare=False)
     reason: str = ""
     element: "Value | None" = None
+    declared: tuple[Size, ...] | None = None
 
     @property
     def is_padded(self) -> bool:

@@ -490,6 +490,8 @@ def _widened(index: int, one: Value, other: Value, kept: dict[tuple[int, int], S
         if value.kind is Kind.MIXED:
             return value
     if one.kind is Kind.LIST and other.kind is Kind.LIST and None in (one.element, other.element):
+        if one.declared != other.declared:
+            return mixed("it is a list of tensors of one shape in one case, and of another in another")
         return one if other.element is None else other
     if one.kind is Kind.SAME and other.kind is Kind.SAME:
         shape = _widened_shape(index, one, other, kept, symbol)

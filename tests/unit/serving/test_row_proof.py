@@ -22,6 +22,7 @@ SPECS = {
 KERNEL = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 TABLE = np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32)
 Graph = Callable[..., Any]
+R = tf.raw_ops
 
 
 def example(rng: np.random.Generator) -> bytes:
@@ -206,6 +207,143 @@ def narrowed(ids: Any) -> Any:
     return tf.cond(width > tf.shape(part)[1], lambda: ids, lambda: tf.cumsum(ids))
 
 
+def mean_if(condition: Any, x: Any) -> Any:
+    """A mean over rows, where a constant condition holds."""
+    return tf.cond(condition, lambda: x - tf.reduce_mean(x, 0), lambda: x)
+
+
+def two_written(one: Any, other: Any, dtype: Any) -> Any:
+    """The first of two tensors in a list."""
+    return tf.TensorArray(dtype, 2, clear_after_read=False).write(0, one).write(1, other).read(0)
+
+
+def one_set(element_shape: Any, item: Any) -> Any:
+    """A list of two tensors, of which only the first is set."""
+    kept = R.TensorListReserve(element_shape=element_shape, num_elements=2, element_dtype=item.dtype)
+    return R.TensorListSetItem(input_handle=kept, index=0, item=item)
+
+
+def default_out_of_a_list(x: Any) -> Any:
+    where = tf.where(x > 0)
+    dense = R.RaggedTensorToTensor(
+        shape=tf.constant(-1, tf.int64),
+        values=tf.gather_nd(x, where),
+        default_value=two_written(1.0, 0.0, tf.float32),
+        row_partition_tensors=[tf.shape(x, tf.int64)[0], where[:, 0]],
+        row_partition_types=["FIRST_DIM_SIZE", "VALUE_ROWIDS"],
+    )
+    return tf.reduce_sum(dense, 1)
+
+
+def condition_never_set(x: Any) -> Any:
+    kept = one_set(tf.constant([], tf.int32), tf.constant(True))
+    shape = tf.constant([], tf.int32)
+    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=shape, element_dtype=tf.bool)
+    return tf.cond(found, lambda: x, lambda: x - tf.reduce_mean(x, 0))
+
+
+def rows_never_set(x: Any) -> Any:
+    kept = one_set([-1, 4], x)
+    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=[1, 4], element_dtype=tf.float32)
+    return tf.reshape(tf.nn.softmax(tf.reshape(x, [R.Shape(input=found)[0], -1])), [-1, 4])
+
+
+def rank_never_set(x: Any) -> Any:
+    """A tensor that was never set has one axis more than the one that was."""
+    kept = one_set(-1, tf.ones([1, 4]))
+    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=[1, 1, 4], element_dtype=tf.float32)
+    return tf.reshape(x + tf.reduce_sum(x + found, 1, keepdims=True), [-1, 4])
+
+
+def columns_in_a_list(x: Any) -> Any:
+    columns = tf.transpose(tf.reshape(x, [-1, 4, 1]), [1, 0, 2])
+    kept = R.TensorListFromTensor(tensor=columns, element_shape=[8, 1])
+    return R.TensorListGetItem(input_handle=kept, index=0, element_shape=[-1, 1], element_dtype=tf.float32)
+
+
+def ends_in_a_column(x: Any) -> Any:
+    """Row ends of another shape are no row splits: their differences meet the counts of all rows."""
+    counts = tf.reduce_sum(tf.cast(x > 0, tf.int32), 1)
+    splits = tf.concat([[[0]], tf.reshape(tf.cumsum(counts), [-1, 1])], 0)
+    return tf.reduce_sum(tf.expand_dims(splits[1:] - splits[:-1] + counts, 1), -1)
+
+
+def as_many_rows_as_ids(x: Any, ids: Any) -> Any:
+    where = tf.where(x > 0)
+    return R.RaggedTensorToTensor(
+        shape=tf.stack([tf.shape(ids, tf.int64)[1], tf.constant(5, tf.int64)]),
+        values=tf.gather_nd(x, where),
+        default_value=0.0,
+        row_partition_tensors=[tf.shape(x, tf.int64)[0], where[:, 0]],
+        row_partition_types=["FIRST_DIM_SIZE", "VALUE_ROWIDS"],
+    )
+
+
+def highest_that_wraps(k: Any) -> Any:
+    highest = tf.cast(tf.reduce_max(tf.where(tf.equal(k, 3), tf.constant(2**32, tf.int64), k)), tf.int32)
+    with tf.control_dependencies([tf.debugging.Assert(highest < 1, ["too high"])]):
+        return tf.identity(k)
+
+
+def defaults_of_keys(k: Any) -> Any:
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+    defaults = tf.constant(np.arange(8), tf.int64)
+    return R.LookupTableFindV2(table_handle=table.resource_handle, keys=k, default_value=defaults)
+
+
+def named_examples(e: Any) -> Any:
+    none = tf.constant([], tf.string)
+    return R.ParseExampleV2(
+        serialized=e,
+        names=tf.constant(["a"] * 8),
+        sparse_keys=none,
+        dense_keys=tf.constant(["one"]),
+        ragged_keys=none,
+        dense_defaults=[tf.constant([], tf.int64)],
+        num_sparse=0,
+        sparse_types=[],
+        ragged_value_types=[],
+        ragged_split_types=[],
+        dense_shapes=[[1]],
+    ).dense_values[0]
+
+
+def named_examples_of_old(e: Any) -> Any:
+    return R.ParseExample(
+        serialized=e,
+        names=tf.constant(["a"] * 8),
+        sparse_keys=[],
+        dense_keys=["one"],
+        dense_defaults=[tf.constant([], tf.int64)],
+        sparse_types=[],
+        dense_shapes=[[1]],
+    ).dense_values[0]
+
+
+def zeros_of_two_signs(v: Any) -> Any:
+    found, places = tf.unique(v * 0.0)
+    return tf.gather(1.0 / found, places)
+
+
+def condition_in_a_vector(x: Any) -> Any:
+    """A vector of one element is true to an If, whatever the element is."""
+    every = tf.expand_dims(tf.reduce_all(x > -1), 0)
+    specs = [tf.TensorSpec([1], tf.bool), tf.TensorSpec([None, 4], tf.float32)]
+
+    def fails(condition: Any, x: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.Assert(False, [condition])]):
+            return tf.identity(x)
+
+    return R.If(
+        cond=every,
+        input=[every, x],
+        Tout=[tf.float32],
+        then_branch=tf.function(lambda condition, x: tf.where(condition, x, -x)).get_concrete_function(*specs),
+        else_branch=tf.function(fails).get_concrete_function(*specs),
+        output_shapes=[[None, 4]],
+    )[0]
+
+
 MIXING: dict[str, Graph] = {
     "a new axis behind a column of indices": lambda x: by_entries(x, lambda where: where[:, 0, None]),
     "a new axis before a column of indices": entries_of_all,
@@ -230,6 +368,38 @@ MIXING: dict[str, Graph] = {
     ),
     "a size out of a shape of two axes": shape_of_two_axes,
     "a size that is -1 when it runs": narrowed,
+    "a condition out of a list": lambda x: mean_if(two_written(True, False, tf.bool), x),
+    "a default out of a list": default_out_of_a_list,
+    "a condition that was never set in a list": condition_never_set,
+    "rows that were never set in a list": rows_never_set,
+    "a tensor of another rank that was never set in a list": rank_never_set,
+    "a list of a fixed number of rows": lambda x: (
+        tf.TensorArray(tf.float32, 1, element_shape=[8, 4]).write(0, x).stack()[0]
+    ),
+    "a list stacked to a fixed number of rows": lambda x: R.TensorListStack(
+        input_handle=one_set([-1, 4], x), element_shape=[8, 4], element_dtype=tf.float32
+    )[0],
+    "a list made of a fixed number of rows": columns_in_a_list,
+    "a fixed shape": lambda x: tf.ensure_shape(x, [8, 4]),
+    "a number that a cast wraps": lambda x: mean_if(tf.cast(tf.constant(2**32 + 1, tf.int64), tf.int32) < 5, x),
+    "a product that wraps": lambda x: mean_if(tf.constant(65536) * tf.constant(65536) <= 0, x),
+    "a sum that wraps": lambda x: mean_if(tf.constant(2**31 - 1) + 1 <= 0, x),
+    "a difference that wraps": lambda x: mean_if(tf.constant(-(2**31)) - 1 >= 0, x),
+    "a product of a vector that wraps": lambda x: mean_if(tf.reduce_prod(tf.constant([65536, 65536])) <= 0, x),
+    "a running product that wraps": lambda x: mean_if(tf.math.cumprod(tf.constant([65536, 65536]))[1] <= 0, x),
+    "a batch size that wraps": lambda x: mean_if(tf.shape(x)[0] * 65536 * 65536 <= 0, x),
+    "a batch size and a number that wrap": lambda x: mean_if(tf.shape(x)[0] + (2**31 - 1) <= 0, x),
+    "an axis that a cast wraps": lambda x: (
+        x + tf.reduce_sum(x[:, :, None], tf.cast(tf.constant([2**32], tf.int64), tf.int32), keepdims=True)[:, :, 0]
+    ),
+    "the highest id, wrapped by a cast": highest_that_wraps,
+    "row ends in a column": ends_in_a_column,
+    "as many rows as a row has ids": as_many_rows_as_ids,
+    "a default for each key": defaults_of_keys,
+    "examples with names": named_examples,
+    "examples with names, of the old operation": named_examples_of_old,
+    "zeros of two signs": zeros_of_two_signs,
+    "a condition in a vector": condition_in_a_vector,
     "how often each id stands in a run": counted,
     "distances among distinct ids": between_distinct,
     "positions of distinct ids": lambda k: tf.unique(k)[1],
@@ -343,6 +513,18 @@ def test_what_mixes_rows_is_refused(name: str) -> None:
         unstable = ("random", "dropout", "assigned", "constant seed", "batch that is a constant")
         if not any(word in name for word in unstable):
             assert differences(made, build), "the graph does not mix rows: the test proves nothing"
+
+
+FIXED: dict[str, Graph] = {
+    "a broadcast": lambda x: x + tf.broadcast_to(x, [1, 4]),
+    "a placeholder": lambda x: tf.identity(tf.compat.v1.placeholder_with_default(x, [8, 4])),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_number_of_rows_is_refused(name: str) -> None:
+    with graph(FIXED[name]) as made:
+        assert "a fixed number of rows is asked for" in made.verdict.reason
 
 
 def weighted(x: Any, flag: Any) -> Any:
