@@ -8,7 +8,8 @@ EXTRAS := tf,serve,hdf5,jax,cloud,ray,dev
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13
-EVERYWHERE := tests/unit tests/conformance tests/e2e/test_road.py
+OLDEST_TESTS := tests/unit tests/conformance tests/e2e/test_road.py
+NEWEST_TESTS := $(addprefix tests/unit/,cli config files layer live serving) tests/conformance tests/e2e/test_road.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-oldest test-newest-python tpu-proof check bench format clean
@@ -40,10 +41,10 @@ test-long: $(STAMP) $(RATINGS)  ## the tests of `make test` and those with big f
 	@touch $@
 
 test-oldest: .venv-oldest/.installed $(RATINGS)  ## unit and conformance tests and one export end to end, with the oldest TensorFlow and Keras
-	.venv-oldest/bin/python -m pytest -n 2 -m "not long" $(EVERYWHERE)
+	.venv-oldest/bin/python -m pytest -n 2 -m "not long" $(OLDEST_TESTS)
 
-test-newest-python: $(STAMP)  ## the same tests with the newest Python, if this machine has it
-	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "not long" $(EVERYWHERE)
+test-newest-python: $(STAMP)  ## what may differ between Pythons, with the newest one, if this machine has it
+	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "not long" $(NEWEST_TESTS)
 
 tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: docs/tpu-proof.md
 	$(BIN)/python -m tests.tpu --tests
