@@ -22,7 +22,7 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import Manifest
+from tpuembed.manifest import LOOKUP_SCOPE, Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching_parameters import MODEL_FILE, BatchingParameters, read_parameters
 from tpuembed_serving.deadlines import remaining_seconds
@@ -113,12 +113,19 @@ class SavedModelServable:
             self._verdicts[name] = prove(self._meta_graph, name, is_export=self._manifest is not None)
         return self._verdicts[name]
 
+    def _has_marks(self) -> bool:
+        """Returns True if lookups are marked in the graph, which the proof then goes by."""
+        graph = self._meta_graph.graph_def
+        bodies = (graph.node, *(function.node_def for function in graph.library.function))
+        return any(LOOKUP_SCOPE in node.name for body in bodies for node in body)
+
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
         if verdict.is_proven and self._manifest is not None and is_worth_packing(self._manifest, signature):
             verdict = self._verdict("packed")  # which is what runs
         # Exports of lookups that are older than the proof have no marks in their graphs. What they are, their manifest says.
-        is_proven = verdict.is_proven or (self._manifest is not None and bool(self._manifest.features))
+        is_older = self._manifest is not None and bool(self._manifest.features) and not self._has_marks()
+        is_proven = verdict.is_proven or is_older
         if not is_proven and signature.inputs:
             text = "%s: signature %s: requests do not share runs unless --enable-batching says so: %s"
             logger.warning(text, self._where, signature.name, verdict.reason)

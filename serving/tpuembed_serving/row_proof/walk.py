@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpuembed.manifest import LOOKUP_SCOPE
 from tpuembed_serving.row_proof.operations import OUTPUTS, RULES, Call
 from tpuembed_serving.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
 
 __all__ = ["Verdict", "prove"]
 
-_LOOKUP: Final = re.compile(r"(?:.*/)?tpuembed_lookup(?:_\d+)?(?=/)")
+_LOOKUP: Final = re.compile(rf"(?:.*/)?{LOOKUP_SCOPE}(?:_\d+)?(?=/)")
 """The names of a lookup's operations, in models that hold tpuembed's layers and in its exports: it is one operation here.
 
 Each row of its outputs is looked up by the ids of that row, whatever stands beside or behind them: the layer's own contract.
