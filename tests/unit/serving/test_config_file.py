@@ -74,6 +74,26 @@ def test_a_broken_file_is_said_once(
     assert server.reloads == [["b"]]
 
 
+def test_a_file_that_is_being_written_unloads_nothing(
+    config: ConfigFile, server: Server, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that writes the file in place truncates it first. TensorFlow Serving keeps its models then, too."""
+    for text in ("", "\n# models of the shop\n"):
+        path.write_text(text, encoding="utf-8")
+        config.look()
+    (refused,) = caplog.messages
+    assert refused.endswith(
+        f"config {path}: has no model_config_list. To serve no model, write: model_config_list {{}}"
+    )
+    assert server.reloads == []
+    path.write_text("model_config_list {}", encoding="utf-8")
+    config.look()
+    assert server.reloads == [[]]
+    path.write_text("", encoding="utf-8")
+    config.look()
+    assert server.reloads == [[]]
+
+
 def test_what_the_server_refuses_is_tried_again(
     config: ConfigFile, server: Server, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,7 +132,7 @@ def test_it_looks_by_itself_until_it_is_stopped(config: ConfigFile, server: Serv
 def test_it_outlives_what_nobody_expected(config: ConfigFile, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def broken(_: Path) -> tuple[ModelSettings, ...]:
+    def broken(_: Path, **options: bool) -> tuple[ModelSettings, ...]:
         looks.append(1)
         raise RuntimeError
 
