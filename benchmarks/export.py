@@ -35,10 +35,10 @@ import numpy as np
 from benchmarks.sparse_core_files import SPARSE_CORES_PER_DEVICE, write_sparse_core_checkpoint
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import ReadBuffers
-from tpuembed.export.engines.local import LocalEngine
-from tpuembed.export.execute import StreamReport, stream_tables
-from tpuembed.export.plan import plan_export
-from tpuembed.export.stream import Source
+from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.stream.engines.local import LocalEngine
+from tpuembed.export.stream.execute import StreamReport, stream_tables
+from tpuembed.export.stream.shard import Source
 from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
 DIM = 64
@@ -134,7 +134,7 @@ RESTORE_AND_SAVE = """
 import json, os, sys, time
 from pathlib import Path
 import tensorflow as tf
-from tpuembed.export.stream import peak_rss_bytes
+from tpuembed.export.stream.shard import peak_rss_bytes
 
 prefix, folder = sys.argv[1:]
 started = time.monotonic()

@@ -181,7 +181,7 @@ _SERVABLES: dict[Path, Any] = {}
 
 
 def _serve(version: Path, ids: Callable[[None], np.ndarray[Any, Any]]) -> float:
-    from tpuembed_serving import runtime
+    from tpuembed_serving.tensorflow import session as runtime
 
     started = time.monotonic()
     servable = _SERVABLES.get(version) or _SERVABLES.setdefault(version, runtime.load(version))

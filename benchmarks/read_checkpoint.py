@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.export.stream import peak_rss_bytes
+from tpuembed.export.stream.shard import peak_rss_bytes
 from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
 DIM = 64
@@ -144,7 +144,7 @@ _RESTORE = """
 import json, os, sys, time
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import tensorflow as tf
-from tpuembed.export.stream import peak_rss_bytes
+from tpuembed.export.stream.shard import peak_rss_bytes
 prefix, rows, dim = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 embedding = tf.tpu.experimental.embedding
 table = embedding.TableConfig(rows, dim, name="table", initializer=tf.zeros_initializer())

@@ -259,7 +259,7 @@ class Bench:
         """Median milliseconds of a call of 1 row in the process that calls."""
         code = (
             "import json, sys, time, numpy as np\nfrom pathlib import Path\n"
-            "from tpuembed_serving.http_server import prepare_tensorflow\nprepare_tensorflow()\n"
+            "from tpuembed_serving.http.server import prepare_tensorflow\nprepare_tensorflow()\n"
             "from tpuembed_serving import runtime\n"
             f"servable = runtime.load(Path({str(self._model_dir / '1')!r}))\n"
             "signature = servable.signatures['serving_default']\n"

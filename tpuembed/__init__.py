@@ -6,8 +6,8 @@ Names are loaded when they are first used (PEP 562), so that `import tpuembed` i
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpuembed.environment import check_keras_backend
 from tpuembed.errors import MissingExtraError
+from tpuembed.runtime.environment import check_keras_backend
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import TableInfo, open_checkpoint
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     )
     from tpuembed.errors import TpuEmbedError
     from tpuembed.export import ExportReport, export_saved_model
-    from tpuembed.input_pipeline import input_options
     from tpuembed.layer import TPUEmbedding
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.restore import RestoreReport, restore_tables
-    from tpuembed.tpu_runtime import TpuEnvironment, configure_tpu
+    from tpuembed.runtime.input_pipeline import input_options
+    from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
 
 __version__ = "0.1.0"
 
@@ -49,11 +49,11 @@ _HOME = {
     "TableConfig": "tpuembed.config",
     "TableInfo": "tpuembed.checkpoint",
     "TpuEmbedError": "tpuembed.errors",
-    "TpuEnvironment": "tpuembed.tpu_runtime",
-    "configure_tpu": "tpuembed.tpu_runtime",
+    "TpuEnvironment": "tpuembed.runtime.tpu",
+    "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
     "export_saved_model": "tpuembed.export",
-    "input_options": "tpuembed.input_pipeline",
+    "input_options": "tpuembed.runtime.input_pipeline",
     "open_checkpoint": "tpuembed.checkpoint",
     "restore_tables": "tpuembed.restore",
 }

@@ -24,9 +24,9 @@ from tpuembed.config import TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.runtime.table_scope import TableSource
+from tpuembed.runtime.weight_files import load_tables, save_tables
 from tpuembed.table_access import TableAccess
-from tpuembed.table_scope import TableSource
-from tpuembed.weight_files import load_tables, save_tables
 
 __all__ = ["TPUEmbedding"]
 

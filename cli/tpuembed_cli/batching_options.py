@@ -49,7 +49,7 @@ def take_batching(options: dict[str, Any]) -> Any:
     Raises:
         ConfigError: the file is not what it should be, or batching is not enabled.
     """
-    from tpuembed_serving.batching_parameters import read_parameters
+    from tpuembed_serving.batching.parameters import read_parameters
     from tpuembed_serving.settings import BatchingSettings
 
     file = options.pop("batching_parameters_file")

@@ -92,7 +92,7 @@ def main() -> None:
 
 def _let_go_of_runs() -> None:
     """A server's run that nobody waits for any more does not keep the process."""
-    stopping = sys.modules.get("tpuembed_serving.stopping")
+    stopping = sys.modules.get("tpuembed_serving.workers.stopping")
     if stopping is not None:
         stopping.end_within(stopping.LAST_SECONDS)
 

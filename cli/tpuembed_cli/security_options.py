@@ -64,13 +64,13 @@ security_options = option_group(_OPTIONS)
 
 
 def take_security(options: dict[str, Any]) -> Any:
-    """The `tpuembed_serving.security.SecuritySettings` that `options` say, taken out of them.
+    """The `tpuembed_serving.core.security.SecuritySettings` that `options` say, taken out of them.
 
     Raises:
         ConfigError: a file is not what it should be.
     """
-    from tpuembed_serving.api_keys import ApiKeys
-    from tpuembed_serving.security import ConnectionLimits, SecuritySettings
+    from tpuembed_serving.core.api_keys import ApiKeys
+    from tpuembed_serving.core.security import ConnectionLimits, SecuritySettings
 
     limits = ConnectionLimits(
         connections=options.pop("max_connections"),
@@ -89,7 +89,7 @@ def take_security(options: dict[str, Any]) -> Any:
 
 
 def _take_tls(options: dict[str, Any]) -> Any:
-    from tpuembed_serving.tls import TlsSettings
+    from tpuembed_serving.core.tls import TlsSettings
 
     certificate, key, client_ca = (options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
     if certificate is None and key is None and client_ca is None:

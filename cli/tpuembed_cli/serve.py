@@ -175,7 +175,7 @@ def serve(
         assert model_dir is not None
         run(ServerSettings.for_model_dir(model_dir, name=name, **options))
     else:
-        from tpuembed_serving.models_config import read_models
+        from tpuembed_serving.models.config import read_models
 
         run(ServerSettings(models=read_models(config), config_file=config, **options))
 
@@ -187,7 +187,7 @@ def _serve(settings: "ServerSettings") -> None:
 
 
 def _print_tf_serving(settings: "ServerSettings") -> None:
-    from tpuembed_serving.tf_serving_command import tf_serving_files
+    from tpuembed_serving.tf_serving.command import tf_serving_files
 
     click.echo(tf_serving_files(settings), nl=False)
 

@@ -35,9 +35,9 @@ def take_telemetry(options: dict[str, Any]) -> Any:
     Raises:
         ConfigError: the file is not what it should be.
     """
-    from tpuembed_serving.metrics import DEFAULT_PATH
-    from tpuembed_serving.monitoring_config import read_metrics_path
     from tpuembed_serving.settings import TelemetrySettings
+    from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
+    from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
 
     file, switch = options.pop("monitoring_config_file"), options.pop("metrics")
     if file is not None and switch:

@@ -19,23 +19,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpuembed_serving.app import ServingApp, create_app
-    from tpuembed_serving.models_config import read_models
-    from tpuembed_serving.policies import AllVersions, LatestVersions, SpecificVersions
+    from tpuembed_serving.http.app import ServingApp, create_app
+    from tpuembed_serving.models.config import read_models
+    from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions
     from tpuembed_serving.server import serve
     from tpuembed_serving.settings import LoadSettings, ModelSettings, ServerSettings, TelemetrySettings
 
 _HOME = {
-    "AllVersions": "tpuembed_serving.policies",
-    "LatestVersions": "tpuembed_serving.policies",
+    "AllVersions": "tpuembed_serving.models.policies",
+    "LatestVersions": "tpuembed_serving.models.policies",
     "LoadSettings": "tpuembed_serving.settings",
     "ModelSettings": "tpuembed_serving.settings",
     "ServerSettings": "tpuembed_serving.settings",
     "TelemetrySettings": "tpuembed_serving.settings",
-    "SpecificVersions": "tpuembed_serving.policies",
-    "read_models": "tpuembed_serving.models_config",
-    "ServingApp": "tpuembed_serving.app",
-    "create_app": "tpuembed_serving.app",
+    "SpecificVersions": "tpuembed_serving.models.policies",
+    "read_models": "tpuembed_serving.models.config",
+    "ServingApp": "tpuembed_serving.http.app",
+    "create_app": "tpuembed_serving.http.app",
     "serve": "tpuembed_serving.server",
 }
 

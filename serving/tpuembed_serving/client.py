@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import ServingError
-from tpuembed_serving.binary_frames import CONTENT_TYPE, Frame, decode_frame, encode_frame
+from tpuembed_serving.http.binary_frames import CONTENT_TYPE, Frame, decode_frame, encode_frame
 
 __all__ = ["BinaryClient", "Prediction", "RequestFailedError"]
 

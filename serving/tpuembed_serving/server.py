@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tpuembed.errors import ServingError
-from tpuembed_serving.app import create_app
-from tpuembed_serving.config_file import ConfigFile
-from tpuembed_serving.http_server import log_to_stderr, prepare_tensorflow, run_app
-from tpuembed_serving.listening import bind, bind_shared, reserve
+from tpuembed_serving.http.app import create_app
+from tpuembed_serving.http.server import log_to_stderr, prepare_tensorflow, run_app
+from tpuembed_serving.models.config_file import ConfigFile
+from tpuembed_serving.models.versions import GRAPH_FILE, find_versions
 from tpuembed_serving.settings import ModelSettings, ServerSettings
-from tpuembed_serving.stopping import Stop, stop_on_signals
-from tpuembed_serving.supervisor import Supervisor
-from tpuembed_serving.telemetry import check_telemetry
-from tpuembed_serving.versions import GRAPH_FILE, find_versions
+from tpuembed_serving.telemetry.observers import check_telemetry
+from tpuembed_serving.workers.sockets import bind, bind_shared, reserve
+from tpuembed_serving.workers.stopping import Stop, stop_on_signals
+from tpuembed_serving.workers.supervisor import Supervisor
 
 __all__ = ["serve"]
 

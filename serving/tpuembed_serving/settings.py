@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError
-from tpuembed_serving.batching_parameters import BatchingParameters
-from tpuembed_serving.checks import check_positive
-from tpuembed_serving.policies import LatestVersions, VersionPolicy
-from tpuembed_serving.security import SecuritySettings
+from tpuembed_serving.batching.parameters import BatchingParameters
+from tpuembed_serving.core.checks import check_positive
+from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
 
 __all__ = [
     "DEFAULT_LOAD",

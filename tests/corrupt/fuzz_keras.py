@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.keras_rs import h5_lister, h5_listing
+from tpuembed.checkpoint.keras import h5_lister, h5_listing
 from tpuembed.errors import CheckpointError
 
 _SECONDS = 5

@@ -15,7 +15,7 @@ from tests.e2e.killed_export import slow_down
 from tests.unit.export.test_local_engine import children
 from tpuembed.errors import ExportError
 from tpuembed.export import export_saved_model
-from tpuembed.export.record import read_record
+from tpuembed.export.stream.resume_log import read_record
 
 CONFIG = {"features": {"x": {"table": "t", "input": "id"}}}
 

@@ -9,9 +9,9 @@ import tpuembed.export.run as steps
 from tests.unit.export.fakes import LoggedReads
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.export import export_saved_model
-from tpuembed.export import plan as planner
-from tpuembed.export import record as recording
-from tpuembed.export.stream import Source
+from tpuembed.export.plan import plan as planner
+from tpuembed.export.stream import resume_log as recording
+from tpuembed.export.stream.shard import Source
 
 SHARD_BYTES = 64 << 10
 READ_SECONDS = 0.1

@@ -63,7 +63,7 @@ def ask_python(model: Any) -> dict[str, Array]:
 
 
 def ask_server(version: Path, **options: Any) -> dict[str, Array]:
-    from tpuembed_serving import runtime
+    from tpuembed_serving.tensorflow import session as runtime
 
     servable = runtime.load(version, **options)
     try:
@@ -208,7 +208,7 @@ def spoil(version: Path, change: str) -> str:
 
 @pytest.mark.parametrize("change", ["missing", "short", "long"])
 def test_damaged_files_are_refused_by_name(checkpoint: Path, tmp_path: Path, change: str) -> None:
-    from tpuembed_serving.status import StatusError
+    from tpuembed_serving.core.status import StatusError
 
     version = export(checkpoint, tmp_path / "m")
     file = spoil(version, change)
@@ -241,7 +241,7 @@ def test_commands_name_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_prewarming_finds_one_bit(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    from tpuembed_serving.status import Code, StatusError
+    from tpuembed_serving.core.status import Code, StatusError
 
     version = export(checkpoint, tmp_path / "m")
     seen: list[int] = []
@@ -257,7 +257,7 @@ def test_prewarming_finds_one_bit(checkpoint: Path, tables: dict[str, Array], tm
 
 
 def test_a_graph_of_another_export_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    from tpuembed_serving.status import Code, StatusError
+    from tpuembed_serving.core.status import Code, StatusError
 
     version = export(checkpoint, tmp_path / "m")
     other = export(checkpoint, tmp_path / "n", tables=["c"])
@@ -337,7 +337,7 @@ def test_other_tables_are_not_shared(checkpoint: Path, tables: dict[str, Array],
 MEASURE = """
 import json, resource, sys
 import numpy as np
-from tpuembed_serving import runtime
+from tpuembed_serving.tensorflow import session as runtime
 peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
 runtime.load(__import__("pathlib").Path(sys.argv[2])).close()
 before = peak()

@@ -22,11 +22,11 @@ from tests.e2e.serve_process import SCRIPT, run_command
 from tests.stores import S3Proxy, moto_server
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.batch import FolderPlace
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.engines.protocol import Job
-from tpuembed.export.plan import plan_export
-from tpuembed.export.stream import Source
+from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.stream.batch import FolderPlace
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.engines.protocol import Job
+from tpuembed.export.stream.shard import Source
 from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
 DIM = 64

@@ -24,8 +24,8 @@ from tests.unit.export.fakes import random_table, write_checkpoint
 from tests.unit.export.test_local_engine import children
 from tpuembed import export_saved_model
 from tpuembed.errors import CheckpointError, CheckpointNotFoundError, ExportError, TpuEmbedError, WorkerError
-from tpuembed.export.engines import local
-from tpuembed.export.record import read_record
+from tpuembed.export.stream.engines import local
+from tpuembed.export.stream.resume_log import read_record
 from tpuembed.tensor_bundle import shard_path
 
 ROOT = Path(__file__).parents[2]

@@ -16,13 +16,13 @@ import tensorflow as tf
 from tests.unit.export.fakes import Array, FakeCheckpoint, random_table, source_of, write_checkpoint
 from tests.unit.export.graphs import save_gathers
 from tpuembed.checkpoint import TableInfo, open_checkpoint
-from tpuembed.export.assemble import assemble
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import StreamReport, stream_tables
-from tpuembed.export.layouts import choose_layout
-from tpuembed.export.plan import ExportPlan, plan_export
-from tpuembed.export.staging import Staging
-from tpuembed.export.stream import Source
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.publish.assemble import assemble
+from tpuembed.export.publish.folder import Staging
+from tpuembed.export.publish.layouts import choose_layout
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import StreamReport, stream_tables
+from tpuembed.export.stream.shard import Source
 from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.export.fakes import random_table, write_checkpoint
-from tpuembed.export.plan import ExportPlan, plan_export
+from tpuembed.export.plan.plan import ExportPlan, plan_export
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -20,11 +20,11 @@ import signal, sys
 from pathlib import Path
 from tests.e2e.test_export_stream_killed import plan_of
 from tests.unit.export.fakes import LoggedCheckpoint, source_of
-from tpuembed.export import record
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import stream_tables
-from tpuembed.export.record import Header
-from tpuembed.export.staging import Staging
+from tpuembed.export.stream import resume_log as record
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import stream_tables
+from tpuembed.export.stream.resume_log import Header
+from tpuembed.export.publish.folder import Staging
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 record._SECONDS_BETWEEN_FLUSHES = 0.01
@@ -44,7 +44,7 @@ SHARDS = 180
 def plan_of(prefix: Path) -> ExportPlan:
     """Small shards of one chunk each."""
     from tests.unit.export.fakes import FakeCheckpoint
-    from tpuembed.export import plan as planner
+    from tpuembed.export.plan import plan as planner
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_SHARD_BYTES", 6_000)

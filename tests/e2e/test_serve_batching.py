@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from tests.e2e.serve_process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
-from tpuembed_serving import runtime
-from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.batching.parameters import BatchingParameters
+from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import BatchingSettings
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.tensorflow import session as runtime
 
 ROWS = {"users": 50, "items": 300}
 DIM = 8

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tpuembed_serving import runtime
+from tpuembed_serving.tensorflow import session as runtime
 
 Array = np.ndarray[Any, Any]
 WORDS = np.array(["a", "b c", "", "dd", "a b c d"], object)

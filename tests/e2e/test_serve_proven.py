@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
-from tpuembed_serving import runtime
+from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.settings import BatchingSettings
-from tpuembed_serving.status import StatusError
+from tpuembed_serving.tensorflow import session as runtime
 
 SIZES = {"a": (40, 4), "b": (30, 8)}
 PLAIN = {

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.export.fakes import random_table, write_checkpoint
 from tpuembed import export_saved_model
 from tpuembed.manifest import MANIFEST_PATH
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.verification import verify_checksums
-from tpuembed_serving.versions import INDEX_FILE, check_files
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.verification import verify_checksums
+from tpuembed_serving.models.versions import INDEX_FILE, check_files
 
 SHAPES = {"a": (100, 4), "b": (50, 4), "c": (30, 8)}
 CONFIG = {"features": {name: {"table": name, "combiner": "sum"} for name in SHAPES}}

@@ -11,10 +11,10 @@ import tensorflow as tf
 from tensorflow_serving.apis import prediction_log_pb2
 
 from tests.e2e.serve_models import spec
-from tpuembed_serving import runtime
-from tpuembed_serving.servable import Array, Signature
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.warmup import WARMUP_PATH, read_records, warm_up
+from tpuembed_serving.core.servable import Array, Signature
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.warmup import WARMUP_PATH, read_records, warm_up
+from tpuembed_serving.tensorflow import session as runtime
 
 
 @pytest.fixture(scope="module")

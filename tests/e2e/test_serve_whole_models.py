@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
-from tpuembed_serving import lean_graph, runtime
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.tensorflow import lean_graph
+from tpuembed_serving.tensorflow import session as runtime
 
 NAMES = ("a", "b", "c")
 ROWS = {"a": 10, "b": 20, "c": 30}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tpuembed.checkpoint.tools import read_rows, verify_files
-from tpuembed_serving import runtime
+from tpuembed_serving.tensorflow import session as runtime
 
 EXPORTS = Path(__file__).with_name("exports")
 INPUTS = {"user": "ids", "watched": "watched", "age": "age"}

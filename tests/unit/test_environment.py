@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tpuembed import environment
 from tpuembed.errors import ConfigError
+from tpuembed.runtime import environment
 
 
 @pytest.mark.parametrize(("variable", "value"), [("TF_USE_LEGACY_KERAS", "1"), ("KERAS_BACKEND", "numpy")])

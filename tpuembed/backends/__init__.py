@@ -20,9 +20,9 @@ from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.backends.tpu_v1 import TpuV1Backend
 from tpuembed.backends.training import Step, train
-from tpuembed.environment import check_environment
 from tpuembed.errors import ConfigError
-from tpuembed.table_scope import current_source
+from tpuembed.runtime.environment import check_environment
+from tpuembed.runtime.table_scope import current_source
 
 __all__ = ["Backend", "Request", "TakenGradients", "choose", "train"]
 

@@ -1,4 +1,4 @@
-"""No tables at all: rows come from the exporter's stacked variables (see `tpuembed.table_scope`)."""
+"""No tables at all: rows come from the exporter's stacked variables (see `tpuembed.runtime.table_scope`)."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.config import TableConfig
 from tpuembed.manifest import LOOKUP_SCOPE
-from tpuembed.table_scope import TableSource
+from tpuembed.runtime.table_scope import TableSource
 
 __all__ = ["DeferredBackend"]
 

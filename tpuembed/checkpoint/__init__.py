@@ -63,8 +63,8 @@ class Format(Protocol):
 @functools.cache
 def formats() -> tuple[Format, ...]:
     """The readers, in the order in which they are asked; imported when a checkpoint is opened, which not every program does."""
-    from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
-    from tpuembed.checkpoint.keras_rs import KerasCheckpoint
+    from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
+    from tpuembed.checkpoint.keras import KerasCheckpoint
     from tpuembed.checkpoint.orbax import OrbaxCheckpoint
 
     return OrbaxCheckpoint, BundleCheckpoint, KerasCheckpoint

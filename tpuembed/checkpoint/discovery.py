@@ -2,14 +2,14 @@
 
 from typing import Final
 
-from tpuembed.checkpoint.keras_graph import check_keras_model, keras_rs_tables
-from tpuembed.checkpoint.layer_config import merge_configs
-from tpuembed.checkpoint.mid_level import keras_layer_tables, mid_level_tables
-from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
-from tpuembed.checkpoint.object_graph import VALUE, ObjectGraph
-from tpuembed.checkpoint.own_layer import own_layer_configs, own_layer_tables
-from tpuembed.checkpoint.plain_variables import graph_variables, named_variables
-from tpuembed.checkpoint.table_keys import Discovery, merge_tables
+from tpuembed.checkpoint.bundle.keras_graph import check_keras_model, keras_rs_tables
+from tpuembed.checkpoint.bundle.layer_config import merge_configs
+from tpuembed.checkpoint.bundle.mid_level import keras_layer_tables, mid_level_tables
+from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
+from tpuembed.checkpoint.bundle.object_graph import VALUE, ObjectGraph
+from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_tables
+from tpuembed.checkpoint.bundle.plain_variables import graph_variables, named_variables
+from tpuembed.checkpoint.bundle.table_keys import Discovery, merge_tables
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.tensor_bundle import Bundle
 

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final, Protocol, runtime_checkable
 
-from tpuembed.checkpoint.keras_optimizers import is_optimizer
-from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
-from tpuembed.checkpoint.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.bundle.keras_optimizers import is_optimizer
+from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
+from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.types import Array
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError

@@ -10,8 +10,8 @@ import sys
 import types
 from typing import Any
 
-from tpuembed.environment import check_keras_backend
 from tpuembed.errors import MissingExtraError
+from tpuembed.runtime.environment import check_keras_backend
 
 __all__ = ["module"]
 

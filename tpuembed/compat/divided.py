@@ -17,8 +17,8 @@ from tpuembed.errors import UnknownTableError
 from tpuembed.files import FilePath
 from tpuembed.layer import TPUEmbedding
 from tpuembed.restore import RestoreReport, restore_saved, restore_tables
+from tpuembed.runtime.weight_files import load_tables, save_tables
 from tpuembed.table_access import LiveTables
-from tpuembed.weight_files import load_tables, save_tables
 
 __all__ = ["DividedEmbedding", "Division", "divide"]
 

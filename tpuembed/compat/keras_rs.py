@@ -21,7 +21,7 @@ from tpuembed.config import FeatureConfig as LayerFeature
 from tpuembed.config.structure import check_plain, flatten, map_leaves
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
-from tpuembed.table_scope import current_source
+from tpuembed.runtime.table_scope import current_source
 
 __all__ = ["DistributedEmbedding", "FeatureConfig", "TableConfig", "layers"]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
+from tpuembed.export.plan.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
+from tpuembed.export.plan.request import make_request
+from tpuembed.export.plan.row_ranges import RowRanges
 from tpuembed.export.report import ExportReport
-from tpuembed.export.request import make_request
-from tpuembed.export.row_ranges import RowRanges
 from tpuembed.export.run import Progress, check_place, make_plan, run_export
-from tpuembed.export.storage_choice import Storage
+from tpuembed.export.storage.choice import Storage
 from tpuembed.files import FilePath
 
 __all__ = ["ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpuembed.config.checks import check_keys, check_number
-from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES
-from tpuembed.export.row_ranges import RowRanges
-from tpuembed.export.storage_choice import Storage
+from tpuembed.export.plan.plan import DEFAULT_MAX_MEMORY_BYTES
+from tpuembed.export.plan.row_ranges import RowRanges
+from tpuembed.export.storage.choice import Storage
 
 __all__ = ["ExportOptions"]
 

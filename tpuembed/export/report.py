@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuembed.export.storage_error import TableError
+from tpuembed.export.storage.error import TableError
 from tpuembed.manifest import VocabularyEntry
 
 __all__ = ["ExportReport"]

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, cast
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
 from tpuembed.errors import TpuEmbedError
-from tpuembed.export.assemble import assemble
-from tpuembed.export.destinations import Stage, choose_destination
-from tpuembed.export.engines import Engine, check_engine, choose_engine, default_workers
-from tpuembed.export.engines.protocol import StartsEarly
-from tpuembed.export.error_bound import ErrorBound
-from tpuembed.export.execute import StreamReport, stream_into
-from tpuembed.export.layouts import check_layout
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan import ExportPlan, plan_export
-from tpuembed.export.record import Header
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.plan.request import Request
+from tpuembed.export.publish.assemble import assemble
+from tpuembed.export.publish.destinations import Stage, choose_destination
+from tpuembed.export.publish.layouts import check_layout
+from tpuembed.export.publish.reuse import tables_key
 from tpuembed.export.report import ExportReport
-from tpuembed.export.request import Request
-from tpuembed.export.same_tables import tables_key
-from tpuembed.export.stream import Source, ignore, peak_rss_bytes
+from tpuembed.export.storage.error_bound import ErrorBound
+from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
+from tpuembed.export.stream.engines.protocol import StartsEarly
+from tpuembed.export.stream.execute import StreamReport, stream_into
+from tpuembed.export.stream.resume_log import Header
+from tpuembed.export.stream.shard import Source, ignore, peak_rss_bytes
 from tpuembed.files import FilePath
 
 if TYPE_CHECKING:
-    from tpuembed.export.graph import SavedGraph
+    from tpuembed.export.graph.saved_model import SavedGraph
 
 __all__ = ["Progress", "check_place", "make_plan", "resumable", "run_export", "source_of"]
 

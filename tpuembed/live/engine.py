@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.export.batch import Batch, run_batch
-from tpuembed.export.engines import Job, default_workers
-from tpuembed.export.plan import ShardTask
-from tpuembed.export.stream import ShardResult, ignore
+from tpuembed.export.plan.plan import ShardTask
+from tpuembed.export.stream.batch import Batch, run_batch
+from tpuembed.export.stream.engines import Job, default_workers
+from tpuembed.export.stream.shard import ShardResult, ignore
 
 __all__ = ["ThreadEngine"]
 
@@ -16,7 +16,7 @@ _REPORT_SECONDS = 0.1
 
 
 class ThreadEngine:
-    """A `tpuembed.export.engines.Engine` that reads from an open checkpoint, which any thread may read."""
+    """A `tpuembed.export.stream.engines.Engine` that reads from an open checkpoint, which any thread may read."""
 
     def __init__(self, checkpoint: Checkpoint, workers: int | None) -> None:
         """At most `workers` shards are written at once; None for one per processor."""

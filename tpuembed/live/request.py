@@ -7,15 +7,15 @@ from typing import Any
 
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError
-from tpuembed.export.graph import SavedGraph, save_graph
-from tpuembed.export.keras_model import wrap_model
-from tpuembed.export.plan import ExportPlan
-from tpuembed.export.request import Request, check_model_config, make_request
-from tpuembed.export.signature import quantization_of
-from tpuembed.export.stacked_tables import StackedTables
+from tpuembed.export.graph.keras_model import wrap_model
+from tpuembed.export.graph.saved_model import SavedGraph, save_graph
+from tpuembed.export.graph.signature import quantization_of
+from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.request import Request, check_model_config, make_request
 from tpuembed.layer import TPUEmbedding
 from tpuembed.live.tables import LiveCheckpoint, embedding_layers
-from tpuembed.table_scope import deferred_tables
+from tpuembed.runtime.table_scope import deferred_tables
 
 __all__ = ["request_of"]
 

@@ -16,8 +16,8 @@ from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
-from tpuembed.export.keras_model import check_layers
-from tpuembed.export.stream import Source
+from tpuembed.export.graph.keras_model import check_layers
+from tpuembed.export.stream.shard import Source
 from tpuembed.layer import TPUEmbedding
 from tpuembed.table_access import LiveTables
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.checkpoint.update_counts import update_counts
+from tpuembed.checkpoint.bundle.update_counts import update_counts
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.restore.plan import Request, TablePlan, plan_tables

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests.unit.checkpoint.tpu_checkpoints import layout_fields, serialized_layouts
 from tests.unit.tensor_bundle.bundles import save
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
+from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
-from tpuembed.checkpoint.interleaved import BufferSizes, read_interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import BufferSizes, read_interleaved
 from tpuembed.tensor_bundle import shard_path
 
 Array = np.ndarray[Any, Any]

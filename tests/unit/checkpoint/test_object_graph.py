@@ -3,7 +3,7 @@
 import pytest
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from tpuembed.checkpoint.object_graph import ObjectGraph
+from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.protobuf import MalformedError
 
 

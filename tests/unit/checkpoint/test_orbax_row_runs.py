@@ -1,7 +1,7 @@
 """Runs of stored rows, by numbers worked out by hand."""
 
+from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, interleaved_runs, split_run
-from tpuembed.checkpoint.sparsecore_layouts import TableLayout
 
 LAYOUT = TableLayout(
     table="t",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.goldens import FOLDER, read_golden
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
+from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.checkpoint.types import ReadSum, SummedReads
 
 STACKS = [*sorted(path.name for path in (FOLDER / "tpu").glob("sparse_cores_*")), "partitioned_mod"]

@@ -13,10 +13,10 @@ import tensorflow as tf
 import tpuembed
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import stream_tables
-from tpuembed.export.plan import plan_export
+from tpuembed.export.plan.plan import plan_export
 from tpuembed.export.run import source_of
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import stream_tables
 from tpuembed_cli.main import cli
 from tpuembed_cli.options import SIZE
 

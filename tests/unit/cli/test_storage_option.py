@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tpuembed.export.storage import STORAGES
+from tpuembed.export.storage.formats import STORAGES
 from tpuembed_cli.options import STORAGE_TYPES, storage_option
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from tpuembed.export.plan import ExportPlan
+from tpuembed.export.plan.plan import ExportPlan
 
 
 def save_gathers(plan: ExportPlan, folder: Path, *, dense: bool = False) -> dict[str, str]:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.export import worker
-from tpuembed.export.stream import Source
+from tpuembed.export.stream import worker
+from tpuembed.export.stream.shard import Source
 
 SLACK_BYTES = 768 << 10
 """For the interpreter's own objects."""

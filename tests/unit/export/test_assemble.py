@@ -9,12 +9,12 @@ import pytest
 from tests.unit.export.fakes import info, random_table, source_of, write_checkpoint
 from tests.unit.export.graphs import save_gathers
 from tpuembed.errors import CheckpointError, ExportError
-from tpuembed.export.assemble import assemble
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import StreamReport, stream_tables
-from tpuembed.export.layouts import choose_layout
-from tpuembed.export.plan import ExportPlan, plan_export
-from tpuembed.export.staging import Staging
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.publish.assemble import assemble
+from tpuembed.export.publish.folder import Staging
+from tpuembed.export.publish.layouts import choose_layout
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import StreamReport, stream_tables
 
 Change = Callable[[StreamReport, dict[str, str]], Any]
 KEY = "stack_float32_4/.ATTRIBUTES/VARIABLE_VALUE"

@@ -13,10 +13,10 @@ import pytest
 from tests.unit.export.fakes import info, random_table, source_of, write_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError, ExportError, UnknownTableError
-from tpuembed.export.error_bound import ErrorBound, table_errors
-from tpuembed.export.plan import ExportPlan, ShardTask, plan_export
-from tpuembed.export.storage import STORAGES
-from tpuembed.export.stream import ShardResult, run_shard
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export
+from tpuembed.export.storage.error_bound import ErrorBound, table_errors
+from tpuembed.export.storage.formats import STORAGES
+from tpuembed.export.stream.shard import ShardResult, run_shard
 
 Array = npt.NDArray[Any]
 QUANTIZATION = QuantizationConfig(16, -1.0, 1.5)

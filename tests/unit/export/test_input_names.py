@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests.unit.export.fakes import random_table, write_checkpoint
 from tpuembed import export_saved_model
 from tpuembed.errors import ConfigError
-from tpuembed.export.signature import check_input_names
+from tpuembed.export.graph.signature import check_input_names
 
 PAIRS = [
     ("x", "X"),

@@ -28,12 +28,12 @@ from tpuembed.errors import (
     ExportError,
     WorkerError,
 )
-from tpuembed.export import plan as planner
-from tpuembed.export.batch import FolderPlace
-from tpuembed.export.engines import Job, choose_engine, default_workers, local
-from tpuembed.export.execute import stream_tables
-from tpuembed.export.plan import ExportPlan, plan_export
-from tpuembed.export.stream import ShardResult
+from tpuembed.export.plan import plan as planner
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.stream.batch import FolderPlace
+from tpuembed.export.stream.engines import Job, choose_engine, default_workers, local
+from tpuembed.export.stream.execute import stream_tables
+from tpuembed.export.stream.shard import ShardResult
 from tpuembed.tensor_bundle import shard_path
 
 WORKERS = 2
@@ -155,9 +155,7 @@ def test_results_come_in_the_order_of_their_shards(tmp_path: Path, plan: ExportP
 def test_a_worker_imports_no_tensorflow_and_little_else(tmp_path: Path, plan: ExportPlan) -> None:
     report = stream(plan, tmp_path)
     assert 0 < report.worker_peak_rss_bytes < 48_000_000
-    script = (
-        "import sys, tpuembed.export.worker; print(*(m for m in ('tensorflow', 'keras', 'jax') if m in sys.modules))"
-    )
+    script = "import sys, tpuembed.export.stream.worker; print(*(m for m in ('tensorflow', 'keras', 'jax') if m in sys.modules))"
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ""
 
@@ -279,7 +277,7 @@ def test_a_signal_stops_the_workers_while_the_engine_waits(tmp_path: Path, plan:
 
 
 def test_a_worker_ends_when_its_input_does() -> None:
-    command = [sys.executable, "-m", "tpuembed.export.worker"]
+    command = [sys.executable, "-m", "tpuembed.export.stream.worker"]
     assert subprocess.run(command, input=b"", timeout=20, check=True).returncode == 0
 
 
@@ -291,7 +289,7 @@ def test_an_orphaned_worker_ends_at_its_next_chunk(tmp_path: Path, plan: ExportP
         job = {"source": source, "parent": parent, "delay_seconds": 0}
         batch = {"shards": [dataclasses.asdict(plan.shards[0])], "where": {"folder": str(tmp_path)}}
         lines = json.dumps(job) + "\n" + json.dumps(batch) + "\n"
-        command = [sys.executable, "-m", "tpuembed.export.worker"]
+        command = [sys.executable, "-m", "tpuembed.export.stream.worker"]
         ended = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=20, check=False)
         said = [key for line in ended.stdout.splitlines() for key in json.loads(line) if key != "progress"]
         assert (ended.returncode, "".join(said)) == outcome

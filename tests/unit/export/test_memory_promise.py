@@ -12,9 +12,9 @@ from tests.unit.export.limited import EXACT_ALLOCATION, limited_source
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import ReadBuffers
 from tpuembed.errors import ConfigError, WorkerError
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import stream_tables
-from tpuembed.export.plan import ExportPlan, plan_export
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import stream_tables
 from tpuembed.tensor_bundle import crc, shard_path
 
 MIB = 1 << 20
@@ -57,8 +57,8 @@ def plan_of(path: Path, storage: str, max_memory_bytes: int) -> ExportPlan:
 
 @pytest.fixture(autouse=True)
 def shards_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed.export.plan._SHARD_BYTES", 3 * MIB)
-    monkeypatch.setattr("tpuembed.export.engines.local._RETRY_SECONDS", ())
+    monkeypatch.setattr("tpuembed.export.plan.plan._SHARD_BYTES", 3 * MIB)
+    monkeypatch.setattr("tpuembed.export.stream.engines.local._RETRY_SECONDS", ())
     for name, value in EXACT_ALLOCATION.items():
         monkeypatch.setenv(name, value)
 

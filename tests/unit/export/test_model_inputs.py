@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.errors import ConfigError
-from tpuembed.export.keras_model import wrap_model
+from tpuembed.export.graph.keras_model import wrap_model
 from tpuembed.manifest import Manifest
-from tpuembed_serving import runtime
-from tpuembed_serving.status import StatusError
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.tensorflow import session as runtime
 
 WORDS = ["ant", "bee", "cow"]
 LISTS = [["bee", "ant", "cow"], [], ["cow"]]

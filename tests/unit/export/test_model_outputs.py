@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.errors import ConfigError
-from tpuembed.export.keras_model import wrap_model
+from tpuembed.export.graph.keras_model import wrap_model
 from tpuembed.manifest import Manifest
 from tpuembed_cli.main import cli
-from tpuembed_serving import runtime
+from tpuembed_serving.tensorflow import session as runtime
 
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.unit.export.fakes import info
 from tpuembed.checkpoint import TableInfo
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
-from tpuembed.export import plan as planner
-from tpuembed.export.plan import ExportPlan, ShardTask, plan_export
-from tpuembed.export.record import export_key
-from tpuembed.export.stream import Source
+from tpuembed.export.plan import plan as planner
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export
+from tpuembed.export.stream.resume_log import export_key
+from tpuembed.export.stream.shard import Source
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

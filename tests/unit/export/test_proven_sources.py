@@ -11,12 +11,12 @@ import pytest
 
 from tests.goldens import Golden, read_golden
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
+from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.errors import CheckpointCorruptError
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import StreamReport, stream_tables
-from tpuembed.export.plan import plan_export
-from tpuembed.export.stream import Source
+from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import StreamReport, stream_tables
+from tpuembed.export.stream.shard import Source
 
 GOLDENS = ["sparse_cores_8_adam", "sparse_cores_2_adagrad_momentum", "partitioned_mod"]
 

@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.export.fakes import random_table, write_checkpoint
 from tpuembed.errors import ExportError
-from tpuembed.export.batch import Batch, FolderPlace
-from tpuembed.export.engines import ray as engine
-from tpuembed.export.engines.protocol import Job
-from tpuembed.export.plan import plan_export
-from tpuembed.export.stream import Source
+from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.stream.batch import Batch, FolderPlace
+from tpuembed.export.stream.engines import ray as engine
+from tpuembed.export.stream.engines.protocol import Job
+from tpuembed.export.stream.shard import Source
 
 NOTICE = b"[2026-01-01 00:00:00,000 W 1 1] gcs_client.cc:210: Failed to get cluster ID: InvalidAuthToken: missing or incorrect\n"
 

@@ -13,15 +13,15 @@ import pytest
 from tests.unit.export import fakes
 from tests.unit.export.fakes import Array, random_table, source_of, write_checkpoint
 from tpuembed.errors import CheckpointCorruptError, ExportError, TpuEmbedError
-from tpuembed.export import plan as planner
-from tpuembed.export import record as recording
 from tpuembed.export import run as steps
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import StreamReport, stream_tables
-from tpuembed.export.plan import ExportPlan, plan_export
-from tpuembed.export.record import Header
-from tpuembed.export.staging import Staging, ensure_space
-from tpuembed.export.stream import ShardResult
+from tpuembed.export.plan import plan as planner
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.publish.folder import Staging, ensure_space
+from tpuembed.export.stream import resume_log as recording
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import StreamReport, stream_tables
+from tpuembed.export.stream.resume_log import Header
+from tpuembed.export.stream.shard import ShardResult
 from tpuembed.tensor_bundle import crc
 
 SHARDS = 6

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tpuembed.errors import ExportError
-from tpuembed.export.staging import Staging, ensure_space, next_version
+from tpuembed.export.publish.folder import Staging, ensure_space, next_version
 
 
 def names(folder: Path) -> list[str]:
@@ -170,7 +170,7 @@ def test_litter_of_the_dead_is_removed_and_work_of_the_living_is_not(tmp_path: P
     script = f"""
 import os, sys
 from pathlib import Path
-from tpuembed.export.staging import Staging
+from tpuembed.export.publish.folder import Staging
 staging = Staging(Path({str(tmp_path)!r}))
 (staging.path / "big").write_text("x")
 print(staging.folder.name, flush=True)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tpuembed.config import QuantizationConfig
-from tpuembed.export.chunk import chunk_bytes, rows_within
-from tpuembed.export.decode import decode_rows
-from tpuembed.export.storage import SOURCE_DTYPES, STORAGES, RowEncoder
-from tpuembed.export.storage_error import ErrorSums, TableError
-from tpuembed.export.storage_types import UnstorableRowError, block_rows
+from tpuembed.export.storage.decode import decode_rows
+from tpuembed.export.storage.error import ErrorSums, TableError
+from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
+from tpuembed.export.storage.types import UnstorableRowError, block_rows
+from tpuembed.export.stream.chunk import chunk_bytes, rows_within
 
 Array = npt.NDArray[Any]
 LARGEST = float(np.finfo(np.float32).max)

@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.export.fakes import FakeCheckpoint, random_table, source_of, write_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ExportError
-from tpuembed.export.plan import ShardTask
-from tpuembed.export.stream import Source, peak_rss_bytes, run_shard
+from tpuembed.export.plan.plan import ShardTask
+from tpuembed.export.stream.shard import Source, peak_rss_bytes, run_shard
 from tpuembed.tensor_bundle import shard_path
 
 OFFSET = 24

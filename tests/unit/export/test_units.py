@@ -1,6 +1,6 @@
 import pytest
 
-from tpuembed.export.units import format_bytes, format_seconds
+from tpuembed.export.formatting import format_bytes, format_seconds
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.checkpoint.tools import describe_export
 from tpuembed.errors import CheckpointMismatchError, ConfigError
-from tpuembed.export.vocabularies import check_vocabularies, vocabularies_of
+from tpuembed.export.graph.vocabularies import check_vocabularies, vocabularies_of
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 
 WORDS = ["ant", "bee", "cow", "doe", "eel"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.export.warmup import WARMUP_PATH, write_warmup
+from tpuembed.export.graph.warmup import WARMUP_PATH, write_warmup
 from tpuembed.manifest import Packing
 
 NAMES = ("watched", "user", "friends", "history", "b", "a", "zip", "liked", "country", "device")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError
-from tpuembed.export.dense_weights import recorded, restore_dense_weights
+from tpuembed.export.graph.dense_weights import recorded, restore_dense_weights
 from tpuembed.lookup import LookupIds, gather_grouped
-from tpuembed.table_scope import deferred_tables
+from tpuembed.runtime.table_scope import deferred_tables
 
 HEADS = ("click", "like", "watch")
 DIM = 3

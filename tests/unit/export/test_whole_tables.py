@@ -15,9 +15,9 @@ from tests.e2e import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.keras_model import KerasModel
+from tpuembed.export.graph.keras_model import KerasModel
 from tpuembed.manifest import Manifest
-from tpuembed_serving import runtime
+from tpuembed_serving.tensorflow import session as runtime
 
 IDS = np.array([0, 6, 3])
 
@@ -325,7 +325,7 @@ import json, os, sys
 from pathlib import Path
 import numpy as np
 from tests.e2e.memory import resident_bytes
-from tpuembed_serving import runtime
+from tpuembed_serving.tensorflow import session as runtime
 servable = runtime.load(Path(sys.argv[1]) / "small")
 run = lambda one: one.run(one.signatures["serving_default"], [np.array([1, 2])])
 run(servable)

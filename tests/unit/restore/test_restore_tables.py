@@ -20,7 +20,7 @@ from tpuembed.errors import (
     ConfigError,
     UnknownTableError,
 )
-from tpuembed.table_scope import deferred_tables
+from tpuembed.runtime.table_scope import deferred_tables
 
 
 def _random(rows: int, dim: int, *slots: str) -> dict[str | None, Array]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuembed_serving.servable import Array, Merging, Servable, Signature, TensorInfo
+from tpuembed_serving.core.servable import Array, Merging, Servable, Signature, TensorInfo
 
 NUMPY = {"float": "float32", "double": "float64", "string": "object", "half": "float16"}
 

@@ -18,8 +18,8 @@ from tensorflow_serving.apis import predict_pb2
 
 from tests.unit.serving.doubles import make_version
 from tpuembed_serving import ModelSettings, ServerSettings, create_app, server
-from tpuembed_serving.servable import Servable
-from tpuembed_serving.stopping import Stop
+from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.workers.stopping import Stop
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 BODY = b'{"instances": [1, 2]}'

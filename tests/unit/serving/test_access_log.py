@@ -13,15 +13,15 @@ from tests.unit.serving.doubles import DoublingServable, FakeLoader, make_versio
 from tests.unit.serving.test_rest import running, send, wait_until_ready
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.access_log import AccessLog
-from tpuembed_serving.app import ServingApp
-from tpuembed_serving.executor import ModelExecutor
-from tpuembed_serving.observation import GRPC, RequestRecord, observing
-from tpuembed_serving.repository import ModelRepository
-from tpuembed_serving.service import ModelSpec, PredictionService
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.service import ModelSpec, PredictionService
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.app import ServingApp
+from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.telemetry import check_telemetry
+from tpuembed_serving.telemetry.access_log import AccessLog
+from tpuembed_serving.telemetry.observers import check_telemetry
+from tpuembed_serving.telemetry.request_record import GRPC, RequestRecord, observing
 
 STAGES = ["read", "parse", "queue", "run", "encode"]
 

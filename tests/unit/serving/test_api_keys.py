@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tpuembed.errors import ConfigError
-from tpuembed_serving.api_keys import ApiKeys
+from tpuembed_serving.core.api_keys import ApiKeys
 
 FIRST, SECOND = "first-key-0123456789", "second_key~9876543210"
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.unit.serving.doubles import DoublingServable
-from tpuembed_serving.batch_runner import BatchRunner, Outcome, Postponed
-from tpuembed_serving.batching_parameters import BatchingParameters
-from tpuembed_serving.merging import count_rows
-from tpuembed_serving.servable import Array, IdRange, Merging, Signature
-from tpuembed_serving.status import Code, StatusError, invalid_argument
+from tpuembed_serving.batching.concat import count_rows
+from tpuembed_serving.batching.parameters import BatchingParameters
+from tpuembed_serving.batching.runner import BatchRunner, Outcome, Postponed
+from tpuembed_serving.core.servable import Array, IdRange, Merging, Signature
+from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 
 PROVEN = Merging(is_proven=True)
 

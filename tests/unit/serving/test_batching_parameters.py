@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tpuembed.errors import ConfigError
-from tpuembed_serving.batching_parameters import BatchingParameters, read_parameters
+from tpuembed_serving.batching.parameters import BatchingParameters, read_parameters
 from tpuembed_serving.settings import BatchingSettings
 
 # The example of TensorFlow Serving's guide, and the fields that it leaves out.

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.serving.doubles import DoublingServable, make_version
 from tests.unit.serving.test_rest import Reply, running, send, wait_until_ready
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.app import ServingApp
-from tpuembed_serving.binary_frames import decode_frame, encode_frame
+from tpuembed_serving.http.app import ServingApp
+from tpuembed_serving.http.binary_frames import decode_frame, encode_frame
 
 URL = "/binary/v1/models/m:predict"
 INPUT = {"x": np.array([1, 2], np.int64)}

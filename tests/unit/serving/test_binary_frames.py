@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpuembed_serving.binary_frames import FrameError, decode_frame, encode_frame
+from tpuembed_serving.http.binary_frames import FrameError, decode_frame, encode_frame
 
 HEADER = (
     b'{"a":1,"tensors":[{"name":"x","dtype":"int32","shape":[3],"offset":0,"size":12},'

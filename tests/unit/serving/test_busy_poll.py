@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpuembed_serving.busy_poll import BusyPoll
+from tpuembed_serving.batching.busy_poll import BusyPoll
 
 
 class Loop:

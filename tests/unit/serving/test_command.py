@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_cli import serve as command
 from tpuembed_serving import LoadSettings, ModelSettings, ServerSettings
-from tpuembed_serving.batching_parameters import BatchingParameters
+from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.settings import BatchingSettings
 
 HEAVY = ("tensorflow", "fastapi", "uvicorn", "numpy", "orjson")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.serving.doubles import wait_for
-from tpuembed_serving.config_file import ConfigFile
-from tpuembed_serving.models_config import read_models
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.config import read_models
+from tpuembed_serving.models.config_file import ConfigFile
 from tpuembed_serving.settings import ModelSettings
-from tpuembed_serving.status import Code, StatusError
 
 
 def write(path: Path, *names: str) -> None:
@@ -136,7 +136,7 @@ def test_it_outlives_what_nobody_expected(config: ConfigFile, path: Path, monkey
         looks.append(1)
         raise RuntimeError
 
-    monkeypatch.setattr("tpuembed_serving.config_file.read_models", broken)
+    monkeypatch.setattr("tpuembed_serving.models.config_file.read_models", broken)
     config.start()
     wait_for(lambda: len(looks) > 1)
     config.stop()

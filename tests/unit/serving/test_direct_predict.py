@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.doubles import DoublingServable, make_version, wait_for
-from tpuembed_serving import ServerSettings, create_app, http_server
-from tpuembed_serving.api_keys import ApiKeys
-from tpuembed_serving.direct_cycle import DirectCycle
-from tpuembed_serving.direct_predict import DirectPredict
-from tpuembed_serving.executor import ModelExecutor
-from tpuembed_serving.http_endpoint import Reply
-from tpuembed_serving.observation import current_record
-from tpuembed_serving.security import SecuritySettings
+from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.api_keys import ApiKeys
+from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.http import server as http_server
+from tpuembed_serving.http.direct_cycle import DirectCycle
+from tpuembed_serving.http.direct_predict import DirectPredict
+from tpuembed_serving.http.endpoint import Reply
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.stopping import Stop
+from tpuembed_serving.telemetry.request_record import current_record
+from tpuembed_serving.workers.stopping import Stop
 
 TARGET = "/v1/models/m:predict"
 ANSWER = b'{\n    "predictions": [2, 4\n    ]\n}'
@@ -275,7 +276,7 @@ def test_what_nobody_expects_is_an_internal_error_and_is_logged(
 
     for name in ("decode_request", "encode_outputs"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"tpuembed_serving.direct_predict.{name}", broken)
+            patch.setattr(f"tpuembed_serving.http.direct_predict.{name}", broken)
             with steady.connection() as connection:
                 connection.request("POST", TARGET, BODY)
                 reply = connection.getresponse()

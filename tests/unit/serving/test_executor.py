@@ -13,13 +13,14 @@ import pytest
 import uvloop
 
 from tests.unit.serving.doubles import DoublingServable
-from tpuembed_serving import batch_lane, executor
-from tpuembed_serving.batching_parameters import BatchingParameters
-from tpuembed_serving.busy_poll import BusyPoll
-from tpuembed_serving.executor import ModelExecutor
-from tpuembed_serving.servable import Array, Columns, IdRange, Merging, Signature
+from tpuembed_serving.batching import queue as batch_lane
+from tpuembed_serving.batching import scheduler as executor
+from tpuembed_serving.batching.busy_poll import BusyPoll
+from tpuembed_serving.batching.parameters import BatchingParameters
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.servable import Array, Columns, IdRange, Merging, Signature
+from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import BatchingSettings
-from tpuembed_serving.status import Code, StatusError
 
 X = [np.array([1, 2])]
 

@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.doubles import wait_for
-from tpuembed_serving.fleet import Answer, Ask, Call, Channel, Listening, Result, States, View, merged, together
-from tpuembed_serving.served_model import State, VersionStatus
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.worker_link import Alone, WorkerLink
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.model import State, VersionStatus
+from tpuembed_serving.workers.link import Alone, WorkerLink
+from tpuembed_serving.workers.messages import (
+    Answer,
+    Ask,
+    Call,
+    Channel,
+    Listening,
+    Result,
+    States,
+    View,
+    merged,
+    together,
+)
 
 TORN = StatusError(Code.DATA_LOSS, "torn")
 
@@ -140,7 +151,7 @@ def test_a_question_does_not_wait_for_a_change(pair: Pair) -> None:
 
 
 def test_one_that_does_not_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed_serving.worker_link._ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("tpuembed_serving.workers.link._ANSWER_SECONDS", 0.01)
     link, supervisor, _ = pair
     link.start()
     with pytest.raises(StatusError, match=r"^a worker does not answer about metrics within 0\.01 s$"):

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 
 from tests.unit.serving.doubles import wait_for
-from tpuembed_serving import guarded_http
-from tpuembed_serving.guarded_http import close_slow_connections, protocol_class
-from tpuembed_serving.security import ConnectionLimits
+from tpuembed_serving.core.security import ConnectionLimits
+from tpuembed_serving.http import protocol as guarded_http
+from tpuembed_serving.http.protocol import close_slow_connections, protocol_class
 
 LIMITS = ConnectionLimits(connections=5, header_bytes=2000, receive_seconds=0.5)
 ANSWER = b"x" * 50_000_000

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.core.example import example_pb2
 
-from tpuembed_serving.inference import Classification, Regression, to_tensor
-from tpuembed_serving.json_codec import decode_examples, encode_result, parse_document
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.classify_regress import Classification, Regression, to_tensor
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.json import decode_examples, encode_result, parse_document
 
 
 def examples(body: str | bytes) -> list[dict[str, Any]]:

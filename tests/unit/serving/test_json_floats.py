@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from tpuembed_serving.json_codec.floats import float_tokens
-from tpuembed_serving.servable import Array
+from tpuembed_serving.core.servable import Array
+from tpuembed_serving.http.json.floats import float_tokens
 
 LITERALS = [
     (3.0, "3.0"), (0.0, "0.0"), (-0.0, "-0.0"), (0.2, "0.2"), (0.0003, "0.0003"), (3e-05, "3e-05"),

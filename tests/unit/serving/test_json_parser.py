@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tpuembed_serving.json_codec.parser import JsonObject, parse
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.json.parser import JsonObject, parse
 
 VALID = [
     "{}",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.unit.serving.doubles import signature
-from tpuembed_serving.json_codec import decode_inputs, pad_ragged, parse_document
-from tpuembed_serving.servable import Signature
-from tpuembed_serving.status import StatusError
+from tpuembed_serving.core.servable import Signature
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.http.json import decode_inputs, pad_ragged, parse_document
 
 IDS = signature({"watched": "int64"})
 WEIGHTED = signature({"friends": "int64", "friends_weights": "float", "user": "int64"})

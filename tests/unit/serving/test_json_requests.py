@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.unit.serving.doubles import signature
-from tpuembed_serving.json_codec import decode_inputs, parse_document, signature_name
-from tpuembed_serving.servable import Array
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.json import decode_inputs, parse_document, signature_name
 
 INT = {"x": "int64"}
 PAIR = {"a": "int64", "b": "float"}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.unit.serving.doubles import signature
-from tpuembed_serving.json_codec import encode_error, encode_outputs
-from tpuembed_serving.servable import Array
-from tpuembed_serving.status import StatusError
+from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.http.json import encode_error, encode_outputs
 
 DTYPES = {"float32": "float", "float64": "double", "object": "string", "float16": "half"}
 

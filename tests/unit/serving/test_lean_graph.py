@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, saved_model_pb2
 
-from tpuembed_serving.lean_graph import is_lean, make_lean
+from tpuembed_serving.tensorflow.lean_graph import is_lean, make_lean
 
 RANDOM = np.random.default_rng(5)
 INPUT = RANDOM.normal(size=(7, 4)).astype(np.float32)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.unit.serving.doubles import DoublingServable, signature
 from tpuembed.errors import ConfigError
-from tpuembed_serving.json_codec import parse_document
-from tpuembed_serving.row_limit import RowLimit
-from tpuembed_serving.security import ConnectionLimits, SecuritySettings
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.row_limit import RowLimit
+from tpuembed_serving.core.security import ConnectionLimits, SecuritySettings
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.json import parse_document
 
 SIGNATURE = signature({"a": "int64", "b": "int64"})
 

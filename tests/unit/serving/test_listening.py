@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.serving.doubles import wait_for
 from tpuembed.errors import ServingError
-from tpuembed_serving.listening import (
+from tpuembed_serving.workers.sockets import (
     bind,
     bind_shared,
     listeners_of_port,

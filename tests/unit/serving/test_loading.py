@@ -14,7 +14,7 @@ from tests.unit.serving.doubles import DoublingServable, FakeLoader, wait_for
 from tests.unit.serving.served import BODY, Served
 from tpuembed.errors import ServingError
 from tpuembed_serving import server
-from tpuembed_serving.servable import Servable
+from tpuembed_serving.core.servable import Servable
 
 LOADING = "the server is loading; it answers once the first load of each configured model has ended, as /readyz says"
 SERVICES = ("tensorflow.serving.PredictionService", "PredictionService", "ModelService")

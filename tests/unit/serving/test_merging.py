@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpuembed_serving.merging import count_rows, merge, split, trailing_shapes
-from tpuembed_serving.servable import Columns
+from tpuembed_serving.batching.concat import count_rows, merge, split, trailing_shapes
+from tpuembed_serving.core.servable import Columns
 
 
 def ids(*values: int) -> Any:

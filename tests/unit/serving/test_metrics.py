@@ -12,14 +12,14 @@ from tests.unit.serving.doubles import DoublingServable, make_version
 from tests.unit.serving.test_rest import running, send, wait_until_ready
 from tpuembed.errors import ConfigError
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.app import ServingApp
-from tpuembed_serving.executor import ModelExecutor
-from tpuembed_serving.metric_types import Counter, Family, Histogram, exponential, merged, to_text
-from tpuembed_serving.metrics import DEFAULT_PATH, ServerMetrics
-from tpuembed_serving.monitoring_config import read_metrics_path
-from tpuembed_serving.observation import GRPC, REST, RequestRecord
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, exponential, merged, to_text
+from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics
+from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
+from tpuembed_serving.telemetry.request_record import GRPC, REST, RequestRecord
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

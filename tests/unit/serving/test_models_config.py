@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tpuembed.errors import ConfigError
-from tpuembed_serving.models_config import FieldError, models_from_message, parse_models, read_models
-from tpuembed_serving.policies import AllVersions, LatestVersions, SpecificVersions
+from tpuembed_serving.models.config import FieldError, models_from_message, parse_models, read_models
+from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions
 from tpuembed_serving.settings import ModelSettings
 
 WHOLE = """
@@ -180,7 +180,7 @@ def test_a_message_says_its_field() -> None:
 
 
 def test_reading_one_imports_no_tensorflow() -> None:
-    code = "import sys; from tpuembed_serving.models_config import parse_models as parse; parse('', 'f'); "
+    code = "import sys; from tpuembed_serving.models.config import parse_models as parse; parse('', 'f'); "
     code += "print('tensorflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -13,8 +13,8 @@ import pytest
 from tests.unit.serving.doubles import DoublingServable, FakeLoader, make_version
 from tests.unit.serving.test_rest import running, send, wait_until_ready
 from tpuembed_serving import AllVersions, ModelSettings, ServerSettings, create_app
-from tpuembed_serving.app import ServingApp
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.app import ServingApp
 
 FULL = '{"instances": [1]}'
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.serving.doubles import FakeLoader, make_version, wait_for
-from tpuembed_serving.policies import AllVersions, SpecificVersions
-from tpuembed_serving.repository import ModelRepository, State
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.policies import AllVersions, SpecificVersions
+from tpuembed_serving.models.repository import ModelRepository, State
 from tpuembed_serving.settings import LoadSettings, ModelSettings
-from tpuembed_serving.status import Code, StatusError
 
 
 @pytest.fixture

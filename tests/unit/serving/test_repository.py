@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.serving.doubles import FakeLoader, make_version, wait_for
-from tpuembed_serving.repository import ModelRepository, ServedModel, State
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.repository import ModelRepository, ServedModel, State
 from tpuembed_serving.settings import ModelSettings
-from tpuembed_serving.status import Code, StatusError
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_failed_load_is_tried_again_five_times_a_minute_apart(
     model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("tpuembed_serving.served_model.time.monotonic", lambda: now)
+    monkeypatch.setattr("tpuembed_serving.models.model.time.monotonic", lambda: now)
     make_version(base_path, 1)
     loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
     model.poll()
@@ -151,7 +151,7 @@ def test_a_retry_that_succeeds(
     model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("tpuembed_serving.served_model.time.monotonic", lambda: now)
+    monkeypatch.setattr("tpuembed_serving.models.model.time.monotonic", lambda: now)
     make_version(base_path, 1)
     loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
     model.poll()

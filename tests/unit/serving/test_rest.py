@@ -13,9 +13,9 @@ import pytest
 
 from tests.unit.serving.doubles import DoublingServable, make_version
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.app import ServingApp
-from tpuembed_serving.rest import HTTP_STATUS
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.app import ServingApp
+from tpuembed_serving.http.rest import HTTP_STATUS
 
 FULL = '{"instances": [1]}'
 

@@ -15,10 +15,10 @@ from tensorflow_serving.apis import predict_pb2
 from tests.unit.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.app import ServingApp
-from tpuembed_serving.rpc_server import GrpcServer, truncated
-from tpuembed_serving.service import ModelSpec
-from tpuembed_serving.status import StatusError
+from tpuembed_serving.core.service import ModelSpec
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.grpc.server import GrpcServer, truncated
+from tpuembed_serving.http.app import ServingApp
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.core.framework import tensor_pb2, types_pb2
 
-from tpuembed_serving.rpc_tensors import MAX_FILLED_BYTES, decode_tensor, encode_tensor
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.grpc.tensor_proto import MAX_FILLED_BYTES, decode_tensor, encode_tensor
 
 DTYPES = (
     "float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tpuembed.lookup import OUTSIDE, Span, outside_texts
-from tpuembed_serving.status import Code, StatusError, of_later_rows, plain_message
+from tpuembed_serving.core.status import Code, StatusError, of_later_rows, plain_message
 
 SENTENCE = (
     "feature a/b: id -5 of row 3 is not in table it's [odd], which has 10 rows; correct the id or set out_of_vocabulary"

@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.unit.serving.doubles import DoublingServable, wait_for
 from tests.unit.serving.served import BODY, PREDICT, Served, predict_request
-from tpuembed_serving.servable import Merging, Signature
-from tpuembed_serving.stopping import Stage, Stop, WorkerStop
+from tpuembed_serving.core.servable import Merging, Signature
+from tpuembed_serving.workers.stopping import Stage, Stop, WorkerStop
 
 REQUEST = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: s\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 BY_ASGI = REQUEST.replace(b"host: s", b"host: s\r\nconnection: x")

@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.serving.doubles import wait_for
-from tpuembed_serving.fleet import Answer, Ask, Call, Listening, Result, Start, States, StopTo, View
-from tpuembed_serving.served_model import State, VersionStatus
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.settings import ModelSettings, ServerSettings
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.stopping import Stage
-from tpuembed_serving.supervisor import Supervisor
-from tpuembed_serving.worker_process import Exited, WorkerProcess
+from tpuembed_serving.workers.messages import Answer, Ask, Call, Listening, Result, Start, States, StopTo, View
+from tpuembed_serving.workers.process import Exited, WorkerProcess
+from tpuembed_serving.workers.stopping import Stage
+from tpuembed_serving.workers.supervisor import Supervisor
 
 AVAILABLE = {"m": [VersionStatus(1, State.AVAILABLE, None)]}
 LOADING = {"m": [VersionStatus(1, State.LOADING, None)]}
@@ -237,7 +237,7 @@ def test_how_far_a_stop_is_reaches_every_worker(fleets: Fleets) -> None:
 
 
 def test_one_that_does_not_end_is_killed(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed_serving.supervisor.LAST_SECONDS", 0.01)
+    monkeypatch.setattr("tpuembed_serving.workers.supervisor.LAST_SECONDS", 0.01)
     fleet = fleets(1, drain_seconds=0.01, lame_duck_seconds=0.01)
     fleet.supervisor.stop()
     wait_for(lambda: fleet.started[0].signals == ["term", "kill"])
@@ -247,7 +247,7 @@ def test_one_that_does_not_end_is_killed(fleets: Fleets, monkeypatch: pytest.Mon
 
 def test_a_stop_while_a_worker_waits_to_be_started(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fleets(1)
-    monkeypatch.setattr("tpuembed_serving.supervisor._LONGEST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("tpuembed_serving.workers.supervisor._LONGEST_PAUSE_SECONDS", 3600.0)
     fleet.supervisor._slots[0].pause = 3600.0
     fleet.started[0].dies(1)
     fleet.supervisor.stop()

@@ -6,7 +6,7 @@ import sys
 SCRIPT = """
 import tempfile
 tempfile._candidate_tempdir_list = lambda: ["/proc/none"]
-import tpuembed_serving.tensorflow_import
+import tpuembed_serving.tensorflow.import_lock
 import tensorflow
 print(tensorflow.__version__)
 """

@@ -13,10 +13,10 @@ from tests.goldens import read_golden
 from tpuembed import export_saved_model
 from tpuembed_cli.main import cli
 from tpuembed_serving import ModelSettings, ServerSettings
-from tpuembed_serving.models_config import parse_models
-from tpuembed_serving.policies import AllVersions, LatestVersions, SpecificVersions
+from tpuembed_serving.models.config import parse_models
+from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions
 from tpuembed_serving.settings import LoadSettings
-from tpuembed_serving.tf_serving_command import tf_serving_files
+from tpuembed_serving.tf_serving.command import tf_serving_files
 
 # Of tensorflow_serving/model_servers/main.cc.
 FLAGS = {

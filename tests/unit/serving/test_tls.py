@@ -6,7 +6,7 @@ import pytest
 import trustme
 
 from tpuembed.errors import ConfigError
-from tpuembed_serving.tls import TlsSettings
+from tpuembed_serving.core.tls import TlsSettings
 
 
 @pytest.fixture(scope="module")

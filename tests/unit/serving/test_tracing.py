@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tpuembed.errors import ConfigError, MissingExtraError
-from tpuembed_serving.observation import GRPC, REST, RequestRecord
-from tpuembed_serving.status import Code
-from tpuembed_serving.tracing import Tracing, check_tracing, make_provider
+from tpuembed_serving.core.status import Code
+from tpuembed_serving.telemetry.request_record import GRPC, REST, RequestRecord
+from tpuembed_serving.telemetry.tracing import Tracing, check_tracing, make_provider
 
 
 def _has(package: str) -> bool:
@@ -153,7 +153,7 @@ def test_a_service_has_a_name_of_its_own() -> None:
 
 
 def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed_serving.tracing.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("tpuembed_serving.telemetry.tracing.importlib.util.find_spec", lambda _: None)
     with pytest.raises(
         MissingExtraError, match=r"needs opentelemetry, which is not installed: pip install 'tpuembed\[otel\]'"
     ):

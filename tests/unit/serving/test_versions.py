@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.serving.doubles import make_version
 from tpuembed.manifest import Manifest, StackEntry, TableEntry
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.versions import check_files, find_versions, fingerprint, parse_version
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.versions import check_files, find_versions, fingerprint, parse_version
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.serving.doubles import FakeLoader, make_version, wait_for
-from tpuembed_serving.fleet import States, View
-from tpuembed_serving.served_model import State, VersionStatus
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.settings import ModelSettings
-from tpuembed_serving.status import Code, StatusError
-from tpuembed_serving.worker_link import WorkerLink
-from tpuembed_serving.worker_repository import WorkerRepository
+from tpuembed_serving.workers.link import WorkerLink
+from tpuembed_serving.workers.messages import States, View
+from tpuembed_serving.workers.repository import WorkerRepository
 
 
 class FakeLink:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tpuembed.checkpoint.interleaved import Interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
 
 __all__ = ["Run", "contiguous_run", "interleaved_runs", "split_run"]
 

@@ -8,9 +8,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, check_stack
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, TableSpec, short_stack_name
-from tpuembed.checkpoint.sparsecore_layouts import TableLayout, check_stack
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError
 from tpuembed.protobuf import MalformedError
 

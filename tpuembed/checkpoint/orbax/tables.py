@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.orbax.arrays import ArrayStore, StoredArray
 from tpuembed.checkpoint.orbax.discovery import KNOWN_SLOTS, TableLeaves, keras_tables, matrices, merge, slot_name
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, interleaved_runs
 from tpuembed.checkpoint.orbax.stack_specs import StackSpec
 from tpuembed.checkpoint.orbax.stacks import Stack, find_stacks, match_specs, place_tables
-from tpuembed.checkpoint.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.types import TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMismatchError
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from tpuembed.checkpoint import find_format, open_checkpoint
-from tpuembed.checkpoint.bundle_checkpoint import BundleCheckpoint
-from tpuembed.checkpoint.keras_rs.archive import member_damage, member_sizes
-from tpuembed.checkpoint.keras_rs.weights import open_window
+from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
+from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
+from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
 from tpuembed.checkpoint.tools.verify_export import total_bytes, verify_export

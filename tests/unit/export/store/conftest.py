@@ -9,10 +9,10 @@ import pytest
 from tests.stores import S3, S3Proxy, moto_server
 from tests.unit.export.fakes import write_checkpoint
 from tests.unit.export.store.exports import PART_BYTES, SHARD_BYTES, TABLES
-from tpuembed.export import plan as planner
-from tpuembed.export.store import claim as claims
-from tpuembed.export.store import keeper as keepers
-from tpuembed.export.store import parts as parting
+from tpuembed.export.plan import plan as planner
+from tpuembed.export.publish.store import heartbeat as keepers
+from tpuembed.export.publish.store import parts as parting
+from tpuembed.export.publish.store import version_lease as claims
 from tpuembed.files import put, remote
 
 

@@ -10,15 +10,15 @@ import pytest
 from tests.stores import S3, S3Proxy
 from tests.unit.export.fakes import FakeCheckpoint, random_table, source_of
 from tpuembed.errors import ExportError
-from tpuembed.export.batch import run_batch
-from tpuembed.export.destinations import choose_destination
-from tpuembed.export.engines import Job
-from tpuembed.export.execute import StreamReport, stream_into
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan import ExportPlan, ShardTask, plan_export
-from tpuembed.export.record import Header
-from tpuembed.export.store.staging import StoreStaging
-from tpuembed.export.stream import ShardResult, ignore
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export
+from tpuembed.export.publish.destinations import choose_destination
+from tpuembed.export.publish.store.staging import StoreStaging
+from tpuembed.export.stream.batch import run_batch
+from tpuembed.export.stream.engines import Job
+from tpuembed.export.stream.execute import StreamReport, stream_into
+from tpuembed.export.stream.resume_log import Header
+from tpuembed.export.stream.shard import ShardResult, ignore
 from tpuembed.tensor_bundle import index_path, shard_path, write_index
 
 PART_BYTES, SHARD_BYTES = 3000, 2000

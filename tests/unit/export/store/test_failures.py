@@ -12,9 +12,9 @@ from tests.stores import S3, S3Proxy, S3Request
 from tests.unit.export.fakes import source_of
 from tests.unit.export.store.exports import assert_complete, export, leftovers, plan_of, save_graph, stage
 from tpuembed.errors import CheckpointCorruptError, ExportError
-from tpuembed.export.engines import choose_engine
-from tpuembed.export.execute import stream_into
-from tpuembed.export.store.staging import StoreStaging
+from tpuembed.export.publish.store.staging import StoreStaging
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import stream_into
 from tpuembed.files import put
 
 Trouble = Callable[[S3Request], tuple[int, str] | None]
@@ -48,7 +48,7 @@ def test_a_url_that_has_expired_is_signed_anew(
     server: S3, proxy: S3Proxy, bucket: str, prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the main process, which gives the part to another worker."""
-    monkeypatch.setattr("tpuembed.export.engines.local._RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr("tpuembed.export.stream.engines.local._RETRY_SECONDS", (0.0,))
     expired = list[str]()
 
     def expire(request: S3Request) -> tuple[int, str] | None:

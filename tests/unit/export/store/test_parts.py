@@ -7,9 +7,9 @@ import pytest
 from tests.unit.export.fakes import info
 from tests.unit.export.store.exports import PART_BYTES, plan_of
 from tpuembed.errors import ExportError
-from tpuembed.export.plan import plan_export
-from tpuembed.export.store import parts as parting
-from tpuembed.export.store.parts import parts_of
+from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.publish.store import parts as parting
+from tpuembed.export.publish.store.parts import parts_of
 
 
 def test_small_shards_are_one_part_and_large_tables_many(prefix: Path, bucket: str) -> None:

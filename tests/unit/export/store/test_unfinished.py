@@ -23,10 +23,10 @@ from tests.unit.export.store.exports import (
     stage,
 )
 from tpuembed.errors import ExportError
+from tpuembed.export.publish.store import version_lease as claims
+from tpuembed.export.publish.store.record import Owner, StoreRecord
+from tpuembed.export.publish.store.staging import StoreStaging
 from tpuembed.export.run import resumable
-from tpuembed.export.store import claim as claims
-from tpuembed.export.store.record import Owner, StoreRecord
-from tpuembed.export.store.staging import StoreStaging
 
 
 def test_restart_begins_anew_and_leaves_nothing(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:

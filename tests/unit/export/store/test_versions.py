@@ -10,9 +10,9 @@ import pytest
 from tests.stores import S3, S3Proxy
 from tests.unit.export.store.exports import assert_complete, export, fill, leftovers, plan_of, stage
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.destinations import choose_destination
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.store import claim as claims
+from tpuembed.export.publish.destinations import choose_destination
+from tpuembed.export.publish.store import version_lease as claims
 
 
 def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> None:

@@ -1,0 +1,40 @@
+"""Requests that have waited for too long: one timer for all of them."""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from tpuembed_serving.batching.queue import Request
+from tpuembed_serving.core.status import Code, StatusError
+
+__all__ = ["Expiry"]
+
+
+class Expiry:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        requests: Collection[Request],
+        fail: Callable[[Request, Exception], None],
+    ) -> None:
+        """`fail` is told of each of `requests` that is among them at its deadline, and takes it out of them."""
+        self._loop, self._requests, self._fail = loop, requests, fail
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expect(self, deadline: float) -> None:
+        """Look at the requests then, by the loop's clock, or before."""
+        if self._timer is None or deadline < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for request in list(self._requests):
+            if request.deadline <= now:
+                # TensorFlow's text for a Session::Run that outlives RunOptions.timeout_in_ms.
+                self._fail(request, StatusError(Code.DEADLINE_EXCEEDED, "Timed out waiting for notification"))
+        if self._requests:
+            self.expect(min(request.deadline for request in self._requests))

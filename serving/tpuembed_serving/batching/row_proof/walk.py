@@ -1,0 +1,524 @@
+"""Follows a signature's tensors through its graph, its functions, branches and loops."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tpuembed.manifest import LOOKUP_SCOPE
+from tpuembed_serving.batching.row_proof.operations import OUTPUTS, RULES, Call
+from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
+
+__all__ = ["Verdict", "prove"]
+
+_LOOKUP: Final = re.compile(rf"(?:.*/)?{LOOKUP_SCOPE}(?:_\d+)?(?=/)")
+"""The names of a lookup's operations, in models that hold tpuembed's layers and in its exports: it is one operation here.
+
+Each row of its outputs is looked up by the ids of that row, whatever stands beside or behind them: the layer's own contract.
+"""
+_CALLS: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_BRANCHES: Final = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_LOOPS: Final = frozenset({"While", "StatelessWhile"})
+_EFFECTS: Final = ("Assert", "Assign", "LookupTableInsert", "LookupTableImport", "ResourceScatter")
+_SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
+"""Operations that make a scalar of scalars."""
+_DEPTH: Final = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is proven of a signature.
+
+    Attributes:
+        reason: why requests may not share a run: an output, and the operation that mixes its rows. Empty where they may.
+    """
+
+    reason: str = ""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether each row of its outputs follows from the same row of its inputs alone."""
+        return not self.reason
+
+
+def prove(meta_graph: Any, name: str, *, is_export: bool = False) -> Verdict:
+    """Returns whether requests of a signature may share a run, if their sizes but the first are equal.
+
+    Args:
+        meta_graph: a MetaGraphDef.
+        name: of the signature.
+        is_export: tpuembed wrote it, as its manifest says; lookups are then known by their name scope. In any other SavedModel such
+            a name proves nothing.
+    """
+    signature = meta_graph.signature_def[name]
+    walk = _Walk(meta_graph.graph_def.library, is_export)
+    fed: dict[tuple[str, int], Value] = {}
+    for alias, info in sorted(signature.inputs.items()):
+        node, _, index = info.name.partition(":")
+        shape = info.tensor_shape
+        if not node or (not shape.unknown_rank and (not shape.dim or shape.dim[0].size >= 0)):
+            return Verdict(f"input {alias!r} has no first axis of any size")
+        known = None
+        if not shape.unknown_rank:
+            known = (ROWS, *(Size.of(dim.size) if dim.size >= 0 else walk.symbol("s") for dim in shape.dim[1:]))
+        fed[node, int(index or 0)] = Value(Kind.ROWS, known)
+    if not fed:
+        return Verdict("it has no inputs")
+    wanted = {alias: _place(info.name) for alias, info in sorted(signature.outputs.items())}
+    if any(not node for node, _ in wanted.values()):
+        return Verdict("an output is made of several tensors")
+    body = _Body(meta_graph.graph_def.node, fed, is_export)
+    found, effect = walk.run(body, list(wanted.values()), [])
+    for alias, value in zip(wanted, found, strict=True):
+        if effect:
+            value = mixed(effect)
+        reason = _reason(value)
+        if reason:
+            return Verdict(f"output {alias!r}: {reason}")
+    return Verdict()
+
+
+def _reason(value: Value) -> str:
+    """Why an output may not be taken apart by rows; empty where it may."""
+    if value.kind is Kind.MIXED:
+        return value.reason
+    if value.kind is Kind.SAME:
+        return "it has no rows: it is made of no input"
+    if value.kind is not Kind.ROWS:
+        return f"it is {value.kind.value}"
+    if value.axis != 0 or (value.shape is not None and value.shape[0] != ROWS):
+        return "its first axis is not that of the rows"
+    return "it is as wide as the widest row of the run" if value.is_padded else ""
+
+
+def _place(name: str) -> tuple[str, int]:
+    node, _, index = name.partition(":")
+    return node, int(index or 0)
+
+
+class _Body:
+    """The nodes of a graph or a function, and what is known of its inputs."""
+
+    def __init__(self, nodes: Iterable[Any], fed: Mapping[tuple[str, int], Value], is_export: bool) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        self.fed = dict(fed)
+        self._lookups: dict[str, list[Any]] = {}
+        self._lookup_of: dict[str, str] = {}
+        for node in self.nodes.values():
+            match = _LOOKUP.match(node.name) if is_export else None
+            if match:
+                self._lookup_of[node.name] = match[0]
+                self._lookups.setdefault(match[0], []).append(node)
+
+    def lookup(self, name: str) -> str | None:
+        """The lookup that a node is of."""
+        return self._lookup_of.get(name)
+
+    def members(self, lookup: str) -> list[Any]:
+        """The nodes of a lookup."""
+        return self._lookups[lookup]
+
+    def source(self, name: str) -> tuple[str, int]:
+        """The node and the number of an output: `node:2`, or `node:output_name:2` within a function."""
+        first, _, rest = name.partition(":")
+        if not rest:
+            return first, 0
+        arg, _, index = rest.rpartition(":")
+        if not arg:
+            return first, int(rest)
+        offset = 0
+        node = self.nodes.get(first)
+        if node is not None and node.op in OUTPUTS:
+            for output, count in OUTPUTS[node.op](node):
+                if output == arg:
+                    break
+                offset += count
+        return first, offset + int(index)
+
+
+class _Walk:
+    """Values of the nodes of a graph, in the order in which they run."""
+
+    def __init__(self, library: Any, is_export: bool) -> None:
+        self._is_export = is_export
+        self._functions = {function.signature.name: function for function in library.function}
+        self._counter = itertools.count(1)
+        self._depth = 0
+
+    def symbol(self, kind: str) -> Size:
+        """A new symbol, of a kind that `values` names."""
+        return Size.symbol(f"{kind}{next(self._counter)}")
+
+    def run(self, body: _Body, wanted: Sequence[tuple[str, int]], effects: Sequence[str]) -> tuple[list[Value], str]:
+        """Values of the tensors `wanted`; and why none of them may be relied on, because of what nodes in `effects` do.
+
+        Args:
+            body: what is run.
+            wanted: node and number of each tensor.
+            effects: nodes that are run besides.
+        """
+        found: dict[str, list[Value]] = {}
+        bad: dict[str, str] = {}
+        for name in self._order(body, [*(name for name, _ in wanted), *effects]):
+            self._evaluate(body, name, found, bad)
+        for name in effects:
+            bad[name] = bad.get(name) or _hidden(body, name, found)
+        reasons = [reason for reason in bad.values() if reason]
+        effect = _FAILS if _FAILS in reasons else next(iter(reasons), "")
+        return [self._value(body, place, found) for place in wanted], effect
+
+    def _order(self, body: _Body, roots: Iterable[str]) -> list[str]:
+        """The nodes that `roots` need, each after those that it needs itself."""
+        done: dict[str, bool] = {}
+        order: list[str] = []
+        stack: list[tuple[str, bool]] = [(root, False) for root in reversed(list(roots))]
+        while stack:
+            name, is_over = stack.pop()
+            if is_over:
+                if not done[name]:
+                    done[name] = True
+                    order.append(name)
+                continue
+            if name in done or name not in body.nodes:
+                continue
+            done[name] = False
+            stack.append((name, True))
+            stack.extend((one, False) for one in self._needs(body, name) if one not in done)
+        return order
+
+    def _needs(self, body: _Body, name: str) -> list[str]:
+        lookup = body.lookup(name)
+        nodes = [body.nodes[name]] if lookup is None else body.members(lookup)
+        found = []
+        for node in nodes:
+            if (node.name, 0) in body.fed:
+                continue
+            sources = [body.source(one.removeprefix("^"))[0] for one in node.input]
+            found += [one for one in sources if lookup is None or body.lookup(one) != lookup]
+        return found
+
+    def _value(self, body: _Body, place: tuple[str, int], found: Mapping[str, list[Value]]) -> Value:
+        if place in body.fed:
+            return body.fed[place]
+        values = found.get(place[0])
+        if values is None or place[1] >= len(values):
+            return mixed(f"{place[0]}: it is fed in a circle, or has no such output")
+        return values[place[1]]
+
+    def _evaluate(self, body: _Body, name: str, found: dict[str, list[Value]], bad: dict[str, str]) -> None:
+        node = body.nodes[name]
+        if (name, 0) in body.fed:
+            return
+        lookup = body.lookup(name)
+        if lookup is not None:
+            found[name], bad[name] = self._looked_up(body, node, lookup, found, bad)
+            return
+        places = [body.source(one) for one in node.input if not one.startswith("^")]
+        inputs = [self._value(body, place, found) for place in places]
+        waits = [one[1:] for one in node.input if one.startswith("^")]
+        reasons = [bad.get(one) or _hidden(body, one, found) for one in waits]
+        try:
+            found[name], bad[name] = self._outputs(node, inputs, places)
+        except MixedError as error:
+            bad[name] = f"{name} ({node.op}): {error}"
+        except (ArithmeticError, LookupError, TypeError, ValueError):  # a node of no form that the rules know
+            bad[name] = f"{name} ({node.op}): its form is not known"
+        reason = next(filter(None, [*reasons, "" if name in found else bad[name]]), "")
+        if reason:
+            found[name] = _all_mixed(node, reason)
+
+    def _outputs(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> tuple[list[Value], str]:
+        """A node's outputs, and what is wrong with its effect."""
+        if node.op == "Assert":
+            wrong = _assertion(inputs[0])
+            return [], wrong if wrong in ("", _FAILS) else f"{node.name} (Assert): {wrong}"
+        first = next((value for value in inputs if value.kind is Kind.MIXED), None)
+        if node.op in _CALLS:
+            return self.call(node.attr["f"].func.name, inputs)
+        if node.op in _BRANCHES:
+            return self._branch(node, inputs, places)
+        if node.op in _LOOPS:
+            return self._loop(node, inputs)
+        if first is not None and node.op in ("Maximum", "Minimum") and len(inputs) == 2:
+            return [_bounded(node, *inputs)], ""
+        rule = RULES.get(node.op)
+        if rule is None:
+            raise MixedError("it is not in the table of operations")
+        if first is not None:
+            known = () if node.op in _SCALARS and all(value.shape == () for value in inputs) else None
+            return _all_mixed(node, first.reason, shape=known), ""
+        return rule(Call(node, inputs, self.symbol)), ""
+
+    # ---- functions
+
+    def call(self, name: str, inputs: Sequence[Value]) -> tuple[list[Value], str]:
+        """What a function of the library returns, and what is wrong with its effects."""
+        function = self._functions.get(name)
+        if function is None or self._depth > _DEPTH:
+            raise MixedError(f"function {name!r} is not known")
+        names = [argument.name for argument in function.signature.input_arg]
+        body = _Body(
+            function.node_def, {(arg, 0): value for arg, value in zip(names, inputs, strict=True)}, self._is_export
+        )
+        wanted = [body.source(function.ret[output.name]) for output in function.signature.output_arg]
+        effects = [body.source(one)[0] for one in function.control_ret.values()]
+        effects += [node.name for node in function.node_def if node.op.startswith(_EFFECTS)]
+        self._depth += 1
+        try:
+            return self.run(body, wanted, effects)
+        finally:
+            self._depth -= 1
+
+    def _branch(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> tuple[list[Value], str]:
+        condition, *arguments = inputs
+        if node.op.endswith("Case"):
+            return self._case(node, condition, arguments)
+        names = [node.attr[branch].func.name for branch in ("then_branch", "else_branch")]
+        if condition.kind is Kind.SAME and condition.array is not None and condition.shape == ():
+            return self.call(names[0] if bool(condition.array) else names[1], arguments)
+        if condition.kind is Kind.SAME and condition.shape == ():
+            return self._either(names, arguments)
+        if condition.kind in (Kind.EVERY, Kind.SOME) and condition.shape == ():
+            good = 0 if condition.kind is Kind.EVERY else 1
+            outcomes = []
+            for index in (0, 1):
+                known = same((), array=np.array(index == 0))
+                bound = [
+                    known if place == places[0] else value for value, place in zip(arguments, places[1:], strict=True)
+                ]
+                outcomes.append(self.call(names[index], bound))
+            if outcomes[1 - good][1] != _FAILS:
+                raise MixedError("which branch is taken depends on all rows")
+            return outcomes[good]
+        raise MixedError(
+            "which branch is taken depends on rows" if condition.kind is not Kind.MIXED else condition.reason
+        )
+
+    def _case(self, node: Any, condition: Value, arguments: Sequence[Value]) -> tuple[list[Value], str]:
+        if condition.kind is not Kind.SAME or condition.shape != ():
+            raise MixedError(condition.reason or "which branch is taken depends on rows")
+        return self._either([branch.name for branch in node.attr["branches"].list.func], arguments)
+
+    def _either(self, names: Sequence[str], arguments: Sequence[Value]) -> tuple[list[Value], str]:
+        """What one of several functions returns, the same one in every run."""
+        outcomes = [self.call(name, arguments) for name in names]
+        found = outcomes[0][0]
+        for other, _ in outcomes[1:]:
+            found = [_join(a, b, self.symbol) for a, b in zip(found, other, strict=True)]
+        return found, next((wrong for _, wrong in outcomes if wrong not in ("", _FAILS)), "")
+
+    def _loop(self, node: Any, inputs: list[Value]) -> tuple[list[Value], str]:
+        names = [node.attr[part].func.name for part in ("cond", "body")]
+        state = [
+            dataclasses.replace(value, array=None, sizes=None if value.kind is Kind.SAME else value.sizes, fill=None)
+            for value in inputs
+        ]
+        kept: dict[tuple[int, int], Size] = {}
+        for _ in range(6):
+            (condition, *_), effect = self.call(names[0], state)
+            if condition.kind is not Kind.SAME or condition.shape != ():
+                raise MixedError("how often it runs depends on rows")
+            found, other = self.call(names[1], state)
+            if effect or other:
+                raise MixedError(effect or other)
+            joined = [
+                _widened(index, a, b, kept, self.symbol) for index, (a, b) in enumerate(zip(state, found, strict=True))
+            ]
+            if joined == state:
+                return state, ""
+            state = joined
+        raise MixedError("what it keeps changes its form")
+
+    # ---- lookups of tpuembed
+
+    def _looked_up(
+        self, body: _Body, node: Any, lookup: str, found: Mapping[str, list[Value]], bad: Mapping[str, str]
+    ) -> tuple[list[Value], str]:
+        """The outputs of a node of a lookup, and why it is none of rows: its inputs must be ids, sparse and ragged ones too."""
+        names = {name for member in body.members(lookup) for name in member.input}
+        outside = [name for name in names if body.lookup(body.source(name.removeprefix("^"))[0]) != lookup]
+        waits = [name[1:] for name in outside if name.startswith("^")]
+        reasons = [bad.get(name) or _hidden(body, name, found) for name in waits]
+        values = [self._value(body, body.source(name), found) for name in outside if not name.startswith("^")]
+        single = [self._value(body, place, found) for place in _looked_up_singly(body, lookup, outside)]
+        reason = next(filter(None, [*reasons, _unfit(values), *(_unfit_singly(value) for value in single)]), "")
+        if reason:
+            return _all_mixed(node, reason, 64), reason
+        shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else []
+        return [self._activations(shape) for shape in shapes], ""
+
+    def _activations(self, shape: Any) -> Value:
+        if shape.unknown_rank or not shape.dim or shape.dim[0].size >= 0:
+            return mixed("a lookup's output has no axis of rows")
+        return Value(Kind.ROWS, (ROWS, *(Size.of(d.size) if d.size >= 0 else self.symbol("s") for d in shape.dim[1:])))
+
+
+_FAILS: Final = "it always fails"
+
+
+def _hidden(body: _Body, name: str, found: Mapping[str, list[Value]]) -> str:
+    """Why a node that others wait for may succeed or fail by what else is in a run; empty where it may not."""
+    node = body.nodes.get(name)
+    if node is None or body.lookup(name) is not None or node.op in _CALLS | _BRANCHES | _LOOPS:  # they are looked into
+        return ""
+    return next((value.reason for value in found.get(name, ()) if value.kind is Kind.MIXED), "")
+
+
+def _bounded(node: Any, one: Value, other: Value) -> Value:
+    """What is between a size and itself is that size, whatever it was before: so TensorFlow bounds the length of a count.
+
+    The `sizes` of a mixed value are what it is at least.
+    """
+    unknown, size = (one, other) if one.kind is Kind.MIXED else (other, one)
+    if unknown.shape == () and size.kind in (Kind.SAME, Kind.SIZE) and size.sizes is not None and size.shape == ():
+        if node.op == "Maximum":
+            return dataclasses.replace(unknown, sizes=size.sizes)
+        if unknown.sizes is not None and unknown.sizes[0].at_least(size.sizes[0]):
+            return size
+    return mixed(unknown.reason)
+
+
+_KEEP_IDS: Final = frozenset(
+    {"Cast", "EnsureShape", "Identity", "IdentityN", "Maximum", "Minimum", "Select", "SelectV2"}
+)
+"""Operations that a lookup may apply to ids before it looks them up one by one."""
+
+
+def _looked_up_singly(body: _Body, lookup: str, outside: Iterable[str]) -> list[tuple[str, int]]:
+    """Which inputs of a lookup are dense ids, of which each has a row of its own: it makes a vector of them.
+
+    It never does so with the parts of sparse and ragged ids, nor with lists of ids.
+    """
+    nodes = [
+        (node, [body.source(one) for one in node.input if not one.startswith("^")]) for node in body.members(lookup)
+    ]
+    found = []
+    for place in {body.source(name) for name in outside if not name.startswith("^")}:
+        kept, size = {place}, 0
+        while len(kept) > size:
+            size = len(kept)
+            kept |= {(node.name, 0) for node, inputs in nodes if node.op in _KEEP_IDS and kept & set(inputs)}
+        if any(node.op == "Reshape" and inputs[0] in kept for node, inputs in nodes):
+            found.append(place)
+    return found
+
+
+def _unfit_singly(value: Value) -> str:
+    """Why dense ids may not be looked up one by one."""
+    if value.kind is Kind.ROWS and (value.shape is None or value.shape[0] != ROWS):
+        return "a lookup's dense ids are not those of the rows"
+    if value.is_padded:
+        return "a lookup's dense ids are as wide as the widest row of the run"
+    if value.kind in (Kind.INDICES, Kind.POINTER, Kind.SPLITS):
+        return f"a lookup's dense ids are {value.kind.value}"
+    return ""
+
+
+def _unfit(values: Sequence[Value]) -> str:
+    """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones."""
+    entries = {ROWS}
+    for value in values:
+        if value.kind is Kind.MIXED:
+            return value.reason
+        if value.kind in (Kind.INDICES, Kind.POINTER) and value.target == ROWS and value.axis == 0 and value.shape:
+            if value.kind is Kind.INDICES and _is_wide(value):
+                return "a lookup's sparse ids are as wide as the widest row of the run"
+            entries.add(value.shape[0])
+        elif value.kind is Kind.SPLITS and value.shape == (ROWS + Size.of(1),) and value.target is not None:
+            entries.add(value.target)
+        elif value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS):
+            return f"a lookup's input is {value.kind.value}"
+        elif value.kind is Kind.SIZE and value.rank != 0 and (value.sizes is None or value.sizes[:1] != (ROWS,)):
+            return "a lookup's ids are not those of the rows"
+        elif value.kind is Kind.SIZE and value.sizes is not None and any(size.is_padded for size in value.sizes[1:-1]):
+            return "a lookup's sparse ids are as wide as the widest row of the run"
+    if not any(value.kind is Kind.ROWS for value in values):
+        return "a lookup has no ids of rows"
+    for value in values:
+        if value.kind is Kind.SAME and (value.shape is None or any(size.number is None for size in value.shape)):
+            return "a lookup's ids may be constant ones"
+        if value.kind is Kind.ROWS and (value.shape is None or value.axis != 0 or value.shape[0] not in entries):
+            return "a lookup's ids are not those of the rows"
+        if value.kind is Kind.ROWS and value.rank != 1 and (value.shape or ())[:1] != (ROWS,):
+            return "a lookup's ids are not those of the rows"
+        if value.is_padded and value.kind is Kind.ROWS and (value.fill is None or value.fill not in (-1, 0)):
+            return "a lookup's ids have no padding"
+    return ""
+
+
+def _is_wide(indices: Value) -> bool:
+    """Whether sparse ids of more than two axes may have one, other than their last, of a padded size."""
+    rank = indices.shape[1].number if indices.shape is not None else None
+    if rank == 2:
+        return False
+    return not indices.sizes or any(size.is_padded for size in indices.sizes[1:-1])
+
+
+def _assertion(condition: Value) -> str:
+    """What is wrong with an assertion of `condition`; empty where a run of all fails if, and only if, one of each alone does."""
+    if condition.kind is Kind.SAME:
+        if condition.array is not None and condition.array.size and not condition.array.all():
+            return _FAILS
+        return ""
+    if condition.kind in (Kind.EVERY, Kind.MIXED) or condition.kind is Kind.ROWS:
+        return condition.reason
+    return f"what it asserts {condition.kind.value}"
+
+
+def _all_mixed(node: Any, reason: str, least: int = 8, shape: tuple[Size, ...] | None = None) -> list[Value]:
+    """MixedError outputs, as many as a node may have."""
+    attr = node.attr
+    counts = [len(attr[name].list.type) for name in ("Tout", "T", "out_types") if name in attr]
+    counts += [attr[name].i for name in ("num", "num_split", "N") if name in attr]
+    if node.op in OUTPUTS:
+        counts.append(sum(count for _, count in OUTPUTS[node.op](node)))
+    return [Value(Kind.MIXED, shape, reason=reason)] * max(least, *counts, 0)
+
+
+def _join(one: Value, other: Value, symbol: Any) -> Value:
+    """What is known of a tensor that is either of two, whichever it is in all runs."""
+    if one == other:  # but for their values, which are not compared
+        return dataclasses.replace(one, array=None, fill=None)
+    return _widened(0, one, other, {}, symbol)
+
+
+def _widened(index: int, one: Value, other: Value, kept: dict[tuple[int, int], Size], symbol: Any) -> Value:
+    """What is known of a tensor of which `one` was known and `other` is as well; its new sizes are found in `kept`."""
+    for value in (one, other):
+        if value.kind is Kind.MIXED:
+            return value
+    if one.kind is Kind.LIST and other.kind is Kind.LIST and None in (one.element, other.element):
+        if one.declared != other.declared:
+            return mixed("it is a list of tensors of one shape in one case, and of another in another")
+        return one if other.element is None else other
+    if one.kind is Kind.SAME and other.kind is Kind.SAME:
+        shape = _widened_shape(index, one, other, kept, symbol)
+        return same(shape, one.sizes if one.sizes == other.sizes else None)
+    if one == other:
+        return one
+    if one.kind is Kind.ROWS and other.kind is Kind.ROWS and one.axis == other.axis:
+        shape = _widened_shape(index, one, other, kept, symbol)
+        if shape is not None and not one.is_padded and not other.is_padded:
+            return Value(Kind.ROWS, shape, one.axis)
+    if {one.kind, other.kind} == {Kind.ROWS, Kind.SAME}:
+        return mixed("it is of rows in one case, and constant in another")
+    return mixed(f"it is {one.kind.value} in one case, and {other.kind.value} in another")
+
+
+def _widened_shape(
+    index: int, one: Value, other: Value, kept: dict[tuple[int, int], Size], symbol: Any
+) -> tuple[Size, ...] | None:
+    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+        return None
+    found = []
+    for axis, (first, second) in enumerate(zip(one.shape, other.shape, strict=True)):
+        if first == second:
+            found.append(first)
+        elif first.is_same and second.is_same:
+            found.append(kept.setdefault((index, axis), symbol("s")))
+        else:
+            return None
+    return tuple(found)

@@ -1,0 +1,311 @@
+"""Runs of models on a few threads, with a bounded queue and deadlines; the event loop never waits for one.
+
+Batching has no timer: a run starts as soon as a thread is free, with all that waits for the same. While few requests come each
+runs at once; the more there are, the more of them share a run.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import functools
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from tpuembed_serving.batching.busy_poll import BusyPoll
+from tpuembed_serving.batching.queue import Lane, OnOutcome, Request
+from tpuembed_serving.batching.request_timeouts import Expiry
+from tpuembed_serving.batching.runner import Outcome, Postponed
+from tpuembed_serving.core.servable import Array, Servable, Signature
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.settings import BatchingSettings
+
+__all__ = ["ModelExecutor"]
+
+_INLINE_SECONDS: Final = 0.0003
+"""A run that is known to be shorter stays on the event loop's thread: to hand it over and back costs about as much."""
+_INLINE_SECONDS_OF_MANY: Final = 0.002
+"""The same where another thread would find no processor: as many processes as there are serve."""
+_INLINE_SECONDS_OF_ONE: Final = 0.001
+"""The same of a run of one request: few others come meanwhile."""
+_BUSY_SECONDS: Final = 0.02
+"""After the last answer, how long others are expected to come."""
+
+
+class ModelExecutor:
+    """Starts runs in order of arrival. Its methods belong to one event loop at a time.
+
+    Attributes:
+        pool_name: of its threads.
+        watch: told of every run: its requests, how long it took, and when it was over by the loop's clock; None by default.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        max_queued: int,
+        timeout_seconds: float,
+        batching: BatchingSettings | None = None,
+        processes: int = 1,
+    ) -> None:
+        """At most `threads` runs are in progress, and `max_queued` more requests wait; `processes` do the same on this machine."""
+        self._batching = batching or BatchingSettings()
+        of_all = self._batching.parameters
+        threads = (of_all and of_all.num_batch_threads) or threads
+        self.pool_name = (of_all and of_all.thread_pool_name) or "model-run"
+        self.watch: Callable[[Sequence[Request], float, float], None] | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=self.pool_name)
+        self._free = threads
+        self._max_queued = max_queued
+        self._timeout_seconds = timeout_seconds
+        is_full = 1 < processes >= (os.cpu_count() or 1)
+        self._inline_seconds = _INLINE_SECONDS_OF_MANY if is_full else _INLINE_SECONDS
+        self._lanes: dict[int, dict[str, Lane]] = {}
+        self._groups: dict[Any, collections.deque[Request]] = {}
+        self._waiting = 0
+        self._polls = processes < (os.cpu_count() or 1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: set[Request] = set()
+
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What was planned belongs to the loop that ends with it."""
+        self._loop = loop
+        self._open = set()
+        self._will_start = False
+        self._expiry = Expiry(loop, self._open, self._fail)
+        self._poll = BusyPoll(loop) if self._polls else None
+
+    async def run(
+        self,
+        servable: Servable,
+        signature: Signature,
+        inputs: Sequence[Array],
+        *,
+        timeout_seconds: float | None = None,
+    ) -> list[Array]:
+        """What `servable.run` returns or raises for `inputs`.
+
+        Args:
+            timeout_seconds: how long the caller waits, where that is less than every request may take.
+
+        Raises:
+            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows than
+                the operator's parameters allow.
+        """
+        future: asyncio.Future[list[Array]] = asyncio.get_running_loop().create_future()
+        request = self.submit(
+            servable, signature, inputs, functools.partial(_settle, future), timeout_seconds=timeout_seconds
+        )
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._give_up(request)
+            raise
+
+    def submit(
+        self,
+        servable: Servable,
+        signature: Signature,
+        inputs: Sequence[Array],
+        on_outcome: OnOutcome,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> Request:
+        """As `run`, for who does not wait: what comes out is told to `on_outcome`, later, on this event loop."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._enter(loop)
+        seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
+        lane = self._lane(servable, signature)
+        request = lane.request(servable, inputs, on_outcome, loop.time(), seconds)
+        if self._waiting >= self._max_queued + self._free:
+            raise self._full()
+        lane.check_room(request)
+        self._add(request)
+        self._expiry.expect(request.deadline)
+        self._plan_start()
+        if self._poll is not None:
+            self._poll.arrived()
+        return request
+
+    def close(self) -> None:
+        """Drop what waits. What still runs has outlived its deadline, and ends when its servable is closed."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for request in list(self._open) if self._loop and not self._loop.is_closed() else ():
+            if request.is_waiting:
+                self._fail(request, StatusError(Code.UNAVAILABLE, "the server stops"))
+
+    # ---- what waits
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a run."""
+        return self._waiting
+
+    def _lane(self, servable: Servable, signature: Signature) -> Lane:
+        lanes = self._lanes.get(id(servable))
+        if lanes is None:
+            lanes = self._lanes[id(servable)] = {}
+            weakref.finalize(servable, self._lanes.pop, id(servable), None)
+        lane = lanes.get(signature.name)
+        if lane is None:
+            lane = lanes[signature.name] = Lane.of(servable, signature, self._batching)
+        return lane
+
+    def _add(self, request: Request) -> None:
+        group = self._groups.get(request.group)
+        if group is None:
+            group = self._groups[request.group] = collections.deque()
+        group.append(request)
+        self._open.add(request)
+        request.enter()
+        self._waiting += 1
+
+    def _leave(self, request: Request) -> None:
+        """It is taken, or nobody waits for it any more; what is left of it in its group is passed over."""
+        if request.is_waiting:
+            request.leave()
+            self._waiting -= 1
+
+    def _give_up(self, request: Request) -> None:
+        """Nobody waits for it any more."""
+        request.is_over = True
+        self._open.discard(request)
+        self._leave(request)
+
+    def _full(self) -> StatusError:
+        return StatusError(
+            Code.UNAVAILABLE,
+            "The batch scheduling queue to which this task was submitted is full; currently "
+            f"{self._waiting} requests are waiting and at most {self._max_queued} may",
+        )
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._open.discard(request)
+        self._leave(request)
+        request.end(error)
+
+    # ---- runs
+
+    def _plan_start(self) -> None:
+        """Not now: what else this turn of the loop brings may share the run."""
+        if self._free and not self._will_start and self._loop is not None:
+            self._will_start = True
+            self._loop.call_soon(self._start_runs)
+
+    def _start_runs(self) -> None:
+        self._will_start = False
+        for group in list(self._groups):
+            while self._free and group in self._groups and self._is_due(group):
+                self._start(self._take(group))
+
+    def _is_due(self, group: Any) -> bool:
+        """Whether the group's requests have waited for others as long as they should; mostly not at all."""
+        requests = self._groups[group]
+        lane = requests[0].lane
+        assert self._loop is not None
+        if requests[0].is_apart:
+            start = lane.next_failure if self._loop.time() < lane.answered + _BUSY_SECONDS else 0.0
+        elif not lane.wait_seconds or sum(request.rows or 0 for request in requests) >= lane.run_rows:
+            return True
+        else:
+            start = requests[0].entered + lane.wait_seconds
+        if start <= self._loop.time():
+            return True
+        if lane.looked_at != start:
+            lane.looked_at = start
+            self._loop.call_at(start, self._look_again, lane)
+        return False
+
+    def _look_again(self, lane: Lane) -> None:
+        """uvloop's timers may be up to a millisecond early: then there is another."""
+        lane.looked_at = 0.0
+        self._start_runs()
+
+    def _take(self, group: Any) -> list[Request]:
+        """Requests for one run; its group goes to the end of the line with what is left of it."""
+        requests = self._groups.pop(group)
+        taken: list[Request] = []
+        room = requests[0].lane.run_rows
+        while requests and (not taken or (requests[0].rows or 0) <= room):
+            request = requests.popleft()
+            if request.is_waiting:
+                self._leave(request)
+                taken.append(request)
+                room -= request.rows or 0
+        if requests:
+            self._groups[group] = requests
+        return taken
+
+    def _start(self, requests: list[Request]) -> None:
+        if not requests:
+            return
+        lane = requests[0].lane
+        inline = self._inline_seconds if len(requests) > 1 else max(self._inline_seconds, _INLINE_SECONDS_OF_ONE)
+        if lane.expected_seconds(requests) < inline:
+            self._deliver(requests, *_run(requests))
+            return
+        self._free -= 1
+        assert self._loop is not None
+        self._pool.submit(self._work, self._loop, requests)
+
+    def _work(self, loop: asyncio.AbstractEventLoop, requests: list[Request]) -> None:
+        """On a thread of the pool."""
+        outcomes, seconds = _run(requests)
+        try:
+            loop.call_soon_threadsafe(self._finish, requests, outcomes, seconds)
+        except RuntimeError:  # the loop is closed, and with it whoever waited
+            self._free += 1
+
+    def _finish(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
+        self._free += 1
+        self._deliver(requests, outcomes, seconds)
+        if self._groups:
+            self._start_runs()
+
+    def _deliver(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
+        requests[0].lane.learn_seconds(requests, seconds)
+        assert self._loop is not None
+        now = self._loop.time()
+        requests[0].lane.learn_outcomes(requests[0], outcomes, seconds, now)
+        if self.watch is not None:
+            self.watch(requests, seconds, now)
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._fail(request, outcome)
+            elif isinstance(outcome, Postponed):
+                self._postpone(request)
+            else:
+                self._open.discard(request)
+                if outcome is not None:
+                    request.end(outcome)
+        if self._poll is not None and len(requests) == 1 and not self._open:
+            self._poll.answered()
+
+    def _postpone(self, request: Request) -> None:
+        """To a run of its own, which begins once the others are answered."""
+        if not request.is_over:
+            request.postpone()
+            self._add(request)
+            self._plan_start()
+
+
+def _settle(future: "asyncio.Future[list[Array]]", outcome: list[Array] | Exception) -> None:
+    if future.done():  # its task is being cancelled
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _run(requests: list[Request]) -> tuple[Sequence[Outcome], float]:
+    started = time.perf_counter()
+    outcomes: Sequence[Outcome]
+    try:
+        outcomes = requests[0].lane.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
+    except Exception as error:  # none that a model raised: those are outcomes
+        outcomes = [error] * len(requests)
+    return outcomes, time.perf_counter() - started

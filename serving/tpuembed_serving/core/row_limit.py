@@ -1,0 +1,30 @@
+"""A limit of the rows of a request, in front of whatever runs it."""
+
+from collections.abc import Sequence
+
+from tpuembed_serving.core.servable import Array, Servable, Signature
+from tpuembed_serving.core.service import Executor
+from tpuembed_serving.core.status import invalid_argument
+
+__all__ = ["RowLimit", "check_rows"]
+
+
+def check_rows(inputs: Sequence[Array], most: int) -> None:
+    """Raise StatusError, INVALID_ARGUMENT, where a request has more rows, the first dimension of any input."""
+    rows = max((len(array) for array in inputs if array.ndim), default=0)
+    if rows > most:
+        raise invalid_argument(f"the request has {rows} rows, and this server takes at most {most}; send less at once")
+
+
+class RowLimit:
+    """Runs what `executor` runs, but for requests of more rows than `most`, which are INVALID_ARGUMENT."""
+
+    def __init__(self, executor: Executor, most: int) -> None:
+        self._executor, self._most = executor, most
+
+    async def run(
+        self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
+    ) -> list[Array]:
+        """See ModelExecutor."""
+        check_rows(inputs, self._most)
+        return await self._executor.run(servable, signature, inputs, timeout_seconds=timeout_seconds)

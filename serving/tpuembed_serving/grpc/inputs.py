@@ -1,0 +1,85 @@
+"""A PredictRequest to the inputs of a signature, with the checks and texts of TensorFlow Serving (predict_util.cc)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf import json_format  # type: ignore[import-untyped]
+from tensorflow.core.framework import tensor_pb2
+
+from tpuembed_serving.core.servable import Array, Servable, Signature, TensorInfo
+from tpuembed_serving.core.status import StatusError, invalid_argument
+from tpuembed_serving.grpc.tensor_proto import decode_tensor, dtype_name
+
+__all__ = ["decode_inputs", "output_aliases"]
+
+
+def decode_inputs(request: Any, servable: Servable, signature: Signature) -> list[Array]:
+    """The request's inputs in the signature's order; one that is missing has the signature's default, if it has one.
+
+    Raises:
+        StatusError: they are not the signature's, or one is no tensor of its dtype.
+    """
+    sent, defaults = request.inputs, _defaults(servable, signature)
+    wanted = [info.alias for info in signature.inputs]
+    if len(sent) > len(wanted) or (len(sent) < len(wanted) and not defaults):
+        raise _size_mismatch(sent, wanted)
+    for alias in wanted:
+        if alias not in sent and alias not in defaults:
+            raise _missing(signature, alias, sent, defaults)
+    if not set(sent) <= set(wanted):
+        used = ",".join(sorted(set(sent) & set(wanted)))
+        text = f"Inputs contains invalid name. Used request inputs: {used}, request input: {_names(sent)}"
+        raise invalid_argument(text)
+    return [_input(sent[info.alias] if info.alias in sent else defaults[info.alias], info) for info in signature.inputs]
+
+
+def _defaults(servable: Servable, signature: Signature) -> dict[str, Any]:
+    fields: Mapping[str, Any] = servable.signature_defs.get(signature.name, {}).get("defaults", {})
+    return {alias: json_format.ParseDict(value, tensor_pb2.TensorProto()) for alias, value in fields.items()}
+
+
+def _input(proto: Any, info: TensorInfo) -> Array:
+    array = decode_tensor(proto, info.alias)
+    sent = dtype_name(proto.dtype)
+    if sent != info.dtype:  # the text of the graph's own argument nodes
+        raise invalid_argument(f"Type mismatch: actual {sent} vs. expect {info.dtype}")
+    return array
+
+
+def _names(aliases: Iterable[str]) -> str:
+    return ",".join(sorted(aliases))
+
+
+def _size_mismatch(sent: Iterable[str], wanted: Sequence[str]) -> StatusError:
+    found = set(sent)
+    return invalid_argument(
+        f"input size does not match signature: {len(found)}!={len(wanted)} len({{{_names(found)}}}) != "
+        f"len({{{_names(wanted)}}}). Sent extra: {{{_names(found.difference(wanted))}}}. "
+        f"Missing but required: {{{_names(set(wanted) - found)}}}."
+    )
+
+
+def _missing(signature: Signature, alias: str, sent: Iterable[str], defaults: Iterable[str]) -> StatusError:
+    tensor = next(info.tensor for info in signature.inputs if info.alias == alias)
+    return invalid_argument(
+        f"Signature input alias: {alias}(feed name: {tensor}) not found in request and no default value provided. "
+        f"Inputs expected to be in the request {{{_names(sent)}}}, or default input alias set: {_names(defaults)}"
+    )
+
+
+def output_aliases(request: Any, signature: Signature) -> list[str]:
+    """Which outputs the answer has.
+
+    Raises:
+        StatusError: the request's filter names one that is not there, or one twice.
+    """
+    known = [info.alias for info in signature.outputs]
+    chosen: list[str] = []
+    for alias in request.output_filter:
+        if alias not in known:
+            text = f"output tensor alias not found in signature: {alias} Outputs expected to be in the set "
+            raise invalid_argument(f"{text}{{{_names(known)}}}.")
+        if alias in chosen:
+            raise invalid_argument(f"duplicate output tensor alias: {alias}")
+        chosen.append(alias)
+    return chosen or known

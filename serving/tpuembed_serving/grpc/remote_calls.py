@@ -1,0 +1,137 @@
+"""TensorFlow Serving's gRPC API as its clients call it. Importing this module imports TensorFlow, where the messages are."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
+
+from tpuembed_serving.core.servable import Array, Signature
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_tensor
+from tpuembed_serving.models.model import State, VersionStatus
+from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
+
+__all__ = ["Definitions", "RemotePredictions", "RemoteStates"]
+
+Definitions = tuple[dict[str, Signature], dict[str, Any]]
+"""The signatures by name, and the same in JSON."""
+
+_OPTIONS: Final = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
+_PREDICTION: Final = "/tensorflow.serving.PredictionService/"
+_MODEL: Final = "/tensorflow.serving.ModelService/"
+
+
+class RemoteStates:
+    """Asks which versions there are, and what they take; blocks."""
+
+    def __init__(self, target: str, timeout_seconds: float) -> None:
+        """`target`: HOST:PORT."""
+        self._target, self._timeout = target, timeout_seconds
+        self._channel = grpc.insecure_channel(target, _OPTIONS)
+
+    def versions(self, model: str) -> list[VersionStatus]:
+        """Every version of `model`, newest first.
+
+        Raises:
+            StatusError: the server's, or UNAVAILABLE where there is none.
+        """
+        request = get_model_status_pb2.GetModelStatusRequest()
+        request.model_spec.name = model
+        found = self._call(f"{_MODEL}GetModelStatus", request, get_model_status_pb2.GetModelStatusResponse)
+        return sorted(map(_version_status, found.model_version_status), key=lambda status: -status.version)
+
+    def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Definitions]:
+        """The signatures of a version, or of the one with a label, and its number.
+
+        Raises:
+            StatusError: as `versions`.
+        """
+        request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
+        request.model_spec.name = model
+        if version is not None:
+            request.model_spec.version.value = version
+        else:
+            request.model_spec.version_label = label
+        found = self._call(f"{_PREDICTION}GetModelMetadata", request, get_model_metadata_pb2.GetModelMetadataResponse)
+        signatures = get_model_metadata_pb2.SignatureDefMap()
+        found.metadata["signature_def"].Unpack(signatures)
+        named = sorted(signatures.signature_def.items())
+        by_name = {name: signature_of(name, definition) for name, definition in named}
+        in_json = {name: signature_json(definition) for name, definition in named}
+        return found.model_spec.version.value, (by_name, in_json)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()
+
+    def _call(self, method: str, request: Any, response: Any) -> Any:
+        call = self._channel.unary_unary(method, request.SerializeToString, response.FromString)
+        try:
+            return call(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            raise _status_error(error, self._target) from None
+
+
+def _version_status(found: Any) -> VersionStatus:
+    code = found.status.error_code
+    error = StatusError(Code(code), found.status.error_message) if code else None
+    return VersionStatus(found.version, State(found.state) if found.state else State.START, error)
+
+
+class RemotePredictions:
+    """Runs signatures there; every method is called in one event loop."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._channel = grpc.aio.insecure_channel(target, _OPTIONS)
+        self._predict = self._channel.unary_unary(f"{_PREDICTION}Predict")
+
+    async def run(
+        self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
+    ) -> list[Array]:
+        """The signature's outputs for `inputs`, both in the signature's order.
+
+        Raises:
+            StatusError: the server's, or UNAVAILABLE where there is none.
+        """
+        request = _predict_request(model, version, signature, inputs)
+        try:
+            answer = await self._predict(request, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise _status_error(error, self._target) from None
+        return _outputs(answer, signature, self._target)
+
+    def close(self) -> None:
+        """Hang up, soon."""
+        self._closing = asyncio.ensure_future(self._channel.close())
+
+
+def _predict_request(model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> bytes:
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name, request.model_spec.version.value = model, version
+    request.model_spec.signature_name = signature.name
+    for info, array in zip(signature.inputs, inputs, strict=True):
+        # Serialized examples are text, whatever the signature takes: the other server says so.
+        encode_tensor(array, "string" if array.dtype == object else info.dtype, request.inputs[info.alias])
+    return bytes(request.SerializeToString())
+
+
+def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
+    try:
+        found = predict_pb2.PredictResponse.FromString(answer)
+    except DecodeError:
+        raise StatusError(Code.INTERNAL, f"{target} answers what is no PredictResponse") from None
+    missing = [info.alias for info in signature.outputs if info.alias not in found.outputs]
+    if missing:
+        raise StatusError(Code.INTERNAL, f"{target} answers without outputs {', '.join(missing)}")
+    return [decode_tensor(found.outputs[info.alias], info.alias) for info in signature.outputs]
+
+
+def _status_error(error: Any, target: str) -> StatusError:
+    code = Code(error.code().value[0])
+    if code is Code.UNAVAILABLE and not error.initial_metadata():  # nobody there, rather than somebody who refuses
+        return StatusError(code, f"TensorFlow Serving at {target} cannot be reached: {error.details()}")
+    return StatusError(code, error.details())

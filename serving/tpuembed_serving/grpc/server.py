@@ -1,0 +1,383 @@
+"""The gRPC server: TensorFlow Serving's services, health and reflection, on the event loop that the REST API runs on.
+
+Requests reach their method as bytes, so that the port listens before TensorFlow, which has the messages, is imported.
+
+gRPC tells clients to go elsewhere (GOAWAY) when a server stops, and cancels the calls that reach it between then and the
+clients' hearing of it. So a stop is done in steps: answers are held back for a moment, in which clients that wait for one send
+nothing; the server stops, which sends GOAWAY and closes its port; then the answers are sent. Another server of the same
+methods takes over the port for the time of the lame duck.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tpuembed.errors import ServingError
+from tpuembed_serving.core.auth import key_interceptor
+from tpuembed_serving.core.deadlines import wait_until
+from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.core.service import PredictionService
+from tpuembed_serving.core.status import Code, StatusError, still_loading
+from tpuembed_serving.core.tls import TlsSettings
+from tpuembed_serving.telemetry.observers import Telemetry
+from tpuembed_serving.telemetry.request_record import GRPC, REQUEST_ID, Headers, RequestRecord, sane_request_id
+from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
+from tpuembed_serving.workers.sockets import listeners_of_port, refuse_new_connections
+
+if TYPE_CHECKING:
+    from tpuembed_serving.grpc.model_service import Reloadable
+
+__all__ = ["GrpcServer", "truncated"]
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[[bytes], Awaitable[bytes]]
+
+_PREDICTION = "tensorflow.serving.PredictionService"
+_MODEL = "tensorflow.serving.ModelService"
+_METHODS: Final = {
+    _PREDICTION: ("Predict", "Classify", "Regress", "MultiInference", "GetModelMetadata"),
+    _MODEL: ("GetModelStatus", "HandleReloadConfigRequest"),
+}
+_HEALTH_NAMES: Final = ("", *_METHODS, *(service.rpartition(".")[2] for service in _METHODS))
+_CHANGES: Final = frozenset({"HandleReloadConfigRequest"})
+_INT32_MAX: Final = 2**31 - 1
+_MAX_TEXT: Final = 1024
+_HOLD_SECONDS: Final = 0.1
+"""How long answers are held back before a server stops."""
+_GOAWAY_SECONDS: Final = 0.05
+"""And after: until clients have heard of it, and the port is closed."""
+_LEAST_SECONDS: Final = 1.0
+"""A call with a deadline sooner than this is answered at once."""
+_LAST_SECONDS: Final = 0.5
+_HEALTH_SECONDS: Final = 0.1
+_FOREVER_SECONDS: Final = 1e6
+_GIVEN_UP: Final = "the server stops before this call is answered; send it to another one"
+_OPEN: Final = SecuritySettings()
+_STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def truncated(message: str) -> str:
+    """A message as TensorFlow Serving sends it over gRPC (grpc_status_util.cc)."""
+    data = message.encode("utf-8", "surrogateescape")
+    text = data[:_MAX_TEXT].decode("utf-8", "replace")
+    return f"{text}...TRUNCATED" if len(data) > _MAX_TEXT else text
+
+
+class _Port:
+    """One grpc.aio server with the port that it listens on, and the calls that it is answering."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._listeners: list[socket.socket] = []
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._released = asyncio.Event()
+        self._released.set()
+        self._stopped: asyncio.Task[None] | None = None
+        self.is_given_up = False
+
+    async def start(self, host: str, port: int, tls: TlsSettings | None) -> int:
+        """Listen; returns the port. See GrpcServer.start."""
+        others = {one.fileno(): one for one in listeners_of_port(port)} if port else {}
+        inodes = {os.fstat(number).st_ino for number in others}
+        for one in others.values():
+            one.close()
+        bound = _bind(self._server, host, port, tls)
+        await self._server.start()
+        for one in listeners_of_port(bound):
+            if os.fstat(one.fileno()).st_ino in inodes:
+                one.close()
+            else:
+                self._listeners.append(one)
+        return bound
+
+    async def answer(self, call: Awaitable[bytes], context: Any) -> bytes:
+        """Returns the answer to a call, which is held back while the server is about to stop; so is an error."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await call
+        finally:
+            if not self._released.is_set() and (context.time_remaining() or math.inf) > _LEAST_SECONDS:
+                await self._released.wait()
+            self._calls.discard(task)
+
+    async def retire(self, seconds: float) -> None:
+        """Close the port, and send clients elsewhere; calls in progress may take so long."""
+        if self._stopped is not None:
+            return
+        for one in self._listeners:
+            refuse_new_connections(one)
+            one.close()
+        self._released.clear()
+        await asyncio.sleep(_HOLD_SECONDS)
+        self._stopped = asyncio.create_task(self._server.stop(seconds))
+        await asyncio.sleep(_GOAWAY_SECONDS)
+        self._released.set()
+
+    async def end(self, until: float) -> None:
+        """Return once all calls are answered; what is not by `until`, of `time.monotonic`, is answered UNAVAILABLE then."""
+        await self.retire(until - time.monotonic())
+        assert self._stopped is not None
+        await asyncio.wait([self._stopped], timeout=max(0.0, until - time.monotonic()))
+        self.is_given_up = True
+        for call in self._calls:
+            call.cancel()
+        await asyncio.wait([self._stopped], timeout=_LAST_SECONDS)
+        await self._server.stop(None)
+
+
+class GrpcServer:
+    """Listens from `start` to `stop`; its methods are called on the event loop that serves."""
+
+    def __init__(self, service: PredictionService, models: "Reloadable", telemetry: Telemetry | None = None) -> None:
+        self._service = service
+        self._models = models
+        self._telemetry = telemetry if telemetry is not None and telemetry.observes else None
+        self._metrics = telemetry.metrics.snapshot if telemetry is not None and telemetry.metrics else dict
+        self._loading: asyncio.Task[Mapping[str, Mapping[str, Method]]] | None = None
+        self._open: Callable[[int], Awaitable[tuple[_Port, int]]] | None = None
+        self._port = 0
+        self._current: _Port | None = None
+        self._retired: list[_Port] = []
+        self._health = _Health(service)
+
+    async def start(
+        self, host: str, port: int, max_request_bytes: int | None = None, security: SecuritySettings = _OPEN
+    ) -> int:
+        """Listen; the port, which 0 leaves to the system.
+
+        Raises:
+            ServingError: the port cannot be bound.
+        """
+        options = [
+            ("grpc.max_receive_message_length", max_request_bytes or _INT32_MAX),
+            ("grpc.max_send_message_length", _INT32_MAX),
+        ]
+        interceptors = [key_interceptor(security.api_keys)] if security.api_keys else []
+
+        async def open_port(number: int) -> tuple[_Port, int]:
+            server = grpc.aio.server(options=options, interceptors=interceptors)
+            opened = _Port(server)
+            for service, names in _METHODS.items():
+                handlers = {
+                    name: grpc.unary_unary_rpc_method_handler(self._handler(service, name, opened)) for name in names
+                }
+                server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            reflection.enable_server_reflection((*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            return opened, await opened.start(host, number, security.tls)
+
+        self._open = open_port
+        await self._health.begin()
+        self._current, self._port = await open_port(port)
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        return self._port
+
+    async def leave(self) -> None:
+        """Say that the server goes away, in health checks and by GOAWAY; calls and new connections are answered as before."""
+        await self._health.enter_graceful_shutdown()
+        if self._current is None or self._open is None:
+            return
+        try:
+            successor, _ = await self._open(self._port)
+        except ServingError:  # a system on which ports are not shared: clients hear of it at the end
+            return
+        before, self._current = self._current, successor
+        self._retired.append(before)
+        await before.retire(_FOREVER_SECONDS)
+        self._health.end_watches()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no new calls, and wait so long for those in progress."""
+        if self._current is None:
+            return
+        current, self._current = self._current, None
+        until = time.monotonic() + grace_seconds
+        await self._health.enter_graceful_shutdown()
+        await current.retire(grace_seconds)
+        self._health.end_watches()
+        await asyncio.gather(*(port.end(until) for port in (*self._retired, current)))
+        self._health.close()
+
+    def _load(self) -> dict[str, Mapping[str, Method]]:
+        """service -> method name -> method. The import takes seconds where nothing has imported TensorFlow yet."""
+        with IMPORTING_TENSORFLOW:
+            from tpuembed_serving.grpc.model_service import ModelApi
+            from tpuembed_serving.grpc.prediction_service import PredictionApi
+
+        return {
+            _PREDICTION: PredictionApi(self._service).methods,
+            _MODEL: ModelApi(self._service, self._models, self._metrics).methods,
+        }
+
+    def _handler(self, service: str, name: str, port: _Port) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        path = f"/{service}/{name}".encode("ascii")
+
+        async def handle(request: bytes, context: Any) -> bytes:
+            record = self._begin(path, name, context, len(request))
+            try:
+                response = await port.answer(self._answer(service, name, request, context), context)
+            except StatusError as error:
+                self._finish(record, error.code, 0)
+                await context.abort(_STATUS_CODES[error.code], truncated(error.message))
+                raise AssertionError("abort raises") from None
+            except asyncio.CancelledError:
+                if port.is_given_up:
+                    self._finish(record, Code.UNAVAILABLE, 0)
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, _GIVEN_UP)
+                is_late = (context.time_remaining() or 1.0) <= 0
+                self._finish(record, Code.DEADLINE_EXCEEDED if is_late else Code.CANCELLED, 0)
+                raise
+            self._finish(record, Code.OK, len(response))
+            return response
+
+        return handle
+
+    async def _answer(self, service: str, name: str, request: bytes, context: Any) -> bytes:
+        remaining = context.time_remaining()
+        if remaining is not None and remaining <= 0:
+            raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        wait_until(None if remaining is None else time.monotonic() + remaining)
+        try:
+            assert self._loading is not None
+            if self._service.loading and name not in _CHANGES:
+                raise still_loading()  # at once: the messages' classes may be on their way too
+            methods = await asyncio.shield(self._loading)
+            return await methods[service][name](request)
+        except StatusError:
+            raise
+        except Exception:
+            logger.exception("a call of %s failed", name)
+            raise StatusError(Code.INTERNAL, "internal error") from None
+
+    def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
+        """A record, where anybody observes; and the request's name for whoever gave it one."""
+        headers = _headers(context)
+        record = None
+        request_id = sane_request_id(next((value for key, value in headers if key == REQUEST_ID), b""))
+        if self._telemetry is not None:
+            record = self._telemetry.begin(GRPC, "POST", path, headers, name)
+            record.body(size)
+            request_id = record.request_id or request_id
+        if request_id:
+            context.set_trailing_metadata(((REQUEST_ID.decode("ascii"), request_id),))
+        return record
+
+    def _finish(self, record: RequestRecord | None, code: Code, size: int) -> None:
+        if record is not None and self._telemetry is not None:
+            record.answered(code, int(code), size)
+            self._telemetry.finish(record)
+
+
+def _headers(context: Any) -> Headers:
+    """A call's metadata; values that are text come as text."""
+    metadata = context.invocation_metadata() or ()
+    return [
+        (key.encode("ascii", "replace"), value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
+        for key, value in metadata
+    ]
+
+
+def _bind(server: Any, host: str, port: int, tls: TlsSettings | None) -> int:
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if tls is not None:
+            return int(server.add_secure_port(address, tls.grpc_credentials()))
+        return int(server.add_insecure_port(address))
+    except RuntimeError:
+        raise ServingError(f"cannot listen on {address} for gRPC; choose another port with --grpc-port") from None
+
+
+class _Health(health.aio.HealthServicer):
+    """grpc.health.v1: `""` serves when every model has an available version, as /readyz says; the services do once each model's
+    first load has ended, from when on TensorFlow Serving's serve; a model does once it is available. Nothing serves once the
+    server goes away."""
+
+    def __init__(self, service: PredictionService) -> None:
+        super().__init__()
+        self._service = service
+        self._is_stopping = False
+        self._following: asyncio.Task[None] | None = None
+        self._watches: set[asyncio.Task[Any]] = set()
+
+    async def begin(self) -> None:
+        """Tell those who watch of every change from now on."""
+        if self._following is None:
+            await self._tell()
+            self._following = asyncio.create_task(self._follow())
+
+    def close(self) -> None:
+        """Follow no more."""
+        if self._following is not None:
+            self._following.cancel()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_SECONDS)
+            await self._tell()
+
+    async def _tell(self) -> None:
+        for name in _HEALTH_NAMES:
+            status = _serving(self._serves(name))
+            if self._server_status.get(name) != status:
+                await self.set(name, status)
+
+    def _serves(self, name: str) -> bool | None:
+        """Returns whether a service serves, or a model by its name; None where there is no such model."""
+        if self._is_stopping or self._service.loading:
+            return False
+        if name in _HEALTH_NAMES:
+            return bool(name) or self._service.ready
+        statuses = self._service.versions(name)
+        return any(status.state.name == "AVAILABLE" for status in statuses) if statuses else None
+
+    async def enter_graceful_shutdown(self) -> None:
+        """Say that nothing serves any more."""
+        self._is_stopping = True
+        await super().enter_graceful_shutdown()
+
+    def end_watches(self) -> None:
+        """End the streams of changes: each would keep its connection, and the server, until the end of the drain."""
+        for watch in self._watches:
+            watch.cancel()
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
+        """See the protocol; a client whose stream ends asks again, of another server or of this one."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._watches.add(task)
+        try:
+            await self._tell()
+            await super().Watch(request, context)
+        except asyncio.CancelledError:
+            if self._is_stopping:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+            raise
+        finally:
+            self._watches.discard(task)
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """See the protocol; the service may be a model."""
+        try:
+            serves = self._serves(request.service)
+        except StatusError:  # another server has the model, and does not answer
+            serves = False
+        if serves is None:
+            return await super().Check(request, context)
+        return health_pb2.HealthCheckResponse(status=_serving(serves))
+
+
+def _serving(serves: bool | None) -> Any:
+    response = health_pb2.HealthCheckResponse
+    return response.SERVING if serves else response.NOT_SERVING

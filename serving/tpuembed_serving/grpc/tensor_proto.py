@@ -1,0 +1,228 @@
+"""TensorProtos to arrays and back, as TensorFlow's `Tensor::FromProto` and `AsProtoField` do (framework/tensor.cc).
+
+A message is as long as its sender likes, and its shape claims what it likes: nothing is allocated by a number that the
+bytes do not prove, but for the one value that stands for all, whose tensor is limited.
+"""
+
+import dataclasses
+import math
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from tensorflow.core.framework import tensor_pb2, types_pb2
+
+from tpuembed.protobuf import MalformedError, read_varint, varint
+from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.status import Code, StatusError, invalid_argument
+
+__all__ = ["MAX_FILLED_BYTES", "decode_tensor", "dtype_name", "encode_tensor"]
+
+MAX_FILLED_BYTES: Final = 64 << 20
+"""Of a tensor whose values are not all sent: the last one that is stands for the others."""
+_STRING_BYTES: Final = 64
+"""Of a string, however short: of the array's object, TensorFlow's own, and those of an answer."""
+_MAX_RANK: Final = 64
+"""Of a numpy array; TensorFlow's own limit is 254."""
+_PIECE: Final = 2**16
+"""Of elements that become Python's objects at once: they take many times its memory, and no other thread runs meanwhile."""
+_MAX_ELEMENTS: Final = 2**58
+"""Of one that is empty, were its zeros ones: numpy counts its bytes all the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """How a dtype is carried.
+
+    Attributes:
+        name: of the repeated field of a TensorProto that has its values.
+        dtype: of the tensor, little-endian as in tensor_content.
+        carrier: what one entry of the field is read as before it becomes an element.
+        per_element: entries of the field that make one element.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    carrier: np.dtype[Any]
+    per_element: int = 1
+
+    @property
+    def fixed_width(self) -> bool:
+        """Whether the field on the wire is the array's bytes."""
+        return self.name in _FIXED_WIDTH
+
+
+def _field(name: str, dtype: Any, carrier: Any = None, per_element: int = 1) -> _Field:
+    return _Field(name, np.dtype(dtype), np.dtype(dtype if carrier is None else carrier), per_element)
+
+
+_FIXED_WIDTH: Final = frozenset({"float_val", "double_val", "scomplex_val", "dcomplex_val"})
+_FIELDS: Final = {
+    types_pb2.DT_FLOAT: _field("float_val", "<f4"),
+    types_pb2.DT_DOUBLE: _field("double_val", "<f8"),
+    types_pb2.DT_INT8: _field("int_val", np.int8, np.int32),
+    types_pb2.DT_INT16: _field("int_val", "<i2", np.int32),
+    types_pb2.DT_INT32: _field("int_val", "<i4"),
+    types_pb2.DT_UINT8: _field("int_val", np.uint8, np.int32),
+    types_pb2.DT_UINT16: _field("int_val", "<u2", np.int32),
+    types_pb2.DT_INT64: _field("int64_val", "<i8"),
+    types_pb2.DT_UINT32: _field("uint32_val", "<u4"),
+    types_pb2.DT_UINT64: _field("uint64_val", "<u8"),
+    types_pb2.DT_BOOL: _field("bool_val", np.bool_),
+    types_pb2.DT_HALF: _field("half_val", "<f2", np.int32),
+    types_pb2.DT_BFLOAT16: _field("half_val", ml_dtypes.bfloat16, np.int32),
+    types_pb2.DT_COMPLEX64: _field("scomplex_val", "<c8", "<f4", 2),
+    types_pb2.DT_COMPLEX128: _field("dcomplex_val", "<c16", "<f8", 2),
+}
+
+
+def dtype_name(dtype: int) -> str:
+    """A DataType as TensorFlow's C++ names it in messages: "float"."""
+    try:
+        return str(types_pb2.DataType.Name(dtype)).removeprefix("DT_").lower()
+    except ValueError:
+        return f"unknown dtype enum ({dtype})"
+
+
+def decode_tensor(proto: Any, alias: str) -> Array:
+    """The tensor that a TensorProto holds, in either representation.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, it holds none.
+    """
+    try:
+        shape = _shape(proto.tensor_shape)
+        if proto.dtype == types_pb2.DT_STRING:
+            return _strings(proto, shape)
+        return _numbers(proto, _FIELDS[proto.dtype], shape)
+    except (_MalformedTensorError, MalformedError, KeyError):
+        raise invalid_argument(f"tensor parsing error: {alias}") from None
+
+
+class _MalformedTensorError(Exception):
+    """The parts of a TensorProto contradict one another."""
+
+
+def _shape(proto: Any) -> tuple[int, ...]:
+    shape = tuple(dim.size for dim in proto.dim)
+    if proto.unknown_rank or len(shape) > _MAX_RANK or min(shape, default=0) < 0:
+        raise _MalformedTensorError
+    if math.prod(filter(None, shape)) > _MAX_ELEMENTS:
+        raise _MalformedTensorError
+    return shape
+
+
+def _numbers(proto: Any, field: _Field, shape: tuple[int, ...]) -> Array:
+    count = math.prod(shape)
+    if count == 0:
+        return np.empty(shape, field.dtype)
+    if proto.tensor_content:
+        return _from_content(proto.tensor_content, field, count).reshape(shape)
+    values = _field_values(getattr(proto, field.name), field)
+    return _filled(values, count, field.dtype).reshape(shape)
+
+
+def _from_content(content: bytes, field: _Field, count: int) -> Array:
+    if len(content) != count * field.dtype.itemsize:
+        raise _MalformedTensorError
+    if field.dtype == np.bool_:
+        if max(content) > 1:
+            raise _MalformedTensorError
+        return np.frombuffer(content, np.uint8) != 0
+    return np.frombuffer(content, field.dtype)
+
+
+def _field_values(values: Any, field: _Field) -> Array:
+    """The entries of a repeated field as elements; what does not fit a narrow integer is cut, as in theirs."""
+    if len(values) % field.per_element:
+        raise _MalformedTensorError
+    if field.fixed_width:
+        return _fixed_width_values(values, field)
+    array = np.fromiter(values, field.carrier, len(values))
+    if field.name == "half_val":
+        return array.astype("<u2").view(field.dtype)
+    return array.astype(field.dtype, copy=False)
+
+
+def _fixed_width_values(values: Any, field: _Field) -> Array:
+    """The end of a message that has this field alone is the values themselves: no number is made of each."""
+    alone = tensor_pb2.TensorProto()
+    getattr(alone, field.name).MergeFrom(values)
+    size = len(values) * field.carrier.itemsize
+    return np.frombuffer(alone.SerializeToString()[-size:] if size else b"", field.dtype)
+
+
+def _filled(values: Array, count: int, dtype: np.dtype[Any]) -> Array:
+    """`values`, of which the last is repeated up to `count`; zeros where there is none."""
+    if len(values) == count:
+        return values
+    if len(values) > count or count * dtype.itemsize > MAX_FILLED_BYTES:
+        raise _MalformedTensorError
+    if not len(values):
+        return np.zeros(count, dtype)
+    return np.concatenate([values, np.full(count - len(values), values[-1], dtype)])
+
+
+def _strings(proto: Any, shape: tuple[int, ...]) -> Array:
+    count = math.prod(shape)
+    if count == 0:
+        return np.empty(shape, object)
+    values = _string_content(proto.tensor_content, count) if proto.tensor_content else list(proto.string_val)
+    if len(values) > count or (len(values) < count and count * _STRING_BYTES > MAX_FILLED_BYTES):
+        raise _MalformedTensorError
+    array = np.full(count, values[-1] if values else b"", object)
+    array[: len(values)] = values
+    return array.reshape(shape)
+
+
+def _string_content(content: bytes, count: int) -> list[bytes]:
+    """All lengths, and then all bytes (`port::DecodeStringList`)."""
+    if count > len(content):  # a length takes a byte
+        raise _MalformedTensorError
+    sizes, start = [], 0
+    for _ in range(count):
+        size, start = read_varint(content, start)
+        sizes.append(size)
+    if start + sum(sizes) != len(content):
+        raise _MalformedTensorError
+    values = []
+    for size in sizes:
+        values.append(content[start : start + size])
+        start += size
+    return values
+
+
+def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
+    """Fill an empty TensorProto, the values in the dtype's own field.
+
+    Raises:
+        StatusError: UNIMPLEMENTED, the dtype has no such field here.
+    """
+    proto.dtype = types_pb2.DataType.Value(f"DT_{dtype.upper()}")
+    proto.tensor_shape.SetInParent()  # a scalar's is there, and empty
+    for size in array.shape:
+        proto.tensor_shape.dim.add().size = size
+    if proto.dtype == types_pb2.DT_STRING:
+        proto.string_val.extend(array.ravel().tolist())
+    elif proto.dtype in _FIELDS:
+        _put(proto, _FIELDS[proto.dtype], array)
+    else:
+        raise StatusError(Code.UNIMPLEMENTED, f"a tensor of type {dtype} cannot be sent")
+
+
+def _put(proto: Any, field: _Field, array: Array) -> None:
+    if not array.size:
+        return
+    if field.fixed_width:
+        data = np.ascontiguousarray(array, field.dtype).tobytes()
+        proto.MergeFromString(_tag(field.name) + varint(len(data)) + data)
+        return
+    flat = array.ravel()
+    flat, values = (flat.view("<u2") if field.name == "half_val" else flat), getattr(proto, field.name)
+    for start in range(0, len(flat), _PIECE):
+        values.extend(flat[start : start + _PIECE].tolist())
+
+
+def _tag(name: str) -> bytes:
+    """The bytes before a packed field: number and wire type 2, a run of bytes."""
+    return varint(tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[name].number << 3 | 2)

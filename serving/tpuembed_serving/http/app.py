@@ -1,0 +1,259 @@
+"""The FastAPI application: /healthz, /readyz and the documentation, with the raw REST API in front of it."""
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.auth import Door
+from tpuembed_serving.core.row_limit import RowLimit
+from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.core.service import Executor, PredictionService
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.binary_api import BinaryApi, is_binary_request
+from tpuembed_serving.http.direct_predict import DirectPredict
+from tpuembed_serving.http.endpoint import Receive, Scope, Send
+from tpuembed_serving.http.openapi import REST_PATHS
+from tpuembed_serving.http.pages import add_pages
+from tpuembed_serving.http.rest import RestApi, is_api_request
+from tpuembed_serving.models.repository import Loader, ModelRepository
+from tpuembed_serving.models.verification import verify_checksums
+from tpuembed_serving.models.warmup import warm_up
+from tpuembed_serving.settings import ServerSettings
+from tpuembed_serving.telemetry.observers import Telemetry
+from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
+from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
+from tpuembed_serving.workers.link import Alone, Peers, WorkerLink
+from tpuembed_serving.workers.repository import WorkerRepository
+
+if TYPE_CHECKING:
+    from tpuembed_serving.grpc.server import GrpcServer
+
+__all__ = ["ServingApp", "create_app"]
+
+
+class ServingApp(FastAPI):
+    """FastAPI, past which the requests of TensorFlow Serving's API go straight to their own handler."""
+
+    def __init__(
+        self, settings: ServerSettings, load: Loader | None, link: WorkerLink | None = None, load_first: bool = False
+    ) -> None:
+        self.stopping = threading.Event()
+        self.executor = _executor(settings)
+        self.peers: Peers = link or Alone()
+        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.peers)
+        load = load or functools.partial(
+            _load_saved_model, settings=settings, stopping=self.stopping, telemetry=self.telemetry
+        )
+        self.repository = _models(settings, self.telemetry.watching(load), link)
+        self.loads_first = load_first or settings.listen_when_loaded
+        self.leaving = False
+        self.service = PredictionService(self.repository, _limited(self.executor, settings))
+        self.settings = settings
+        guard = settings.security
+        self._door = Door(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
+        self._grpc: GrpcServer | None = None
+        self._grpc_stop: asyncio.Task[None] | None = None
+        self._grpc_leave: asyncio.Task[None] | None = None
+        self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry, settings.security.max_json_depth)
+        self._binary = BinaryApi(self.service, settings.max_body_bytes, self.telemetry)
+        self.direct = self._direct_predict()
+        super().__init__(title="tpuembed serving", lifespan=_lifespan, docs_url=None, redoc_url=None)
+        self.add_api_route("/healthz", _healthz, summary="The server answers")
+        busy: dict[int | str, dict[str, Any]] = {503: {"description": "Not every model has one"}}
+        self.add_api_route("/readyz", self._readyz, summary="Every model has an available version", responses=busy)
+        add_pages(self, self.service)
+        if settings.telemetry.metrics_path is not None:
+            self.add_api_route(
+                settings.telemetry.metrics_path,
+                self._metrics,
+                summary="Metrics for Prometheus",
+                response_class=PlainTextResponse,
+                responses={503: {"description": "A worker is busy"}},
+            )
+
+    def _direct_predict(self) -> DirectPredict | None:
+        """None where runs are another server's, or answers bear headers for browsers."""
+        settings, executor = self.settings, self.executor
+        if settings.security.cors or isinstance(executor, RemoteExecutor):
+            return None
+        return DirectPredict(self.service, executor, settings, self.telemetry)
+
+    async def load_first(self) -> None:
+        """Return once what is there is loaded, where others answer meanwhile."""
+        if self.loads_first:
+            await asyncio.to_thread(self.repository.wait_for_look, self.stopping.is_set)
+
+    async def start_grpc(self) -> None:
+        """Listen for gRPC calls, where the settings name a port, unless that is so already."""
+        settings = self.settings
+        if settings.grpc_port is not None and self._grpc is None:
+            from tpuembed_serving.grpc.server import GrpcServer
+
+            self._grpc = GrpcServer(self.service, self.repository, self.telemetry)
+            await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes, settings.security)
+
+    def leave(self, *, hands_over: bool) -> None:
+        """Say to health checks that this server goes away, and with `hands_over` to gRPC's clients too; answer as before."""
+        self.leaving = True
+        if self._grpc is not None and hands_over:
+            self._grpc_leave = asyncio.create_task(self._grpc.leave())
+
+    async def stop_grpc(self) -> None:
+        """Take no new calls, and return once those in progress are done. Whoever asks again waits for the same."""
+        if self._grpc is not None:
+            if self._grpc_stop is None:
+                self._grpc_stop = asyncio.create_task(self._stop_grpc(self._grpc))
+            await self._grpc_stop
+
+    async def _stop_grpc(self, grpc: "GrpcServer") -> None:
+        if self._grpc_leave is not None:
+            await self._grpc_leave
+        await grpc.stop(self.settings.drain_seconds)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        await (self._door or self._handler(scope))(scope, receive, send)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What is behind the door."""
+        await self._handler(scope)(scope, receive, send)
+
+    def _handler(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""
+        if is_api_request(scope):
+            return self._rest
+        return self._binary if is_binary_request(scope) else super().__call__
+
+    def openapi(self) -> dict[str, Any]:
+        """The routes of FastAPI and the raw ones."""
+        schema = super().openapi()
+        schema["paths"].update(REST_PATHS)
+        return schema
+
+    async def _metrics(self) -> PlainTextResponse:
+        try:
+            return PlainTextResponse(await self.telemetry.metrics_text())
+        except TimeoutError:
+            return PlainTextResponse("a worker is busy", status_code=503)
+
+    async def _readyz(self) -> JSONResponse:
+        if self.leaving:
+            return JSONResponse({"status": "stopping"}, status_code=503)
+        if self.repository.ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready"}, status_code=503)
+
+
+def _models(settings: ServerSettings, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels:
+    if settings.target is not None:
+        return RemoteModels([model.name for model in settings.models], settings.target, settings.poll_seconds)
+    repository = functools.partial(WorkerRepository, link) if link else ModelRepository
+    return repository(settings.models, load, settings.poll_seconds, options=settings.load)
+
+
+def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
+    timeout_seconds = settings.rest_timeout_ms / 1000
+    if settings.target is not None:
+        return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests)
+    return ModelExecutor(
+        settings.run_threads,
+        settings.max_queued_requests,
+        timeout_seconds,
+        settings.batching,
+        processes=settings.workers,
+    )
+
+
+def _limited(executor: ModelExecutor | RemoteExecutor, settings: ServerSettings) -> Executor:
+    most = settings.security.max_rows
+    return executor if most is None else RowLimit(executor, most)
+
+
+async def _healthz() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Load and watch in the background for as long as the server runs."""
+    assert isinstance(app, ServingApp)
+    if not app.loads_first:  # before TensorFlow's import takes its seconds
+        await app.start_grpc()
+    app.repository.start()
+    try:
+        await app.load_first()
+        await app.start_grpc()
+        yield
+    finally:
+        await app.stop_grpc()
+        app.stopping.set()
+        app.executor.close()
+        await asyncio.to_thread(app.repository.stop)
+        await asyncio.to_thread(app.telemetry.close)
+
+
+def create_app(
+    settings: ServerSettings, load: Loader | None = None, *, link: WorkerLink | None = None, load_first: bool = False
+) -> ServingApp:
+    """The ASGI application that serves `settings.models`.
+
+    Args:
+        settings: what it serves, and how.
+        load: turns a version's folder into a servable; the default loads SavedModels with TensorFlow.
+        link: to the other processes of this server, where it is one of several.
+        load_first: start up only once the versions that are there are loaded, or have failed.
+    """
+    return ServingApp(settings, load, link, load_first)
+
+
+def _load_saved_model(
+    version_dir: Path, *, settings: ServerSettings, stopping: threading.Event, telemetry: Telemetry
+) -> Servable:
+    """TensorFlow is imported here, by the thread that loads: the port answers long before."""
+    with IMPORTING_TENSORFLOW:
+        from tpuembed_serving.tensorflow import session as runtime
+
+    def give_up(_: int) -> None:
+        if stopping.is_set():
+            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server stops")
+
+    options = runtime.RunOptions(
+        timeout_ms=settings.rest_timeout_ms,
+        threads=settings.run_threads,
+        per_model_batching=settings.batching.per_model,
+    )
+    if settings.verify_on_load:
+        verify_checksums(version_dir, give_up)
+    servable = runtime.load(
+        version_dir,
+        prewarm=settings.prewarm,
+        random_access=settings.random_access,
+        on_read=give_up,
+        options=options,
+    )
+    try:
+        _warm_up(version_dir, servable, lambda: give_up(0), telemetry)
+    except BaseException:
+        servable.close()
+        raise
+    return servable
+
+
+def _warm_up(version_dir: Path, servable: Servable, between: Callable[[], None], telemetry: Telemetry) -> None:
+    started = time.perf_counter()
+    try:
+        records = warm_up(version_dir, servable, between)
+    except StatusError as error:
+        telemetry.warmed_up(version_dir, time.perf_counter() - started, 0, error)
+        raise
+    if records:
+        telemetry.warmed_up(version_dir, time.perf_counter() - started, records, None)

@@ -1,0 +1,92 @@
+"""Lists of ids of different lengths, which TensorFlow Serving's JSON does not have: made equal with padding.
+
+Only where the manifest of an export says that an input is such a list, and only in requests that are an error without it: what
+a rectangular request means never changes.
+"""
+
+from typing import Any
+
+from tpuembed_serving.core.servable import Signature
+from tpuembed_serving.core.status import invalid_argument
+from tpuembed_serving.http.json.document import Document
+from tpuembed_serving.http.json.tensors import is_base64_object
+
+__all__ = ["pad_ragged"]
+
+_WEIGHTS = "_weights"
+
+Padding = int | float | str
+
+
+def pad_ragged(document: Document, signature: Signature) -> Document | None:
+    """The request with lists of one length, where `decode_inputs` refused it; None where there is nothing to pad.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, the ids of a row and their weights are not equally many.
+    """
+    pairs = zip(signature.inputs, signature.padding, strict=False)
+    wanted = {info.alias: value for info, value in pairs if value is not None}
+    members = document.members
+    key = "instances" if "instances" in members else "inputs"
+    if not wanted or (key == "instances" and "inputs" in members):
+        return None
+    given = members.get(key)
+    pad = _pad_rows if key == "instances" else _pad_columns
+    found = pad(given, signature, wanted)
+    return None if found is None else Document({**members, key: found})
+
+
+def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding]) -> Any:
+    if not isinstance(rows, list):
+        return None
+    if len(signature.inputs) == 1 and not any(isinstance(row, dict) for row in rows):
+        return _pad(rows, wanted[signature.inputs[0].alias])
+    if not all(type(row) is dict for row in rows):  # a JsonObject has a key twice, which is an error
+        return None
+    columns = {alias: [row[alias] for row in rows] for alias in wanted if all(alias in row for row in rows)}
+    padded = _pad_all(columns, wanted)
+    if not padded:
+        return None
+    return [{**row, **{alias: values[index] for alias, values in padded.items()}} for index, row in enumerate(rows)]
+
+
+def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding]) -> Any:
+    if not isinstance(value, dict):
+        return _pad(value, wanted[signature.inputs[0].alias]) if len(signature.inputs) == 1 else None
+    padded = _pad_all({alias: value[alias] for alias in wanted if alias in value}, wanted)
+    return {**value, **padded} if padded else None
+
+
+def _pad_all(columns: dict[str, Any], wanted: dict[str, Padding]) -> dict[str, list[list[Any]]]:
+    """Those of `columns` that are ragged, padded."""
+    for alias in columns:
+        if f"{alias}{_WEIGHTS}" in columns:
+            _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"])
+    padded = {alias: _pad(rows, wanted[alias]) for alias, rows in columns.items()}
+    return {alias: rows for alias, rows in padded.items() if rows is not None}
+
+
+def _pad(rows: Any, value: Padding) -> list[list[Any]] | None:
+    """None where `rows` are no lists of values, or are of one length."""
+    if not _is_list_of_lists(rows):
+        return None
+    widest = max(map(len, rows))
+    if min(map(len, rows)) == widest:
+        return None
+    return [row + [value] * (widest - len(row)) for row in rows]
+
+
+def _is_list_of_lists(rows: Any) -> bool:
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
+        return False
+    return not any(isinstance(value, list | dict) and not is_base64_object(value) for row in rows for value in row)
+
+
+def _check_weights(alias: str, ids: Any, weights: Any) -> None:
+    """Padding must not stand in for a weight that was forgotten."""
+    if not (_is_list_of_lists(ids) and _is_list_of_lists(weights)):
+        return
+    for index, (row, row_weights) in enumerate(zip(ids, weights, strict=False)):
+        if len(row) != len(row_weights):
+            sizes = f"{len(row)} values of {alias} and {len(row_weights)} of {alias}{_WEIGHTS}"
+            raise invalid_argument(f"Row {index} has {sizes}; each value needs its weight")

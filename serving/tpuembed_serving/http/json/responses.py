@@ -1,0 +1,127 @@
+"""Tensors to the JSON that TensorFlow Serving writes, byte for byte (json_tensor.cc with RapidJSON's PrettyWriter).
+
+Row form sets "arrays on one line" while it writes a row; columnar form never does, so its arrays take a line per value.
+"""
+
+import base64
+import math
+from collections.abc import Mapping
+
+from tpuembed_serving.core.servable import Array, Signature
+from tpuembed_serving.core.status import invalid_argument
+from tpuembed_serving.http.json.debug import quote
+from tpuembed_serving.http.json.floats import float_tokens
+
+__all__ = ["encode_error", "encode_outputs"]
+
+_INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint32", "uint64"})
+
+
+def encode_error(message: str) -> bytes:
+    """The body of every answer that is not OK."""
+    return _to_bytes(f'{{\n    "error": {quote(message)}\n}}')
+
+
+def encode_outputs(outputs: Mapping[str, Array], signature: Signature, row_form: bool) -> bytes:
+    """The body of a predict answer: `outputs` by alias, for a row-form or a columnar request.
+
+    Raises:
+        StatusError: an output has no JSON form, or in row form no batch dimension that agrees with the others'.
+    """
+    if not outputs:
+        raise invalid_argument("Cannot convert empty tensor map to JSON")
+    write = _rows if row_form else _columns
+    return _to_bytes(write(outputs, signature.output_dtypes))
+
+
+def _to_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _rows(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
+    batch = _batch_size(outputs)
+    if batch == 0:
+        return '{\n    "predictions": []\n}'
+    named = len(outputs) > 1
+    columns = {alias: _row_values(alias, array, dtypes[alias], named) for alias, array in outputs.items()}
+    if not named:
+        (values,) = columns.values()
+        return f'{{\n    "predictions": [{", ".join(values)}\n    ]\n}}'
+    keys = [f"\n            {quote(alias)}: " for alias in columns]
+    rows = (",".join(map(str.__add__, keys, values)) for values in zip(*columns.values(), strict=True))
+    objects = ",".join(f"\n        {{{row}\n        }}" for row in rows)
+    return f'{{\n    "predictions": [{objects}\n    ]\n}}'
+
+
+def _batch_size(outputs: Mapping[str, Array]) -> int:
+    batch = -1
+    for alias, array in outputs.items():
+        if array.ndim == 0:
+            raise invalid_argument(f"Tensor name: {alias} has no shape information ")
+        if batch >= 0 and array.shape[0] != batch:
+            sizes = f"{array.shape[0]} expecting: {batch}"
+            raise invalid_argument(f"Tensor name: {alias} has inconsistent batch size: {sizes}")
+        batch = array.shape[0]
+    return batch
+
+
+def _row_values(alias: str, array: Array, dtype: str, named: bool) -> list[str]:
+    """One text per row, its lists on one line."""
+    texts = _tokens(alias, array, dtype, containers=2 + named + array.ndim - 1)
+    if array.shape[1:] == (1,):
+        return [f"[{text}]" for text in texts]
+    for axis in range(array.ndim - 1, 0, -1):
+        texts = [f"[{', '.join(part)}]" for part in _split(texts, array.shape, axis)]
+    return texts
+
+
+def _columns(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
+    named = len(outputs) > 1
+    values = {alias: _column(alias, array, dtypes[alias], 1 + named) for alias, array in outputs.items()}
+    if not named:
+        (value,) = values.values()
+        return f'{{\n    "outputs": {value}\n}}'
+    members = ",".join(f"\n        {quote(alias)}: {value}" for alias, value in values.items())
+    return f'{{\n    "outputs": {{{members}\n    }}\n}}'
+
+
+def _column(alias: str, array: Array, dtype: str, containers: int) -> str:
+    """A tensor inside `containers` containers, every value and every bracket on a line of its own."""
+    texts = _tokens(alias, array, dtype, containers + array.ndim)
+    for axis in range(array.ndim - 1, -1, -1):
+        outer = "\n" + "    " * (containers + axis)
+        inner = outer + "    "
+        parts = _split(texts, array.shape, axis)
+        texts = [f"[{inner}{f',{inner}'.join(part)}{outer}]" if part else "[]" for part in parts]
+    return texts[0]
+
+
+def _split(texts: list[str], shape: tuple[int, ...], axis: int) -> list[list[str]]:
+    """The texts of each list at depth `axis` of a tensor, in order."""
+    size = shape[axis]
+    return [texts[start * size : (start + 1) * size] for start in range(math.prod(shape[:axis]))]
+
+
+def _tokens(alias: str, array: Array, dtype: str, containers: int) -> list[str]:
+    """One JSON token per element, in order; each lies inside `containers` containers."""
+    if array.size == 0:
+        return []
+    if dtype in ("float", "double"):
+        return float_tokens(array)
+    if dtype in _INTEGERS:
+        return list(map(str, array.ravel().tolist()))
+    if dtype == "bool":
+        return ["true" if value else "false" for value in array.ravel().tolist()]
+    if dtype == "string":
+        encode = _base64_object if alias.endswith("_bytes") else _string
+        return [encode(value, containers) for value in array.ravel().tolist()]
+    raise invalid_argument(f"Failed to write JSON value for tensor type: {dtype}")
+
+
+def _string(value: bytes, _: int) -> str:
+    return quote(value.decode("utf-8", "surrogateescape"))
+
+
+def _base64_object(value: bytes, containers: int) -> str:
+    indent = "\n" + "    " * containers
+    return f'{{{indent}    "b64": "{base64.b64encode(value).decode("ascii")}"{indent}}}'

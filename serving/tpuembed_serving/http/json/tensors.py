@@ -1,0 +1,186 @@
+"""JSON values to tensors, with TensorFlow Serving's type rules, shapes and messages (json_tensor.cc)."""
+
+import base64
+import itertools
+from typing import Any
+
+import numpy as np
+
+from tpuembed_serving.core.servable import Array, TensorInfo
+from tpuembed_serving.core.status import Code, StatusError, invalid_argument
+from tpuembed_serving.http.json.debug import debug_string, type_name
+from tpuembed_serving.http.json.document import format_error
+
+__all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "is_base64_object", "to_array"]
+
+MAX_RANK = 64
+"""Of a numpy array; TensorFlow's own limit is 254."""
+
+_INT32 = range(-(2**31), 2**31)
+# The narrow integers are only held to 32 bits, and wrap.
+_INT_RANGES = {
+    "int8": _INT32,
+    "int16": _INT32,
+    "uint8": _INT32,
+    "int32": _INT32,
+    "int64": range(-(2**63), 2**63),
+    "uint32": range(2**32),
+    "uint64": range(2**64),
+}
+_FLOATS = frozenset({"float", "double"})
+_LEAF_TYPES: dict[str, frozenset[type]] = {
+    **dict.fromkeys(_INT_RANGES, frozenset({int})),
+    **dict.fromkeys(_FLOATS, frozenset({int, float})),
+    "bool": frozenset({bool}),
+    "string": frozenset({str}),
+}
+
+
+def fast_tensor(value: Any, info: TensorInfo) -> Array | None:
+    """`value` as a tensor where that is plain sailing; None where the careful way must decide, or explain."""
+    types = _leaf_types(value)
+    if not types or not types <= _LEAF_TYPES.get(info.dtype, frozenset()):
+        return None
+    if info.dtype == "string":
+        return _fast_strings(value)
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError):  # ragged, too deep, or an integer beyond 64 bits
+        return None
+    return _cast(array, info)
+
+
+def _leaf_types(value: Any) -> set[type]:
+    """The types of what lies in nested lists, or {list, ...} where they are not nested evenly.
+
+    Looked at before numpy is: it takes true for 1, and a long string among many for a reason to make all as long.
+    """
+    level, types = [value], {type(value)}
+    while types == {list}:
+        level = list(itertools.chain.from_iterable(level))
+        types = set(map(type, level))
+    return types
+
+
+def _cast(array: Array, info: TensorInfo) -> Array | None:
+    """An array of numpy's choice of dtype as the input's dtype; None where a value does not fit."""
+    if info.dtype in _FLOATS:
+        return _to_float(array, info)
+    if array.dtype == info.numpy_dtype:  # bool and int64
+        return array
+    if array.dtype.kind not in "iu":  # of integers, some negative, some beyond int64
+        return None
+    allowed = _INT_RANGES[info.dtype]
+    inside = int(array.min()) in allowed and int(array.max()) in allowed
+    return array.astype(info.numpy_dtype) if inside else None
+
+
+def _to_float(array: Array, info: TensorInfo) -> Array:
+    """By way of double, as RapidJSON's GetFloat; what is too large becomes infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(np.float64).astype(info.numpy_dtype)
+
+
+def _fast_strings(value: Any) -> Array | None:
+    """A list of strings; anything else goes the careful way."""
+    if not isinstance(value, list) or isinstance(value[0], list):
+        return None
+    array = np.empty(len(value), dtype=object)
+    array[:] = [text.encode("utf-8", "surrogateescape") for text in value]
+    return array
+
+
+def is_base64_object(value: Any) -> bool:
+    """Whether `value` is {"b64": string} and nothing else."""
+    if not isinstance(value, dict) or len(value) != 1 or getattr(value, "repeated", False):
+        return False
+    return isinstance(value.get("b64"), str)
+
+
+def dense_shape(value: Any) -> list[int]:
+    """The shape that the first elements of nested lists have; [] for a value that is no list."""
+    shape: list[int] = []
+    while isinstance(value, list):
+        shape.append(len(value))
+        if not value:
+            break
+        value = value[0]
+    if len(shape) > MAX_RANK:
+        raise invalid_argument(f"Tensor rank {len(shape)} is larger than the supported rank {MAX_RANK}")
+    return shape
+
+
+def fill(value: Any, shape: list[int], info: TensorInfo, leaves: list[Any], level: int = 0) -> None:
+    """Append the leaves of `value`, checked against `shape` and the dtype, to `leaves`.
+
+    Raises:
+        StatusError: the lists are not rectangular, or a leaf is not of the dtype.
+    """
+    if not isinstance(value, list):
+        if level != len(shape):
+            where = f"found at incorrect level: {level + 1} in the JSON DOM. Expected at level: {len(shape)}"
+            raise format_error(value, where)
+        leaves.append(_leaf(value, info))
+        return
+    if level >= len(shape):
+        raise invalid_argument(f"Encountered list at unexpected level: {level} expected < {len(shape)}")
+    if len(value) != shape[level]:
+        sizes = f"{len(value)} at level: {level} expected size: {shape[level]}"
+        raise invalid_argument(f"Encountered list at unexpected size: {sizes}")
+    for element in value:
+        fill(element, shape, info, leaves, level + 1)
+
+
+def _leaf(value: Any, info: TensorInfo) -> Any:
+    dtype = info.dtype
+    if isinstance(value, dict):
+        if dtype != "string":
+            raise _type_error(value, info)
+        return base64_decode(value)
+    if dtype not in _INT_RANGES and dtype not in _FLOATS and dtype not in ("string", "bool"):
+        text = f"Conversion of JSON Value: {debug_string(value)} to type: {dtype}"
+        raise StatusError(Code.UNIMPLEMENTED, text)
+    if not _accepts(value, dtype):
+        raise _type_error(value, info)
+    return value.encode("utf-8", "surrogateescape") if dtype == "string" else value
+
+
+def _accepts(value: Any, dtype: str) -> bool:
+    if dtype == "string":
+        return isinstance(value, str)
+    if isinstance(value, bool) or dtype == "bool":
+        return isinstance(value, bool) and dtype == "bool"
+    if dtype in _FLOATS:
+        return isinstance(value, int | float)
+    return isinstance(value, int) and value in _INT_RANGES[dtype]
+
+
+def _type_error(value: Any, info: TensorInfo) -> StatusError:
+    return format_error(value, f"Type: {type_name(value)} is not of expected type: {info.dtype}")
+
+
+def base64_decode(value: dict[str, Any]) -> bytes:
+    """The bytes of {"b64": string}. Space is ignored and padding may be left out, as `absl::Base64Unescape` has it."""
+    if not is_base64_object(value):
+        raise format_error(value, "not formatted correctly for base64 data")
+    text = "".join(value["b64"].split())
+    digits = text.rstrip("=")
+    padding = -len(digits) % 4
+    if len(text) - len(digits) not in (0, padding):
+        raise invalid_argument("Unable to base64 decode")
+    try:
+        return base64.b64decode(digits + "=" * padding, validate=True)
+    except ValueError:
+        raise invalid_argument("Unable to base64 decode") from None
+
+
+def to_array(leaves: list[Any], shape: list[int], info: TensorInfo) -> Array:
+    """Leaves that `fill` accepted, as a tensor."""
+    if info.dtype == "string":
+        strings = np.empty(len(leaves), dtype=object)
+        strings[:] = leaves
+        return strings.reshape(shape)
+    if info.dtype in _FLOATS:
+        return _to_float(np.array(leaves, dtype=np.float64), info).reshape(shape)
+    wide = {"bool": np.bool_, "uint64": np.uint64}.get(info.dtype, np.int64)
+    return np.array(leaves, dtype=wide).astype(info.numpy_dtype).reshape(shape)

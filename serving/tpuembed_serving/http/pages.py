@@ -1,0 +1,98 @@
+"""Routes of the FastAPI application that TensorFlow Serving does not have: the list of models, and the documentation."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+
+from tpuembed_serving.core.service import PredictionService
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.http.openapi import STATUS_SCHEMA
+from tpuembed_serving.http.rest import version_status
+
+__all__ = ["add_pages"]
+
+_ASSETS: Final = "/docs/assets"
+_MODELS: Final = {
+    "type": "object",
+    "required": ["models"],
+    "properties": {
+        "models": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "labels", "model_version_status"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+                    "model_version_status": STATUS_SCHEMA,
+                },
+            },
+        }
+    },
+    "example": {
+        "models": [
+            {
+                "name": "movies",
+                "labels": {"stable": "3"},
+                "model_version_status": [
+                    {"version": "3", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
+                ],
+            }
+        ]
+    },
+}
+
+
+def add_pages(app: FastAPI, service: PredictionService) -> None:
+    """Give `app`, which has no documentation of its own, /models and /docs."""
+
+    async def models() -> JSONResponse:
+        return JSONResponse({"models": [_model(service, name) for name in service.models()]})
+
+    answer: dict[int | str, dict[str, Any]] = {
+        200: {"description": "Every model", "content": {"application/json": {"schema": _MODELS}}}
+    }
+    app.add_api_route("/models", models, summary="Models with their versions, states and labels", responses=answer)
+    app.add_api_route("/docs", _docs(app), include_in_schema=False)
+
+
+def _model(service: PredictionService, name: str) -> dict[str, Any]:
+    try:
+        statuses = service.versions(name)
+    except StatusError as error:
+        return {"name": name, "labels": {}, "model_version_status": [], "error": error.message}
+    labels = {label: str(version) for label, version in service.models().get(name, {}).items()}
+    return {"name": name, "labels": labels, "model_version_status": [version_status(one) for one in statuses]}
+
+
+def _docs(app: FastAPI) -> Any:
+    """The page's route. Its scripts are this server's own where a package with them is installed."""
+    assets = _assets()
+    if assets is None:
+        own: dict[str, Any] = {}
+    else:
+        app.mount(_ASSETS, StaticFiles(directory=assets), name="docs-assets")
+        own = {
+            "swagger_js_url": "docs/assets/swagger-ui-bundle.js",
+            "swagger_css_url": "docs/assets/swagger-ui.css",
+            "swagger_favicon_url": "docs/assets/favicon.png",
+        }
+
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title, **own)
+
+    return docs
+
+
+def _assets() -> Path | None:
+    """The folder of fastapi-offline that has Swagger UI's files."""
+    found = importlib.util.find_spec("fastapi_offline")
+    if found is None or found.origin is None:
+        return None
+    folder = Path(found.origin).parent / "static"
+    return folder if (folder / "swagger-ui-bundle.js").is_file() else None

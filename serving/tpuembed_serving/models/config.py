@@ -1,0 +1,191 @@
+"""TensorFlow Serving's models.config: a ModelServerConfig, as text or as a message, to the settings of models.
+
+Source: tensorflow_serving/config/model_server_config.proto; the texts are those of model_servers/server_core.cc.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tpuembed.errors import ConfigError, one_line
+from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
+from tpuembed_serving.models.text_lines import field_lines
+from tpuembed_serving.settings import ModelSettings
+
+__all__ = ["FieldError", "models_from_message", "parse_models", "read_models"]
+
+_PLATFORM = "tensorflow"
+_UNSPECIFIED, _TENSORFLOW = 0, 1
+"""Of the deprecated enumeration ModelType."""
+
+
+class FieldError(ConfigError):
+    """A field of a ModelServerConfig that cannot be honoured."""
+
+    def __init__(self, field: str, text: str) -> None:
+        """`field` is its path, such as `model_config_list.config[1].base_path`."""
+        super().__init__(text)
+        self.field = field
+
+
+def read_models(path: Path, *, may_be_empty: bool = True) -> tuple[ModelSettings, ...]:
+    """Return the models that the file at `path` configures.
+
+    Args:
+        path: a models.config.
+        may_be_empty: False refuses a file without a `model_config_list`. A file that another program
+            is writing is empty for a moment, and a server must not unload its models then.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a models.config. The message names the file, the line and the field.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config {path}: is no text in UTF-8") from None
+    return parse_models(text, str(path), may_be_empty=may_be_empty)
+
+
+def parse_models(text: str, source: str, *, may_be_empty: bool = True) -> tuple[ModelSettings, ...]:
+    """The models of a ModelServerConfig in protobuf's text format; `source` is what messages call it.
+
+    Raises:
+        ConfigError: see `read_models`.
+    """
+    # These modules of tensorflow-serving-api import no TensorFlow; what they import, a server needs in any case.
+    from google.protobuf import text_format  # type: ignore[import-untyped]
+    from tensorflow_serving.config import model_server_config_pb2
+
+    try:
+        message = text_format.Parse(text, model_server_config_pb2.ModelServerConfig())
+    except text_format.ParseError as error:
+        where = f"line {error.GetLine() or 1}, column {error.GetColumn() or 1}"
+        raise ConfigError(f"config {source}, {where}: {_reason(error)}") from None
+    if message.WhichOneof("config") is None and not may_be_empty:
+        raise ConfigError(
+            f"config {source}: has no model_config_list. To serve no model, write: model_config_list {{}}"
+        )
+    lines = field_lines(text)
+    try:
+        _check_labels_differ(message, lines)
+        return models_from_message(message)
+    except FieldError as error:
+        where = f"line {_line(lines, error.field)}, field {error.field}"
+        raise ConfigError(f"config {source}, {where}: {error}") from None
+
+
+def models_from_message(message: Any) -> tuple[ModelSettings, ...]:
+    """The models of a ModelServerConfig.
+
+    Raises:
+        FieldError: a field that is missing, wrong, or asks for what this server does not do.
+    """
+    if message.WhichOneof("config") == "custom_model_config":
+        raise FieldError("custom_model_config", "custom model configs are not served; give a model_config_list")
+    configs = message.model_config_list.config
+    models = tuple(_model(config, f"model_config_list.config[{index}]") for index, config in enumerate(configs))
+    _check_names(models)
+    return models
+
+
+def _model(config: Any, field: str) -> ModelSettings:
+    if not config.name:
+        raise FieldError(f"{field}.name", "a model has no name; give one")
+    _check_platform(config, field)
+    if config.HasField("logging_config"):
+        text = f"model {config.name}: requests are not logged by this server; leave logging_config out"
+        raise FieldError(f"{field}.logging_config", text)
+    return ModelSettings(
+        name=config.name,
+        base_path=_base_path(config, field),
+        policy=_policy(config.model_version_policy, f"{field}.model_version_policy"),
+        labels=_labels(config, field),
+    )
+
+
+def _check_platform(config: Any, field: str) -> None:
+    if config.model_type != _UNSPECIFIED and config.model_platform:
+        text = "Illegal setting both ModelServerConfig::model_type (deprecated) and ModelServerConfig::model_platform"
+        raise FieldError(f"{field}.model_type", f"{text}, model name is {config.name}")
+    if config.model_type not in (_UNSPECIFIED, _TENSORFLOW):
+        text = f"ModelServerConfig::model_type choice {config.model_type} not supported."
+        raise FieldError(f"{field}.model_type", text)
+    if config.model_type == _UNSPECIFIED and not config.model_platform:
+        text = (
+            "Illegal setting neither ModelServerConfig::model_type (deprecated) nor ModelServerConfig::model_platform"
+        )
+        raise FieldError(f"{field}.model_platform", f'{text}, model name is {config.name}; give "{_PLATFORM}"')
+    if config.model_platform not in ("", _PLATFORM):
+        text = f"Model {config.name} requests unsupported platform {config.model_platform}"
+        raise FieldError(f"{field}.model_platform", text)
+
+
+def _base_path(config: Any, field: str) -> Path:
+    path = config.base_path
+    if "://" in path:
+        text = f"Model {config.name}: only folders of this machine are served, not {path}; copy it and give its path"
+        raise FieldError(f"{field}.base_path", text)
+    if "\0" in path or not Path(path).is_absolute():
+        text = f"Expected model {config.name} to have an absolute path or URI; got base_path()={path}"
+        raise FieldError(f"{field}.base_path", text)
+    return Path(path)
+
+
+def _policy(policy: Any, field: str) -> VersionPolicy:
+    choice = policy.WhichOneof("policy_choice")
+    if choice == "all":
+        return AllVersions()
+    if choice == "specific":
+        if not policy.specific.versions:
+            raise FieldError(f"{field}.specific", "no version is named; name at least one")
+        return SpecificVersions(frozenset(policy.specific.versions))
+    return LatestVersions(max(1, policy.latest.num_versions))
+
+
+def _labels(config: Any, field: str) -> dict[str, int]:
+    if "" in config.version_labels:
+        raise FieldError(f"{field}.version_labels", f"model {config.name}: a label is empty; give it a name")
+    return dict(config.version_labels)
+
+
+def _check_names(models: tuple[ModelSettings, ...]) -> None:
+    seen: set[str] = set()
+    for index, model in enumerate(models):
+        if model.name in seen:
+            text = f"Illegal to list model {model.name} multiple times in config list"
+            raise FieldError(f"model_config_list.config[{index}].name", text)
+        seen.add(model.name)
+
+
+def _check_labels_differ(message: Any, lines: dict[str, int]) -> None:
+    """Protobuf keeps the last of two entries with one key, without a word."""
+    for index, config in enumerate(message.model_config_list.config):
+        field = f"model_config_list.config[{index}].version_labels"
+        given = list(_entries(lines, field))
+        if len(given) > len(config.version_labels):
+            raise FieldError(given[-1], f"model {config.name}: a label is given twice")
+
+
+def _entries(lines: dict[str, int], field: str) -> Iterator[str]:
+    index = 0
+    while f"{field}[{index}]" in lines:
+        yield f"{field}[{index}]"
+        index += 1
+
+
+def _line(lines: dict[str, int], field: str) -> int:
+    """Of the field, or of the closest one around it that is in the text."""
+    while field and field not in lines:
+        if f"{field}[0]" in lines:
+            return lines[f"{field}[0]"]
+        field = field[: max(field.rfind("."), 0)] if not field.endswith("]") else field[: field.rfind("[")]
+    return lines.get(field, 1)
+
+
+def _reason(error: Exception) -> str:
+    """Protobuf's message without its position and its copy of the text."""
+    text = one_line(error).split(": ", 1)[1]
+    position, _, reason = text.partition(" : ")
+    return reason if position.replace(":", "").isdigit() else text

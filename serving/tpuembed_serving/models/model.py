@@ -1,0 +1,338 @@
+"""One model: its versions found on disk, loaded, labelled, and unloaded when the last request is done."""
+
+import dataclasses
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.core.status import Code, StatusError, servable_not_found
+from tpuembed_serving.models.labels import VersionLabels
+from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
+from tpuembed_serving.models.versions import find_versions, fingerprint
+from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
+
+__all__ = ["Lease", "LoadedVersion", "Loader", "ServedModel", "State", "VersionStatus"]
+
+logger = logging.getLogger(__name__)
+
+Loader = Callable[[Path], Servable]
+
+
+class State(enum.IntEnum):
+    """The life of a version (ModelVersionStatus.State of get_model_status.proto)."""
+
+    START = 10
+    LOADING = 20
+    AVAILABLE = 30
+    UNLOADING = 40
+    END = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionStatus:
+    """Where a version stands; `error` is why it is not served, None while nothing went wrong."""
+
+    version: int
+    state: State
+    error: StatusError | None
+
+
+class LoadedVersion(NamedTuple):
+    """What a request runs on."""
+
+    version: int
+    servable: Servable
+
+
+@dataclasses.dataclass
+class _Version:
+    """What is remembered of a version.
+
+    Attributes:
+        users: how many leases are open.
+        tried: the fingerprint of the files that the last load was tried with.
+        tries: how many loads of those files failed.
+        retry_at: when they are tried again, on the clock of `time.monotonic`.
+    """
+
+    state: State
+    servable: Servable | None = None
+    error: StatusError | None = None
+    users: int = 0
+    tried: object = None
+    tries: int = 0
+    retry_at: float = 0.0
+
+
+class Lease:
+    """A version kept loaded for as long as the context is open."""
+
+    __slots__ = ("_label", "_model", "_record", "_version")
+
+    def __init__(self, model: "ServedModel", version: int | None, label: str | None) -> None:
+        self._model, self._version, self._label = model, version, label
+        self._record: _Version | None = None
+
+    def __enter__(self) -> LoadedVersion:
+        self._record, loaded = self._model._take(self._version, self._label)
+        return loaded
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._record is not None
+        self._model._give_back(self._record)
+
+
+class _Folder:
+    """Where a model's versions lie; says once what is wrong with it."""
+
+    def __init__(self, model: str, path: Path) -> None:
+        self._model, self._path = model, path
+        self._missing: frozenset[int] = frozenset()
+        self.error = ""
+
+    def versions(self) -> dict[int, Path] | None:
+        """Every version that is there; None where the folder cannot be listed."""
+        try:
+            found = find_versions(self._path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if not self.error:
+                logger.error("model %s: its folder cannot be listed (%s); serving what is loaded", self._model, reason)
+            self.error = reason
+            return None
+        self.error = ""
+        return found
+
+    def wanted(self, policy: VersionPolicy, found: Collection[int]) -> frozenset[int]:
+        """What `policy` takes of `found`."""
+        missing = policy.versions.difference(found) if isinstance(policy, SpecificVersions) else frozenset()
+        for number in sorted(missing - self._missing):
+            logger.warning("model %s: version %d, which its config names, is not in its folder", self._model, number)
+        self._missing = missing
+        return policy.wanted(found)
+
+
+def _nobody() -> None:
+    """Nobody is told."""
+
+
+class ServedModel:
+    """The versions of one model; a version is loaded before the one that it replaces is unloaded.
+
+    `poll`, `configure`, `retire` and `unload` are called by one thread; the other methods by any.
+    """
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        load: Loader,
+        released: Callable[[], None],
+        *,
+        options: LoadSettings = DEFAULT_LOAD,
+        changed: Callable[[], None] = _nobody,
+    ) -> None:
+        """`released` is called when a version that waits to be unloaded has lost its last user; `changed` after states."""
+        self.name = settings.name
+        self.base_path = settings.base_path
+        self._policy: VersionPolicy = settings.policy
+        self._load, self._released, self._changed = load, released, changed
+        self._options = options
+        self._lock = threading.Lock()
+        self._versions: dict[int, _Version] = {}
+        self._labels = VersionLabels(settings.name, settings.labels, allow_unavailable=options.labels_for_unavailable)
+        self._folder = _Folder(settings.name, settings.base_path)
+
+    @property
+    def available(self) -> bool:
+        """Whether any version answers requests."""
+        with self._lock:
+            return any(record.state is State.AVAILABLE for record in self._versions.values())
+
+    @property
+    def listing_error(self) -> str:
+        """Why the folder could not be listed at the last look; empty where it could."""
+        return self._folder.error
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is loaded."""
+        with self._lock:
+            return all(record.servable is None for record in self._versions.values())
+
+    def lease(self, version: int | None, label: str | None = None) -> Lease:
+        """Version `version`, or the one that `label` names, or the newest available one.
+
+        Opening it raises StatusError: NOT_FOUND, no such version is available; INVALID_ARGUMENT, no such label.
+        """
+        return Lease(self, version, label)
+
+    def _take(self, version: int | None, label: str | None) -> tuple[_Version, LoadedVersion]:
+        with self._lock:
+            version = version if label is None else self._labels.version(label)
+            number = self._newest() if version is None else version
+            record = self._versions.get(number)
+            if record is None or record.state is not State.AVAILABLE or record.servable is None:
+                raise servable_not_found(self.name, version)
+            record.users += 1
+            return record, LoadedVersion(number, record.servable)
+
+    def _newest(self) -> int:
+        """The newest available version; -1, which is none, where there is none. A loop: every request asks."""
+        newest = -1
+        for number, record in self._versions.items():
+            if number > newest and record.state is State.AVAILABLE:
+                newest = number
+        return newest
+
+    def _available_numbers(self) -> Iterator[int]:
+        return (number for number, record in self._versions.items() if record.state is State.AVAILABLE)
+
+    def _give_back(self, record: _Version) -> None:
+        with self._lock:
+            record.users -= 1
+            last = record.users == 0 and record.state is State.UNLOADING
+        if last:
+            self._released()
+
+    def statuses(self) -> list[VersionStatus]:
+        """Every version ever seen, newest first."""
+        with self._lock:
+            newest_first = sorted(self._versions.items(), reverse=True)
+            return [VersionStatus(number, record.state, record.error) for number, record in newest_first]
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """Label -> version, as requests may use them now."""
+        with self._lock:
+            return self._labels.assigned
+
+    def label_fault(self, labels: Mapping[str, int]) -> str:
+        """Why `labels` may not be assigned now; empty where they may."""
+        with self._lock:
+            return self._labels.fault(labels, set(self._available_numbers()))
+
+    def assign(self, labels: Mapping[str, int]) -> None:
+        """Have requests call versions by `labels`, and by no others."""
+        with self._lock:
+            self._labels.assign(labels)
+
+    def configure(self, policy: VersionPolicy) -> None:
+        """From the next look on, serve what `policy` says."""
+        self._policy = policy
+
+    def poll(self) -> None:
+        """Look at the folder once: load what is wanted and new, newest first; unload what nobody wants and uses."""
+        found = self._folder.versions()
+        if found is None:
+            self.unload()
+            return
+        wanted = self._folder.wanted(self._policy, found)
+        self._retire_others(wanted)
+        for number in sorted(wanted, reverse=True):
+            self._ensure_loaded(number, found[number])
+            self._retire_others(wanted)
+        with self._lock:
+            self._labels.settle(set(self._available_numbers()))
+
+    def retire(self) -> None:
+        """Answer no more requests; `unload` then frees what nothing uses."""
+        self._retire_all_but(frozenset())
+
+    def unload(self) -> None:
+        """Free the retired versions that no request uses."""
+        with self._lock:
+            unused = [
+                (number, record)
+                for number, record in self._versions.items()
+                if record.state is State.UNLOADING and record.users == 0
+            ]
+            servables = [(number, record.servable) for number, record in unused]
+            for _, record in unused:
+                record.servable = None
+        for number, servable in servables:
+            if servable is not None:
+                servable.close()
+            logger.info("model %s version %d unloaded", self.name, number)
+        with self._lock:
+            for _, record in unused:
+                record.state = State.END
+        if unused:
+            self._changed()
+
+    def _ensure_loaded(self, number: int, path: Path) -> None:
+        """Load `number` unless it is loaded; one that failed waits for its next try, or for other files."""
+        with self._lock:
+            record = self._versions.setdefault(number, _Version(State.START))
+            loaded = record.servable is not None
+        if loaded:
+            self._enter(record, State.AVAILABLE, None)
+            return
+        tried = fingerprint(path)
+        if record.tried != tried:
+            record.tried, record.tries = tried, 0
+        elif record.error and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):
+            return
+        self._try_load(number, record, path)
+
+    def _try_load(self, number: int, record: _Version, path: Path) -> None:
+        self._enter(record, State.LOADING, None)
+        started = time.monotonic()
+        try:
+            servable = self._load(path)
+        except Exception as error:  # whatever a model does, the server and its other versions go on
+            self._note_failure(number, record, _kept(number, error))
+            return
+        with self._lock:
+            record.servable, record.tries = servable, 0
+        self._enter(record, State.AVAILABLE, None)
+        logger.info("model %s version %d loaded in %.2f s", self.name, number, time.monotonic() - started)
+
+    def _note_failure(self, number: int, record: _Version, status: StatusError) -> None:
+        record.tries += 1
+        record.retry_at = time.monotonic() + self._options.retry_seconds
+        self._enter(record, State.END, status)
+        left = self._options.max_retries + 1 - record.tries
+        more = f"tried again in {self._options.retry_seconds:g} s" if left else "not tried again until its files change"
+        logger.error("model %s version %d cannot be loaded: %s (%s)", self.name, number, status.message, more)
+
+    def _enter(self, record: _Version, state: State, error: StatusError | None) -> None:
+        with self._lock:
+            changed = record.state is not state
+            record.state, record.error = state, error
+        if changed:
+            self._changed()
+
+    def _retire_others(self, wanted: frozenset[int]) -> None:
+        """Once a wanted version answers, or none is wanted; AvailabilityPreservingPolicy is theirs."""
+        with self._lock:
+            replaced = not wanted or not wanted.isdisjoint(self._available_numbers())
+        if replaced:
+            self._retire_all_but(wanted)
+        self.unload()
+
+    def _retire_all_but(self, wanted: frozenset[int]) -> None:
+        with self._lock:
+            leaving = [
+                record
+                for number, record in self._versions.items()
+                if number not in wanted and record.state is State.AVAILABLE
+            ]
+            for record in leaving:
+                record.state = State.UNLOADING
+        if leaving:
+            self._changed()
+
+
+def _kept(number: int, error: Exception) -> StatusError:
+    """A copy without the traceback, whose frames would keep what was half loaded."""
+    if isinstance(error, StatusError):
+        return StatusError(error.code, error.message)
+    return StatusError(Code.UNKNOWN, f"version {number}: {type(error).__name__}: {error}")

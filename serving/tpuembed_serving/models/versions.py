@@ -1,0 +1,100 @@
+"""The folders of a model: which children are versions, and whether one is complete enough to load."""
+
+import re
+from pathlib import Path
+
+from tpuembed.errors import ConfigError
+from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
+from tpuembed.saved_model import GRAPH_FILE, file_crc32c, size_faults
+from tpuembed_serving.core.status import Code, StatusError
+
+__all__ = ["GRAPH_FILE", "INDEX_FILE", "check_files", "find_versions", "fingerprint", "is_free", "parse_version"]
+
+INDEX_FILE = Path("variables") / "variables.index"
+
+_EXTRA = MANIFEST_PATH.parent
+_LOOKED_AT = (Path(), GRAPH_FILE, INDEX_FILE.parent, INDEX_FILE, _EXTRA, MANIFEST_PATH)
+
+_INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
+_INT64 = range(-(2**63), 2**63)
+
+
+def parse_version(name: str) -> int | None:
+    """The version that a folder's name stands for, read as `absl::SimpleAtoi` reads an int64, or None."""
+    if not _INTEGER.fullmatch(name):
+        return None
+    try:
+        version = int(name)
+    except ValueError:  # more digits than Python converts
+        return None
+    return version if version in _INT64 else None
+
+
+def find_versions(base_path: Path) -> dict[int, Path]:
+    """Every child of `base_path` whose name is an integer; of two names for one integer, the last in sort order.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    named = ((parse_version(path.name), path) for path in sorted(base_path.iterdir()))
+    return {version: path for version, path in named if version is not None}
+
+
+def fingerprint(version_dir: Path) -> tuple[tuple[int, int] | None, ...]:
+    """Changes when a version is written anew, or mended: time and size of what a load reads first, and of its folders."""
+    return tuple(_stamp(version_dir / path) for path in _LOOKED_AT)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def check_files(version_dir: Path) -> Manifest | None:
+    """Refuse a version that cannot be whole, before anything of it is loaded; its manifest, where it has one.
+
+    Raises:
+        StatusError: it has no graph, or its manifest names a file that is not there or has another size, or another index.
+    """
+    if not (version_dir / GRAPH_FILE).is_file():
+        raise StatusError(
+            Code.NOT_FOUND, f"version {version_dir.name}: {GRAPH_FILE} is missing; write the version again"
+        )
+    try:
+        manifest = Manifest.read(version_dir)
+    except ConfigError:
+        raise _damaged(version_dir, f"{MANIFEST_PATH} is not a tpuembed manifest") from None
+    for file, fault in size_faults(version_dir, manifest) if manifest else ():
+        raise _damaged(version_dir, f"{file}, {fault}")
+    for file, entry in manifest.files.items() if manifest else ():
+        if not is_free(file) and (fault := _fault(version_dir, file, entry)):
+            raise _damaged(version_dir, f"{file} {fault}")
+    return manifest
+
+
+def is_free(file: str) -> bool:
+    """Whether a file of an export may be replaced: its requests to warm up with, and other notes beside the manifest."""
+    return _EXTRA in Path(file).parents
+
+
+def _fault(version_dir: Path, file: str, entry: FileEntry) -> str:
+    """The size, and the checksum of the small file that says where all tensors lie; the graph's depend on its folder."""
+    if Path(file) == GRAPH_FILE:
+        return ""
+    try:
+        size = (version_dir / file).stat().st_size
+        found = file_crc32c(version_dir / file) if Path(file) == INDEX_FILE and size == entry.size else entry.crc32c
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if size != entry.size:
+        return f"has {size} bytes and the manifest says {entry.size}"
+    return "" if found == entry.crc32c else f"has CRC32C {found:#010x} and the manifest says {entry.crc32c:#010x}"
+
+
+def _damaged(version_dir: Path, what: str) -> StatusError:
+    return StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {what}; export it again")

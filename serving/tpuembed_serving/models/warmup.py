@@ -1,0 +1,147 @@
+"""Requests that lie in a version and are run before it is available, so that no client's request is the first one.
+
+Source: saved_model_warmup_util.cc and saved_model_warmup.cc of TensorFlow Serving, and record_reader.cc of TensorFlow.
+"""
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import google_crc32c
+
+from tpuembed_serving.core.servable import Array, Servable, Signature
+from tpuembed_serving.core.service import ModelSpec, PredictionService
+from tpuembed_serving.core.status import Code, StatusError, invalid_argument
+from tpuembed_serving.models.model import LoadedVersion
+from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
+
+if TYPE_CHECKING:
+    from tpuembed_serving.grpc.prediction_service import PredictionApi
+
+__all__ = ["MAX_RECORDS", "WARMUP_PATH", "read_records", "warm_up"]
+
+WARMUP_PATH: Final = Path("assets.extra") / "tf_serving_warmup_requests"
+MAX_RECORDS: Final = 1000
+_LENGTH: Final = struct.Struct("<Q")
+_CHECKSUM: Final = struct.Struct("<I")
+_MASK_DELTA: Final = 0xA282EAD8
+
+
+def warm_up(version_dir: Path, servable: Servable, between: Callable[[], None]) -> int:
+    """Run the records of a version, one after the other; how many there are. `between` them something may raise.
+
+    Raises:
+        StatusError: a record fails or is none, or there are more than MAX_RECORDS.
+    """
+    path = version_dir / WARMUP_PATH
+    if not path.is_file():
+        return 0
+    with IMPORTING_TENSORFLOW:
+        from tensorflow_serving.apis import prediction_log_pb2
+
+        from tpuembed_serving.grpc.prediction_service import PredictionApi
+
+    api = PredictionApi(_OneVersion(servable))
+    count = 0
+    with _named(version_dir, "cannot be read"):
+        for count, record in enumerate(read_records(path), 1):
+            between()
+            with _named(version_dir, f"record {count}"):
+                if count > MAX_RECORDS:
+                    raise invalid_argument(f"Number of warmup records exceeds the maximum ({MAX_RECORDS})")
+                asyncio.run(_answer(api, prediction_log_pb2.PredictionLog, record))
+    return count
+
+
+async def _answer(api: "PredictionApi", log_class: Any, record: bytes) -> None:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        log = log_class.FromString(record)
+    except DecodeError:
+        raise invalid_argument("Failed to parse warmup record") from None
+    kind = log.WhichOneof("log_type")
+    if kind is None:  # theirs passes over it too
+        return
+    method = _methods(api).get(kind)
+    if method is None:
+        number = log.DESCRIPTOR.fields_by_name[kind].number
+        raise StatusError(Code.UNIMPLEMENTED, f"Unsupported log_type for warmup: {number}")
+    request = getattr(log, kind).request
+    if kind != "multi_inference_log":
+        request.model_spec.SetInParent()
+    await method(request.SerializeToString())
+
+
+def _methods(api: "PredictionApi") -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
+    return {
+        "predict_log": api.predict,
+        "classify_log": api.classify,
+        "regress_log": api.regress,
+        "multi_inference_log": api.multi_inference,
+    }
+
+
+class _OneVersion(PredictionService):
+    """Answers by one servable, whatever model a request names; nobody else has it yet."""
+
+    def __init__(self, servable: Servable) -> None:
+        self._loaded = LoadedVersion(0, servable)
+
+    def lease(self, spec: ModelSpec) -> contextlib.AbstractContextManager[LoadedVersion]:  # noqa: ARG002
+        """The one."""
+        return contextlib.nullcontext(self._loaded)
+
+    async def predict(
+        self, servable: Servable, signature: Signature, inputs: Sequence[Array], **_: Any
+    ) -> dict[str, Array]:
+        """At once, in this thread."""
+        outputs = servable.run(signature, inputs)
+        return dict(zip((info.alias for info in signature.outputs), outputs, strict=True))
+
+
+@contextlib.contextmanager
+def _named(version_dir: Path, what: str) -> Iterator[None]:
+    """Errors say which version and record they are of."""
+    try:
+        yield
+    except StatusError as error:
+        if error.message.startswith("version ") or error.code is Code.CANCELLED:
+            raise
+        raise StatusError(error.code, f"version {version_dir.name}: {WARMUP_PATH}, {what}: {error.message}") from None
+    except OSError as error:
+        text = f"version {version_dir.name}: {WARMUP_PATH}, {what}: {error.strerror}"
+        raise StatusError(Code.UNKNOWN, text) from None
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    """The records of a TFRecord file, each compared with its checksums.
+
+    Raises:
+        StatusError: DATA_LOSS, it is none, or is damaged or cut off.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        while (offset := file.tell()) < size:
+            (length,) = _LENGTH.unpack(_checked(file, _LENGTH.size, size, offset))
+            yield _checked(file, length, size, offset)
+
+
+def _checked(file: BinaryIO, length: int, size: int, offset: int) -> bytes:
+    """The next `length` bytes, which a masked CRC32C follows."""
+    if length + _CHECKSUM.size > size - file.tell():
+        raise _damaged("truncated", offset)
+    data = file.read(length)
+    (stored,) = _CHECKSUM.unpack(file.read(_CHECKSUM.size))
+    checksum = google_crc32c.value(data)
+    if stored != ((checksum >> 15 | checksum << 17) + _MASK_DELTA) & 0xFFFFFFFF:
+        raise _damaged("corrupted", offset)
+    return data
+
+
+def _damaged(how: str, offset: int) -> StatusError:
+    text = f"{how} record at {offset}. Please verify your warmup data is in TFRecord format."
+    return StatusError(Code.DATA_LOSS, text)

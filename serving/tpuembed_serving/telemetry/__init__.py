@@ -1,0 +1,4 @@
+"""What operators see of requests: metrics, an access log and traces.
+
+Each is off unless the settings ask for it.
+"""

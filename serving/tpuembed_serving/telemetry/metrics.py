@@ -1,0 +1,166 @@
+"""Metrics of the server: TensorFlow Serving's by their names, and some of ours under `:tpuembed:serving:`.
+
+Theirs are defined in servables/tensorflow/util.cc, saved_model_warmup_util.cc and batching/batching_session.cc of TensorFlow
+Serving, and in cc/saved_model/loader.cc of TensorFlow; latencies are in microseconds. What theirs has and this server does not
+do has no metric here: request_log_count, mlmd_map, padding_size.
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, Snapshot, exponential
+from tpuembed_serving.telemetry.request_record import REST, STAGES, RequestRecord, stage_seconds
+
+__all__ = ["DEFAULT_PATH", "ServerMetrics"]
+
+DEFAULT_PATH: Final = "/monitoring/prometheus/metrics"
+
+_LATENCY: Final = exponential(10, 1.8, 33)
+_QUEUING: Final = exponential(100, 1.2, 52)
+_SIZES: Final = exponential(1, 2, 14)
+_EXAMPLES: Final = exponential(1, 2, 15)
+_INFERENCE: Final = {"predict": "Predict", "classify": "Classify", "regress": "Regress"}
+_COUNTED_CALLS: Final = frozenset({"Predict", "Classify", "Regress"})
+"""Of gRPC, as in theirs."""
+_TAKE_EXAMPLES: Final = frozenset({"classify", "regress", "multiinference"})
+_MOST_NAMES: Final = 1000
+_OTHERS: Final = "(others)"
+"""Clients may make up names of models without end; from so many on they are counted under this one."""
+_FOLDED_AT_ONCE: Final = 512
+_MICROS: Final = 1e6
+
+_Run = tuple[str, Sequence[int], Sequence[float]]
+"""The name of its pool; rows of each request, and seconds that it waited."""
+
+
+class ServerMetrics:
+    """An observer (see `observation`), of runs and of loads too.
+
+    `finish` and `ran` belong to the event loop, `loaded` and `warmed_up` to the thread that loads.
+    """
+
+    wants_request_id = False
+
+    def __init__(self, queue_depth: Callable[[], int] = lambda: 0) -> None:
+        theirs, ours = ":tensorflow:serving:", ":tpuembed:serving:"
+        self.request_count = Counter(f"{theirs}request_count", "model_name", "status")
+        self.request_latency = Histogram(f"{theirs}request_latency", _LATENCY, "model_name", "API", "entrypoint")
+        self.runtime_latency = Histogram(f"{theirs}runtime_latency", _LATENCY, "model_name", "API", "runtime")
+        self.example_counts = Histogram(f"{theirs}request_example_counts", _EXAMPLES, "model")
+        self.example_total = Counter(f"{theirs}request_example_count_total", "model")
+        self.warmup_latency = Histogram(f"{theirs}model_warmup_latency", _LATENCY, "model_path", "status")
+        self.warmup_records = Counter(f"{theirs}model_warmup_records_read", "model_path", "status")
+        batching = f"{theirs}batching_session:"
+        self.queuing_latency = Histogram(f"{batching}queuing_latency", _QUEUING, "thread_pool_name")
+        self.run_count = Counter(f"{batching}wrapped_run_count")
+        self.input_batch_size = Histogram(f"{batching}input_batch_size", _SIZES)
+        self.load_attempts = Counter(":tensorflow:cc:saved_model:load_attempt_count", "model_path", "status")
+        self.load_latency = Counter(":tensorflow:cc:saved_model:load_latency", "model_path")
+        self.stage_latency = Histogram(f"{ours}stage_latency", _LATENCY, "model_name", "stage")
+        self.run_rows = Histogram(f"{ours}run_rows", _SIZES)
+        self.run_requests = Histogram(f"{ours}run_requests", _SIZES)
+        self._depth_family = Family(f"{ours}queue_depth", "gauge", ())
+        self._queue_depth = queue_depth
+        self._all: list[Counter | Histogram] = [
+            one for one in vars(self).values() if isinstance(one, Counter | Histogram)
+        ]
+        self._names: set[str] = set()
+        self._folding = threading.Lock()
+        self._answered: collections.deque[RequestRecord] = collections.deque()
+        self._runs: collections.deque[_Run] = collections.deque()
+
+    def finish(self, record: RequestRecord) -> None:
+        """See Observer. Remembered now, and counted later with others: that is ten times cheaper."""
+        self._answered.append(record)
+        if len(self._answered) >= _FOLDED_AT_ONCE:
+            self._fold()
+
+    def ran(self, pool: str, rows: Sequence[int], queue_seconds: Sequence[float]) -> None:
+        """Requests of so many rows each, which waited so long, shared a run."""
+        self._runs.append((pool, rows, queue_seconds))
+        if len(self._runs) >= _FOLDED_AT_ONCE:
+            self._fold()
+
+    def close(self) -> None:
+        """See Observer."""
+
+    # ---- what is remembered, counted
+
+    def _fold(self) -> None:
+        """By the event loop, or by whoever wants to see the numbers."""
+        with self._folding:
+            groups: dict[tuple[str, str, str, Code], list[RequestRecord]] = collections.defaultdict(list)
+            for record in _taken(self._answered):
+                groups[record.model, record.api, record.entrypoint, record.code].append(record)
+            for (model, api, entrypoint, code), records in groups.items():
+                if entrypoint == REST or api in _COUNTED_CALLS:
+                    self._count(self._name(model), api, entrypoint, code, records)
+            self._count_runs(_taken(self._runs))
+
+    def _name(self, model: str) -> str:
+        if model not in self._names and len(self._names) >= _MOST_NAMES:
+            return _OTHERS
+        self._names.add(model)
+        return model
+
+    def _count(self, model: str, api: str, entrypoint: str, code: Code, records: list[RequestRecord]) -> None:
+        """As in theirs, only what succeeds has a latency."""
+        self.request_count.add((model, code.name), len(records))
+        if code is not Code.OK:
+            return
+        micros = _MICROS * np.array([record.ended - record.started for record in records])
+        self.request_latency.cell(model, api, entrypoint).add(micros)
+        ran = [record for record in records if record.has_run]
+        if ran:
+            self._count_stages(model, api, ran)
+
+    def _count_stages(self, model: str, api: str, records: list[RequestRecord]) -> None:
+        for name, micros in zip(STAGES, _MICROS * stage_seconds(records).T, strict=True):
+            self.stage_latency.cell(model, name).add(micros)
+            if name == "run" and api.lower() in _INFERENCE:
+                self.runtime_latency.cell(model, _INFERENCE[api.lower()], "TF1").add(micros)
+        if api.lower() in _TAKE_EXAMPLES:
+            rows = [record.rows for record in records if record.rows]
+            self.example_counts.cell(model).add(rows)
+            self.example_total.add((model,), sum(rows))
+
+    def _count_runs(self, runs: "list[_Run]") -> None:
+        if not runs:
+            return
+        self.run_count.add((), len(runs))
+        self.run_requests.cell().add([len(rows) for _, rows, _ in runs])
+        self.run_rows.cell().add([sum(rows) for _, rows, _ in runs])
+        self.input_batch_size.cell().add([size for _, rows, _ in runs for size in rows])
+        for pool in {pool for pool, _, _ in runs}:
+            seconds = [waited for other, _, waits in runs if other == pool for waited in waits]
+            self.queuing_latency.cell(pool).add(_MICROS * np.array(seconds))
+
+    # ---- loads
+
+    def loaded(self, model_path: str, seconds: float, ok: bool) -> None:
+        """A version was loaded, or failed to."""
+        self.load_attempts.add((model_path, "success" if ok else "fail"))
+        self.load_latency.add((model_path,), round(seconds * _MICROS))
+
+    def warmed_up(self, model_path: str, seconds: float, records: int, error: StatusError | None) -> None:
+        """Records of a version were run."""
+        status = "OK" if error is None else error.to_string()
+        self.warmup_latency.cell(model_path, status).add(seconds * _MICROS)
+        self.warmup_records.add((model_path, status), records)
+
+    def snapshot(self) -> Snapshot:
+        """Of this process; from any thread."""
+        self._fold()
+        found = {one.family: one.values() for one in self._all}
+        found[self._depth_family] = {(): (float(self._queue_depth()),)}
+        return {family: values for family, values in found.items() if values}
+
+
+def _taken(waiting: "collections.deque[Any]") -> list[Any]:
+    """Out of a deque that grows meanwhile."""
+    return [waiting.popleft() for _ in range(len(waiting))]

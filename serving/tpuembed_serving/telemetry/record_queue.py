@@ -1,0 +1,49 @@
+"""Records of requests on their way from the event loop to a thread that makes something of them."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tpuembed_serving.telemetry.request_record import RequestRecord
+
+__all__ = ["RecordQueue"]
+
+_MOST_WAITING: Final = 20_000
+"""Of a disk or a collector that stalls, more are not kept: the server goes on."""
+_MOST_AT_ONCE: Final = 500
+
+
+class RecordQueue:
+    """Gives `handle` all that waits, in order, and how many were dropped before."""
+
+    def __init__(self, name: str, handle: Callable[[Sequence[RequestRecord], int], None]) -> None:
+        self._handle = handle
+        self._queue: queue.SimpleQueue[RequestRecord | None] = queue.SimpleQueue()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, record: RequestRecord) -> None:
+        """From one thread; never waits."""
+        if self._queue.qsize() >= _MOST_WAITING:
+            self._dropped += 1
+        else:
+            self._queue.put(record)
+
+    def close(self) -> None:
+        """Return once everything is handled."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        told = 0
+        more = True
+        while more:
+            batch = [self._queue.get()]
+            while len(batch) < _MOST_AT_ONCE and not self._queue.empty():
+                batch.append(self._queue.get())
+            more = batch[-1] is not None
+            dropped = self._dropped
+            self._handle([record for record in batch if record is not None], dropped - told)
+            told = dropped

@@ -1,0 +1,173 @@
+"""Spans of requests and their stages, for OpenTelemetry; exported as the OTEL_* variables say.
+
+The spans of a request are made once it is answered, by a thread of their own: the event loop only keeps its times. Names and
+attributes follow OpenTelemetry's semantic conventions for HTTP servers and RPC.
+"""
+
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from tpuembed.errors import ConfigError, MissingExtraError
+from tpuembed_serving.core.status import Code
+from tpuembed_serving.telemetry.record_queue import RecordQueue
+from tpuembed_serving.telemetry.request_record import REST, STAGES, RequestRecord, stage_seconds
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+__all__ = ["Tracing", "check_tracing", "make_provider"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 5.0
+"""The exporter's own patience is half a minute, which is what many supervisors give a whole process to stop."""
+_SERVICE: Final = "tpuembed-serving"
+_SERVER_FAULTS: Final = frozenset(
+    {Code.UNKNOWN, Code.DEADLINE_EXCEEDED, Code.UNIMPLEMENTED, Code.INTERNAL, Code.UNAVAILABLE, Code.DATA_LOSS}
+)
+"""What a server span is an error for; a client's own fault is none."""
+_HTTP, _GRPC = "http/protobuf", "grpc"
+_EXPORTERS: Final = {
+    _HTTP: "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    _GRPC: "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+}
+
+
+def check_tracing() -> None:
+    """Raise MissingExtraError or ConfigError where spans cannot be exported as the environment asks."""
+    for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp"):
+        if not _is_there(package):
+            raise MissingExtraError("serve --otel", package, "otel")
+    _exporter_name()
+    _protocol()
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _exporter_name() -> str:
+    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if name not in ("otlp", "console", "none"):
+        raise ConfigError(f"OTEL_TRACES_EXPORTER is {name}: this server exports by otlp, console or none")
+    return name
+
+
+def _protocol() -> str:
+    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        protocol = os.environ.get(variable)
+        if protocol and protocol not in _EXPORTERS:
+            raise ConfigError(f"{variable} is {protocol}: this server speaks {_HTTP} and {_GRPC}")
+        if protocol:
+            return protocol
+    return _HTTP
+
+
+def make_provider() -> "TracerProvider":
+    """As the environment says: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_*."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+
+    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    resource = Resource.create({} if named else {"service.name": _SERVICE})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # that would wait for the collector once more
+    name = _exporter_name()
+    if name == "console":
+        provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter()))
+    elif name == "otlp":
+        module = importlib.import_module(_EXPORTERS[_protocol()])
+        provider.add_span_processor(BatchSpanProcessor(module.OTLPSpanExporter()))
+    return provider
+
+
+class Tracing:
+    """An observer (see `observation`). A request belongs to the trace that its `traceparent` names, if it has one."""
+
+    wants_request_id = False
+
+    def __init__(self, provider: "TracerProvider") -> None:
+        from opentelemetry import propagate
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("tpuembed_serving")
+        self._extract = propagate.extract
+        self._records = RecordQueue("tracing", self._trace_all)
+
+    def finish(self, record: RequestRecord) -> None:
+        """See Observer."""
+        self._records.put(record)
+
+    def close(self) -> None:
+        """See Observer. What a collector does not take within seconds is lost: a server that stops does not wait for it."""
+        closing = threading.Thread(target=self._close, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+        if closing.is_alive():
+            logger.warning("the last traces are lost: their collector does not take them")
+
+    def _close(self) -> None:
+        self._records.close()
+        self._provider.shutdown()
+
+    def _trace_all(self, records: Sequence[RequestRecord], dropped: int) -> None:  # noqa: ARG002 - there is no span of none
+        offset = time.time_ns() - time.perf_counter_ns()
+        for record, seconds in zip(records, stage_seconds(records).tolist(), strict=True):
+            self._trace(record, seconds, offset)
+
+    def _trace(self, record: RequestRecord, stages: Sequence[float], offset: int) -> None:
+        from opentelemetry import trace
+
+        parent = self._extract({key.decode("latin-1"): value.decode("latin-1") for key, value in record.headers})
+        start = _ns(record.started) + offset
+        span = self._tracer.start_span(
+            _name(record), parent, trace.SpanKind.SERVER, _attributes(record), start_time=start
+        )
+        if record.code in _SERVER_FAULTS:
+            span.set_status(trace.StatusCode.ERROR, record.code.name)
+        if span.is_recording() and record.has_run:
+            self._trace_stages(stages, trace.set_span_in_context(span), start)
+        span.end(_ns(record.ended) + offset)
+
+    def _trace_stages(self, stages: Sequence[float], inside: Any, start: int) -> None:
+        for name, seconds in zip(STAGES, stages, strict=True):
+            end = start + _ns(seconds)
+            self._tracer.start_span(name, inside, start_time=start).end(end)
+            start = end
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _name(record: RequestRecord) -> str:
+    if record.entrypoint != REST:
+        return f"{record.path.decode('ascii', 'replace').lstrip('/')}"
+    route = f"/v1/models/{{model}}:{record.api}" if record.api else "/v1/models/{model}"
+    return f"{record.method} {route}"
+
+
+def _attributes(record: RequestRecord) -> Mapping[str, Any]:
+    found: dict[str, Any] = {"tpuembed.model": record.model}
+    if record.entrypoint == REST:
+        found["http.request.method"] = record.method
+        found["url.path"] = record.path.decode("utf-8", "replace")
+        found["http.response.status_code"] = record.status
+    else:
+        service, _, method = record.path.decode("ascii", "replace").lstrip("/").partition("/")
+        found |= {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+        found["rpc.grpc.status_code"] = int(record.code)
+    optional = {
+        "tpuembed.version": record.version,
+        "tpuembed.rows": record.rows,
+        "tpuembed.request_id": record.request_id,
+    }
+    return found | {key: value for key, value in optional.items() if value not in (None, "")}

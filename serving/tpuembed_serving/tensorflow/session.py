@@ -1,0 +1,366 @@
+"""Loads a SavedModel into a TensorFlow session and runs its signatures. The only user of private TensorFlow names here.
+
+A TF1 session rather than `tf.saved_model.load`: a call through it costs a third of a signature call, and it lets the
+graph decide about a rank that differs from the signature's, as TensorFlow Serving does. `Session.run` and
+`Session.make_callable` refuse such a feed in Python; `_make_callable_from_options` hands it on.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client import pywrap_tf_session as tf_session
+from tensorflow.python.saved_model import loader_impl
+
+from tpuembed.errors import ConfigError
+from tpuembed.manifest import LOOKUP_SCOPE, Manifest
+from tpuembed.saved_model import GRAPH_FILE, mapped_from
+from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
+from tpuembed_serving.batching.policy import find_merging, with_padding
+from tpuembed_serving.batching.row_proof import Verdict, prove
+from tpuembed_serving.core.deadlines import remaining_seconds
+from tpuembed_serving.core.servable import Array, Merging, Signature
+from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message
+from tpuembed_serving.models.versions import INDEX_FILE, check_files
+from tpuembed_serving.tensorflow.lean_graph import is_lean, make_lean
+from tpuembed_serving.tensorflow.mapped_files import advise_random_access, read_ahead
+from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
+from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
+
+__all__ = ["RunOptions", "SavedModelServable", "load"]
+
+logger = logging.getLogger(__name__)
+
+_VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+_LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
+_SHORT = 0.9
+"""Of the timeout that callables have: a client that waits less than that has a run of its own timeout."""
+_PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+
+
+def _ignore(_: int) -> None:
+    """Nobody listens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a model's signatures are run.
+
+    Attributes:
+        timeout_ms: after which TensorFlow gives up a run that may take any time; 0 is never.
+        threads: of TensorFlow's own pool, on which such runs are. All others stay on the thread that calls them, where a timeout
+            has no effect (TensorFlow looks at it when the run is over, measured), and spare the hand-over to the pool.
+        per_model_batching: whether the version's own batching parameters count.
+        may_read_disk: whether a run may wait for rows of mapped tables.
+    """
+
+    timeout_ms: int = 0
+    threads: int = 1
+    per_model_batching: bool = False
+    may_read_disk: bool = False
+
+
+class SavedModelServable:
+    """A loaded SavedModel; see `tpuembed_serving.core.servable.Servable`."""
+
+    def __init__(
+        self,
+        session: Any,
+        meta_graph: Any,
+        manifest: Manifest | None,
+        options: RunOptions,
+        parameters: BatchingParameters | None,
+        where: str,
+    ) -> None:
+        """`where`: the model's folder and version, for messages."""
+        self._session, self._manifest = session, manifest
+        is_steady = _is_steady(meta_graph.graph_def, manifest)
+        self._timeout_ms = 0 if is_steady else options.timeout_ms
+        self.signatures: Mapping[str, Signature] = {
+            name: with_padding(signature_of(name, sig), manifest) for name, sig in meta_graph.signature_def.items()
+        }
+        self.signature_defs: Mapping[str, Any] = {
+            name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
+        }
+        self._is_steady = is_steady and not options.may_read_disk
+        self._meta_graph, self._parameters, self._where = meta_graph, parameters, where
+        self._merging: dict[str, Merging | None] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._proving = threading.Lock()
+        self._callables: dict[str, Callable[..., list[Any]]] = {}
+        self._building = threading.RLock()
+        self._is_closing = False
+        self._prepare()
+
+    def merging(self, signature: Signature) -> Merging | None:
+        """How requests of `signature` may share a run."""
+        with self._proving:
+            if signature.name not in self._merging:
+                self._merging[signature.name] = self._find_merging(signature)
+        return self._merging[signature.name]
+
+    def _verdict(self, name: str) -> Verdict:
+        if name not in self._verdicts:
+            self._verdicts[name] = prove(self._meta_graph, name, is_export=self._manifest is not None)
+        return self._verdicts[name]
+
+    def _has_marks(self) -> bool:
+        """Returns True if lookups are marked in the graph, which the proof then goes by."""
+        graph = self._meta_graph.graph_def
+        bodies = (graph.node, *(function.node_def for function in graph.library.function))
+        return any(LOOKUP_SCOPE in node.name for body in bodies for node in body)
+
+    def _find_merging(self, signature: Signature) -> Merging | None:
+        verdict = self._verdict(signature.name)
+        if verdict.is_proven and self._manifest is not None and is_worth_packing(self._manifest, signature):
+            verdict = self._verdict("packed")  # which is what runs
+        # Exports of lookups that are older than the proof have no marks in their graphs. What they are, their manifest says.
+        is_older = self._manifest is not None and bool(self._manifest.features) and not self._has_marks()
+        is_proven = verdict.is_proven or is_older
+        if not is_proven and signature.inputs:
+            text = "%s: signature %s: requests do not share runs unless --enable-batching says so: %s"
+            logger.warning(text, self._where, signature.name, verdict.reason)
+        return find_merging(
+            signature,
+            _shapes(self._meta_graph.signature_def[signature.name]),
+            self._manifest,
+            self._parameters,
+            is_proven=is_proven,
+            is_steady=self._is_steady,
+        )
+
+    def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        """The outputs for `inputs`; TensorFlow's errors come as StatusError."""
+        try:
+            seconds = remaining_seconds() if self._timeout_ms else None
+            if seconds is not None and 1000 * seconds < _SHORT * self._timeout_ms:
+                return [_as_array(value) for value in self._run_within(seconds, signature, inputs)]
+            return [_as_array(value) for value in self._callable(signature)(*inputs)]
+        except tf.errors.OpError as error:
+            raise _status(error) from None
+        except UnicodeDecodeError as error:  # of the message, which quotes what the client sent; its code is lost
+            raise invalid_argument(plain_message(error.object.decode("utf-8", "replace"))) from None
+
+    def close(self) -> None:
+        """Cancel what still runs, free the variables, and let the garbage collector have the graph."""
+        self._is_closing = True
+        self._rest.join()
+        self._callables.clear()
+        self._session.close()
+        self._session = None
+        _collect()
+
+    def _prepare(self) -> None:
+        """Build the callables now, so that no request pays for it; one that cannot be built fails its own requests.
+
+        Of an export the others than `serving_default`, which are most of a load, are built while that is asked already. No
+        thread of a process that ends is to be in TensorFlow: this one is waited for.
+        """
+        callable_ones = [signature for signature in self.signatures.values() if signature.inputs]
+        first = [one for one in callable_ones if self._manifest is None or one.name == "serving_default"]
+        self._build(first)
+        rest = [signature for signature in callable_ones if signature not in first]
+        self._rest = threading.Thread(target=self._build_last, args=(rest,), name="model-signatures")
+        self._rest.start()
+
+    def _build_last(self, signatures: Sequence[Signature]) -> None:
+        """Build these, and have no copy of the graph from then on: it may hold whole tables."""
+        self._build(signatures)
+        for signature in self.signatures.values():
+            self.merging(signature)
+        self._meta_graph = None
+
+    def _build(self, signatures: Sequence[Signature]) -> None:
+        for signature in signatures:
+            try:
+                if not self._is_closing:
+                    self._callable(signature)
+                    self.merging(signature)  # now, for the log
+            except tf.errors.OpError as error:
+                logger.warning("signature %s cannot be called: %s", signature.name, error.message)
+
+    def _callable(self, signature: Signature) -> Callable[..., list[Any]]:
+        return self._callables.get(signature.name) or self._built(signature)
+
+    def _built(self, signature: Signature) -> Callable[..., list[Any]]:
+        with self._building:
+            found = self._callables.get(signature.name)
+            if found is not None:
+                return found
+            if self._manifest is not None and is_worth_packing(self._manifest, signature):
+                found = self._packed_call(self._manifest, signature)
+            else:
+                found = self._make_callable(signature)
+            self._callables[signature.name] = found
+            return found
+
+    def _packed_call(self, manifest: Manifest, signature: Signature) -> PackedCall:
+        """`signature` itself is made once it is needed, which is to refuse inputs: making one is most of a mapped load."""
+        named = functools.cache(lambda: self._make_callable(signature))
+        packed = self._callable(self.signatures["packed"])
+        return PackedCall(manifest.packing, signature, packed, lambda *inputs: named()(*inputs))
+
+    def _run_within(self, seconds: float, signature: Signature, inputs: Sequence[Array]) -> list[Any]:
+        """A callable's timeout is its own, and to make one takes longer than a run."""
+        graph = self._session.graph
+        feeds = {
+            graph.get_tensor_by_name(info.tensor)._as_tf_output(): array
+            for info, array in zip(signature.inputs, inputs, strict=True)
+        }
+        fetches = [graph.get_tensor_by_name(info.tensor)._as_tf_output() for info in signature.outputs]
+        options = config_pb2.RunOptions(timeout_in_ms=max(1, round(1000 * seconds)))
+        buffer = tf_session.TF_NewBufferFromString(options.SerializeToString())
+        try:
+            outputs: list[Any] = self._session._call_tf_sessionrun(buffer, feeds, fetches, [], None)
+        finally:
+            tf_session.TF_DeleteBuffer(buffer)
+        return outputs
+
+    def _make_callable(self, signature: Signature) -> Callable[..., list[Any]]:
+        options = config_pb2.CallableOptions(
+            feed=[info.tensor for info in signature.inputs], fetch=[info.tensor for info in signature.outputs]
+        )
+        options.run_options.timeout_in_ms = self._timeout_ms
+        return self._session._make_callable_from_options(options)
+
+
+def load(
+    version_dir: Path,
+    *,
+    prewarm: bool = False,
+    random_access: bool = False,
+    on_read: Callable[[int], None] = _ignore,
+    options: RunOptions | None = None,
+) -> SavedModelServable:
+    """Load the SavedModel at `version_dir`.
+
+    Tables that it maps are mapped from `version_dir`, wherever its graph says they are; nothing is written there.
+
+    Args:
+        version_dir: its folder.
+        prewarm: read the files of mapped tables first, and compare them with their checksums.
+        random_access: have a fault in a mapped table read one page.
+        on_read: told how many bytes `prewarm` has just read; it may raise to give up.
+        options: how its signatures are run.
+
+    Raises:
+        StatusError: it is incomplete, is not a SavedModel, or TensorFlow cannot load it.
+    """
+    gc.freeze()  # what was there before, TensorFlow's half a million objects, is no garbage of this load
+    manifest = check_files(version_dir)
+    mapped = manifest if manifest is not None and manifest.layout == "mmap" else None
+    options = dataclasses.replace(options or RunOptions(), may_read_disk=mapped is not None and not prewarm)
+    parameters = _model_parameters(version_dir) if options.per_model_batching else None
+    where = f"{version_dir.parent.name}/{version_dir.name}"
+    try:
+        if mapped and prewarm:
+            read_ahead(version_dir, mapped, on_read)
+        servable = SavedModelServable(*_restore(version_dir, manifest, options), manifest, options, parameters, where)
+        if mapped and random_access:
+            advise_random_access(version_dir / stack.file for stack in mapped.stacks)
+    except tf.errors.OpError as error:
+        raise _without_path(_status(error), version_dir) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _without_path(StatusError(Code.INTERNAL, str(error)), version_dir) from None
+    finally:
+        gc.collect()
+        gc.freeze()
+    return servable
+
+
+def _model_parameters(version_dir: Path) -> BatchingParameters | None:
+    path = version_dir / MODEL_FILE
+    try:
+        return read_parameters(path, of_one_model=True) if path.exists() else None
+    except ConfigError as error:
+        raise _without_path(invalid_argument(str(error)), version_dir) from None
+
+
+def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) -> tuple[Any, Any]:
+    loader = loader_impl.SavedModelLoader(str(version_dir))
+    if manifest is not None and manifest.layout == "mmap":
+        loader.saved_model.ParseFromString(_mapped_graph(version_dir, manifest))
+    meta_graph = loader.get_meta_graph_def_from_tags([tf.saved_model.SERVING])
+    _check_variables(version_dir, meta_graph)
+    on_caller = not options.timeout_ms or _is_steady(meta_graph.graph_def, manifest)
+    config = config_pb2.ConfigProto(
+        inter_op_parallelism_threads=-1 if on_caller else options.threads,
+        intra_op_parallelism_threads=1,
+        use_per_session_threads=not on_caller,  # with it, -1 would be a pool of its own
+    )
+    if manifest is not None and _gains_from_lean(manifest) and is_lean(meta_graph.graph_def):
+        make_lean(meta_graph.graph_def)
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+    session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
+    try:
+        with session.graph.as_default():
+            loader.load(session, [tf.saved_model.SERVING])
+    except BaseException:
+        session.close()
+        raise
+    return session, meta_graph
+
+
+def _gains_from_lean(manifest: Manifest) -> bool:
+    """Lookups of one id per feature load quickly with TensorFlow's optimizer too, which makes a request of one row shorter."""
+    return not manifest.features or any(feature.input == "ids" for feature in manifest.features)
+
+
+def _mapped_graph(version_dir: Path, manifest: Manifest) -> bytes:
+    """The graph, with its tables mapped from `version_dir`."""
+    try:
+        return mapped_from((version_dir / GRAPH_FILE).read_bytes(), manifest, version_dir.absolute())
+    except ConfigError as error:
+        raise StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {error}") from None
+
+
+def _check_variables(version_dir: Path, meta_graph: Any) -> None:
+    """TensorFlow loads a graph whose variables are missing without a word; its first request then fails."""
+    if (version_dir / INDEX_FILE).is_file():
+        return
+    for node in meta_graph.graph_def.node:
+        if node.op in _VARIABLE_OPS:
+            what = f"{INDEX_FILE} is missing though the graph has variables ({node.name})"
+            raise StatusError(Code.NOT_FOUND, f"version {version_dir.name}: {what}; write the version again")
+
+
+def _is_steady(graph: Any, manifest: Manifest | None) -> bool:
+    """Whether the time of a run depends on the shapes of its inputs alone: an export, without loops and calls of Python."""
+    nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
+    return manifest is not None and not any(node.op in _LOOP_OPS or node.op in _PYTHON_OPS for node in nodes)
+
+
+def _shapes(definition: Any) -> list[list[int] | None]:
+    """Of all inputs and outputs."""
+    infos = [info for _, info in (*sorted(definition.inputs.items()), *sorted(definition.outputs.items()))]
+    shapes = [info.tensor_shape for info in infos]
+    return [None if shape.unknown_rank else [dim.size for dim in shape.dim] for shape in shapes]
+
+
+def _as_array(value: Any) -> Array:
+    """A scalar string comes as bytes, which numpy would cut at trailing zeros."""
+    return np.array(value, dtype=object) if isinstance(value, bytes) else np.asarray(value)
+
+
+def _status(error: Any) -> StatusError:
+    return StatusError(Code(error.error_code), plain_message(error.message))
+
+
+def _without_path(status: StatusError, version_dir: Path) -> StatusError:
+    return StatusError(status.code, status.message.replace(str(version_dir), version_dir.name))
+
+
+def _collect() -> None:
+    """Collect everything, and then keep what is left out of later collections: a full one takes half a second with a model."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,261 @@
+"""Starts worker processes that share the ports, starts anew those that die, and carries messages between them.
+
+Every worker has listening sockets of its own (SO_REUSEPORT), and the kernel shares connections out. With one inherited socket
+whoever wakes first takes all that wait: of 64 connections at once, 64 went to one of two workers, and 35 at most this way.
+"""
+
+import dataclasses
+import itertools
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from tpuembed_serving.settings import ModelSettings, ServerSettings
+from tpuembed_serving.workers.messages import (
+    CHECK,
+    RELOAD,
+    Answer,
+    Ask,
+    Call,
+    Listening,
+    Result,
+    Start,
+    States,
+    StopTo,
+    View,
+    together,
+)
+from tpuembed_serving.workers.process import Exited, WorkerProcess
+from tpuembed_serving.workers.stopping import LAST_SECONDS, Stage
+
+__all__ = ["Supervisor"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS: Final = 0.1
+_LONGEST_PAUSE_SECONDS: Final = 30.0
+_STEADY_SECONDS: Final = 60.0
+"""A worker that lived so long starts anew at once when it dies."""
+
+
+@dataclasses.dataclass
+class _Slot:
+    """One of the N workers, through all the processes that it has been.
+
+    Attributes:
+        process: None while it waits to be started.
+        states: of a living process; None until it tells.
+        start_at: when a new process is due, on the clock of `time.monotonic`.
+    """
+
+    index: int
+    process: WorkerProcess | None = None
+    states: States | None = None
+    listening: bool = False
+    started_at: float = 0.0
+    start_at: float = 0.0
+    pause: float = _FIRST_PAUSE_SECONDS
+
+
+@dataclasses.dataclass
+class _Question:
+    """A Call that is being answered: by whom it is still to be, and what the others said."""
+
+    reply: Callable[[tuple[Any, ...]], None]
+    waiting: set[WorkerProcess]
+    payloads: list[Any]
+
+
+class Supervisor:
+    """Everything happens in the thread that calls `run`; `stop` and `reload` may be called from others."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        on_listening: Callable[[], None],
+        start: Callable[[int, "queue.SimpleQueue[Any]"], WorkerProcess] = WorkerProcess,
+    ) -> None:
+        """`on_listening` is called once, when the first worker listens."""
+        self._settings, self._on_listening = settings, on_listening
+        self._start_process = start
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._slots = [_Slot(index) for index in range(settings.workers)]
+        self._questions: dict[int, _Question] = {}
+        self._numbers = itertools.count()
+        self._view = View({}, ready=False)
+        self._stopping = False
+        self._kill_at = float("inf")
+
+    def stop(self, stage: Stage = Stage.LAME_DUCK) -> None:
+        """Have `run` stop the workers as far as `stage`, and return once they have ended."""
+        self._events.put(_Stop(stage))
+
+    def reload(self, models: Sequence[ModelSettings]) -> None:
+        """Have every worker serve `models`; see ModelRepository.reload. Blocks."""
+        for topic in (CHECK, RELOAD):
+            replies: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+            self._events.put(_OwnCall(topic, tuple(models), replies.put))
+            for answer in replies.get():
+                if isinstance(answer, Exception):
+                    raise answer
+
+    def run(self) -> None:
+        """Until `stop` is called and every worker has exited."""
+        while not (self._stopping and all(slot.process is None for slot in self._slots)):
+            self._start_due()
+            try:
+                event = self._events.get(timeout=self._pause())
+            except queue.Empty:
+                self._kill_overdue()
+                continue
+            self._heed(event)
+
+    def _pause(self) -> float | None:
+        """Seconds until something is due; None where nothing is."""
+        due = [slot.start_at for slot in self._slots if slot.process is None and not self._stopping]
+        soonest = min([self._kill_at, *due])
+        return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.process is None and not self._stopping and slot.start_at <= now:
+                self._start(slot, now)
+
+    def _start(self, slot: _Slot, now: float) -> None:
+        load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
+        slot.process, slot.started_at = self._start_process(slot.index, self._events), now
+        slot.process.send(Start(self._settings, load_first))
+        slot.process.send(self._view)
+
+    def _heed(self, event: Any) -> None:
+        match event:
+            case _Stop(stage):
+                self._stop_workers(stage)
+            case _OwnCall(topic, payload, reply):
+                self._ask_all(topic, payload, reply)
+            case Exited(process):
+                self._note_exit(process)
+            case (WorkerProcess() as process, message):
+                self._note(process, message)
+
+    def _note(self, process: WorkerProcess, message: Any) -> None:
+        slot = self._slots[process.index]
+        if slot.process is not process:
+            return
+        match message:
+            case States():
+                slot.states = message
+                self._tell_view()
+            case Listening():
+                slot.listening = True
+                self._tell_view()
+                self._on_listening()
+                self._on_listening = _said
+            case Call(number, topic, payload):
+                self._ask_all(topic, payload, lambda payloads: process.send(Result(number, payloads)))
+            case Answer(number, payload):
+                self._note_answer(process, number, payload)
+
+    def _tell_view(self) -> None:
+        """Workers that do not listen yet count only where none does: they keep nobody from an answer."""
+        counted = [slot for slot in self._slots if slot.listening] or self._slots
+        self._view = together([slot.states for slot in counted if slot.states is not None])
+        for process in self._processes():
+            process.send(self._view)
+
+    def _processes(self) -> list[WorkerProcess]:
+        return [slot.process for slot in self._slots if slot.process is not None]
+
+    def _ask_all(self, topic: str, payload: Any, reply: Callable[[tuple[Any, ...]], None]) -> None:
+        if topic == RELOAD:
+            self._settings = dataclasses.replace(self._settings, models=payload)
+        number = next(self._numbers)
+        processes = self._processes()
+        self._questions[number] = _Question(reply, set(processes), [])
+        for process in processes:
+            process.send(Ask(number, topic, payload))
+        self._close_answered()
+
+    def _note_answer(self, process: WorkerProcess, number: int, payload: Any) -> None:
+        question = self._questions[number]
+        question.waiting.discard(process)
+        question.payloads.append(payload)
+        self._close_answered()
+
+    def _close_answered(self) -> None:
+        for number, question in list(self._questions.items()):
+            if not question.waiting:
+                del self._questions[number]
+                question.reply(tuple(question.payloads))
+
+    def _note_exit(self, process: WorkerProcess) -> None:
+        slot = self._slots[process.index]
+        assert slot.process is process
+        code = process.close()
+        for question in self._questions.values():
+            question.waiting.discard(process)
+        slot.process, slot.states, slot.listening = None, None, False
+        if self._stopping:
+            if code:
+                logger.warning("worker %d %s while the server stopped", slot.index, _ended(code))
+        else:
+            self._plan_restart(slot, code)
+        self._close_answered()
+        self._tell_view()
+
+    def _plan_restart(self, slot: _Slot, code: int) -> None:
+        now = time.monotonic()
+        if now - slot.started_at >= _STEADY_SECONDS:
+            slot.pause = _FIRST_PAUSE_SECONDS
+        slot.start_at = now + slot.pause
+        logger.error("worker %d %s; started anew in %g s", slot.index, _ended(code), slot.pause)
+        slot.pause = min(2 * slot.pause, _LONGEST_PAUSE_SECONDS)
+
+    def _stop_workers(self, stage: Stage) -> None:
+        settings = self._settings
+        seconds = LAST_SECONDS
+        if stage < Stage.CUT_OFF:
+            seconds += settings.drain_seconds
+        if stage < Stage.DRAINING:
+            seconds += settings.lame_duck_seconds
+        self._kill_at = time.monotonic() + seconds
+        for process in self._processes():
+            if not self._stopping:
+                process.terminate()
+            if stage > Stage.LAME_DUCK:
+                process.send(StopTo(stage))
+        self._stopping = True
+
+    def _kill_overdue(self) -> None:
+        if time.monotonic() >= self._kill_at:
+            self._kill_at = float("inf")
+            for process in self._processes():
+                logger.warning("worker %d does not end; it is killed", process.index)
+                process.kill()
+
+
+def _said() -> None:
+    """Instead of what was called before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stop:
+    """An event: how far the server is to stop."""
+
+    stage: Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnCall:
+    """An event: what a thread of the supervisor asks all workers."""
+
+    topic: str
+    payload: Any
+    reply: Callable[[tuple[Any, ...]], None]
+
+
+def _ended(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with {code}"

@@ -1,0 +1,273 @@
+"""Checkpoints whose tables lie in a tensor bundle; how each one's rows lie there, its `RowLayout` knows."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
+from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
+from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
+from tpuembed.checkpoint.bundle.own_layer import own_layer_configs
+from tpuembed.checkpoint.bundle.partial_checksums import DealtReader, is_as_stated
+from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
+from tpuembed.checkpoint.bundle.table_keys import table_info
+from tpuembed.checkpoint.discovery import discover
+from tpuembed.checkpoint.location import find_bundle, find_index
+from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
+from tpuembed.checkpoint.types import Array, ReadSum, SummedReader, TableInfo
+from tpuembed.config.checks import check_choice, did_you_mean
+from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.files import FilePath
+from tpuembed.protobuf import MalformedError
+from tpuembed.tensor_bundle import Bundle, index_path
+from tpuembed.tensor_bundle.dtypes import numpy_dtype
+
+__all__ = ["BundleCheckpoint"]
+
+_DISK_PIECE_BYTES: Final = 1 << 20
+"""Which stays in a processor's cache between the read and the checksum."""
+_STORE_PIECE_BYTES: Final = 64 << 20
+"""As many requests as are under way at once."""
+
+
+class BundleCheckpoint:
+    """Written by `tpuembed.TPUEmbedding`, by TensorFlow's embedding classes on any hardware and what wraps them, by plain
+    variables, or by TensorFlow 1.
+
+    Attributes:
+        format: of its tables: "dense", "tpu_v1", "sparsecore" or "partitioned", joined with "+" where they differ.
+        path: the bundle's prefix; its index file where there is a directory of the prefix's name too.
+        options: as they were given.
+        bundle: all tensors of the checkpoint.
+        graph: its objects; None for TensorFlow 1.
+        layer_config: of the tpuembed layers that wrote it; None for others.
+    """
+
+    kind: Final = "a TensorFlow checkpoint"
+    accepted_options: Final = frozenset({"partition_strategy", "root"})
+
+    def __init__(self, bundle: Bundle, options: Mapping[str, Any]) -> None:
+        self.bundle = bundle
+        self.path = str(index_path(bundle.prefix) if bundle.prefix.is_dir() else bundle.prefix)
+        self.options = dict(options)
+        if "partition_strategy" in options:
+            check_choice("partition_strategy", options["partition_strategy"], PARTITION_STRATEGIES)
+        try:
+            self.graph = _below_root(_read_graph(bundle), options.get("root"), f"checkpoint {bundle.prefix}")
+            discovery = discover(bundle, self.graph, options.get("partition_strategy"))
+        except MalformedError as error:
+            raise CheckpointCorruptError(
+                f"checkpoint {bundle.prefix}: its object graph: {error}; restore it from another copy"
+            ) from None
+        self._keys = discovery.tables
+        self.format = "+".join(sorted({keys.rows.format for keys in discovery.tables.values()}))
+        self.layer_config = discovery.layer_config
+        self._tables = {name: table_info(bundle, keys) for name, keys in sorted(self._keys.items())}
+
+    @classmethod
+    def recognises(cls, path: FilePath) -> bool:
+        """Whether `path` leads to a tensor bundle."""
+        return find_bundle(path) is not None
+
+    @classmethod
+    def held_in(cls, directory: FilePath) -> FilePath | None:
+        """The index of a bundle that `directory` may mean; see Format."""
+        return find_index(directory)
+
+    @classmethod
+    def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:
+        """Open the bundle that `path`, which `recognises` accepts, leads to."""
+        bundle = Bundle.open(find_bundle(path) or path)
+        try:
+            return cls(bundle, options)
+        except BaseException:
+            bundle.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.bundle.close()
+
+    def tables(self) -> dict[str, TableInfo]:
+        """The tables by name, sorted."""
+        return dict(self._tables)
+
+    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
+        """Rows [start, stop) of a table or slot: [stop - start, dim].
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+            RowRangeError: the range is not inside the table.
+        """
+        info, key = self._tables.get(table), self._key(table, slot)
+        assert info  # or there is no key
+        stop = info.rows if stop is None else stop
+        self._check_range(table, start, stop)
+        out = np.empty((stop - start, info.dim), numpy_dtype(self.bundle.entries[key].dtype))
+        self._keys[table].rows.read_into(self.bundle, key, start, out)
+        return out
+
+    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+        """Fill `out`, [n, dim] of the table's dtype, with rows [start, start + n).
+
+        Raises:
+            UnknownTableError, RowRangeError: as `read`.
+            ConfigError: `out` is of another width or dtype.
+        """
+        key = self._key(table, slot)
+        self._check_range(table, start, start + len(out))
+        dim, dtype = self._tables[table].dim, numpy_dtype(self.bundle.entries[key].dtype)
+        if out.shape != (len(out), dim) or out.dtype != dtype:
+            raise ConfigError(
+                f"checkpoint {self.path}: table {table!r}: out must be {dtype} [rows, {dim}], got {out.dtype} "
+                f"{list(out.shape)}"
+            )
+        self._keys[table].rows.read_into(self.bundle, key, start, out)
+
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
+        """CRC32C of the rows of a table or slot as the index states it; None where its checksums are over rows in another order.
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+        """
+        entry = self.bundle.entries[self._key(table, slot)]
+        return self._keys[table].rows.checksum(entry)
+
+    def summed(self, table: str) -> SummedReader | None:
+        """A reader of a table whose rows are dealt out; see SummedReads."""
+        key = self._key(table, None)
+        dealt = self._keys[table].rows.dealt
+        return None if dealt is None else DealtReader(dealt, self.bundle, key)
+
+    def proven(self, tables: Collection[str], met: Mapping[str, ReadSum]) -> Mapping[str, bool]:
+        """By the sums of readers that `summed` gave; see SummedReads."""
+        found: dict[str, bool] = {}
+        for key, names in _grouped(tables, lambda table: self._key(table, None)).items():
+            dealt = [(self._keys[name].rows.dealt, self._tables[name].rows) for name in names]
+            answer = is_as_stated(self.bundle, key, dealt, met.get(key, ReadSum()))
+            found |= {} if answer is None else dict.fromkeys(names, answer)
+        return found
+
+    def piece_rows(self, table: str) -> int | None:
+        """See SmallPieces: rows on a disk are read, added up and written a megabyte or two at a time, a fifth faster than four."""
+        key = self._key(table, None)
+        if not isinstance(self.bundle.prefix, Path):
+            return None
+        runs = 1 if self._keys[table].rows.dealt is None else 2  # that one piece may have of every SparseCore
+        return max(
+            1,
+            runs
+            * _DISK_PIECE_BYTES
+            // (self._tables[table].dim * numpy_dtype(self.bundle.entries[key].dtype).itemsize),
+        )
+
+    def read_buffer_bytes(self, table: str, rows: int) -> int:
+        """See ReadBuffers.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        entry = self.bundle.entries[self._key(table, None)]
+        return self._keys[table].rows.buffer_bytes(self.bundle, entry, rows)
+
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
+        """Read every tensor that holds some of `tables`, or that slot of theirs, through once, and compare it with its checksums.
+
+        A checksum covers all that lies in a slice, so that of a stack every table is read.
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+            CheckpointCorruptError: a checksum is wrong; the message names data file, tensor and both checksums.
+        """
+        piece_bytes = _DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
+        for key in sorted({self._key(table, slot) for table in tables}):
+            self.bundle.verify(key, piece_bytes)
+
+    def objects(self, tables: Collection[str]) -> Objects | None:
+        """The layers in the object graph; None for TensorFlow 1. See HoldsWeights."""
+        if self.graph is None:
+            return None
+        configs = own_layer_configs(self.bundle, self.graph)
+        held = self._keys if configs or mid_level_nodes(self.graph) else [name for name in tables if name in self._keys]
+        keys = {key for name in held for key in (self._keys[name].key, *self._keys[name].slots.values())}
+        return objects_of_graph(
+            self.bundle,
+            self.graph,
+            keys,
+            {number: config["tables"] for number, config in configs.items()},
+            self.options.get("root", "").strip("/"),
+        )
+
+    def read_weight(self, weight: Weight) -> Array:
+        """The value of a variable, compared with its checksum."""
+        self.bundle.verify(weight.key)
+        return self.bundle.read(weight.key)
+
+    def policies(self) -> Mapping[str, str]:
+        """None: an object graph has no configs of layers."""
+        return {}
+
+    def fingerprint(self) -> str:
+        """That of the bundle: of its index and of all its files' sizes and times of change."""
+        return self.bundle.fingerprint()
+
+    def _key(self, table: str, slot: str | None) -> str:
+        """The bundle's key of a table or slot."""
+        if table not in self._keys:
+            if table in self.bundle.entries:
+                self.bundle.entry(table)  # which raises for one with holes
+            raise UnknownTableError(
+                f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._keys)}"
+                f"{about_missing_table(self.graph, self._keys, table)}"
+            )
+        keys = self._keys[table]
+        if slot is None:
+            return keys.key
+        if slot not in keys.slots:
+            raise UnknownTableError(
+                f"checkpoint {self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(slot, keys.slots)}"
+                f"{about_missing_slot(self.bundle, self.graph, self._keys, table)}"
+            )
+        return keys.slots[slot]
+
+    def _check_range(self, table: str, start: int, stop: int) -> None:
+        rows = self._tables[table].rows
+        if not 0 <= start <= stop <= rows:
+            raise RowRangeError(
+                f"checkpoint {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows"
+            )
+
+
+def _read_graph(bundle: Bundle) -> ObjectGraph | None:
+    if OBJECT_GRAPH_KEY not in bundle.entries:
+        return None
+    return ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY))
+
+
+def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:
+    """The objects that the option `root` leaves: those below it; all without it."""
+    if root is None:
+        return graph
+    if not isinstance(root, str) or not root.strip("/"):
+        raise ConfigError(f"{where}: option root must be the path of an object, such as model/query, got {root!r}")
+    if graph is None:
+        raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects; leave it out")
+    return graph.below(find_root(graph, root, where))
+
+
+def _grouped(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(key(name), []).append(name)
+    return groups

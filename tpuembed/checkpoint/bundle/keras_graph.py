@@ -1,0 +1,140 @@
+"""Keras 3 models in `tf.train.Checkpoint`: their optimizers, and the tables of keras-rs, which only optimizers hold there.
+
+A `keras_rs.layers.DistributedEmbedding` keeps its tables out of TensorFlow's sight. A checkpoint of a model that was compiled
+and trained has them as `optimizer/_trainable_variables/<i>`, and their names only as the names that TensorFlow gave to the
+variables; a checkpoint of any other model does not have them. TensorFlow's name of a variable is the scope that it was made
+in, which may be that of a layer around the one that holds it; Keras' optimizers call their slots by the variable's own path,
+which proves it.
+Source: keras/src/backend/tensorflow/trackable.py, keras/src/optimizers/base_optimizer.py.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from tpuembed.checkpoint.bundle.keras_optimizers import is_keras_3_optimizer
+from tpuembed.checkpoint.bundle.keras_saved_model import keras_rs_layers
+from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
+from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
+from tpuembed.errors import CheckpointFormatError
+from tpuembed.tensor_bundle import Bundle
+
+__all__ = ["check_keras_model", "is_keras_3_model", "keras_rs_tables"]
+
+_TRAINABLE, _VARIABLES = "_trainable_variables", "_variables"
+_TRAP: Final = "_gradient_trap_dummy"
+_TABLE_VARIABLE: Final = re.compile(r"(?P<layer>.+)/(?P<table>[^/]+)/embeddings")
+_SLOT_REST: Final = re.compile(r"embeddings_(?!.*embeddings_)[a-z_]+")
+_NUMBER: Final = re.compile(r"_\d+$")
+_SHOWN: Final = 5
+
+
+def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
+    """The tables that nothing but an optimizer, and in a SavedModel keras-rs' layers, holds: `<layer>/<table>/embeddings`.
+
+    Raises:
+        CheckpointFormatError: one may have lost its name, as those of subclassed models do; or a layer's tables lie on
+            SparseCores, and not in the checkpoint.
+    """
+    _check_sparse_core_layers(bundle, graph)
+    lists = {node.children[_TRAINABLE] for node in graph.nodes if is_keras_3_optimizer(node.children)}
+    holders = lists | keras_rs_layers(graph)
+    elsewhere = {
+        child for number, node in enumerate(graph.nodes) if number not in holders for child in node.children.values()
+    }
+    for number in sorted({child for one in lists for child in graph.nodes[one].children.values()} - elsewhere):
+        key, name = graph.nodes[number].value_key, graph.nodes[number].full_name
+        if key is None or not name.endswith("/embeddings") or key not in bundle.entries:
+            continue
+        match = _TABLE_VARIABLE.fullmatch(name)
+        if match is not None and _is_path(graph, number, match["layer"], match["table"]):
+            yield TableKeys(match["table"], key, optimizer_slots(bundle, graph, number))
+        elif is_table(bundle.entries[key]):
+            raise CheckpointFormatError(
+                f"checkpoint {bundle.prefix}: the table at {key} is called {name!r} there, and nothing proves that this is a "
+                "table's own name (Keras 3 saves no more of many subclassed models and layers, nor where an optimizer has no "
+                "slots); restore it into the model and save that with model.save_weights('model.weights.h5')"
+            )
+
+
+def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
+    """Raise where layers on SparseCores, which have one weight of their own, are more than the objects that hold tables.
+
+    Source: `_gradient_trap_dummy` in keras_rs/src/layers/embedding/tensorflow/distributed_embedding.py.
+    """
+    weights = [graph.nodes[node.children[_TRAP]] for node in graph.nodes if _TRAP in node.children]
+    if len(weights) > len(mid_level_nodes(graph)):
+        layers = sorted(weight.full_name.rpartition("/")[0] or str(weight.value_key) for weight in weights)
+        raise CheckpointFormatError(
+            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {_shown(layers)} lie on "
+            "SparseCores, and TensorFlow saves none of them with the model; save them with "
+            "tf.train.Checkpoint(emb=layer._tpu_embedding)"
+        )
+
+
+def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
+    """Whether a variable's path ends with `<layer>/<table>/embeddings`: its slots are called by it, joined by "_".
+
+    The scope of a layer around would be found in its middle. TensorFlow numbers scopes that it enters twice (`layer_1`); a
+    number at `table` could be the table's own.
+    Source: add_variable_from_reference in keras/src/optimizers/base_optimizer.py.
+    """
+    scopes = "".join(f"(?:{re.escape(scope)}|{re.escape(_NUMBER.sub('', scope))})_" for scope in layer.split("/"))
+    found = re.compile(rf"(?<![^_/])(?={scopes}{re.escape(table)}_(?P<rest>.+))")
+    names = list(_slot_names(graph, number))
+    rests = [[match["rest"] for match in found.finditer(name)] for name in names]
+    return bool(names) and all(len(rest) == 1 and _SLOT_REST.fullmatch(rest[0]) for rest in rests)
+
+
+def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
+    """What TensorFlow calls all that optimizers keep for a variable, in lists parallel to the one of what they train."""
+    for optimizer in (node for node in graph.nodes if is_keras_3_optimizer(node.children)):
+        trained = graph.nodes[optimizer.children[_TRAINABLE]].children
+        for attribute in optimizer.children.keys() - {_TRAINABLE, _VARIABLES}:
+            kept = graph.nodes[optimizer.children[attribute]].children
+            if set(kept) == set(trained):
+                yield from (graph.nodes[kept[index]].full_name for index in trained if trained[index] == number)
+
+
+def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
+    """Raise CheckpointFormatError where this is a Keras 3 model and no variable of it can be a table."""
+    names = sorted(filter(None, (node.full_name for node in graph.nodes)))
+    if not is_keras_3_model(graph) or any(name.rpartition("/")[2] == "embeddings" for name in names):
+        return
+    empty = [graph.path(number) for number in graph.parents if _is_empty_layer(graph, number)]
+    raise CheckpointFormatError(
+        f"checkpoint {bundle.prefix}: holds no embedding table; of a Keras 3 model it has {_shown(names)}, and nothing of "
+        f"{_shown(empty)}. Of keras_rs.layers.DistributedEmbedding TensorFlow saves what a model that was compiled and "
+        "trained has in its optimizer, and nothing else; save with model.save_weights('model.weights.h5'), or from "
+        "SparseCores with tf.train.Checkpoint(emb=layer._tpu_embedding)"
+    )
+
+
+def is_keras_3_model(graph: ObjectGraph) -> bool:
+    """Whether a functional model, an optimizer or a layer with a kernel, as Keras 3 names their parts, is among the objects."""
+    return any(_is_keras_layer(graph, node) for node in graph.nodes)
+
+
+def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:
+    """A functional model, an optimizer, or a layer with a kernel, as Keras 3 names their parts."""
+    kernel = node.children.get("_kernel")
+    return (
+        {"_operations", "_tracked"} <= set(node.children)
+        or is_keras_3_optimizer(node.children)
+        or (kernel is not None and graph.nodes[kernel].full_name.endswith("/kernel"))
+    )
+
+
+def _is_empty_layer(graph: ObjectGraph, number: int) -> bool:
+    """What a layer is of which nothing was saved: an empty object below a model or, of a functional one, an operation."""
+    node = graph.nodes[number]
+    parent, name = graph.parents[number]
+    is_operation = parent != 0 and graph.parents[parent][1] == "_operations"
+    is_attribute = "_operations" not in graph.nodes[parent].children and not name.startswith("_")
+    return not node.children and not node.attributes and (is_operation or is_attribute)
+
+
+def _shown(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return shown or "no variable"

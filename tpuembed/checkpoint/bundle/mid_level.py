@@ -1,0 +1,66 @@
+"""Tables of TensorFlow's mid-level embedding classes, which `tensorflow_recommenders` wraps.
+
+Source: tensorflow/python/tpu/tpu_embedding_base.py, tpu_embedding_for_serving.py;
+tensorflow_recommenders/experimental/layers/embedding/partial_tpu_embedding.py.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Final
+
+from tpuembed.checkpoint.bundle.keras_2_slots import keras_2_slots
+from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes, mid_level_variables
+from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
+from tpuembed.checkpoint.bundle.own_layer import CONFIG_ATTRIBUTE, ENGINE
+from tpuembed.checkpoint.bundle.sparsecore import sparse_core_layouts, sparse_core_tables
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, optimizer_slots
+from tpuembed.checkpoint.bundle.tpu_v1 import host_rows, saved_by_hosts
+from tpuembed.errors import CheckpointFormatError
+from tpuembed.tensor_bundle import Bundle
+
+__all__ = ["keras_layer_tables", "mid_level_tables"]
+
+_KERAS_LAYERS: Final = "_keras_embedding_layers"
+
+
+def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
+    """The tables of all mid-level objects, each with how its rows lie.
+
+    Raises:
+        CheckpointFormatError: what saved one cannot be told for sure, and so neither how its rows lie.
+        CheckpointCorruptError: a table has no value, or SparseCore layouts contradict it.
+    """
+    engines = {node.children.get(ENGINE) for node in graph.nodes if CONFIG_ATTRIBUTE in node.attributes}
+    for number in mid_level_nodes(graph):
+        if number in engines:
+            continue
+        node = graph.nodes[number]
+        layouts = sparse_core_layouts(bundle, graph, node)
+        if layouts and saved_by_hosts(node):
+            raise CheckpointFormatError(
+                f"checkpoint {bundle.prefix}: {graph.path(number) or 'its root'} is signed by TPUEmbedding, which keeps rows "
+                "on hosts, and has the SparseCore layouts of TPUEmbeddingV2; use the checkpoint it was restored from"
+            )
+        if layouts:
+            yield from sparse_core_tables(bundle, graph, node, layouts)
+            continue
+        for table in mid_level_variables(bundle, graph, node):
+            yield dataclasses.replace(table, rows=host_rows(bundle, node, table.name, table.key))
+
+
+def keras_layer_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
+    """The small tables that `PartialTPUEmbedding` keeps in Keras layers: they are known by their feature's name.
+
+    Whichever optimizer of Keras 2 trains the model has their slots.
+    """
+    for node in graph.nodes:
+        if _KERAS_LAYERS not in node.children:
+            continue
+        layers = graph.nodes[node.children[_KERAS_LAYERS]].children
+        by_name = keras_2_slots(bundle, graph)
+        first_names = {child: name for name, child in sorted(layers.items(), reverse=True)}
+        for child, name in first_names.items():
+            embeddings = graph.nodes[child].children.get("embeddings")
+            if embeddings is None or (key := graph.nodes[embeddings].value_key) is None:
+                continue
+            yield TableKeys(name, key, {**by_name.get(embeddings, {}), **optimizer_slots(bundle, graph, embeddings)})

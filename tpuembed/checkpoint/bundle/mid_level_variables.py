@@ -1,0 +1,47 @@
+"""What TensorFlow's mid-level embedding classes save in the same way, whatever they ran on: variables under their names.
+
+Source: tensorflow/python/tpu/tpu_embedding_base.py.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, optimizer_slots
+from tpuembed.errors import CheckpointCorruptError
+from tpuembed.tensor_bundle import Bundle
+
+__all__ = ["mid_level_nodes", "mid_level_variables"]
+
+_CHILDREN: Final = {"_feature_config", "_table_config"}
+_PARAMETERS: Final = "parameters"
+
+
+def mid_level_nodes(graph: ObjectGraph) -> list[int]:
+    """The numbers of the mid-level objects' nodes."""
+    return [number for number, node in enumerate(graph.nodes) if set(node.children) >= _CHILDREN]
+
+
+def mid_level_variables(bundle: Bundle, graph: ObjectGraph, node: Node) -> Iterator[TableKeys]:
+    """The tables of a mid-level object, or where SparseCores saved it its stacks, with their slots.
+
+    Raises:
+        CheckpointCorruptError: one has no value.
+    """
+    variables = graph.nodes[node.children["_variables"]] if "_variables" in node.children else None
+    for name, child in variables.children.items() if variables is not None else ():
+        yield _variable(bundle, graph, name, graph.nodes[child])
+
+
+def _variable(bundle: Bundle, graph: ObjectGraph, name: str, roles: Node) -> TableKeys:
+    """From its node: child `parameters`, and a child per slot of its own optimizer."""
+    keys = {role: graph.nodes[child].value_key for role, child in roles.children.items()}
+    key = keys.pop(_PARAMETERS, None)
+    slots = {slot: value for slot, value in keys.items() if value is not None}
+    if key is None or len(slots) < len(keys):
+        raise CheckpointCorruptError(
+            f"checkpoint {bundle.prefix}: table {name!r} has no value for {_PARAMETERS!r} or a slot, only for "
+            f"{', '.join(sorted(slots)) or 'nothing'}; save it again"
+        )
+    slots = {**optimizer_slots(bundle, graph, roles.children[_PARAMETERS]), **slots}
+    return TableKeys(name, key, slots)

@@ -1,0 +1,60 @@
+"""What a checkpoint may hold, or lack, under a name that is no table's or slot's: for the message to whoever asked for it."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from tpuembed.checkpoint.bundle.keras_graph import is_keras_3_model
+from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
+from tpuembed.checkpoint.bundle.table_keys import TableKeys
+from tpuembed.protobuf import MalformedError
+from tpuembed.tensor_bundle import Bundle
+
+__all__ = ["about_missing_slot", "about_missing_table"]
+
+_SHOWN: Final = 4
+_MAX_NAME: Final = 100
+
+
+def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKeys], name: str) -> str:
+    """Return a clause that follows "has no table `name`"; empty where there is nothing to say."""
+    for table in tables.values():
+        for slot, key in table.slots.items():
+            if key == name:
+                return f" (it is slot {slot!r} of table {table.name!r})"
+    if graph is None:
+        return ""
+    for number in sorted(graph.optimizer_variables & graph.parents.keys()):
+        node = graph.nodes[number]
+        if name in {node.value_key, node.full_name} or name == _path(graph, number):
+            return f" (an optimizer keeps that: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
+    if is_keras_3_model(graph):
+        return (
+            " (of keras_rs.layers.DistributedEmbedding TensorFlow saves what the optimizer of a model that was compiled and "
+            "trained holds, and nothing else: model.save_weights('model.weights.h5') saves all of it)"
+        )
+    return ""
+
+
+def _path(graph: ObjectGraph, number: int) -> str | None:
+    try:
+        return graph.path(number)
+    except MalformedError:  # absurdly deep, where no table is
+        return None
+
+
+def about_missing_slot(bundle: Bundle, graph: ObjectGraph | None, tables: Mapping[str, TableKeys], table: str) -> str:
+    """A clause that follows "table `table` has no slot ...": what optimizers keep that could be one, of nobody proven."""
+    if graph is None:
+        return ""
+    taken = {key for keys in tables.values() for key in keys.slots.values()}
+    kept = {graph.nodes[number].value_key: graph.nodes[number].full_name for number in graph.optimizer_variables}
+    shape = bundle.entries[tables[table].key].shape
+    alike = sorted(
+        f"{name[:_MAX_NAME]!r} at {key}"
+        for key, name in kept.items()
+        if key is not None and key not in taken and key in bundle.entries and bundle.entries[key].shape == shape
+    )
+    if not alike:
+        return ""
+    shown = ", ".join(alike[:_SHOWN]) + (", ..." if len(alike) > _SHOWN else "")
+    return f" (optimizers keep {shown}, and nothing proves that it is that slot of this table)"

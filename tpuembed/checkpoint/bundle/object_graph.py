@@ -1,0 +1,187 @@
+"""The graph of Python objects that a TensorFlow 2 checkpoint carries, and where in the bundle their values lie.
+
+Source: tensorflow/core/protobuf/trackable_object_graph.proto.
+"""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final, Self
+
+from tpuembed.checkpoint.bundle.keras_optimizers import is_keras_3_optimizer, is_optimizer, legacy_slot_name, slot_lists
+from tpuembed.protobuf import MalformedError, Message
+
+__all__ = ["OBJECT_GRAPH_KEY", "VALUE", "Attribute", "Node", "ObjectGraph", "SlotVariable"]
+
+OBJECT_GRAPH_KEY: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
+VALUE: Final = "VARIABLE_VALUE"
+"""The attribute that holds a variable's value."""
+
+_MAX_DEPTH: Final = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """One saved value of an object: the name a graph gave it, and its key in the bundle."""
+
+    full_name: str
+    checkpoint_key: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotVariable:
+    """What a Keras 2 optimizer keeps for variable node `original`, under `name`: variable node `slot`."""
+
+    original: int
+    name: str
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One object.
+
+    Attributes:
+        children: attribute name -> node number.
+        attributes: name -> saved value.
+        slot_variables: what this object keeps for variables, where it is an optimizer.
+        registered_saver: the name of the class that saved it in its own way; usually empty.
+    """
+
+    children: Mapping[str, int]
+    attributes: Mapping[str, Attribute]
+    slot_variables: tuple[SlotVariable, ...]
+    registered_saver: str
+
+    @property
+    def value_key(self) -> str | None:
+        """The bundle's key of a variable's value; None for other objects."""
+        attribute = self.attributes.get(VALUE)
+        return None if attribute is None else attribute.checkpoint_key
+
+    @property
+    def full_name(self) -> str:
+        """What TensorFlow called the variable; empty for other objects."""
+        return self.attributes[VALUE].full_name if VALUE in self.attributes else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectGraph:
+    """All objects; number 0 is the root. Cycles are usual."""
+
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """From a serialized TrackableObjectGraph.
+
+        Raises:
+            MalformedError: it does not parse, or a reference leads to no node.
+        """
+        nodes = tuple(_parse_node(message) for message in Message(data).messages(1))
+        if not nodes:
+            raise MalformedError("it has no nodes")
+        for number, node in enumerate(nodes):
+            slots = (end for slot in node.slot_variables for end in (slot.original, slot.slot))
+            for target in (*node.children.values(), *slots):
+                if not 0 <= target < len(nodes):
+                    raise MalformedError(f"node {number} refers to node {target} of {len(nodes)}")
+        return cls(nodes)
+
+    def below(self, root: int) -> Self:
+        """The graph of `root` and of all below it. What an optimizer elsewhere keeps for its variables is left out."""
+        kept = [root]
+        numbers = {root: 0}
+        for number in kept:  # grows while it is walked
+            for child in self.nodes[number].children.values():
+                if child not in numbers:
+                    numbers[child] = len(kept)
+                    kept.append(child)
+        return type(self)(tuple(_renumbered(self.nodes[number], numbers) for number in kept))
+
+    @functools.cached_property
+    def parents(self) -> Mapping[int, tuple[int, str]]:
+        """Node number -> (the node before it on a shortest way from the root, its name there), nearest nodes first."""
+        found: dict[int, tuple[int, str]] = {}
+        queue = deque([0])
+        while queue:
+            number = queue.popleft()
+            for name, child in self.nodes[number].children.items():
+                if child and child not in found:
+                    found[child] = number, name
+                    queue.append(child)
+        return found
+
+    def path(self, number: int) -> str:
+        """The names on a shortest way from the root to a node, joined with "/"; the root is "".
+
+        Raises:
+            MalformedError: there is no way, or it is absurdly long.
+        """
+        names: list[str] = []
+        while number:
+            if len(names) == _MAX_DEPTH:
+                raise MalformedError(f"a node lies over {_MAX_DEPTH} objects deep")
+            if number not in self.parents:
+                raise MalformedError(f"no way leads from the root to node {number}")
+            number, name = self.parents[number]
+            names.append(name)
+        return "/".join(reversed(names))
+
+    @functools.cached_property
+    def slots(self) -> Mapping[int, Mapping[str, frozenset[int]]]:
+        """What legacy optimizers of Keras 2 and those of Keras 3 keep: variable node -> slot -> nodes (one per optimizer)."""
+        found: dict[int, dict[str, frozenset[int]]] = {}
+        for node in self.nodes:
+            for slot in (*self._legacy_slots(node), *self._keras_3_slots(node)):
+                of_variable = found.setdefault(slot.original, {})
+                of_variable[slot.name] = of_variable.get(slot.name, frozenset()) | {slot.slot}
+        return found
+
+    def _legacy_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
+        """What an optimizer keeps that names its slots, and says whose they are."""
+        names = {slot.name for slot in optimizer.slot_variables}
+        for slot in optimizer.slot_variables:
+            name = legacy_slot_name(slot.name, names, self.nodes[slot.slot].full_name)
+            yield dataclasses.replace(slot, name=name)
+
+    def _keras_3_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
+        """What an optimizer of Keras 3 keeps: lists of variables, parallel to the one of those that it trains."""
+        if not is_keras_3_optimizer(optimizer.children):
+            return
+        trained = self.nodes[optimizer.children["_trainable_variables"]].children
+        for attribute, name in slot_lists(optimizer.children).items():
+            kept = self.nodes[optimizer.children[attribute]].children
+            if set(kept) == set(trained):
+                yield from (SlotVariable(trained[index], name, kept[index]) for index in trained)
+
+    @functools.cached_property
+    def optimizer_variables(self) -> frozenset[int]:
+        """The variable nodes that optimizers keep for themselves or for the variables that they train."""
+        kept = {slot.slot for node in self.nodes for slot in node.slot_variables}
+        lists = (self.nodes[node.children["_variables"]] for node in self.nodes if is_optimizer(node.children))
+        return frozenset(kept.union(*(node.children.values() for node in lists)))
+
+
+def _renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
+    children = {name: numbers[child] for name, child in node.children.items()}
+    slots = (slot for slot in node.slot_variables if slot.original in numbers and slot.slot in numbers)
+    moved = (dataclasses.replace(slot, original=numbers[slot.original], slot=numbers[slot.slot]) for slot in slots)
+    return dataclasses.replace(node, children=MappingProxyType(children), slot_variables=tuple(moved))
+
+
+def _parse_node(message: Message) -> Node:
+    children = [(child.text(2), child.signed(1)) for child in message.messages(1)]
+    attributes = [(value.text(1), Attribute(value.text(2), value.text(3))) for value in message.messages(2)]
+    for names in ([name for name, _ in children], [name for name, _ in attributes]):
+        if len(set(names)) != len(names):
+            raise MalformedError(f"a node gives a name twice, among {', '.join(sorted(names))}")
+    slots = (SlotVariable(slot.signed(1), slot.text(2), slot.signed(3)) for slot in message.messages(3))
+    return Node(
+        children=MappingProxyType(dict(children)),
+        attributes=MappingProxyType(dict(attributes)),
+        slot_variables=tuple(slots),
+        registered_saver=message.message(4).text(1),
+    )

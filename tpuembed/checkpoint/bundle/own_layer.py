@@ -1,0 +1,150 @@
+"""Tables of `tpuembed.TPUEmbedding`: a node that carries the layer's config, with children `<table>`, `<table>/<slot>`.
+
+Tables that lie in SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and another child says where in them.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from tpuembed.checkpoint.bundle.layer_config import check_size, parse_config, slot_names
+from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.bundle.rows import DENSE
+from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, sparse_core_layouts
+from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
+from tpuembed.errors import CheckpointCorruptError
+from tpuembed.tensor_bundle import Bundle
+
+__all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_tables"]
+
+ENGINE: Final = "_engine"
+"""The child that is TensorFlow's handle of an accelerator, with the same variables once more."""
+
+CONFIG_ATTRIBUTE: Final = "tpuembed_config"
+"""Of the node that holds a layer's tables."""
+
+
+def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, Any]]:
+    """Node number -> config, for each of our layers.
+
+    Raises:
+        CheckpointCorruptError: a config is missing or does not parse.
+    """
+    return {
+        number: _read_config(bundle, node.attributes[CONFIG_ATTRIBUTE].checkpoint_key)
+        for number, node in enumerate(graph.nodes)
+        if CONFIG_ATTRIBUTE in node.attributes
+    }
+
+
+def _read_config(bundle: Bundle, key: str) -> dict[str, Any]:
+    if key not in bundle.entries:
+        raise _corrupt(bundle, f"its object graph puts a layer's config at {key}, which the index does not have")
+    return parse_config(f"checkpoint {bundle.prefix}: the layer's config at {key}", bundle.read_string(key))
+
+
+def own_layer_tables(
+    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
+) -> Iterator[TableKeys]:
+    """The tables that the `configs` name, each checked against its config.
+
+    Raises:
+        CheckpointCorruptError: a table or slot is missing, has another shape, or is one the config does not know.
+        CheckpointFormatError: a table's optimizer is unknown.
+    """
+    where = f"checkpoint {bundle.prefix}"
+    for number, config in configs.items():
+        node = graph.nodes[number]
+        stacked = _stacked_tables(bundle, graph, node, config)
+        claimed: dict[str, _Role] = {}
+        for name, table in config["tables"].items():
+            rows = stacked.get(name)
+            stem = name if rows is None else rows.layout.stack
+            slots = {slot: f"{stem}/{slot}" for slot in slot_names(where, name, table)}
+            for slot, child in ((None, stem), *slots.items()):
+                _claim(bundle, claimed, child, _Role(name if rows is None else None, stem, slot))
+            keys = {slot: _value_key(bundle, graph, node, child) for slot, child in slots.items()}
+            found = TableKeys(name, _value_key(bundle, graph, node, stem), keys, rows or DENSE)
+            info = table_info(bundle, found)
+            check_size(where, name, table, (info.rows, info.dim))
+            yield found
+        unknown = sorted(set(node.children) - claimed.keys() - {ENGINE, LAYOUTS})
+        if unknown:
+            raise _corrupt(bundle, f"it holds {unknown[0]!r}, which is no table or slot of its layer's config")
+        _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Role:
+    """What a child holds: of `table`, or where that is None of all tables in a stack, the slot, or the rows (None)."""
+
+    table: str | None
+    stem: str
+    slot: str | None
+
+
+def _claim(bundle: Bundle, claimed: dict[str, _Role], child: str, role: _Role) -> None:
+    """Note what `child` is; tables of one stack share it, and whatever else would read another's rows."""
+    other = claimed.setdefault(child, role)
+    if other != role:
+        names = " and ".join(_shown(one) for one in (other, role))
+        raise _corrupt(bundle, f"its layer's config asks for {child!r} as {names}, which are not the same rows")
+
+
+def _shown(role: _Role) -> str:
+    home = f"stack {role.stem!r}" if role.table is None else f"table {role.table!r}"
+    return home if role.slot is None else f"slot {role.slot!r} of {home}"
+
+
+def _stacked_tables(
+    bundle: Bundle, graph: ObjectGraph, node: Node, config: Mapping[str, Any]
+) -> dict[str, SparseCoreRows]:
+    """The tables of a layer that lie in SparseCores, by name.
+
+    Rows that are dealt to SparseCores can lie in a tensor of the table's own name and shape: the layouts must be sound.
+    """
+    layouts = [layout for stack in sparse_core_layouts(bundle, graph, node).values() for layout in stack]
+    if LAYOUTS in node.children and not layouts:
+        raise _corrupt(bundle, f"its {LAYOUTS} are empty, and a layer without tables in SparseCores has none")
+    unknown = sorted({layout.table for layout in layouts} - set(config["tables"]))
+    if unknown:
+        raise _corrupt(bundle, f"its {LAYOUTS} know {unknown[0]!r}, which is no table of its layer's config")
+    return {layout.table: SparseCoreRows(layout) for layout in layouts}
+
+
+def _check_layouts(bundle: Bundle, layouts: Iterable[TableLayout], config: Mapping[str, Any]) -> None:
+    """Raise CheckpointCorruptError unless `layouts` are those that the layer's config repeats, where it does."""
+    repeated = config.get("layouts")
+    if repeated is None:
+        return
+    found = {
+        layout.table: {
+            "stack": layout.stack,
+            "rows": layout.shape[0],
+            "dim": layout.shape[1],
+            "sparse_cores": layout.num_sparse_cores,
+            "rows_per_core": layout.shard_rows,
+            "offset": layout.offset,
+            "rotation": layout.rotation,
+        }
+        for layout in layouts
+    }
+    for table in sorted(found.keys() | set(repeated)):
+        if found.get(table) != repeated.get(table):
+            raise _corrupt(
+                bundle,
+                f"table {table!r} lies at {repeated.get(table)} by its layer's config and at {found.get(table)} by its {LAYOUTS}",
+            )
+
+
+def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> str:
+    number = node.children.get(child)
+    key = None if number is None else graph.nodes[number].value_key
+    if key is None:
+        raise _corrupt(bundle, f"its layer's config asks for {child!r}, and there is no such variable")
+    return key
+
+
+def _corrupt(bundle: Bundle, what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"checkpoint {bundle.prefix}: {what}; restore it from another copy")

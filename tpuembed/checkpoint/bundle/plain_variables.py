@@ -1,0 +1,89 @@
+"""Tables of checkpoints without an embedding layer: every matrix of floats."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from tpuembed.checkpoint.bundle.keras_2_slots import keras_2_slots
+from tpuembed.checkpoint.bundle.keras_saved_model import archive_copies, variable_names
+from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
+from tpuembed.checkpoint.bundle.partitioned import partitioned_rows
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
+from tpuembed.tensor_bundle import Bundle, Entry
+
+__all__ = ["graph_variables", "named_variables"]
+
+_OPTIMIZERS: Final = {
+    "Adagrad": ("accumulators",),
+    "Adam": ("momenta", "velocities"),
+    "Ftrl": ("accumulators", "linears"),
+    "Momentum": ("momenta",),
+}
+"""TensorFlow 1's optimizers by their default names -> the slots that they keep, in the order in which they make them."""
+
+
+def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
+    """The matrices of floats of a TensorFlow 2 checkpoint by object path, with what Keras optimizers keep for them.
+
+    Of a SavedModel that Keras 3 exported, by the variables' names, where they are different.
+    """
+    by_name = keras_2_slots(bundle, graph)
+    left_out, names = graph.optimizer_variables | archive_copies(bundle, graph), variable_names(bundle, graph)
+    for number in (0, *graph.parents):
+        key = graph.nodes[number].value_key
+        if key is None or number in left_out or key not in bundle.entries or not is_table(bundle.entries[key]):
+            continue
+        slots = {**by_name.get(number, {}), **optimizer_slots(bundle, graph, number)}
+        yield TableKeys(names.get(number) or graph.path(number), key, slots)
+
+
+def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]:
+    """Yield the matrices of floats of a TensorFlow 1 checkpoint by variable name, with the slots that are proven theirs.
+
+    A tensor with holes is left out. TensorFlow 1 writes such for a partitioned variable's slots, if the optimizer was made in a
+    variable_scope; see `Entry.holes`.
+
+    Args:
+        bundle: the checkpoint.
+        strategy: "mod" or "div", by which ids were assigned to the parts of partitioned variables; None for not stated.
+
+    Raises:
+        CheckpointFormatError: a variable is partitioned, and nothing was stated or its parts are uneven.
+    """
+    matrices = {name: entry for name, entry in bundle.entries.items() if is_table(entry) and not entry.holes}
+    slots = _slots_by_name(matrices)
+    held = {key for of_table in slots.values() for key in of_table.values()}
+    for name in matrices:
+        if name not in held:
+            yield TableKeys(name, name, slots.get(name, {}), rows=partitioned_rows(bundle, name, strategy))
+
+
+def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
+    """Return {variable: {slot: its key}} for TensorFlow 1's optimizers with their default names.
+
+    A slot's variable is called `SCOPE/VARIABLE/OPTIMIZER`, then `..._1`; SCOPE is that in which the optimizer was made, or none.
+    It is proven where the numbers of one optimizer are all there, no others are, the pieces are the variable's, and just one
+    optimizer and one variable fit. Source: slot_creator.py, optimizer.py, adam.py, ftrl.py in tensorflow/python/training.
+    """
+    found: dict[str, list[dict[str, str]]] = {}
+    for optimizer, slots in _OPTIMIZERS.items():
+        for key in matrices:
+            if not key.endswith(f"/{optimizer}"):
+                continue
+            keys = [key, *(f"{key}_{number}" for number in range(1, len(slots)))]
+            variables = _named(key.removesuffix(f"/{optimizer}"), matrices)
+            if len(variables) != 1 or f"{key}_{len(slots)}" in matrices:
+                continue
+            if all(_pieces(matrices.get(one)) == _pieces(matrices[variables[0]]) for one in keys):
+                found.setdefault(variables[0], []).append(dict(zip(slots, keys, strict=True)))
+    return {variable: of_one[0] for variable, of_one in found.items() if len(of_one) == 1}
+
+
+def _named(scoped: str, matrices: Mapping[str, Entry]) -> list[str]:
+    """Return the variables that `scoped` may mean: SCOPE/VARIABLE, whose scope may be any, or VARIABLE itself."""
+    parts = scoped.split("/")
+    return [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
+
+
+def _pieces(entry: Entry | None) -> object:
+    """Return shape, dtype and cuts of a tensor: equal for a variable and its slots."""
+    return entry and (entry.shape, entry.dtype, [(piece.start, piece.shape) for piece in entry.slices])

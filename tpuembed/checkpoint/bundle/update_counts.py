@@ -1,0 +1,49 @@
+"""How many updates the tpuembed layers of a checkpoint had made: what their learning rate schedules go on from."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
+from tpuembed.checkpoint.bundle.own_layer import own_layer_configs
+from tpuembed.checkpoint.keras import KerasCheckpoint
+from tpuembed.checkpoint.types import Checkpoint
+from tpuembed.errors import CheckpointCorruptError
+
+__all__ = ["update_counts"]
+
+_ATTRIBUTE: Final = "tpuembed_iterations"
+
+
+def update_counts(checkpoint: Checkpoint) -> dict[str, int]:
+    """Table name -> count of the layer that has it; only of tables whose layer wrote one.
+
+    Raises:
+        CheckpointCorruptError: a count is not one integer, or is negative.
+    """
+    if isinstance(checkpoint, BundleCheckpoint):
+        return _in_bundle(checkpoint)
+    if isinstance(checkpoint, KerasCheckpoint):
+        return {table: _checked(checkpoint.path, count) for table, count in checkpoint.update_counts().items()}
+    return {}
+
+
+def _in_bundle(checkpoint: BundleCheckpoint) -> dict[str, int]:
+    bundle, graph = checkpoint.bundle, checkpoint.graph
+    counts: dict[str, int] = {}
+    for number, config in own_layer_configs(bundle, graph).items() if graph else ():
+        attribute = graph.nodes[number].attributes.get(_ATTRIBUTE) if graph else None
+        if attribute is not None and attribute.checkpoint_key in bundle.entries:
+            count = _checked(checkpoint.path, bundle.read(attribute.checkpoint_key))
+            counts.update(dict.fromkeys(config["tables"], count))
+    return counts
+
+
+def _checked(path: str, count: Any) -> int:
+    found = np.asarray(count)
+    if found.shape or found.dtype != np.int64 or found < 0:
+        raise CheckpointCorruptError(
+            f"checkpoint {path}: a layer's count of updates is {found.dtype} {list(found.shape)} {found}; restore it from "
+            "another copy"
+        )
+    return int(found)

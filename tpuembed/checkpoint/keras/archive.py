@@ -1,0 +1,183 @@
+"""`.keras` files: zip archives of a model's config and its weights, which are read where they lie in the archive."""
+
+import dataclasses
+import io
+import json
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from tpuembed.checkpoint.keras.h5_listing import Window
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+
+__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "Archive", "member_damage", "member_sizes", "open_archive", "parse_config"]
+
+WEIGHTS_NAME: Final = "model.weights.h5"
+CONFIG_NAME: Final = "config.json"
+_OTHER_WEIGHTS: Final = ("model.weights.npz", "model.weights.json")
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, and the lengths of name and extra field at byte 26
+_SIGNATURE: Final = b"PK\x03\x04"
+_MAX_READ_BYTES: Final = 64 << 20
+"""Of the archive's directory, at a time."""
+_MAX_CONFIG_BYTES: Final = 16 << 20
+_PIECE_BYTES: Final = 1 << 20
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Archive:
+    """What a `.keras` file holds: its weights, an HDF5 file inside it, and the model's config."""
+
+    weights: Window
+    config: dict[str, Any]
+
+
+def open_archive(file: Window) -> Archive:
+    """The parts of the `.keras` file `file`.
+
+    Raises:
+        CheckpointFormatError: the weights are compressed, or in another form than HDF5.
+        CheckpointCorruptError: it is no zip archive, contradicts itself, or lacks a part.
+    """
+    return _in_archive(file, lambda archive: _open(file, archive))
+
+
+def _in_archive(file: Window, use: Callable[[zipfile.ZipFile], Result]) -> Result:
+    """What `use` makes of the archive; whatever a damaged one does to it, it is a CheckpointCorruptError."""
+    try:
+        with zipfile.ZipFile(_BoundedFile(file)) as archive:
+            return use(archive)
+    except (CheckpointError, OSError):
+        raise
+    except (ValueError, RuntimeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error) as error:
+        raise _corrupt(file, f"is not read as a zip archive: {error}") from None
+
+
+def member_sizes(file: Window) -> dict[str, int]:
+    """The files in the `.keras` file `file`, and their bytes.
+
+    Raises:
+        CheckpointCorruptError: it is no zip archive.
+    """
+    return _in_archive(file, lambda archive: {member.filename: member.file_size for member in archive.infolist()})
+
+
+def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> str | None:
+    """Why the bytes of member `name` are not those that its CRC32 was made of; None where they are."""
+
+    def read_through(archive: zipfile.ZipFile) -> None:
+        with archive.open(name) as member:
+            while piece := member.read(_PIECE_BYTES):
+                on_read(len(piece))
+
+    try:
+        _in_archive(file, read_through)
+    except CheckpointCorruptError as error:
+        return str(error)
+    return None
+
+
+def parse_config(name: str, text: bytes) -> dict[str, Any]:
+    """A model's config.json, which messages call `name`."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            f"model file {name}: {CONFIG_NAME} does not parse: {error}; restore it from another copy"
+        ) from None
+    if not isinstance(config, dict):
+        raise CheckpointCorruptError(f"model file {name}: {CONFIG_NAME} holds no object; restore it from another copy")
+    return config
+
+
+def _open(file: Window, archive: zipfile.ZipFile) -> Archive:
+    names = archive.namelist()
+    if len(set(names)) != len(names):
+        raise _corrupt(file, f"holds two files of one name, among {len(names)}")
+    if WEIGHTS_NAME not in names:
+        other = next((name for name in _OTHER_WEIGHTS if name in names), None)
+        if other is not None:
+            raise CheckpointFormatError(
+                f"model file {file.name}: its weights are {other}, which is not read; save it again with "
+                "model.save(path), or its weights with model.save_weights('model.weights.h5')"
+            )
+        raise _corrupt(file, f"has no {WEIGHTS_NAME}, only {', '.join(sorted(names)[:5]) or 'nothing'}")
+    return Archive(_stored_member(file, archive.getinfo(WEIGHTS_NAME)), _config(file, archive))
+
+
+def _config(file: Window, archive: zipfile.ZipFile) -> dict[str, Any]:
+    if CONFIG_NAME not in archive.namelist():
+        raise _corrupt(file, f"has no {CONFIG_NAME}")
+    with archive.open(CONFIG_NAME) as member:
+        text = member.read(_MAX_CONFIG_BYTES + 1)
+    if len(text) > _MAX_CONFIG_BYTES:
+        raise _corrupt(file, f"has a {CONFIG_NAME} of over {_MAX_CONFIG_BYTES} bytes")
+    return parse_config(file.name, text)
+
+
+def _stored_member(file: Window, member: zipfile.ZipInfo) -> Window:
+    """The bytes of a member that is not compressed.
+
+    Source: APPNOTE.TXT 4.3.7, the local file header.
+    """
+    if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+        raise CheckpointFormatError(
+            f"model file {file.name}: {member.filename} is compressed or encrypted in it, and Keras writes it plainly; "
+            f"unpack it (unzip {file.name} {member.filename}) and give that file"
+        )
+    header = bytearray(_LOCAL_HEADER.size)
+    _read(file, member.header_offset, header)
+    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    start = member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    if signature != _SIGNATURE or member.file_size != member.compress_size or start + member.file_size > file.size:
+        raise _corrupt(
+            file, f"puts {member.filename} at bytes [{start}, {start + member.file_size}) of {file.size}, or elsewhere"
+        )
+    name = f"{file.name}[{member.filename}]"
+    return dataclasses.replace(file, name=name, start=file.start + start, size=member.file_size)
+
+
+def _read(file: Window, offset: int, out: bytearray) -> None:
+    if offset < 0 or offset + len(out) > file.size:
+        raise _corrupt(file, f"puts a file at byte {offset} of {file.size}")
+    file.read_into(offset, memoryview(out))
+
+
+def _corrupt(file: Window, what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"model file {file.name}: {what}; restore it from another copy")
+
+
+class _BoundedFile(io.RawIOBase):
+    """A window with a position, which does not let a damaged directory have much of it read at a time."""
+
+    def __init__(self, file: Window) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"it refers to byte {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        rest = max(0, self._file.size - self._position)
+        count = rest if size is None or size < 0 else min(size, rest)
+        if count > _MAX_READ_BYTES:
+            raise ValueError(f"it asks for {count} bytes of directory")
+        out = bytearray(count)
+        self._file.read_into(self._position, memoryview(out))
+        self._position += count
+        return bytes(out)

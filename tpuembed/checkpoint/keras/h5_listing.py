@@ -1,0 +1,287 @@
+"""What HDF5 files hold, asked of the HDF5 library in a process of its own and then proven against the files' sizes."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+import numpy as np
+
+from tpuembed.checkpoint.keras import h5_lister
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, MissingExtraError
+from tpuembed.files import ByteFile
+
+__all__ = ["Dataset", "Listing", "Window", "list_files"]
+
+_TIMEOUT_SECONDS: Final = 120.0
+_PROCESSOR_SECONDS = 15
+_MAX_ANSWER_BYTES: Final = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A file, or a part of one: `size` bytes from `start` on.
+
+    Attributes:
+        name: for messages.
+    """
+
+    name: str
+    file: ByteFile
+    start: int
+    size: int
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill `out`, contiguous bytes, with those at `offset`.
+
+        Raises:
+            CheckpointCorruptError: it is shorter than it was.
+            CheckpointError: the system refuses.
+        """
+        try:
+            self.file.read_into(self.start + offset, out)
+        except EOFError as error:
+            raise CheckpointCorruptError(f"weights file {self.name}: was cut since it was opened: {error}") from None
+        except OSError as error:
+            raise CheckpointError(f"weights file {self.name}: cannot be read: {error.strerror}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """An array in an HDF5 file.
+
+    Attributes:
+        file: that holds it.
+        path: its name there.
+        shape: None where it has none.
+        dtype: as numpy spells it, with byte order.
+        stated_dtype: what Keras wrote beside an array that HDF5 has no dtype for: "bfloat16".
+        layout: contiguous, chunked, compact, virtual or external.
+        stored_bytes: how many it takes in the file.
+        offset: of its bytes, where it is contiguous and has been written.
+        chunk: the shape of its chunks.
+        filters: (number, options) of what every chunk went through, in the order of writing.
+        places: offset and size of every chunk, -1 where it was not written: [chunks, 2], row-major in their grid.
+    """
+
+    file: Window
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    stated_dtype: str | None
+    layout: str
+    stored_bytes: int = 0
+    offset: int | None = None
+    chunk: tuple[int, ...] = ()
+    filters: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    places: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element; 0 for a dtype that numpy does not know."""
+        try:
+            return np.dtype(self.dtype).itemsize
+        except TypeError:
+            return 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all elements."""
+        count = self.element_bytes
+        for size in self.shape or ():
+            count *= size
+        return count if self.shape is not None else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """What one file holds.
+
+    Attributes:
+        groups: Keras' groups of variables: path -> the name of the layer or table, where the file has it.
+        datasets: by path.
+    """
+
+    groups: Mapping[str, str | None]
+    datasets: Mapping[str, Dataset]
+
+
+def list_files(files: Sequence[Window]) -> list[Listing]:
+    """The listings of HDF5 files, no two of whose datasets share a byte.
+
+    Raises:
+        MissingExtraError: h5py is not installed.
+        CheckpointCorruptError: a file is damaged, or hostile.
+    """
+    _require_h5py()
+    answers, places = _ask(files)
+    listings = [_listing(file, answer, places) for file, answer in zip(files, answers, strict=True)]
+    for file, answer, listing in zip(files, answers, listings, strict=True):
+        _check_places(file, listing.datasets.values(), answer["headers"])
+    return listings
+
+
+def _require_h5py() -> None:
+    try:
+        found = importlib.util.find_spec("h5py") is not None
+    except ValueError:  # put to None in sys.modules
+        found = False
+    if not found:
+        raise MissingExtraError("reading Keras weight files", "h5py", "hdf5")
+
+
+def _ask(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """What the other process says: per file, and the places of all chunks."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(Path(h5_lister.__file__))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
+    timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
+    timer.start()
+    conversation = _Conversation(process, files)
+    try:
+        answer, places = conversation.answers()
+    except (EOFError, BrokenPipeError, ValueError):
+        raise _gave_up(files[conversation.last]) from None
+    finally:
+        timer.cancel()
+        conversation.end()
+    return json.loads(answer), np.frombuffer(places, "<i8").reshape(-1, 2)
+
+
+def _gave_up(file: Window) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"weights file {file.name}: the HDF5 library hangs, crashes or needs absurd memory on it; restore it from "
+        "another copy"
+    )
+
+
+class _Conversation:
+    """The bytes that the other process asks for, and what it says in the end.
+
+    Attributes:
+        last: the number of the file that it asked for last.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", files: Sequence[Window]) -> None:
+        self._process = process
+        self._to = cast(IO[bytes], process.stdin)
+        self._from = cast(IO[bytes], process.stdout)
+        self._files = files
+        self.last = 0
+
+    def answers(self) -> tuple[bytes, bytes]:
+        """The listings as JSON, and the places of chunks.
+
+        Raises:
+            EOFError, BrokenPipeError: it died.
+            ValueError: it talks nonsense.
+        """
+        self._send(h5_lister.HEADER.pack(0, len(self._files), _PROCESSOR_SECONDS))
+        self._send(struct.pack(f"<{len(self._files)}q", *(file.size for file in self._files)))
+        found = list(self._serve())
+        return found[0], found[1]
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        for pipe in (self._to, self._from):
+            with contextlib.suppress(BrokenPipeError):  # what it no longer took
+                pipe.close()
+        self._process.wait()
+
+    def _serve(self) -> Iterator[bytes]:
+        answers = 0
+        while answers < 2:
+            number, offset, length = h5_lister.HEADER.unpack(self._receive(h5_lister.HEADER.size))
+            if number < 0:
+                answers += 1
+                yield self._receive(offset)
+                continue
+            self.last = number
+            out = bytearray(min(length, _MAX_ANSWER_BYTES))
+            self._files[number].read_into(offset, memoryview(out))
+            self._send(out)
+
+    def _send(self, data: bytes | bytearray) -> None:
+        self._to.write(data)
+        self._to.flush()
+
+    def _receive(self, length: int) -> bytes:
+        if not 0 <= length <= _MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of {length} bytes")
+        data = self._from.read(length)
+        if len(data) != length:
+            raise EOFError
+        return data
+
+
+def _listing(file: Window, answer: Mapping[str, Any], places: np.ndarray[Any, np.dtype[np.int64]]) -> Listing:
+    if answer["trouble"] is not None:
+        raise CheckpointCorruptError(
+            f"weights file {file.name}: is not read as HDF5: {answer['trouble']}; restore it from another copy"
+        )
+    datasets = [_dataset(file, found, places) for found in answer["datasets"]]
+    return Listing(answer["groups"], {dataset.path: dataset for dataset in datasets})
+
+
+def _dataset(file: Window, found: Mapping[str, Any], places: np.ndarray[Any, np.dtype[np.int64]]) -> Dataset:
+    shape = None if found["shape"] is None else tuple(found["shape"])
+    names = ("path", "dtype", "stated_dtype", "layout", "stored_bytes", "offset")
+    dataset = Dataset(file=file, shape=shape, **{name: found[name] for name in names})
+    if found["layout"] != "chunked":
+        return dataset
+    chunk = tuple(found["chunk"])
+    count = int(np.prod([-(-size // side) for size, side in zip(shape or (), chunk, strict=True)], dtype=object))
+    return dataclasses.replace(
+        dataset,
+        chunk=chunk,
+        filters=tuple((code, tuple(options)) for code, options in found["filters"]),
+        places=places[found["first_chunk"] : found["first_chunk"] + count],
+    )
+
+
+def _check_places(file: Window, datasets: Iterable[Dataset], headers: Iterable[Sequence[int]]) -> None:
+    """Raise CheckpointCorruptError unless the bytes of all datasets lie inside `file`, apart from all others."""
+    spans = [(offset, size, "an object's header") for offset, size in headers]
+    for dataset in datasets:
+        spans += ((offset, size, f"dataset {dataset.path!r}") for offset, size in _spans(file, dataset))
+    end, before = 0, ""
+    for offset, size, what in sorted(span for span in spans if span[1]):
+        if offset < 0 or size < 0 or offset + size > file.size:
+            raise CheckpointCorruptError(
+                f"weights file {file.name}: {what} lies at bytes [{offset}, {offset + size}) of {file.size}; the file is "
+                "cut or damaged: restore it from another copy"
+            )
+        if offset < end:
+            raise CheckpointCorruptError(
+                f"weights file {file.name}: {what} starts at byte {offset}, inside {before}, which ends at {end}; "
+                "restore it from another copy"
+            )
+        end, before = offset + size, what
+
+
+def _spans(file: Window, dataset: Dataset) -> list[tuple[int, int]]:
+    """(offset, size) of the bytes of a dataset."""
+    if dataset.places is not None:
+        return [(offset, size) for offset, size in dataset.places.tolist() if offset >= 0]
+    if dataset.offset is None:
+        return []
+    if dataset.element_bytes and dataset.stored_bytes != dataset.bytes:
+        raise CheckpointCorruptError(
+            f"weights file {file.name}: dataset {dataset.path!r} is {dataset.dtype} {dataset.shape}, {dataset.bytes} bytes, "
+            f"and {dataset.stored_bytes} are stored; restore it from another copy"
+        )
+    return [(dataset.offset, dataset.stored_bytes)]

@@ -1,0 +1,232 @@
+"""Matrices of floats in HDF5 files, read by row range: bytes side by side, or chunks decoded one at a time."""
+
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from tpuembed.checkpoint.keras.h5_listing import Dataset
+from tpuembed.checkpoint.types import Array
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+
+__all__ = ["MAX_CHUNK_BYTES", "ChunkCache", "Matrix", "matrix_dtype", "open_matrix"]
+
+MAX_CHUNK_BYTES: Final = 128 << 20
+"""The largest chunk that is decoded: a read of one row holds all of its chunk."""
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
+
+_PIECE_BYTES: Final = 1 << 20
+_DTYPES: Final = {"<f4": "float32", "<f8": "float64", "<f2": "float16"}
+_DEFLATE, _SHUFFLE = 1, 2
+
+
+class Matrix(Protocol):
+    """Rows in a file."""
+
+    @property
+    def layout(self) -> str:
+        """How they lie there, in a few words; empty where they lie side by side."""
+
+    def buffer_bytes(self, rows: int) -> int:
+        """The most that a read of `rows` rows holds beside them; not less for more rows."""
+
+    def read_into(self, start: int, out: Array) -> None:
+        """Fill `out`, [n, columns] of the matrix' dtype, with rows [start, start + n), which exist."""
+
+
+class ChunkCache:
+    """The one chunk that a checkpoint holds: the last that was decoded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: tuple[Dataset, int, Array] | None = None
+
+    def get(self, dataset: Dataset, number: int, decode: Callable[[int], Array]) -> Array:
+        """What `decode` makes of chunk `number` of `dataset`."""
+        with self._lock:
+            if self._kept is None or self._kept[0] is not dataset or self._kept[1] != number:
+                self._kept = None  # two are never held
+                self._kept = dataset, number, decode(number)
+            return self._kept[2]
+
+
+def matrix_dtype(dataset: Dataset) -> np.dtype[Any] | None:
+    """The dtype of a matrix of floats; None for any other dataset."""
+    if dataset.shape is None or len(dataset.shape) != 2:
+        return None
+    if dataset.dtype == "|V2" and dataset.stated_dtype == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    name = _DTYPES.get(dataset.dtype)
+    return None if name is None else np.dtype(name)
+
+
+def open_matrix(dataset: Dataset, dtype: np.dtype[Any], cache: ChunkCache) -> Matrix:
+    """The rows of `dataset`, whose `matrix_dtype` is `dtype`.
+
+    Raises:
+        CheckpointFormatError: it is stored in a way that is not read, or in chunks that are too large.
+        CheckpointCorruptError: some of it was never written.
+    """
+    if dataset.layout == "chunked":
+        return _Chunks(dataset, dtype, cache)
+    if dataset.layout != "contiguous":
+        raise CheckpointFormatError(
+            f"{_named(dataset)} has HDF5's {dataset.layout} layout, which is not read; save the weights again with Keras"
+        )
+    if dataset.offset is None and dataset.bytes:
+        raise CheckpointCorruptError(f"{_named(dataset)} was never written; restore the file from another copy")
+    return _Contiguous(dataset)
+
+
+def _named(dataset: Dataset) -> str:
+    return f"weights file {dataset.file.name}: dataset {dataset.path!r}"
+
+
+class _Contiguous:
+    """Rows side by side."""
+
+    layout: Final = ""
+
+    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - as of every Matrix
+        return 0
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._file = dataset.file
+        self._offset = dataset.offset or 0
+
+    def read_into(self, start: int, out: Array) -> None:
+        if not out.size:
+            return
+        row_bytes = out.shape[1] * out.itemsize
+        if out.flags.c_contiguous:
+            self._file.read_into(self._offset + start * row_bytes, _bytes(out))
+            return
+        step = max(1, _PIECE_BYTES // row_bytes)
+        buffer = np.empty((min(step, len(out)), out.shape[1]), out.dtype)
+        for row in range(0, len(out), step):
+            piece = buffer[: len(out) - row]
+            self._file.read_into(self._offset + (start + row) * row_bytes, _bytes(piece))
+            out[row : row + step] = piece
+
+
+class _Chunks:
+    """Rows in chunks, which may be compressed."""
+
+    def __init__(self, dataset: Dataset, dtype: np.dtype[Any], cache: ChunkCache) -> None:
+        self._dataset, self._dtype, self._cache = dataset, dtype, cache
+        self._filters = [code for code, _ in dataset.filters]
+        self._places = _proven_places(dataset, dtype, self._filters)
+
+    @property
+    def layout(self) -> str:
+        packed = ", deflated" if _DEFLATE in self._filters else ""
+        return f"chunks of {self._dataset.chunk[0]} x {self._dataset.chunk[1]}{packed}"
+
+    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - as of every Matrix
+        """A decoded chunk, and pieces on the way there: as stored and its copy, two rests of it, inflated in parts and whole."""
+        return self._dataset.chunk[0] * self._dataset.chunk[1] * self._dtype.itemsize + 8 * _PIECE_BYTES
+
+    def read_into(self, start: int, out: Array) -> None:
+        rows, columns = self._dataset.chunk
+        for number, row, column in self._touched(start, start + len(out)) if out.size else ():
+            chunk = self._cache.get(self._dataset, number, self._decode)
+            first, last = max(start, row), min(start + len(out), row + rows)
+            target = out[first - start : last - start, column : column + columns]
+            target[:] = chunk[first - row : last - row, : target.shape[1]]
+
+    def _touched(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(number, first row, first column) of the chunks with rows [start, stop)."""
+        rows, columns = self._dataset.chunk
+        width = (self._dataset.shape or (0, 0))[1]
+        across = -(-width // columns)
+        for down in range(start // rows, -(-stop // rows)):
+            for side in range(across):
+                yield down * across + side, down * rows, side * columns
+
+    def _decode(self, number: int) -> Array:
+        out = np.empty(self._dataset.chunk, self._dtype)
+        # The shuffle filter writes the first bytes of all elements, then the second ones, and so on.
+        planes = self._dtype.itemsize if _SHUFFLE in self._filters else 1
+        target = out.reshape(-1).view(np.uint8).reshape(-1, planes).T
+        offset, size = self._places[number].tolist()
+        done = 0
+        for piece in self._inflated(offset, size) if _DEFLATE in self._filters else self._stored(offset, size):
+            if done + len(piece) > out.nbytes:
+                raise self._corrupt(offset, f"is longer than {out.nbytes} bytes")
+            _fill(target, done, piece)
+            done += len(piece)
+        if done < out.nbytes:
+            raise self._corrupt(offset, f"ends after {done} of {out.nbytes} bytes")
+        return out
+
+    def _inflated(self, offset: int, size: int) -> Iterator[bytes]:
+        inflater = zlib.decompressobj()
+        try:
+            for stored in self._stored(offset, size):
+                piece = inflater.decompress(stored, _PIECE_BYTES)
+                while piece or inflater.unconsumed_tail:
+                    yield piece
+                    piece = inflater.decompress(inflater.unconsumed_tail, _PIECE_BYTES)
+        except zlib.error as error:
+            raise self._corrupt(offset, f"does not inflate: {error}") from None
+        if not inflater.eof:
+            raise self._corrupt(offset, "ends before its deflated bytes do")
+
+    def _stored(self, offset: int, size: int) -> Iterator[bytes]:
+        for done in range(0, size, _PIECE_BYTES):
+            piece = bytearray(min(_PIECE_BYTES, size - done))
+            self._dataset.file.read_into(offset + done, memoryview(piece))
+            yield bytes(piece)
+
+    def _corrupt(self, offset: int, what: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(
+            f"{_named(self._dataset)}: the chunk at byte {offset} {what}; restore the file from another copy"
+        )
+
+
+def _proven_places(dataset: Dataset, dtype: np.dtype[Any], filters: list[int]) -> Places:
+    """Where the chunks lie, all of them, each of a size that is held."""
+    if filters not in ([], [_SHUFFLE], [_DEFLATE], [_SHUFFLE, _DEFLATE]):
+        raise CheckpointFormatError(
+            f"{_named(dataset)} went through HDF5 filters {filters}, and those that are read are "
+            f"{_SHUFFLE} (shuffle) and {_DEFLATE} (deflate); save the weights again with Keras"
+        )
+    chunk_bytes = dataset.chunk[0] * dataset.chunk[1] * dtype.itemsize
+    if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
+        raise CheckpointFormatError(
+            f"{_named(dataset)} lies in chunks of {chunk_bytes} bytes, and at most {MAX_CHUNK_BYTES} are held at a "
+            "time; save the weights again with Keras, which does not cut them"
+        )
+    places = np.empty((0, 2), np.int64) if dataset.places is None else dataset.places
+    unwritten = int((places[:, 0] < 0).sum())
+    if unwritten:
+        raise CheckpointCorruptError(
+            f"{_named(dataset)}: {unwritten} of its {len(places)} chunks were never written; restore the file from "
+            "another copy"
+        )
+    if _DEFLATE not in filters and (places[:, 1] != chunk_bytes).any():
+        raise CheckpointCorruptError(
+            f"{_named(dataset)}: its chunks are {chunk_bytes} bytes, and one is stored in "
+            f"{places[places[:, 1] != chunk_bytes][0, 1]}; restore the file from another copy"
+        )
+    return places
+
+
+def _fill(target: Bytes, start: int, data: bytes) -> None:
+    """Write `data` at position `start` of `target` [planes, n], counted row by row."""
+    source, side = np.frombuffer(data, np.uint8), target.shape[1]
+    while len(source):
+        plane, column = divmod(start, side)
+        part = source[: side - column]
+        target[plane, column : column + len(part)] = part
+        source, start = source[len(part) :], start + len(part)
+
+
+def _bytes(array: Array) -> memoryview:
+    """The bytes of a C-contiguous array."""
+    return array.reshape(-1).view(np.uint8).data

@@ -1,0 +1,214 @@
+"""The reader of Keras' weight files."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from tpuembed.checkpoint.keras.discovery import discover
+from tpuembed.checkpoint.keras.h5_listing import Dataset
+from tpuembed.checkpoint.keras.layers import layer_policies, objects_of_weights, read_array
+from tpuembed.checkpoint.keras.matrices import ChunkCache, Matrix, open_matrix
+from tpuembed.checkpoint.keras.tables import Table, own_layer_updates
+from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
+from tpuembed.checkpoint.saved_objects import Objects, Weight
+from tpuembed.checkpoint.types import Array, TableInfo
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import CheckpointError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.files import FilePath, versions
+
+__all__ = ["KerasCheckpoint"]
+
+
+class KerasCheckpoint:
+    """`.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of `tpuembed.TPUEmbedding`.
+
+    Attributes:
+        format: "keras".
+        path: of the file.
+        options: as they were given.
+        layer_config: of tpuembed's layers, and of keras-rs' where a `.keras` file tells it; None elsewhere.
+    """
+
+    format: Final = "keras"
+    kind: Final = "Keras weights"
+    accepted_options: Final = frozenset({"root"})
+
+    def __init__(self, weights: Weights, options: Mapping[str, Any]) -> None:
+        self.path = str(weights.path)
+        self.options = dict(options)
+        self._policies = layer_policies(weights.config)
+        self._weights = weights = weights.below(options["root"]) if "root" in options else weights
+        tables, self.layer_config = discover(weights)
+        self._found = tables
+        cache = ChunkCache()
+        self._matrices: dict[tuple[str, str | None], Matrix] = {}
+        for name, table in tables.items():
+            self._matrices[name, None] = open_matrix(table.dataset, table.dtype, cache)
+            for slot, dataset in table.slots.items():
+                self._matrices[name, slot] = open_matrix(dataset, table.dtype, cache)
+        self._tables = {name: _info(table, self._matrices[name, None], weights) for name, table in tables.items()}
+
+    @classmethod
+    def recognises(cls, path: FilePath) -> bool:
+        """Whether `path` leads to weights that Keras wrote."""
+        return find_weights(path) is not None
+
+    @classmethod
+    def held_in(cls, directory: FilePath) -> FilePath | None:
+        """Weights that `directory` may mean; see Format."""
+        return next(iter(weights_in(directory)), None)
+
+    @classmethod
+    def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:
+        """Open the weights that `path`, which `recognises` accepts, leads to."""
+        weights = Weights.open(find_weights(path) or path)
+        try:
+            return cls(weights, options)
+        except BaseException:
+            weights.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._weights.close()
+
+    def tables(self) -> dict[str, TableInfo]:
+        """The tables by name, sorted."""
+        return dict(self._tables)
+
+    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
+        """Rows [start, stop) of a table or slot: [stop - start, dim].
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+            RowRangeError: the range is not inside the table.
+        """
+        matrix = self._matrix(table, slot)
+        info = self._tables[table]
+        stop = info.rows if stop is None else stop
+        self._check_range(info, start, stop)
+        out = np.empty((stop - start, info.dim), info.dtype)
+        matrix.read_into(start, out)
+        return out
+
+    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+        """Fill `out`, [n, dim] of the table's dtype, with rows [start, start + n).
+
+        Raises:
+            UnknownTableError, RowRangeError: as `read`.
+            ConfigError: `out` is of another width or dtype.
+        """
+        matrix = self._matrix(table, slot)
+        info = self._tables[table]
+        if out.shape[1:] != (info.dim,) or out.dtype != info.dtype:
+            raise ConfigError(
+                f"table {table!r}: out must be {info.dtype} [n, {info.dim}], got {out.dtype} {list(out.shape)}"
+            )
+        self._check_range(info, start, start + len(out))
+        matrix.read_into(start, out)
+
+    def read_buffer_bytes(self, table: str, rows: int) -> int:
+        """See ReadBuffers.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        return self._matrix(table, None).buffer_bytes(rows)
+
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
+        """None: HDF5 files of Keras carry none.
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+        """
+        self._matrix(table, slot)
+        return None
+
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
+        """Nothing: HDF5 files of Keras keep no checksum of rows.
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+        """
+        for table in tables:
+            self._matrix(table, slot)
+
+    def update_counts(self) -> dict[str, int]:
+        """Table name -> how many updates the one of tpuembed's layers that has it had made.
+
+        Raises:
+            CheckpointCorruptError: a count is no integer.
+        """
+        return own_layer_updates(self._weights)
+
+    def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
+        """The layers, by Keras' groups of variables; see HoldsWeights."""
+        return objects_of_weights(self._weights, self._found.values())
+
+    def read_weight(self, weight: Weight) -> Array:
+        """The array of a weight.
+
+        Raises:
+            CheckpointFormatError: it is stored in a way that is not read.
+        """
+        group, _, name = weight.key.rpartition("/")
+        return read_array(self._weights.groups[group].datasets[name])
+
+    def policies(self) -> Mapping[str, str]:
+        """Layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
+        return self._policies
+
+    def fingerprint(self) -> str:
+        """Of the sizes and versions of the files, and of where in them the arrays lie."""
+        try:
+            found = versions(self._weights.files)
+        except OSError as error:
+            raise CheckpointError(f"weights {self.path}: cannot be read any more: {error.strerror}") from None
+        places = {
+            group.path: {name: _place(dataset) for name, dataset in group.datasets.items()}
+            for group in self._weights.groups.values()
+        }
+        parts = [[dataclasses.astuple(version) for version in found], places]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _matrix(self, table: str, slot: str | None) -> Matrix:
+        if table not in self._tables:
+            raise UnknownTableError(
+                f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}"
+            )
+        slots = self._tables[table].slots
+        if slot is not None and slot not in slots:
+            raise UnknownTableError(
+                f"checkpoint {self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(slot, slots)}"
+            )
+        return self._matrices[table, slot]
+
+    def _check_range(self, info: TableInfo, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= info.rows:
+            raise RowRangeError(
+                f"checkpoint {self.path}: table {info.name!r}: rows [{start}, {stop}) are not inside its {info.rows} rows"
+            )
+
+
+def _info(table: Table, matrix: Matrix, weights: Weights) -> TableInfo:
+    rows, dim = table.shape
+    shard = f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else ""
+    layout = ", ".join(filter(None, (shard, matrix.layout)))
+    return TableInfo(table.name, rows, dim, table.dtype, tuple(sorted(table.slots)), layout)
+
+
+def _place(dataset: Dataset) -> list[Any]:
+    return [dataset.shape, dataset.dtype, dataset.stated_dtype, dataset.offset]

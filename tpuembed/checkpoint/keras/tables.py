@@ -1,0 +1,188 @@
+"""Which arrays of a weight file are tables: those of `keras_rs.layers.DistributedEmbedding` and of tpuembed's own layer.
+
+Source: keras_rs/src/layers/embedding/base_distributed_embedding.py (`_default_device_init`); `tpuembed.TPUEmbedding`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from tpuembed.checkpoint.bundle.layer_config import check_size, parse_config, slot_names
+from tpuembed.checkpoint.keras.h5_listing import Dataset
+from tpuembed.checkpoint.keras.matrices import matrix_dtype
+from tpuembed.checkpoint.keras.weights import Group, Weights
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+
+__all__ = ["Table", "keras_rs_tables", "own_layer_configs", "own_layer_tables", "own_layer_updates"]
+
+_TABLE_PATH: Final = re.compile(r"(?:(?P<layer>.+)/)?_default_device_embedding_layers/(?P<kind>.+)", re.DOTALL)
+_TABLE_KIND: Final = re.compile(r"embed_reduce(?:_(?P<number>\d+))?")
+_CONFIG, _UPDATES = "|config", "|updates"
+_MAX_CONFIG_BYTES: Final = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table, its array, and those of its slots.
+
+    Attributes:
+        layer: the path of the layer that it belongs to.
+        order: its place among the layer's tables.
+    """
+
+    name: str
+    layer: str
+    order: int
+    dataset: Dataset
+    slots: Mapping[str, Dataset] = dataclasses.field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, dim = self.dataset.shape or (0, 0)
+        return rows, dim
+
+    @property
+    def dtype(self) -> Any:
+        """Of its elements."""
+        return matrix_dtype(self.dataset)
+
+
+def keras_rs_tables(weights: Weights) -> Iterator[Table]:
+    """The tables of keras-rs layers; Keras numbers them in the order of the layer's features.
+
+    Raises:
+        CheckpointCorruptError: one has no name or no rows.
+        CheckpointFormatError: one is stored in another form.
+    """
+    for group in weights.groups.values():
+        match = _TABLE_PATH.fullmatch(group.path)
+        if match is None:
+            continue
+        kind = _TABLE_KIND.fullmatch(match["kind"])
+        if kind is None:
+            raise CheckpointFormatError(
+                f"weights {weights.path}: among the tables of layer {match['layer']!r} is {match['kind']!r}, and keras-rs "
+                "calls them embed_reduce; restore it from another copy, or upgrade tpuembed"
+            )
+        number = int(kind["number"] or 0)
+        yield Table(_table_name(weights, group), match["layer"] or "", number, _only_matrix(weights, group))
+
+
+def _table_name(weights: Weights, group: Group) -> str:
+    if not group.name or not group.name.isprintable() or "/" in group.name:
+        raise CheckpointCorruptError(
+            f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, a name that keras-rs does not "
+            "take; restore it from another copy"
+        )
+    return group.name
+
+
+def _only_matrix(weights: Weights, group: Group) -> Dataset:
+    if not group.datasets:
+        raise CheckpointCorruptError(
+            f"weights {weights.path}: table {group.name!r} has no rows in it; restore it from another copy"
+        )
+    dataset = group.datasets.get("0")
+    if set(group.datasets) != {"0"} or dataset is None or matrix_dtype(dataset) is None:
+        shown = ", ".join(f"{name}: {one.dtype} {one.shape}" for name, one in sorted(group.datasets.items())[:5])
+        raise CheckpointFormatError(
+            f"weights {weights.path}: table {group.name!r} should be one matrix of floats, and is {shown}; save it "
+            "without quantization or LoRA"
+        )
+    return dataset
+
+
+def own_layer_configs(weights: Weights) -> dict[str, dict[str, Any]]:
+    """Path of each of tpuembed's layers -> its config.
+
+    Raises:
+        CheckpointFormatError: it was written by a tpuembed that did not write one.
+        CheckpointCorruptError: it does not parse.
+    """
+    return {
+        group.path: parse_config(_config_of(weights, group), _config_bytes(weights, group))
+        for group in weights.groups.values()
+        if _UPDATES in group.datasets or _CONFIG in group.datasets
+    }
+
+
+def _config_of(weights: Weights, group: Group) -> str:
+    return f"weights {weights.path}: the config of layer {group.name or group.path!r}"
+
+
+def _config_bytes(weights: Weights, group: Group) -> bytes:
+    dataset = group.datasets.get(_CONFIG)
+    if dataset is None:
+        raise CheckpointFormatError(
+            f"weights {weights.path}: layer {group.name or group.path!r} has tables and no config, which tells them "
+            "from slots; load it into the layer and save it again with this version of tpuembed"
+        )
+    if dataset.dtype != "|u1" or dataset.offset is None or dataset.bytes > _MAX_CONFIG_BYTES:
+        raise CheckpointCorruptError(
+            f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes; restore it from another copy"
+        )
+    out = bytearray(dataset.bytes)
+    dataset.file.read_into(dataset.offset, memoryview(out))
+    return bytes(out)
+
+
+def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
+    """The tables that the `configs` name, each checked against its config.
+
+    Raises:
+        CheckpointCorruptError: a table or slot is missing, is of another size, or is one the config does not know.
+        CheckpointFormatError: a table's optimizer is unknown.
+    """
+    for path, config in configs.items():
+        where = f"weights {weights.path}: layer {path!r}"
+        left = {
+            name: dataset for name, dataset in weights.groups[path].datasets.items() if name not in (_CONFIG, _UPDATES)
+        }
+        for order, (name, fields) in enumerate(config["tables"].items()):
+            slots = {slot: f"{name}/{slot}" for slot in slot_names(where, name, fields)}
+            found = {child: _take(where, left, child) for child in (name, *slots.values())}
+            table = Table(name, path, order, found[name], {slot: found[child] for slot, child in slots.items()})
+            check_size(where, name, fields, table.shape)
+            yield table
+        if left:
+            raise CheckpointCorruptError(
+                f"{where} holds {min(left)!r}, which is no table or slot of its config; restore it from another copy"
+            )
+
+
+def own_layer_updates(weights: Weights) -> dict[str, int]:
+    """Table name -> the count of updates of the one of tpuembed's layers that has it.
+
+    Raises:
+        CheckpointCorruptError: a count is no integer, or a config does not parse.
+    """
+    counts: dict[str, int] = {}
+    for path, config in own_layer_configs(weights).items():
+        dataset = weights.groups[path].datasets.get(_UPDATES)
+        if dataset is not None:
+            counts.update(dict.fromkeys(config["tables"], _read_count(weights, path, dataset)))
+    return counts
+
+
+def _read_count(weights: Weights, path: str, dataset: Dataset) -> int:
+    if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
+        raise CheckpointCorruptError(
+            f"weights {weights.path}: layer {path!r}: its count of updates is {dataset.dtype} {dataset.shape}, not one "
+            "integer; restore it from another copy"
+        )
+    out = bytearray(8)
+    dataset.file.read_into(dataset.offset, memoryview(out))
+    return int.from_bytes(out, "little", signed=True)
+
+
+def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
+    """The array of a table or slot, under the name that the layer stores it by."""
+    dataset = left.pop(child.replace("/", "|"), None)
+    if dataset is None or matrix_dtype(dataset) is None:
+        found = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
+        raise CheckpointCorruptError(
+            f"{where}: its config asks for a matrix {child!r}, and {found}; restore it from another copy"
+        )
+    return dataset

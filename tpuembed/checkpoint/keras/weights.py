@@ -1,0 +1,265 @@
+"""Keras' weight files, one or several, as groups of variables; and which path a user may give for them.
+
+Source: keras/src/saving/saving_lib.py (H5IOStore, ShardedH5IOStore, `_save_state`).
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, open_archive, parse_config
+from tpuembed.checkpoint.keras.h5_listing import Dataset, Listing, Window, list_files
+from tpuembed.checkpoint.keras.shards import INDEX_ENDING, read_index, shard_path
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, ConfigError
+from tpuembed.files import FilePath, open_bytes, versions
+
+__all__ = ["Group", "Weights", "find_weights", "open_window", "weights_in"]
+
+_ARCHIVE_ENDING: Final = ".keras"
+_H5_ENDINGS: Final = (".h5", ".hdf5")
+_H5_SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
+_SHARD_NAME: Final = re.compile(r"(?P<base>.+)_\d{5}\.weights\.h5")
+_MAX_CONFIG_BYTES: Final = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The variables that one object saved.
+
+    Attributes:
+        path: of the object, names joined with "/"; "" for the model.
+        name: of the layer, or of the table; None where the file does not say.
+        datasets: its variables.
+    """
+
+    path: str
+    name: str | None
+    datasets: Mapping[str, Dataset]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What one save wrote.
+
+    Attributes:
+        path: of the file that a user would give.
+        files: all that it was read from.
+        windows: those of them that are HDF5, opened.
+        groups: by path; none in a file that Keras 3 did not write.
+        config: the model's, of a `.keras` file; None elsewhere.
+    """
+
+    path: FilePath
+    files: tuple[FilePath, ...]
+    windows: tuple[Window, ...]
+    groups: Mapping[str, Group]
+    config: dict[str, Any] | None
+
+    @classmethod
+    def open(cls, path: FilePath) -> Self:
+        """Open what `find_weights` found.
+
+        Raises:
+            CheckpointCorruptError: a file is damaged or missing, or the files contradict each other.
+            CheckpointFormatError: they are of a kind that is not read.
+            MissingExtraError: h5py is not installed.
+        """
+        if path.name.endswith(INDEX_ENDING):
+            return cls._open_shards(path)
+        window = open_window(path)
+        try:
+            if path.suffix == _ARCHIVE_ENDING:
+                archive = open_archive(window)
+                return cls._of(path, (path,), (archive.weights,), None, archive.config)
+            config = _config_beside(path)
+            files = (path,) if config is None else (path, path.parent / CONFIG_NAME)
+            return cls._of(path, files, (window,), None, config)
+        except BaseException:
+            window.file.close()
+            raise
+
+    @classmethod
+    def _open_shards(cls, path: FilePath) -> Self:
+        index = read_index(path)
+        names = sorted({name for names in index.values() for name in names})
+        files = [shard_path(path, name) for name in names]
+        windows: list[Window] = []
+        try:
+            for file in files:
+                windows.append(open_window(file))
+            return cls._of(path, (path, *files), tuple(windows), index, None)
+        except BaseException:
+            for window in windows:
+                window.file.close()
+            raise
+
+    @classmethod
+    def _of(
+        cls,
+        path: FilePath,
+        files: tuple[FilePath, ...],
+        windows: tuple[Window, ...],
+        index: Mapping[str, tuple[str, ...]] | None,
+        config: dict[str, Any] | None,
+    ) -> Self:
+        listings = list_files(windows)
+        groups = _merge_groups(path, listings)
+        if index is not None:
+            _check_index(path, index, groups)
+        inside = {dataset.path for group in groups.values() for dataset in group.datasets.values()}
+        loose = [name for listing in listings for name in listing.datasets if name not in inside]
+        if groups and loose:
+            raise _corrupt(path, f"holds {loose[0]!r} beside the groups that Keras writes")
+        return cls(path, files, windows, groups, config)
+
+    def below(self, root: Any) -> Self:
+        """The groups of the object at `root`, such as layers/functional_1, and of all below it.
+
+        Raises:
+            ConfigError: there is no such object.
+        """
+        path = root.strip("/") if isinstance(root, str) else ""
+        kept = {
+            name[len(path) :].strip("/"): group
+            for name, group in self.groups.items()
+            if path and f"{name}/".startswith(f"{path}/")
+        }
+        if not kept:
+            raise ConfigError(
+                f"weights {self.path}: option root={root!r}: there is no such object; {did_you_mean(str(root), self.groups)}"
+            )
+        groups = {name: dataclasses.replace(group, path=name) for name, group in kept.items()}
+        return dataclasses.replace(self, groups=groups, config=None)
+
+    def close(self) -> None:
+        """Close the files."""
+        for window in self.windows:
+            window.file.close()
+
+
+def find_weights(path: FilePath) -> FilePath | None:
+    """The weight file, index of weight files or `.keras` file that `path` names, or None where there is none.
+
+    `path` is that file; or a directory with just one, or with one per epoch, of which the last; or one that
+    `model.save(..., zipped=False)` wrote.
+
+    Raises:
+        CheckpointFormatError: a directory holds several, or `path` is one of several files that belong together.
+    """
+    if path.is_file():
+        return _find_file(path)
+    if not path.is_dir():
+        return None
+    found = weights_in(path)
+    latest = _latest([file.name for file in found])
+    if latest is not None:
+        return path / latest
+    if len(found) > 1:
+        shown = ", ".join(file.name for file in found[:5]) + (", ..." if len(found) > 5 else "")
+        raise CheckpointFormatError(f"directory {path}: holds several weight files ({shown}); give the path of one")
+    return found[0] if found else None
+
+
+def _latest(names: list[str]) -> str | None:
+    """Of names alike but for one number, as ModelCheckpoint writes one per epoch, that of the highest; None of others."""
+    parts = [re.split(r"(\d+)", name) for name in names]
+    if len(names) < 2 or len({len(part) for part in parts}) > 1:
+        return None
+    differ = [index for index, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+    if len(differ) != 1 or differ[0] % 2 == 0:
+        return None
+    numbers = [int(part[differ[0]]) for part in parts]
+    return names[numbers.index(max(numbers))] if len(set(numbers)) == len(numbers) else None
+
+
+def weights_in(directory: FilePath) -> list[FilePath]:
+    """The weights right in `directory`, which is one: just those of an unzipped `.keras` file, or any by their endings, sorted."""
+    if (directory / WEIGHTS_NAME).is_file() and (directory / CONFIG_NAME).is_file():
+        return [directory / WEIGHTS_NAME]
+    endings = (_ARCHIVE_ENDING, ".weights.h5", INDEX_ENDING)
+    names = sorted(child.name for child in directory.iterdir() if child.name.endswith(endings))
+    bases = {name.removesuffix(INDEX_ENDING) for name in names if name.endswith(INDEX_ENDING)}
+    names = [name for name in names if not ((shard := _SHARD_NAME.fullmatch(name)) and shard["base"] in bases)]
+    return [directory / name for name in names if (directory / name).is_file()]
+
+
+def _find_file(path: FilePath) -> FilePath | None:
+    shard = _SHARD_NAME.fullmatch(path.name)
+    if shard and (path.parent / f"{shard['base']}{INDEX_ENDING}").is_file():
+        raise CheckpointFormatError(
+            f"weights file {path}: is one of several that belong together; give {shard['base']}{INDEX_ENDING}"
+        )
+    if path.name.endswith((INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)) or _starts_with(path, _H5_SIGNATURE):
+        return path
+    return None
+
+
+def _starts_with(path: FilePath, signature: bytes) -> bool:
+    if not isinstance(path, Path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(signature)) == signature
+
+
+def open_window(path: FilePath) -> Window:
+    """All of the file at `path`; CheckpointError where it cannot be read."""
+    try:
+        file = open_bytes(path)
+    except OSError as error:
+        raise CheckpointError(f"weights file {path}: cannot be read: {error.strerror}") from None
+    return Window(str(path), file, 0, file.version.size)
+
+
+def _config_beside(path: FilePath) -> dict[str, Any] | None:
+    """The config of a model that was saved unzipped."""
+    config = path.parent / CONFIG_NAME
+    if path.name != WEIGHTS_NAME or not config.is_file():
+        return None
+    if versions([config])[0].size > _MAX_CONFIG_BYTES:
+        raise CheckpointCorruptError(f"model file {config}: has over {_MAX_CONFIG_BYTES} bytes; give another copy")
+    return parse_config(str(path.parent), config.read_bytes())
+
+
+def _merge_groups(path: FilePath, listings: list[Listing]) -> dict[str, Group]:
+    """The groups of all files: one may go on in a second file, where Keras does not write its name again."""
+    names: dict[str, str | None] = {}
+    datasets: dict[str, dict[str, Dataset]] = {}
+    for listing in listings:
+        for group, name in listing.groups.items():
+            known = names.get(group)
+            if name is not None and known not in (None, name):
+                raise _corrupt(path, f"calls {group!r} both {known!r} and {name!r}")
+            names[group] = name if known is None else known
+        for dataset in listing.datasets.values():
+            group, _, variable = dataset.path.rpartition("/")
+            if variable in datasets.setdefault(group, {}):
+                raise _corrupt(path, f"holds {dataset.path!r} in two files")
+            datasets[group][variable] = dataset
+    return {
+        _object_path(group): Group(_object_path(group), name, datasets.get(group, {})) for group, name in names.items()
+    }
+
+
+def _object_path(group: str) -> str:
+    return group.removesuffix("vars").rstrip("/")
+
+
+def _check_index(path: FilePath, index: Mapping[str, tuple[str, ...]], groups: Mapping[str, Group]) -> None:
+    """Raise CheckpointCorruptError unless the files hold what the index says, and nothing else."""
+    for name in index:
+        if name.rpartition("/")[2] != "vars" or _object_path(name) not in groups:
+            raise _corrupt(path, f"its index names a group {name!r}, which no file holds")
+    for group in groups.values():
+        held = {dataset.file.name.rpartition("/")[2] for dataset in group.datasets.values()}
+        listed = set(index.get(f"{group.path}/vars".lstrip("/"), ()))
+        if held != listed:
+            raise _corrupt(
+                path, f"its index puts {group.path!r} in {sorted(listed)}, and its arrays lie in {sorted(held)}"
+            )
+
+
+def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"weights {path}: {what}; restore it from another copy")

@@ -1,0 +1,364 @@
+"""The weights of a model, besides tables, read from the saved model that is proven to be the same: see `weight_names`.
+
+Values are read with the checkpoint's reader, whose checks neither TensorFlow's restore nor Keras' loading makes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from tpuembed.backends.table_state import TablesNode
+from tpuembed.checkpoint.saved_objects import HoldsWeights, Objects, SavedObject, Weight
+from tpuembed.errors import CheckpointMismatchError
+from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
+
+__all__ = ["raw_variables", "recorded", "restore_dense_weights"]
+
+_SHOWN: Final = 40
+_WEIGHTS_FILE: Final = "model.save_weights('model.weights.h5')"
+
+
+def restore_dense_weights(
+    model: Any,
+    checkpoint: Any,
+    tables: Collection[str] = (),
+    *,
+    allow_unused_weights: bool = False,
+    made: Sequence[Any] = (),
+) -> None:
+    """Assign the weights of `model` (a Keras model without tables) from `checkpoint`.
+
+    Args:
+        model: built.
+        checkpoint: a `tpuembed.checkpoint.Checkpoint`.
+        tables: of the checkpoint that the model looks up in; they are no weights.
+        allow_unused_weights: whether the saved model may have weights that this one has no place for.
+        made: the variables in the order in which they were made; see `recorded`.
+
+    Raises:
+        CheckpointMismatchError: a weight finds no value that is proven to be its own, or a saved one is left over.
+    """
+    if not model.weights and not raw_variables(model):
+        return
+    where = f"checkpoint {checkpoint.path}"
+    saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
+    if saved is None:
+        raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
+    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
+    wanted.check_complete(where, model)
+    found = _find(where, Names(_stems(model)), wanted, saved)
+    _check_dtypes(where, wanted, found)
+    _check_policies(where, model, checkpoint.policies())
+    left = [weight for weight in found.left_over if weight.key not in _of_metrics(saved)]
+    if left and not allow_unused_weights:
+        raise CheckpointMismatchError(
+            f"{where}: the model has no place for {len(left)} saved weight{'s' * (len(left) > 1)}: {_shown(left)}. Build the "
+            "model as it was trained. To export only a part of it, pass allow_unused_weights=True (--allow-unused-weights)"
+        )
+    wanted.assign(found, checkpoint)
+    for node in tf.train.TrackableView(model).descendants():
+        if isinstance(node, keras.layers.Normalization):
+            node.finalize_state()  # it computes with constants that were made of its weights
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """A list of the variables that are made inside, in order."""
+    made: list[Any] = []
+
+    def create(next_creator: Callable[..., Any], **options: Any) -> Any:
+        made.append(next_creator(**options))
+        return made[-1]
+
+    with tf.variable_creator_scope(create):
+        yield made
+
+
+def raw_variables(model: Any) -> list[Any]:
+    """The `tf.Variable`s that layers hold as they are, which Keras does not count among the weights."""
+    tree, kept, seen, pending = tf.train.TrackableView(model), {}, {id(model)}, [model]
+    for trackable in pending:
+        for child in tree.children(trackable).values():
+            if isinstance(child, tf.Variable):
+                kept[id(child)] = child
+            elif id(child) not in seen and not isinstance(
+                child, TablesNode | keras.Variable | keras.optimizers.Optimizer
+            ):
+                seen.add(id(child))
+                pending.append(child)
+    return list(kept.values())
+
+
+def _find(where: str, names: Names, wanted: "_Wanted", saved: Objects) -> Candidate:
+    """The one proven correspondence of the model's weights and saved ones."""
+    candidates, failures = find_candidates(names, wanted.objects, saved)
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        roots = ", ".join(candidate.path or "the root" for candidate in candidates)
+        raise CheckpointMismatchError(
+            f"{where}: {len(candidates)} saved models fit this one: {roots}. Nothing in their names tells which is meant. Name it "
+            f"with checkpoint_options={{'root': ...}} (--checkpoint-option root={candidates[0].path})"
+        )
+    try:
+        return match_by_name(names, wanted.objects, saved)
+    except Mismatch as error:
+        mine, theirs = wanted.objects.weights(), saved.weights()
+        known, asked = {weight.name for weight in theirs.values()}, {weight.name for weight in mine.values()}
+        without = [weight for weight in mine.values() if weight.name not in known] or list(mine.values())
+        left = [weight for weight in theirs.values() if weight.name not in asked and not weight.is_count]
+        nearest = f" Of the saved model that is most alike: {failures[0]}." if failures else ""
+        raise CheckpointMismatchError(
+            f"{where}: no saved model is proven to hold every weight of this one; without a value: {_shown(without)}. Left over in "
+            f"the checkpoint: {_shown(left)}. By their names: {error}.{nearest} Build the model as it was trained, give layers "
+            "names, or name the saved model with --checkpoint-option root=PATH. A part of the trained model also needs "
+            "allow_unused_weights=True (--allow-unused-weights)"
+        ) from None
+
+
+def _shown(weights: Iterable[Weight]) -> str:
+    listed = [_label(weight) for weight in weights]
+    return (", ".join(listed[:_SHOWN]) + (f", ... ({len(listed)} in all)" if len(listed) > _SHOWN else "")) or "none"
+
+
+def _label(weight: Weight) -> str:
+    key = weight.key.partition("/.ATTRIBUTES")[0]
+    return weight.name if key in (weight.name, "") or key.isdigit() else f"{weight.name or '(no name)'} ({key})"
+
+
+def _stems(model: Any) -> set[str]:
+    """The names, without numbers, that Keras makes up for layers of its own classes and of the model's."""
+    own = {type(layer).__name__ for layer in model._flatten_layers()}
+    kinds = (name for name, kind in vars(keras.layers).items() if isinstance(kind, type))
+    return {
+        _snake_case(name) for name in (*own, *kinds, "Functional", "Sequential", "Model", "TPUEmbedding", "Variable")
+    }
+
+
+def _snake_case(name: str) -> str:
+    """Source: to_snake_case in keras/src/utils/naming.py."""
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _of_metrics(saved: Objects) -> set[str]:
+    """The weights of objects called as Keras calls metrics, all of one shape, as no layer has them."""
+    metrics = Names({_snake_case(name) for name, kind in vars(keras.metrics).items() if isinstance(kind, type)})
+    found: set[str] = set()
+    for node in saved.nodes:
+        shapes = {weight.shape for weight in node.weights.values()}
+        if node.name is not None and metrics.number(node.name) and len(node.weights) > 1 and len(shapes) == 1:
+            found.update(weight.key for weight in node.weights.values())
+    return found
+
+
+def _check_dtypes(where: str, wanted: "_Wanted", found: Candidate) -> None:
+    """Raise CheckpointMismatchError where a value would be rounded."""
+    mine = wanted.objects.weights()
+    for key, weight in found.pairs.items():
+        if weight.dtype != mine[key].dtype:
+            raise CheckpointMismatchError(
+                f"{where}: {_label(weight)} is {weight.dtype} there, the model's {mine[key].name} {mine[key].dtype}; build the "
+                "model with the dtype that it was trained with"
+            )
+
+
+def _check_policies(where: str, model: Any, policies: Mapping[str, str]) -> None:
+    """Raise CheckpointMismatchError for a layer that computes in another dtype than it did in training."""
+    for layer in model._flatten_layers():
+        saved, mine = policies.get(layer.name), layer.dtype_policy.name
+        if saved is not None and saved != mine and layer.weights:
+            raise CheckpointMismatchError(
+                f"{where}: layer {layer.name!r} was trained with the dtype policy {saved!r}, and the model's has {mine!r}. Their "
+                f"numbers differ. Call keras.config.set_dtype_policy({saved!r}) in the factory, or give the layer dtype={saved!r}"
+            )
+
+
+class _Wanted:
+    """The model's weights as objects, and where their values go."""
+
+    objects: Objects
+
+    def check_complete(self, where: str, model: Any) -> None:
+        """Raise CheckpointMismatchError for a weight of `model` that such a source cannot hold."""
+        raise NotImplementedError
+
+    def assign(self, found: Candidate, checkpoint: HoldsWeights) -> None:
+        """Read the values and assign them."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tracked(_Wanted):
+    """As `tf.train.Checkpoint` sees a model: by the attributes that TensorFlow tracks."""
+
+    objects: Objects
+    variables: Mapping[str, Any]
+
+    def check_complete(self, where: str, model: Any) -> None:
+        reached = {id(variable) for variable in self.variables.values()}
+        lost = [weight.path for weight in model.weights if id(weight) not in reached]
+        if lost:
+            raise CheckpointMismatchError(
+                f"{where}: tf.train.Checkpoint saves no layers that a model keeps in a Python list or dict, so it has no value for "
+                f"{', '.join(lost[:_SHOWN])}. Save the trained model with {_WEIGHTS_FILE} and export that file"
+            )
+
+    def assign(self, found: Candidate, checkpoint: HoldsWeights) -> None:
+        for key, weight in found.pairs.items():
+            self.variables[key].assign(checkpoint.read_weight(weight))
+
+
+def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
+    tree = tf.train.TrackableView(model)
+    numbers, pending, variables, nodes = {id(model): 0}, [model], {}, []
+    for trackable in pending:  # grows while it is walked
+        children: dict[str, int] = {}
+        weights: dict[str, Weight] = {}
+        is_closed = isinstance(trackable, TablesNode | keras.optimizers.Optimizer)
+        for name, child in {} if is_closed else tree.children(trackable).items():
+            if isinstance(child, keras.Variable | tf.Variable):
+                weights[name] = _weight(child)
+                variables[weights[name].key] = child
+                continue
+            if id(child) not in numbers:
+                numbers[id(child)] = len(pending)
+                pending.append(child)
+            children[name] = numbers[id(child)]
+        tables = frozenset(trackable.table_names) if isinstance(trackable, TablesNode) else frozenset()
+        is_list = bool(children) and all(name.isdigit() for name in children)
+        nodes.append(SavedObject("", None, children, weights, tables, is_list))
+    objects = Objects(tuple(nodes))
+    order = {id(variable): index for index, variable in enumerate(made)}
+    first = {
+        key: order.get(id(getattr(variable, "value", variable)), order.get(id(variable), 0))
+        for key, variable in variables.items()
+    }
+    by_key = {numbers[id(trackable)] for trackable in pending if _has_dict_of_outputs(trackable)}
+    ranks = {
+        child: min((first[key] for key in objects.weights(child)), default=0)
+        for number, node in enumerate(nodes)
+        if number not in by_key
+        for place in node.children.values()
+        if nodes[place].is_list
+        for child in nodes[place].children.values()
+    }
+    return _Tracked(dataclasses.replace(objects, made=ranks), variables)
+
+
+def _has_dict_of_outputs(trackable: Any) -> bool:
+    return hasattr(trackable, "operations") and isinstance(getattr(trackable, "output", None), Mapping)
+
+
+def _weight(variable: Any) -> Weight:
+    is_raw = isinstance(variable, tf.Variable)
+    name = variable.name.partition(":")[0] if is_raw else variable.path
+    dtype = variable.dtype.name if is_raw else variable.dtype
+    return Weight(str(id(variable)), name, tuple(variable.shape), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saveable(_Wanted):
+    """As Keras saves a model into weight files: layers by attributes and classes, each with numbered variables."""
+
+    objects: Objects
+    layers: Mapping[int, Any]
+
+    def check_complete(self, where: str, model: Any) -> None:
+        raw = [variable.name.partition(":")[0] for variable in raw_variables(model)]
+        if raw:
+            raise CheckpointMismatchError(
+                f"{where}: Keras saves no tf.Variable that a layer holds as it is, so the file has no value for "
+                f"{', '.join(raw[:_SHOWN])}. Make it with self.add_weight, or save the trained model with "
+                "tf.train.Checkpoint(model=model)"
+            )
+
+    def assign(self, found: Candidate, checkpoint: HoldsWeights) -> None:
+        for wanted in found.layers:
+            weights = self.objects.nodes[wanted].weights
+            if weights:
+                values = {name: checkpoint.read_weight(found.pairs[weight.key]) for name, weight in weights.items()}
+                self.layers[wanted].load_own_variables(values)
+
+
+def _keras_objects(model: Any) -> _Saveable:
+    """Source: `_save_state` and `_save_container_state` in keras/src/saving/saving_lib.py."""
+    nodes: list[SavedObject] = []
+    layers: dict[int, Any] = {}
+    visited: set[int] = set()
+    around: set[int] = set()
+
+    def add(layer: Any, path: str, scopes: str) -> int:
+        visited.add(id(layer))
+        number = len(nodes)
+        nodes.append(SavedObject(path))
+        layers[number] = layer
+        children = dict(_held_by(layer, lambda child, key: add_any(child, f"{path}/{key}".strip("/"), scopes)))
+        tables = getattr(layer, "_tpu_embedding", None)
+        names = frozenset(tables.table_names) if isinstance(tables, TablesNode) else frozenset[str]()
+        store: dict[str, Any] = {}
+        if not names:
+            layer.save_own_variables(store)
+        weights = {
+            key: Weight(
+                f"{path}/{key}", f"{scopes}{key}", tuple(value.shape), keras.backend.standardize_dtype(value.dtype)
+            )
+            for key, value in store.items()
+        }
+        nodes[number] = SavedObject(path, layer.name, children, weights, names)
+        return number
+
+    def add_any(child: Any, path: str, scopes: str) -> int | None:
+        if isinstance(child, keras.layers.Layer):
+            return None if id(child) in visited else add(child, path, f"{scopes}{child.name}/")
+        if id(child) in around:  # a list that holds itself
+            return None
+        around.add(id(child))
+        seen: Counter[str] = Counter()
+        children: dict[str, int] = {}
+        for element in child.values() if isinstance(child, dict) else child:
+            if isinstance(element, keras.layers.Layer | list | dict | tuple):
+                kind = _snake_case(type(element).__name__) if isinstance(element, keras.layers.Layer) else "container"
+                key = f"{kind}_{seen[kind]}" if seen[kind] else kind
+                seen[kind] += 1
+                found = add_any(element, f"{path}/{key}", scopes)
+                if found is not None:
+                    children[key] = found
+        around.remove(id(child))
+        nodes.append(SavedObject(path, None, children, is_list=True))
+        return len(nodes) - 1 if children else None
+
+    add(model, "", "")
+    return _Saveable(Objects(tuple(nodes), root_is_model=True), layers)
+
+
+@functools.cache
+def _of_every_layer() -> frozenset[str]:
+    """Attributes that Keras does not look into."""
+    return frozenset({"_self_unconditional_dependency_names", *dir(keras.layers.Layer())})
+
+
+def _held_by(layer: Any, add: Callable[[Any, str], int | None]) -> Iterator[tuple[str, int]]:
+    """(attribute, number of the object) for what a layer holds, in Keras' order."""
+    hidden, held = _of_every_layer(), list[tuple[str, Any]]()
+    if isinstance(layer, keras.Sequential):
+        held, hidden = [("layers", layer.layers)], hidden | {"_functional"}
+    elif hasattr(layer, "operations") and isinstance(layer, keras.Model):
+        held, hidden = [("layers", layer.layers)], hidden | {"operations", "_operations"}
+    for attribute in sorted(dir(layer), key=lambda name: f"~{name}" if name.startswith("_") else name):
+        if not attribute.startswith("__") and attribute not in hidden:
+            with contextlib.suppress(Exception):  # of a property
+                held.append((attribute, getattr(layer, attribute)))
+    for attribute, child in held:
+        if isinstance(child, keras.layers.Layer | list | dict | tuple):
+            number = add(child, attribute)
+            if number is not None:
+                yield attribute, number

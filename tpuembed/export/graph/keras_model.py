@@ -1,0 +1,295 @@
+"""The functions of a whole-model export: a Keras model built without tables, its named inputs in, its outputs out."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from tpuembed.config import ServingConfig, ServingFeature
+from tpuembed.config.checks import did_you_mean
+from tpuembed.config.structure import flatten, pack_like
+from tpuembed.errors import ConfigError, TpuEmbedError, one_line
+from tpuembed.export.graph.dense_weights import raw_variables
+from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
+from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
+from tpuembed.export.graph.packing import pack_inputs, unpack
+from tpuembed.export.graph.signature import check_input_names
+from tpuembed.export.graph.vocabularies import vocabularies_of
+from tpuembed.export.graph.warmup import BATCHES, sample_inputs
+from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
+
+__all__ = ["KerasModel", "build_model", "check_layers", "import_factory", "wrap_model"]
+
+Tensor = Any
+Factory = Callable[[], Any]
+
+_TRACED_BATCH: Final = 3
+
+
+def import_factory(name: str) -> Factory:
+    """The callable that "MODULE:FACTORY" names, imported with the current directory importable.
+
+    Raises:
+        ConfigError: no such module or attribute, or the module fails to import.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(f"model {name!r}: expected MODULE:FACTORY, such as my_project.models:ranking_model")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a script that runs when it is imported ends with sys.exit
+        raise ConfigError(f"model {name!r}: module {module_name!r} cannot be imported: {one_line(error)}") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"model {name!r}: {module_name} has no callable {attribute!r}; {did_you_mean(attribute, known)}"
+        )
+    return factory
+
+
+def build_model(factory: str | Factory, output_names: Mapping[str, str] | None = None) -> "KerasModel":
+    """Call the factory (inside `tpuembed.runtime.table_scope.deferred_tables`) and find the model's inputs.
+
+    Raises:
+        ConfigError: it fails, or returns something without named inputs.
+    """
+    if isinstance(factory, keras.Model):
+        raise ConfigError("model: pass the function that builds the model, not a model: its tables would be in memory")
+    name = factory if isinstance(factory, str) else getattr(factory, "__name__", "factory")
+    call = import_factory(factory) if isinstance(factory, str) else factory
+    try:
+        made = call()
+    except TpuEmbedError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model {name!r}: the factory failed: {one_line(error)}") from error
+    return wrap_model(made, name, output_names)
+
+
+def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = None) -> "KerasModel":
+    """A Keras model, or (model, its inputs' specs), with the names of its inputs.
+
+    Args:
+        made: the model. The specs are one, or a dict or list of them, nested as the model takes its inputs.
+        name: of what made it, for messages.
+        output_names: new names of outputs by their old ones.
+
+    Raises:
+        ConfigError: it is neither, or has no inputs to read.
+    """
+    renamed = output_names or {}
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and _are_specs(made[1]):
+        model, structure = made
+        tensors = _named_specs(structure, name)
+    elif not isinstance(made, keras.Model):
+        raise ConfigError(f"model {name!r}: the factory returned {type(made).__name__}; return a Keras 3 model")
+    elif not getattr(made, "inputs", None):
+        raise ConfigError(
+            f"model {name!r}: a subclassed model has no inputs to read; return (model, {{name: tf.TensorSpec}}) from the factory"
+        )
+    else:
+        model, structure = made, made.inputs[0] if isinstance(made, keras.Sequential) else made.input
+        tensors = _named_inputs(model, structure)
+    check_layers(model)
+    forms = with_partners(forms_of(tensors), model, tensors)
+
+    def pack(values: Mapping[str, Tensor]) -> Any:
+        return pack_like(structure, [values[key] for key in tensors])
+
+    return KerasModel(model, forms, pack, renamed)
+
+
+def check_layers(model: Any) -> None:
+    """Raise ConfigError for a layer of keras-rs itself, which holds its tables where no export finds them."""
+    for node in tf.train.TrackableView(model).descendants():
+        kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(node).__mro__]
+        if ("keras_rs", "DistributedEmbedding") in kinds:
+            raise ConfigError(
+                f"model: layer {node.name!r} is keras_rs.layers.DistributedEmbedding, which holds its tables itself; "
+                "import keras_rs from tpuembed.compat, whose layer of that name takes the same arguments"
+            )
+
+
+def _are_specs(structure: Any) -> bool:
+    return isinstance(structure, Mapping | list | tuple | tf.TypeSpec)
+
+
+def _named_specs(structure: Any, name: str) -> dict[str, Any]:
+    """Specs by their keys, joined with "/" where dicts are nested. A spec in no dict has its own name, or its place in its list."""
+    by_key = isinstance(structure, Mapping)
+    named: dict[str, Any] = {}
+    for path, spec in flatten(structure):
+        if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
+            raise ConfigError(f"model {name!r}: input {path!r}: expected a tf.TensorSpec, got {spec!r}")
+        key = path if by_key else (getattr(spec, "name", None) or path or "inputs")
+        if key in named:
+            raise ConfigError(f"model {name!r}: two of its inputs are called {key!r}; rename one")
+        named[key] = spec
+    return named
+
+
+def _named_inputs(model: Any, structure: Any) -> dict[str, Any]:
+    """Inputs by their keys, joined with "/" where dicts are nested; inputs in no dict by their own names."""
+    by_key = isinstance(structure, Mapping)
+    named = {path if by_key else tensor.name: tensor for path, tensor in flatten(structure)}
+    if len(named) < len(model.inputs):
+        raise ConfigError(f"model: two of its inputs are called the same, of {', '.join(named)}; rename one")
+    return named
+
+
+def _of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
+    shape = [_TRACED_BATCH, *spec.shape[1:]] if spec.shape.rank and spec.shape[0] is None else spec.shape
+    return tf.TensorSpec(shape, spec.dtype, name=spec.name)
+
+
+class KerasModel:
+    """A callable over named tensors, the specs of its inputs, and the weights it needs.
+
+    Attributes:
+        model: the Keras model, whose embedding layers hold no tables.
+    """
+
+    def __init__(
+        self, model: Any, forms: Mapping[str, InputForm], pack: Callable[..., Any], output_names: Mapping[str, str]
+    ) -> None:
+        self.model = model
+        self._specs = {name: form.spec for name, form in forms.items()}
+        self._forms, self._pack, self._output_names = forms, pack, output_names
+        self._vocabularies: tuple[VocabularyEntry, ...] | None = None
+        check_input_names(self._specs)
+        made = symbolic_outputs(model)
+        if not isinstance(made, list) or made:  # of other models they are known when they are called
+            named = name_outputs(model, made)
+            rename_outputs([output for output, _ in named], output_names)
+
+    def input_specs(self) -> dict[str, tf.TensorSpec]:
+        """By input name."""
+        return dict(self._specs)
+
+    def padding(self) -> dict[str, int | str]:
+        """What pads the inputs that are lists, by name."""
+        padding = {name: form.padding for name, form in self._forms.items()}
+        return {name: value for name, value in padding.items() if value is not None}
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Requests for id 0 and numbers 0, which the model answers with rows of zeros in the place of its tables'; or none.
+
+        Called in the scope of `StackedTables.rows_of_zeros`.
+        """
+        if any(spec.shape.rank is None for spec in self._specs.values()):
+            return []
+        pads = {n: 0 if self._forms[n].partner else pad for n, pad in self.padding().items()}
+        ids = dict.fromkeys(pads, 0)
+        widths = {name: form.width for name, form in self._forms.items() if form.width}
+        requests = [sample_inputs(self._specs, ids, batch, widths, pads) for batch in BATCHES]
+        try:
+            for request in requests:
+                self({name: tf.constant(value, self._specs[name].dtype) for name, value in request.items()})
+        except Exception as error:  # whatever a model raises
+            warnings.warn(f"no requests to warm up: the model fails for zeros: {one_line(error)}", stacklevel=2)
+            return []
+        return requests
+
+    def features(self) -> tuple[FeatureEntry, ...]:
+        """None: which table an input is looked up in is known to the model alone."""
+        return ()
+
+    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
+        """Of the model's preprocessing layers. They are read once."""
+        if self._vocabularies is None:
+            self._vocabularies = vocabularies_of(self.model)
+        return self._vocabularies
+
+    def packing(self) -> Packing:
+        """How the signature `packed` takes the inputs."""
+        return pack_inputs(self._specs, [name for name, pad in self.padding().items() if pad == -1])
+
+    def packed(self, ids: Tensor) -> dict[str, Tensor]:
+        """The outputs by name, of all inputs in one matrix."""
+        return self(unpack(ids, self.packing(), self._specs))
+
+    def may_read_tables(self) -> bool:
+        """Whether the model has code, beside layers of Keras and of ours, that could read a table whole; or makes weights in it."""
+        if not getattr(self.model, "outputs", None):
+            return True
+        layers = self.model._flatten_layers(include_self=True)
+        return any(
+            type(layer).__module__.partition(".")[0] not in ("keras", "tpuembed")
+            or isinstance(layer, keras.layers.Lambda)
+            or not type(layer).call.__module__.startswith(("keras.", "tpuembed."))
+            for layer in layers
+        )
+
+    def trace(self) -> None:
+        """Call the model once, in a trace that is thrown away, before tables are planned and bound.
+
+        A subclassed one then makes its weights, and the tables know whether they are read whole. The trace is of a fixed batch, if
+        the model takes it: functions of its own that TensorFlow keeps by their inputs' shapes are traced again for the export.
+        """
+        specs = {name: _of_batch(spec) for name, spec in self._specs.items()}
+        try:
+            tf.function(self, input_signature=[specs], autograph=False).get_concrete_function()
+        except TpuEmbedError:
+            tf.function(self, input_signature=[self._specs], autograph=False).get_concrete_function()
+
+    def state(self, without: Sequence[Any] = ()) -> list[Any]:
+        """What a saved function of the model refers to: its variables but `without`, and its preprocessing layers' hash tables.
+
+        Raises:
+            ConfigError: a preprocessing layer has no vocabulary.
+        """
+        self.vocabularies()
+        below = tf.train.TrackableView(self.model).descendants()
+        tables = [node for node in below if isinstance(node, tf.saved_model.experimental.TrackableResource)]
+        left_out = {id(variable) for variable in without}
+        variables = [variable.value for variable in self.model.variables if id(variable) not in left_out]
+        return [*variables, *raw_variables(self.model), *tables]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's outputs by name, in inference mode.
+
+        Raises:
+            ConfigError: the model's own code failed.
+        """
+        converted = {name: form.convert(inputs, self._forms) for name, form in self._forms.items()}
+        try:
+            with tf.name_scope("model"):  # a class called _Model has no name that may stand at the root
+                outputs = self.model(self._pack(converted), training=False)
+        except TpuEmbedError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"model: its call failed while it was traced: {one_line(error)}") from error
+        named = name_outputs(self.model, outputs)
+        names = rename_outputs([name for name, _ in named], self._output_names)
+        return dense_outputs([(name, value) for name, (_, value) in zip(names, named, strict=True)])
+
+    def check_serving_config(self, config: ServingConfig) -> None:
+        """Raise ConfigError where `config` asks for what the model's own inputs and layers decide otherwise."""
+        for name, table in config.tables.items():
+            if table.combiner is not None:
+                raise ConfigError(f"serving_config: table {name!r}: combiner is decided by the model's layer; drop it")
+        for name, feature in config.features.items():
+            if name not in self._specs:
+                raise ConfigError(
+                    f"serving_config: feature {name!r} is no input of the model; {did_you_mean(name, self._specs)}"
+                )
+            for field in ("combiner", "weighted", "max_sequence_length", "out_of_vocabulary"):
+                value, default = getattr(feature, field), ServingFeature.__dataclass_fields__[field].default
+                if value != default:
+                    raise ConfigError(
+                        f"serving_config: feature {name!r}: {field} is decided by the model's layer; drop it"
+                    )
+            rank = 1 if feature.input == "id" else 2
+            if self._specs[name].shape.rank != rank:
+                raise ConfigError(
+                    f"serving_config: feature {name!r}: input {feature.input!r} has rank {rank}, "
+                    f"the model's input has shape {self._specs[name].shape}; make them agree"
+                )

@@ -1,0 +1,105 @@
+"""The functions of a lookup-only export: ids of each feature in, activations out."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tpuembed.export.graph.feature_groups import FeatureGroup, group_features
+from tpuembed.export.graph.packing import split_matrix
+from tpuembed.export.graph.signature import ServedFeature
+from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.graph.warmup import BATCHES, sample_inputs
+from tpuembed.manifest import LOOKUP_SCOPE, FeatureEntry, PackedInput, PackedOutput, Packing, VocabularyEntry
+
+__all__ = ["LookupModel"]
+
+Tensor = Any
+
+
+class LookupModel:
+    """A callable over named tensors, and the specs of its inputs."""
+
+    def __init__(self, features: Sequence[ServedFeature], tables: StackedTables) -> None:
+        self._features, self._tables = features, tables
+
+    def input_specs(self) -> dict[str, tf.TensorSpec]:
+        """int64 [batch] or [batch, hot] per feature, float32 [batch, hot] for its weights."""
+        specs = {}
+        for feature in self._features:
+            shape = [None] if feature.spec.input == "id" else [None, None]
+            specs[feature.name] = tf.TensorSpec(shape, tf.int64, name=feature.name)
+            if feature.spec.weighted:
+                specs[feature.weights_name] = tf.TensorSpec(shape, tf.float32, name=feature.weights_name)
+        return specs
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """feature -> float32 [batch, dim], or [batch, max_sequence_length, dim]."""
+        found: dict[str, Tensor] = {}
+        with tf.name_scope(LOOKUP_SCOPE):
+            for group in group_features(self._features, self._tables):
+                found |= group.named(inputs)
+        return {feature.name: found[feature.name] for feature in self._features}
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Requests for the first row of each table."""
+        ids = {feature.name: self._tables.place(feature.table)[1].first_row for feature in self._features}
+        return [sample_inputs(self.input_specs(), ids, batch) for batch in BATCHES]
+
+    def features(self) -> tuple[FeatureEntry, ...]:
+        """As the manifest lists them."""
+        return tuple(
+            FeatureEntry(
+                name=feature.name,
+                table=feature.table,
+                input=feature.spec.input,
+                weighted=feature.spec.weighted,
+                max_sequence_length=feature.spec.max_sequence_length,
+                out_of_vocabulary=feature.policy,
+            )
+            for feature in self._features
+        )
+
+    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
+        """None: it has no preprocessing."""
+        return ()
+
+    def padding(self) -> dict[str, int | str]:
+        """Nothing: `features` says which inputs are lists."""
+        return {}
+
+    def packing(self) -> Packing:
+        """How the signature `packed` takes the features: group by group, so that each is looked up where it stands."""
+        if weighted := [feature.name for feature in self._features if feature.spec.weighted]:
+            return Packing(left_out=f"feature {weighted[0]!r} has weights, which are no integers")
+        features = [feature for group in group_features(self._features, self._tables) for feature in group.features]
+        inputs, outputs, start = [], [], 0
+        for feature in features:
+            inputs.append(PackedInput(name=feature.name, columns=1 if feature.spec.input == "id" else None))
+            length = feature.spec.max_sequence_length
+            shape = (length, feature.dim) if length else (feature.dim,)
+            outputs.append(PackedOutput(name=feature.name, start=start, stop=start + math.prod(shape), shape=shape))
+            start += math.prod(shape)
+        return Packing(inputs=tuple(inputs), outputs=tuple(outputs))
+
+    def packed(self, ids: Tensor) -> dict[str, Tensor]:
+        """`activations`, float32 [batch, width], of all features' ids in one matrix."""
+        with tf.name_scope(LOOKUP_SCOPE):
+            return {"activations": self._activations(ids)}
+
+    def _activations(self, ids: Tensor) -> Tensor:
+        groups = group_features(self._features, self._tables)
+        members = [[group for group in groups if (group.kind == "id") == is_id] for is_id in (True, False)]
+        found = [
+            group.packed(columns)
+            for part, together in zip(split_matrix(ids, self.packing()), members, strict=True)
+            for group, columns in zip(together, _split(part, together), strict=True)
+        ]
+        return found[0] if len(found) == 1 else tf.concat(found, 1)
+
+
+def _split(ids: Tensor, groups: Sequence[FeatureGroup]) -> Sequence[Tensor]:
+    """Each group's features of `ids` [batch, features] or [batch, features, hot]."""
+    sizes = [len(group.features) for group in groups]
+    return [ids] if len(sizes) == 1 else tf.split(ids, sizes, 1) if sizes else []

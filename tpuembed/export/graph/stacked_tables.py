@@ -1,0 +1,306 @@
+"""The exporter's tables in a graph: uninitialised stacked variables, looked up by offset ids, with gathers only."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from tpuembed.config import QuantizationConfig, TableConfig
+from tpuembed.errors import CheckpointMismatchError, ExportError
+from tpuembed.export.graph.conditional import choose
+from tpuembed.export.graph.id_ranges import all_inside, check_policy
+from tpuembed.export.graph.signature import find_table
+from tpuembed.export.plan.plan import Placement, StackPlan
+from tpuembed.export.storage.decode import decode_rows
+from tpuembed.lookup import LookupIds, Span, gather_grouped, not_inlined, outside_shift
+
+if TYPE_CHECKING:
+    from tpuembed.checkpoint import TableInfo
+
+__all__ = ["StackedTables"]
+
+Tensor = Any
+
+_MAX_ZERO_BYTES: Final = 64 << 20
+
+
+class StackedTables:
+    """A `tpuembed.runtime.table_scope.TableSource` over the checkpoint's tables.
+
+    Layers register what they need while the model is built, `required`, and what they were trained with, `quantization`. A model
+    that is traced before `bind` says which tables it reads whole, `read_whole`; `bind` then says in which variable each table lies.
+    """
+
+    def __init__(self, available: Mapping[str, "TableInfo"]) -> None:
+        self.required: list[str] = []
+        self.read_whole: list[str] = []
+        self.quantization: dict[str, QuantizationConfig] = {}
+        self.were_asked_for = False
+        self._available = available
+        self._places: dict[str, tuple[StackPlan, Placement]] = {}
+        self._variables: Mapping[str, Any] = {}
+        self._stacks: Mapping[str, StackPlan] = {}
+        self._unbound: dict[str, Any] = {}
+        self._whole: set[str] = set()
+        self._are_zeros = False
+
+    def register(self, table: TableConfig) -> None:
+        """Note that a layer needs `table`.
+
+        Raises:
+            UnknownTableError, CheckpointMismatchError: the checkpoint has no such table, or one of another shape.
+        """
+        found = find_table(table.name, self._available)
+        if (found.rows, found.dim) != (table.vocabulary_size, table.dim):
+            raise CheckpointMismatchError(
+                f"table {table.name!r} is [{table.vocabulary_size}, {table.dim}] in the model and "
+                f"[{found.rows}, {found.dim}] in the checkpoint; build the model as it was trained"
+            )
+        if table.name not in self.required:
+            self.required.append(table.name)
+        if table.quantization_config is not None:
+            self.quantization[table.name] = table.quantization_config
+
+    def bind(self, stacks: Sequence[StackPlan], variables: Mapping[str, Any]) -> None:
+        """Say where the tables lie: `variables` by stack name, of stored rows.
+
+        The rows of a table that is read whole are taken from what is read: once an operation has gathered from a variable,
+        TensorFlow copies it at every read.
+        """
+        self._variables = variables
+        self._stacks = {stack.name: stack for stack in stacks}
+        self._places = {place.table: (stack, place) for stack in stacks for place in stack.tables}
+        self._whole = {stack.name for stack in stacks if any(place.table in self.read_whole for place in stack.tables)}
+
+    def place(self, table: str) -> tuple[str, Placement]:
+        """The stack that a table lies in, and where."""
+        stack, place = self._places[table]
+        return stack.name, place
+
+    @contextlib.contextmanager
+    def rows_of_zeros(self) -> Iterator[None]:
+        """Have every lookup give zeros: to run a model whose tables are not there."""
+        self._are_zeros = True
+        try:
+            yield
+        finally:
+            self._are_zeros = False
+
+    def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
+        """Activations of `features`, each in its table, with one gather per stack."""
+        if not self._places:
+            if tf.executing_eagerly():
+                raise ExportError(
+                    "the model looked up its tables while it was being built; build it from symbolic inputs"
+                )
+            return gather_grouped(
+                list(features), list(tables), lambda table, ids: tf.gather(self._stand_in(table), ids)
+            )
+        stacks = [self._places[table][0].name for table in tables]
+        activations: list[Tensor] = [None] * len(features)
+        for stack in dict.fromkeys(stacks):
+            mine = [index for index, name in enumerate(stacks) if name == stack]
+            places = [self._places[tables[index]][1] for index in mine]
+            found = self._lookup(stack, [features[index] for index in mine], places)
+            for index, activation in zip(mine, found, strict=True):
+                activations[index] = activation
+        return activations
+
+    def table(self, name: str) -> "_WholeTable":
+        """A table that is read where it is used."""
+        self.were_asked_for = True
+        return _WholeTable(self, find_table(name, self._available))
+
+    def read(self, table: str) -> Tensor:
+        """All rows of a table, float32 [rows, dim]: the stored variable itself, without a copy.
+
+        Raises:
+            ExportError: it is read where there is nothing to read, or lies beside other tables.
+        """
+        info = self._available[table]
+        if not self._places and tf.executing_eagerly():
+            raise ExportError(
+                f"the model read table {table!r} while it was being built; read layer.embedding_tables in the call of a layer"
+            )
+        if not self._places:
+            if table not in self.read_whole:
+                self.read_whole.append(table)
+            return self._stand_in(table).read_value()
+        if self._are_zeros:
+            if 4 * info.rows * info.dim > _MAX_ZERO_BYTES:
+                raise ExportError(f"table {table!r} is read whole, and too large to be tried with zeros in its place")
+            return tf.zeros([info.rows, info.dim])
+        stack, _ = self._places[table]
+        if table not in self.read_whole:
+            raise ExportError(
+                f"the model reads table {table!r} whole, and did not when it was traced before the tables were planned; "
+                "read it whenever the model is called"
+            )
+        return self._variables[stack.name].read_value()
+
+    def _stand_in(self, table: str) -> Any:
+        """A variable in place of a table that has none yet. It has no value: a function that keeps it cannot be saved."""
+        if table not in self._unbound:
+            info = self._available[table]
+            with tf.init_scope():
+                self._unbound[table] = resource_variable_ops.UninitializedVariable(
+                    shape=[info.rows, info.dim], dtype=tf.float32, trainable=False
+                )
+        return self._unbound[table]
+
+    def _lookup(self, stack: str, features: Sequence[LookupIds], places: Sequence[Placement]) -> list[Tensor]:
+        """Activations of features of one stack."""
+        features = [_within(feature, place) for feature, place in zip(features, places, strict=True)]
+        if len(features) > 1 and all(map(_is_plain, features)) and not any(place.first_row for place in places):
+            sizes, ids = _shifted_together(features, places)
+            rows = tf.split(self.gather(stack, ids), sizes, num=len(features))
+            return [_as_activations(feature, part) for feature, part in zip(features, rows, strict=True)]
+        return gather_grouped(_shifted(features, places), [stack] * len(features), self.gather)
+
+    def gather(self, stack: str, ids: Tensor) -> Tensor:
+        """float32 [*shape, dim] of int64 `ids` of that shape, rows of the stack."""
+        plan = self._stacks[stack]
+        if self._are_zeros:
+            return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
+        flat = ids if plan.storage != "int8" else tf.reshape(ids, [-1])
+        source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
+        rows = decode_rows(tf.gather(source, flat, name=f"gather_{stack}"), plan.storage, plan.dim)
+        return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))
+
+
+class _WholeTable:
+    """A table as layers of a model see it inside an export: it becomes a tensor in whatever operation takes it."""
+
+    dtype, sparse, ragged = tf.float32, False, False
+
+    def __init__(self, tables: StackedTables, info: "TableInfo") -> None:
+        self.name, self.shape = info.name, tf.TensorShape([info.rows, info.dim])
+        self._tables = tables
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Tensor:
+        """The tensor; see `tf.types.experimental.TensorProtocol`."""
+        value = self.read_value()
+        if dtype is not None and tf.as_dtype(dtype) != value.dtype:
+            raise TypeError(f"table {self.name!r} is {value.dtype.name}, not {tf.as_dtype(dtype).name}")
+        return value
+
+    def read_value(self) -> Tensor:
+        """The tensor, as a variable gives it."""
+        return self._tables.read(self.name)
+
+    value = read_value
+
+    def get_shape(self) -> Any:
+        """[rows, dim]."""
+        return self.shape
+
+
+def _as_tensors_do(operator: str) -> Any:
+    return lambda table, *others: getattr(tf.Tensor, operator)(table.read_value(), *others)
+
+
+for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}):
+    setattr(_WholeTable, _operator, _as_tensors_do(_operator))
+
+
+def _is_plain(feature: LookupIds) -> bool:
+    """Whether row k is activation k, of any id."""
+    return type(feature) is LookupIds and feature.segments is None and feature.scale is None and not feature.droppable
+
+
+def _as_activations(feature: LookupIds, rows: Tensor) -> Tensor:
+    """`feature.combine(rows)` of a plain one, without operations where the ids were a vector."""
+    if len(feature.static_shape) != 1:
+        return feature.combine(rows)
+    rows.set_shape([*feature.static_shape, None])
+    return rows
+
+
+def _within(feature: LookupIds, place: Placement) -> LookupIds:
+    """`feature` with ids outside of the table, or of the part of it that is there, as its policy says."""
+    start, stop = place.first_row, place.first_row + place.rows
+    check_policy(feature.feature, feature.policy, place)
+    return feature.within(start, stop)
+
+
+def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]) -> tuple[Tensor, Tensor]:
+    """How many ids each plain feature has, and all of them behind each other, as ids of the stack.
+
+    Features of one length, as most are, lie as rows of a matrix: so their check and shift are a few operations for all.
+    """
+    ids = [feature.ids for feature in features]
+    sizes, joined = tf.concat(tf.shape_n(ids, tf.int64), 0), tf.concat(ids, 0)
+    are_even = tf.reduce_all(sizes == sizes[0])
+    matrix = tf.reshape(joined, tf.where(are_even, tf.constant([len(ids), -1], tf.int64), [1, -1]))
+    rows = np.array([[place.rows] for place in places])
+    offsets = tf.constant([[place.row_offset] for place in places], tf.int64)
+    # The shape of a vector is its size.
+    shapes = [feature.shape for feature in features if len(feature.static_shape) != 1]
+    fail = not_inlined(
+        lambda joined, sizes, *shapes: _shifted_apart(features, tf.split(joined, sizes, num=len(ids)), shapes, places),
+        tf.TensorSpec([None], tf.int64),
+        tf.TensorSpec([len(ids)], tf.int64),
+        *(tf.TensorSpec(shape.shape, shape.dtype) for shape in shapes),
+    )
+    moved = tf.cond(
+        are_even & all_inside(matrix, rows),
+        lambda: tf.reshape(matrix + offsets, [-1]),
+        lambda: fail(joined, sizes, *shapes),
+    )
+    return sizes, moved
+
+
+def _shifted_apart(
+    features: Sequence[LookupIds], ids: Sequence[Tensor], shapes: Sequence[Tensor], places: Sequence[Placement]
+) -> Tensor:
+    """As `_shifted_together` does it, of features of any lengths, one by one; this is where ids outside fail."""
+    given = iter(shapes)
+    apart = [
+        dataclasses.replace(
+            feature, ids=one, shape=next(given) if len(feature.static_shape) != 1 else tf.shape(one, tf.int64)
+        )
+        for feature, one in zip(features, ids, strict=True)
+    ]
+    return tf.concat([feature.ids for feature in _shifted(apart, places)], 0)
+
+
+def _shifted(features: Sequence[LookupIds], places: Sequence[Placement]) -> list[LookupIds]:
+    """Features of one stack with ids of the stack. An id outside its table fails; it never reads a neighbour's row."""
+    spans = [Span(place.table, place.first_row, place.first_row + place.rows) for place in places]
+    shift = outside_shift(features, spans)
+    return [
+        _moved(feature, shift + (place.row_offset - place.first_row))
+        for feature, place in zip(features, places, strict=True)
+    ]
+
+
+def _moved(feature: LookupIds, offset: Tensor) -> LookupIds:
+    ids = feature.ids + offset
+    ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
+    if type(feature) is not LookupIds or feature.segments is None:
+        return dataclasses.replace(feature, ids=ids)
+    return _InOrder(**{**vars(feature), "ids": ids})
+
+
+class _InOrder(LookupIds):
+    """Ids of which all of one activation mostly stand together, as those of lists do: they are added up twice as fast."""
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """As of any ids. An order that falls, or ids that count for no activation, are seen when it runs."""
+        if self.scale is not None:
+            rows *= self.scale[:, None]
+        count, segments = tf.reduce_prod(self.shape), tf.convert_to_tensor(self.segments)
+        in_order = tf.reduce_all(segments >= tf.concat([tf.zeros_like(segments[:1]), segments[:-1]], 0))
+        (combined,) = choose(in_order, _in_order, tf.math.unsorted_segment_sum, rows, segments, count)
+        return self._shaped(tf.ensure_shape(combined, [None, rows.shape[-1]]))
+
+
+def _in_order(rows: Tensor, segments: Tensor, count: Tensor) -> Tensor:
+    """`unsorted_segment_sum` where no segment is negative or less than the one before."""
+    found = tf.math.segment_sum(rows, segments)
+    rest = tf.zeros(tf.stack([tf.cast(count, tf.int32) - tf.shape(found)[0], rows.shape[-1]]))
+    return tf.concat([found, rest], 0)

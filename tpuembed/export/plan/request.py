@@ -1,0 +1,213 @@
+"""What a user asked to export, lookups or a whole model, behind one interface: which tables, and how to save the graph."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tpuembed.config import QuantizationConfig, ServingConfig
+from tpuembed.errors import ConfigError, MissingExtraError
+from tpuembed.export.graph.signature import (
+    check_tables,
+    find_table,
+    quantization_of,
+    served_features,
+    serving_config_of,
+)
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.runtime.table_scope import deferred_tables
+
+if TYPE_CHECKING:
+    from tpuembed.checkpoint import Checkpoint
+    from tpuembed.export.graph.keras_model import KerasModel
+    from tpuembed.export.graph.saved_model import SavedGraph
+
+__all__ = ["Request", "check_model_config", "make_request"]
+
+
+class Request(Protocol):
+    """An export before it is planned.
+
+    Attributes:
+        tables: names of the tables that the signatures look up in.
+        whole_tables: those of them that a model reads whole.
+        dropped_features: features left out with the tables that were not asked for.
+        quantization: by table, of those whose activations were quantized in training.
+    """
+
+    tables: Sequence[str]
+    whole_tables: Sequence[str]
+    dropped_features: tuple[str, ...]
+    quantization: Mapping[str, QuantizationConfig]
+
+    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+        """Save the signatures into `folder`, over the stacks of `plan`."""
+
+
+def make_request(
+    checkpoint: "Checkpoint",
+    serving_config: Any,
+    model: Any,
+    tables: Sequence[str] | None,
+    features: Sequence[str] | None = None,
+    output_names: Mapping[str, str] | None = None,
+    *,
+    allow_unused_weights: bool = False,
+) -> Request:
+    """Resolve what was asked against `checkpoint`.
+
+    Raises:
+        ConfigError, CheckpointMismatchError, UnknownTableError: it cannot be answered; the message says why.
+        MissingExtraError: TensorFlow is not installed.
+    """
+    for what, names in (("tables", tables), ("features", features)):
+        _check_names(what, names)
+    for name in tables or ():
+        find_table(name, checkpoint.tables())
+    if model is None:
+        if output_names:
+            raise ConfigError(
+                "output_names: they rename the outputs of a model, and outputs of lookups are called like their features; "
+                "pass a model, or rename the features in the serving_config"
+            )
+        if allow_unused_weights:
+            raise ConfigError("allow_unused_weights: is for a whole model; give `model` too, or leave it out")
+        return _LookupRequest(checkpoint, serving_config, tables, features)
+    if features is not None:
+        raise ConfigError(
+            "features: a model needs all of its inputs; leave `features` out, or `model` for lookups alone"
+        )
+    return _ModelRequest(checkpoint, serving_config, model, tables, output_names, allow_unused_weights)
+
+
+def _check_names(what: str, names: Sequence[str] | None) -> None:
+    if isinstance(names, str):
+        raise ConfigError(f"{what} must be a list of names, got the text {names!r}; write [{names!r}]")
+    if names is not None and not names:
+        raise ConfigError(f"{what} is empty; name at least one, or leave it out for all")
+
+
+class _LookupRequest:
+    """Features of a serving_config."""
+
+    whole_tables: Sequence[str] = ()
+
+    def __init__(
+        self,
+        checkpoint: "Checkpoint",
+        serving_config: Any,
+        tables: Sequence[str] | None,
+        features: Sequence[str] | None,
+    ) -> None:
+        config = serving_config_of(checkpoint, serving_config)
+        chosen = config if features is None else config.only_features(features)
+        kept = chosen if tables is None else chosen.only_tables(tables)
+        self._available = checkpoint.tables()
+        self._features = served_features(kept, self._available, checkpoint.layer_config)
+        self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self._features))
+        self.dropped_features = tuple(name for name in config.features if name not in kept.features)
+        self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
+            checkpoint.layer_config, quantization_in(config)
+        )
+        _check_all_served(tables, self.tables)
+
+    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+        _require_tensorflow()
+        from tpuembed.export.graph.lookup_model import LookupModel
+        from tpuembed.export.graph.saved_model import save_graph
+        from tpuembed.export.graph.stacked_tables import StackedTables
+
+        tables = StackedTables(self._available)
+        return save_graph(LookupModel(self._features, tables), tables, plan.stacks, list, folder, plan.layout)
+
+
+class _ModelRequest:
+    """A Keras model, built here and now in the scope that allocates no tables."""
+
+    dropped_features: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        checkpoint: "Checkpoint",
+        serving_config: Any,
+        model: Any,
+        tables: Sequence[str] | None,
+        output_names: Mapping[str, str] | None,
+        allow_unused_weights: bool,
+    ) -> None:
+        _require_tensorflow()
+        from tpuembed.export.graph.dense_weights import recorded
+        from tpuembed.export.graph.keras_model import build_model
+        from tpuembed.export.graph.stacked_tables import StackedTables
+        from tpuembed.export.graph.vocabularies import check_vocabularies
+
+        self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
+        self._sources = StackedTables(checkpoint.tables())
+        with deferred_tables(self._sources), recorded() as self._made:
+            self._model = build_model(model, output_names)
+            if self._sources.were_asked_for or self._model.may_read_tables():
+                self._model.trace()
+        check_vocabularies(self._model.model, checkpoint.path)
+        stated = check_model_config(self._model, checkpoint, serving_config)
+        self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
+            checkpoint.layer_config, self._sources.quantization, stated
+        )
+        if not self._sources.required:
+            raise ConfigError("model: the factory built no tpuembed.TPUEmbedding layer, so there is no table to export")
+        self.tables: Sequence[str] = list(self._sources.required)
+        self.whole_tables: Sequence[str] = self._sources.read_whole
+        _check_all_served(tables, self.tables)
+        if tables is not None and set(tables) != set(self.tables):
+            missing = sorted(set(self.tables) - set(tables))
+            raise ConfigError(f"tables: the model looks up in {', '.join(missing)} too; add them or leave `tables` out")
+
+    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+        from tpuembed.export.graph.dense_weights import restore_dense_weights
+        from tpuembed.export.graph.saved_model import save_graph
+
+        def dense() -> list[Any]:
+            restore_dense_weights(
+                self._model.model,
+                self._checkpoint,
+                self.tables,
+                allow_unused_weights=self._allow_unused_weights,
+                made=self._made,
+            )
+            return self._model.state()
+
+        return save_graph(self._model, self._sources, plan.stacks, dense, folder, plan.layout)
+
+
+def check_model_config(
+    model: "KerasModel", checkpoint: "Checkpoint", serving_config: Any
+) -> Mapping[str, QuantizationConfig | None]:
+    """Prove that a model's signature is what `serving_config`, if any, asks for; the quantization that it states by table.
+
+    Raises:
+        ConfigError, CheckpointMismatchError, UnknownTableError: it is not.
+    """
+    if serving_config is None:
+        return {}
+    config = ServingConfig.parse(serving_config)
+    check_tables(config, checkpoint.tables())
+    model.check_serving_config(config)
+    return quantization_in(config)
+
+
+def quantization_in(config: ServingConfig) -> Mapping[str, QuantizationConfig | None]:
+    """What `config` says of it, by table."""
+    return {name: table.quantization_config for name, table in config.tables.items()}
+
+
+def _check_all_served(asked: Sequence[str] | None, served: Sequence[str]) -> None:
+    unserved = [name for name in asked or () if name not in served]
+    if unserved:
+        raise ConfigError(
+            f"tables: no feature looks up in {', '.join(unserved)}; add one to the serving_config or leave it out"
+        )
+
+
+def _require_tensorflow() -> None:
+    try:
+        import tensorflow  # noqa: F401, ICN001
+    except ImportError:
+        raise MissingExtraError("an export", "tensorflow", "tf") from None

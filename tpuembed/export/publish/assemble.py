@@ -1,0 +1,216 @@
+"""Join the graph that TensorFlow saved with the table data that workers wrote, prove the whole, publish it.
+
+TensorFlow's bundle in `variables/` holds the dense variables and the object graph, which names a key for every stacked
+variable and no data. The tables' files become further data files of that bundle, and the index is written anew.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tpuembed
+from tpuembed.errors import ExportError
+from tpuembed.export.plan.plan import ExportPlan, StackPlan
+from tpuembed.export.publish.bundle_files import BUNDLE
+from tpuembed.export.publish.layouts import Layout, graph_keys, stored_shape
+from tpuembed.export.storage.formats import STORAGES
+from tpuembed.export.stream.execute import StreamReport
+from tpuembed.files import FilePath
+from tpuembed.manifest import (
+    FeatureEntry,
+    FileEntry,
+    Manifest,
+    Packing,
+    QuantizationEntry,
+    StackEntry,
+    TableEntry,
+    TensorSpec,
+    VocabularyEntry,
+)
+from tpuembed.saved_model import file_crc32c
+from tpuembed.tensor_bundle import (
+    Bundle,
+    BundleIndex,
+    Entry,
+    index_path,
+    merge_entries,
+    read_index,
+    shard_path,
+    write_index,
+)
+
+if TYPE_CHECKING:  # which knows where reports come from
+    from tpuembed.export.publish.destinations import Stage
+
+__all__ = ["assemble"]
+
+Signatures = Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
+
+
+def assemble(
+    staging: "Stage",
+    plan: ExportPlan,
+    streamed: StreamReport,
+    *,
+    layout: Layout,
+    stack_keys: Mapping[str, str],
+    signatures: Signatures,
+    source: Mapping[str, str],
+    tables_key: str = "",
+    features: tuple[FeatureEntry, ...] = (),
+    vocabularies: tuple[VocabularyEntry, ...] = (),
+    padding: Mapping[str, int | str] | None = None,
+    packing: Packing | None = None,
+) -> FilePath:
+    """Complete the SavedModel in `staging.path` with the tables in `streamed.folder`, and commit it.
+
+    Args:
+        staging: holds what `tf.saved_model.save` wrote, its stacked variables uninitialised.
+        plan, streamed: the tables; `streamed.folder` lies on the file system of `staging.path`.
+        layout: of the plan, which settles where the version will be served.
+        stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
+        signatures, source, tables_key, features, vocabularies, padding, packing: for the manifest.
+
+    Returns:
+        The path of the version that is now visible.
+
+    Raises:
+        ExportError: graph and tables do not fit together, or the version cannot be committed; nothing is published.
+    """
+    prefix = staging.path / BUNDLE
+    _check_names(plan, stack_keys)
+    layout.check(staging.path, plan.stacks, stack_keys)
+    dense = read_index(index_path(prefix))
+    merged = merge_entries([dense, _table_index(plan, streamed, stack_keys)])
+    _move_dense_files(prefix, dense.num_shards, merged.num_shards)
+    for number, stack in enumerate(plan.stacks, start=dense.num_shards):
+        _link(streamed.folder / stack.file, shard_path(prefix, number, merged.num_shards))
+    write_index(index_path(prefix), merged.entries, merged.num_shards)
+    _check_bundle(prefix, merged)
+    layout.place(staging.path, {stack.file: _file(stack, merged, stack_keys) for stack in plan.stacks})
+    manifest = _manifest(plan, streamed, merged, stack_keys, signatures, source)
+    files = _other_files(staging.path, manifest)
+    manifest = dataclasses.replace(
+        manifest,
+        files=files,
+        tables_key=tables_key,
+        features=features,
+        vocabularies=vocabularies,
+        padding=padding or {},
+        packing=packing or Packing(),
+    )
+    manifest.write(staging.path)
+    return staging.commit(lambda name: layout.settle(staging.path, manifest, name))
+
+
+def _link(source: Path, target: Path) -> None:
+    """Have the version share a data file, which a killed export's next one finds where it was; move it where it cannot."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        source.rename(target)
+
+
+def _check_names(plan: ExportPlan, stack_keys: Mapping[str, str]) -> None:
+    """Raise ExportError unless the graph was saved over the stacks of the plan."""
+    planned = {stack.name for stack in plan.stacks}
+    if planned != set(stack_keys):
+        raise ExportError(f"the plan has the stacks {sorted(planned)} and the graph has {sorted(stack_keys)}")
+
+
+def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[str, str]) -> BundleIndex:
+    """The index of the stacks' files, as a bundle of their own."""
+    entries = {
+        stack_keys[stack.name]: Entry(
+            dtype=STORAGES[stack.storage].dtype.name,
+            shape=stored_shape(stack),
+            shard=number,
+            offset=stack.offset,
+            size=stack.size,
+            crc32c=streamed.crc32c[stack.name],
+        )
+        for number, stack in enumerate(plan.stacks)
+    }
+    return BundleIndex(entries, len(plan.stacks))
+
+
+def _move_dense_files(prefix: Path, dense_shards: int, num_shards: int) -> None:
+    for number in range(dense_shards):
+        shard_path(prefix, number, dense_shards).rename(shard_path(prefix, number, num_shards))
+
+
+def _check_bundle(prefix: Path, expected: BundleIndex) -> None:
+    """Raise ExportError unless the written bundle says what was meant and holds a value for every key of the graph.
+
+    Opening it proves the index against itself and against the sizes of the data files.
+    """
+    with Bundle.open(prefix) as bundle:
+        missing = graph_keys(bundle) - set(bundle.entries)
+        if dict(bundle.entries) != dict(expected.entries):
+            raise ExportError(f"bundle {prefix}: its index does not read back as it was written; export again")
+    if missing:
+        raise ExportError(f"bundle {prefix}: the graph restores {sorted(missing)} and the bundle has no value for them")
+
+
+def _file(stack: StackPlan, merged: BundleIndex, stack_keys: Mapping[str, str]) -> str:
+    """The data file of `stack`, inside the version."""
+    return str(shard_path(BUNDLE, merged.entries[stack_keys[stack.name]].shard, merged.num_shards))
+
+
+def _other_files(version: Path, manifest: Manifest) -> dict[str, FileEntry]:
+    """Everything in `version` but table data, for the manifest."""
+    files = (Path(folder, name) for folder, _, names in os.walk(version) for name in names)
+    by_name = {path.relative_to(version).as_posix(): path for path in files}
+    others = sorted(by_name.keys() - manifest.table_files().keys())
+    return {name: FileEntry(size=by_name[name].stat().st_size, crc32c=file_crc32c(by_name[name])) for name in others}
+
+
+def _manifest(
+    plan: ExportPlan,
+    streamed: StreamReport,
+    merged: BundleIndex,
+    stack_keys: Mapping[str, str],
+    signatures: Signatures,
+    source: Mapping[str, str],
+) -> Manifest:
+    return Manifest(
+        tool_version=tpuembed.__version__,
+        source=source,
+        layout=plan.layout,
+        tables=tuple(entry for stack in plan.stacks for entry in _table_entries(stack)),
+        stacks=tuple(_stack_entry(stack, streamed, merged, stack_keys[stack.name]) for stack in plan.stacks),
+        signatures=signatures,
+        errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
+    )
+
+
+def _table_entries(stack: StackPlan) -> list[TableEntry]:
+    return [
+        TableEntry(
+            name=table.table,
+            rows=table.rows,
+            dim=stack.dim,
+            dtype=table.source_dtype,
+            stack=stack.name,
+            row_offset=table.row_offset,
+            first_row=table.first_row,
+            quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
+        )
+        for table in stack.tables
+    ]
+
+
+def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, key: str) -> StackEntry:
+    return StackEntry(
+        name=stack.name,
+        key=key,
+        rows=stack.rows,
+        dim=stack.dim,
+        storage=stack.storage,
+        file=_file(stack, merged, {stack.name: key}),
+        offset=stack.offset,
+        size=stack.size,
+        crc32c=streamed.crc32c[stack.name],
+    )

@@ -1,0 +1,141 @@
+"""How a server gets the tables of an export: one class per layout, chosen once.
+
+Both layouts are the same files but for saved_model.pb: each stack is a data file of the bundle `variables/variables`, from
+its first byte on. `variables` restores it into a variable; `mmap` maps the file where it lies, so that its graph has to
+know the path.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
+from tpuembed.config.checks import check_choice
+from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.plan.plan import StackPlan
+from tpuembed.export.storage.formats import STORAGES
+from tpuembed.manifest import LAYOUTS, Manifest
+from tpuembed.protobuf import Message
+from tpuembed.saved_model import (
+    GRAPH_FILE,
+    MappedTensor,
+    check_root,
+    mapped_from,
+    mapped_tensors,
+    replace_file,
+    replace_paths,
+)
+from tpuembed.tensor_bundle import Bundle
+
+__all__ = ["Layout", "check_layout", "choose_layout", "graph_keys", "stored_shape"]
+
+
+class Layout(Protocol):
+    """What depends on the layout once the graph is saved."""
+
+    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:
+        """Raise ExportError unless the graph in `version` takes exactly `stacks`, of their shapes."""
+
+    def place(self, version: Path, files: Mapping[str, str]) -> None:
+        """Note in the graph that the data of the stack `StackPlan.file` lies in `files[it]`, inside the version."""
+
+    def settle(self, version: Path, manifest: Manifest, name: str) -> None:
+        """Make the graph fit for `version` to be served under `name`."""
+
+
+def check_layout(layout: str, serving_root: str | None) -> None:
+    """Raise ConfigError unless this is a layout, and `serving_root`, if any, is one that it can honour."""
+    check_choice("layout", layout, LAYOUTS)
+    if serving_root is None:
+        return
+    if layout != "mmap":
+        raise ConfigError(
+            f"serving_root is for layout mmap: an export of layout {layout} loads from any folder; leave it out"
+        )
+    check_root(serving_root)
+
+
+def choose_layout(layout: str, model_dir: Path | None, serving_root: str | None) -> Layout:
+    """The layout of that name, of exports that are served from `model_dir`, or from `serving_root` where it is given.
+
+    One of both is given where the layout is `mmap`.
+    """
+    check_layout(layout, serving_root)
+    if layout != "mmap":
+        return _Variables()
+    if serving_root is None:
+        assert model_dir is not None
+        serving_root = str(model_dir.absolute())
+    return _Mapped(serving_root)
+
+
+class _Variables:
+    """Stacks are variables that the checkpoint restores."""
+
+    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:
+        prefix = version / "variables" / "variables"
+        with Bundle.open(prefix) as bundle:
+            if unknown := set(stack_keys.values()) - graph_keys(bundle):
+                raise ExportError(f"bundle {prefix}: the saved graph restores no variable under {sorted(unknown)}")
+        saved = _variable_shapes((version / GRAPH_FILE).read_bytes())
+        for stack in stacks:
+            if saved.get(stack.name) != stored_shape(stack):
+                raise ExportError(
+                    f"stack {stack.name!r}: its data is {list(stored_shape(stack))} "
+                    f"and the graph's variable {list(saved.get(stack.name, ()))}"
+                )
+
+    def place(self, version: Path, files: Mapping[str, str]) -> None:
+        """The bundle's index has it."""
+
+    def settle(self, version: Path, manifest: Manifest, name: str) -> None:
+        """It can be served from anywhere."""
+
+
+class _Mapped:
+    """Stacks are mapped from their files in `root`/<name>/."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:  # noqa: ARG002 - keys are the bundle's alone
+        files = {stack.file for stack in stacks}
+        saved = {tensor for tensor in mapped_tensors((version / GRAPH_FILE).read_bytes()) if tensor.path in files}
+        planned = {MappedTensor(s.file, STORAGES[s.storage].dtype.name, stored_shape(s)) for s in stacks}
+        if saved != planned:
+            raise ExportError(f"the plan has the stacks {_listed(planned)} and the graph maps {_listed(saved)}")
+
+    def place(self, version: Path, files: Mapping[str, str]) -> None:
+        graph = (version / GRAPH_FILE).read_bytes()
+        replace_file(version / GRAPH_FILE, replace_paths(graph, files))
+
+    def settle(self, version: Path, manifest: Manifest, name: str) -> None:
+        graph = (version / GRAPH_FILE).read_bytes()
+        replace_file(version / GRAPH_FILE, mapped_from(graph, manifest, self._root / name))
+
+
+def _listed(tensors: set[MappedTensor]) -> str:
+    return ", ".join(sorted(f"{one.path} {one.dtype} {list(one.shape)}" for one in tensors)) or "none"
+
+
+def _variable_shapes(graph: bytes) -> dict[str, tuple[int, ...]]:
+    """The shapes of the saved variables by name.
+
+    Source: SavedModel.meta_graphs = 2, MetaGraphDef.object_graph_def = 7, SavedObjectGraph.nodes = 1,
+    SavedObject.variable = 7, SavedVariable.shape = 2 and .name = 6, TensorShapeProto.dim = 2 and its size = 1, in
+    tensorflow/core/protobuf and tensorflow/core/framework.
+    """
+    nodes = [node for meta in Message(graph).messages(2) for node in meta.message(7).messages(1) if node.has(7)]
+    variables = [node.message(7) for node in nodes]
+    return {variable.text(6): tuple(dim.signed(1) for dim in variable.message(2).messages(2)) for variable in variables}
+
+
+def graph_keys(bundle: Bundle) -> set[str]:
+    """The checkpoint keys of the variables in the saved object graph."""
+    graph = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY))
+    return {node.value_key for node in graph.nodes if node.value_key is not None}
+
+
+def stored_shape(stack: StackPlan) -> tuple[int, int]:
+    """[rows, columns] of the stack's data."""
+    return stack.rows, STORAGES[stack.storage].columns(stack.dim)

@@ -1,0 +1,153 @@
+"""A version in the making in a store, and how it becomes visible.
+
+What TensorFlow saves, which is small, lies in a temporary folder of this machine; table data goes straight to uploads, which no
+listing shows. The commit completes the uploads, writes the other files, and at last `saved_model.pb`, if no other is there. So
+for the time of the commit servers see a folder without it, which they cannot load.
+"""
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ExportError
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.publish.bundle_files import data_file_names
+from tpuembed.export.publish.store.failing import failing
+from tpuembed.export.publish.store.heartbeat import Keeper
+from tpuembed.export.publish.store.tables import StoreTables
+from tpuembed.export.publish.store.version_lease import Root, claim, forget
+from tpuembed.export.publish.unfinished import TABLES, VERSION
+from tpuembed.export.stream.resume_log import Header
+from tpuembed.files import UrlPath, in_parallel
+from tpuembed.saved_model import GRAPH_FILE
+
+__all__ = ["StoreStaging"]
+
+_SPOILING = (CheckpointCorruptError, CheckpointMismatchError)
+
+
+class StoreStaging:
+    """As `tpuembed.export.publish.folder.Staging`, in a store.
+
+    Attributes:
+        model_dir: where versions lie.
+        path: of the version in the making, on this machine; empty at the start.
+        kept: what other requests have left unfinished, and could still be resumed.
+    """
+
+    def __init__(self, root: Root, version: int | None, header: Header | None, *, restart: bool) -> None:
+        """Take over what `header` can resume in `root`, or reserve a version. See `Staging`.
+
+        Raises:
+            ExportError: the version exists or is another export's, or the store cannot be written.
+        """
+        self.model_dir, self._root, self._can_go_on = root.path, root, header is not None
+        with failing(root.path):
+            claimed, kept = claim(root, version, header, restart=restart)
+        self.kept: Sequence[str] = kept
+        self._keeper = Keeper(root, claimed)
+        self._tables: StoreTables | None = None
+        self._is_visible = self._is_committing = False
+        self._folder = Path(tempfile.mkdtemp(prefix="tpuembed-export-"))
+        self.path = self._folder / VERSION
+        for folder in (self.path, self._folder / TABLES):
+            folder.mkdir()
+
+    def __enter__(self) -> "StoreStaging":
+        self._keeper.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give up the version, unless it is visible; keep what the next export can go on with."""
+        self._keeper.__exit__(kind, error, trace)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._leave(error)
+        except (OSError, ExportError) as failure:
+            warnings.warn(
+                f"MODEL_DIR {self.model_dir}: what is left of version {self._keeper.version} cannot be cleared: {failure}; "
+                "the next export there does it",
+                stacklevel=2,
+            )
+        finally:
+            owner = self._keeper.record.owner
+            if owner is not None:
+                owner.end()
+
+    def _leave(self, error: BaseException | None) -> None:
+        version = self._keeper.version
+        if self._is_visible:
+            self._root.bucket.delete([self._root.record_key(version)])
+            return
+        if self._keeper.is_taken:
+            return  # all of it is the other export's
+        if self._keeper.is_gone:
+            for upload in self._keeper.record.uploads.values():
+                self._root.bucket.abort_upload(upload.key, upload.id)
+            return
+        if error is not None and self.is_kept_after(error):
+            self._keeper.update(owner=None)
+        else:
+            self._keeper.update()  # raises where it is another export's by now
+            forget(self._root, version, self._keeper.record)
+
+    def is_kept_after(self, error: BaseException) -> bool:
+        """Whether the next export can go on with what there is."""
+        if not self._can_go_on or self._is_committing or isinstance(error, _SPOILING) or not self.finished:
+            return False
+        return not (self._keeper.is_taken or self._keeper.is_gone)
+
+    @property
+    def finished(self) -> int:
+        """Shards that a next export need not stream again."""
+        return len(self._keeper.record.finished)
+
+    def open_tables(self, plan: ExportPlan) -> StoreTables:
+        """Where the tables of `plan` are streamed to; the graph is saved already."""
+        names = data_file_names(self.path, plan.stacks)
+        self._tables = StoreTables(self._root, self._keeper, self._folder / TABLES, names)
+        return self._tables
+
+    def commit(self, settle: Callable[[str], None] = lambda _: None) -> UrlPath:
+        """Write the version, `saved_model.pb` last; its URL.
+
+        Args:
+            settle: called with the version's name before anything of it is written.
+
+        Raises:
+            ExportError: a file cannot be written, or another export has the version.
+        """
+        assert self._tables
+        version = self._keeper.version
+        settle(str(version))
+        others = sorted({*_files(self.path)} - self._tables.names - {GRAPH_FILE.as_posix()})
+        with failing(self.model_dir):
+            self._keeper.update()
+            self._is_committing = True
+            self._tables.complete()
+            in_parallel(lambda name: self._root.bucket.put(self._key(name), self.path / name), others)
+            self._keeper.update()
+            self._publish(self._key(GRAPH_FILE.as_posix()))
+        return self._root.path / str(version)
+
+    def _publish(self, key: str) -> None:
+        try:
+            self._root.bucket.create(key, (self.path / GRAPH_FILE).read_bytes())
+        except FileExistsError:
+            raise ExportError(
+                f"MODEL_DIR {self.model_dir}: version {self._keeper.version} exists: somebody wrote it meanwhile; export again"
+            ) from None
+        self._is_visible = True
+
+    def _key(self, name: str) -> str:
+        return self._root.key(f"{self._keeper.version}/{name}")
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Of all files below `folder`, their paths in it."""
+    return (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,237 @@
+"""Shards on a Ray cluster: Ray schedules them, retries what got lost with a worker or a node, and moves no table bytes.
+
+The checkpoint and MODEL_DIR lie on storage that every node sees under the same path, or in object stores. tpuembed is installed
+on every node.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from tpuembed.errors import ExportError, MissingExtraError, TpuEmbedError, WorkerError, one_line
+from tpuembed.export.plan.plan import ShardTask
+from tpuembed.export.stream.batch import Batch, Where, flush_batch, run_batch
+from tpuembed.export.stream.engines.protocol import Job
+from tpuembed.export.stream.failures import Failure
+from tpuembed.export.stream.shard import ShardResult, Source, ignore
+
+__all__ = ["RayEngine"]
+
+_RETRIES: Final = 3
+_CONNECT_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 5.0
+_SILENT_SECONDS: Final = 30.0
+"""Half of what Ray gives a head to come back."""
+_QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
+
+
+class RayEngine:
+    """Runs at most `workers` tasks at once, each on one CPU of the cluster."""
+
+    def __init__(self, workers: int, address: str | None = None) -> None:
+        """`address`: HOST:PORT, "ray://..." or "auto"; None for the cluster of RAY_ADDRESS, or else a new one on this machine."""
+        self._workers, self._address = workers, address
+
+    def run(
+        self,
+        tasks: Sequence[ShardTask],
+        job: Job,
+        *,
+        on_result: Callable[[ShardResult], None] = ignore,
+        on_progress: Callable[[int], None] = ignore,
+    ) -> list[ShardResult]:
+        """See Engine.run. Progress is told batch by batch."""
+        with _connected(self._address) as ray:
+            run = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=[_MayPassError])(_run)
+            results = list[ShardResult]()
+            for result in _results(ray, run, job.place.batches(tasks), job, self._workers):
+                results.append(result)
+                on_result(result)
+                on_progress(sum(result.bytes for result in results))
+        return sorted(results, key=lambda result: result.index)
+
+
+class _MayPassError(Exception):
+    """Raised in a worker for what Ray is to try again."""
+
+
+def _run(fields: Sequence[Mapping[str, Any]], where: Where, source: Mapping[str, Any]) -> dict[str, Any]:
+    """One batch, in a worker of Ray: its results or its failure, as JSON values."""
+    shards = [ShardTask(**task) for task in fields]
+    try:
+        results = run_batch(shards, where, Source(**source))
+        flush_batch(shards, where)
+    except Exception as error:
+        failure = Failure.of(error)
+        if failure.may_pass:
+            raise _MayPassError(failure.message) from None
+        return {"failure": dataclasses.asdict(failure)}
+    return {"results": [dataclasses.asdict(result) for result in results]}
+
+
+def _results(ray: Any, run: Any, batches: Sequence[Batch], job: Job, at_once: int) -> Iterator[ShardResult]:
+    """Results as they come; after an exception the tasks under way are cancelled."""
+    waiting, source = iter(batches), dataclasses.asdict(job.source)
+
+    def submit(count: int) -> dict[Any, Batch]:
+        return {
+            run.remote([vars(task) for task in batch.shards], job.place.where(batch), source): batch
+            for batch in islice(waiting, count)
+        }
+
+    head = _Head(ray.get_runtime_context().gcs_address)
+    running = submit(at_once)
+    try:
+        while running:
+            done, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_SECONDS)
+            if not done:
+                head.check()
+            for reference in done:
+                yield from _result(ray, reference, running.pop(reference), job)
+            running |= submit(len(done))
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+class _Head:
+    """The cluster's head, as far as it can be asked from here: Ray itself ends this process when it is gone for a minute."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._silent_since = address, 0.0
+        self._is_watched = self._answers()  # what "ray://..." leads to need not be seen from here
+
+    def check(self) -> None:
+        """Raise WorkerError where it has been silent for too long."""
+        if not self._is_watched or self._answers():
+            self._silent_since = 0.0
+            return
+        self._silent_since = self._silent_since or time.monotonic()
+        if time.monotonic() - self._silent_since >= _SILENT_SECONDS:
+            raise WorkerError(
+                f"ray: the cluster's head at {self._address} has not answered for {_SILENT_SECONDS:.0f} seconds; start the cluster "
+                "again, and run the same command"
+            )
+
+    def _answers(self) -> bool:
+        try:
+            _reach(self._address, _LOOK_SECONDS)
+        except OSError:
+            return False
+        return True
+
+
+def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult]:
+    try:
+        reply = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        said = str(error.cause) if isinstance(error.cause, _MayPassError) else f"{task}: {one_line(error.cause)}"
+        raise ExportError(f"{said}; it was tried {_RETRIES + 1} times") from None
+    except ray.exceptions.RayError as error:
+        raise WorkerError(
+            f"{task}: Ray lost it {_RETRIES + 1} times: {one_line(error)}; look at the cluster's nodes"
+        ) from None
+    if "failure" in reply:
+        raise _with_hint(Failure(**reply["failure"]).error(task), job)
+    return [ShardResult(**result) for result in reply["results"]]
+
+
+def _with_hint(error: TpuEmbedError, job: Job) -> TpuEmbedError:
+    if job.place.hint and isinstance(error, ExportError) and "No such file" in str(error):
+        error.args = (f"{error}; {job.place.hint}",)
+    return error
+
+
+@contextlib.contextmanager
+def _connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected; what is started here is stopped, what was there stays.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ExportError: there is no cluster at `address`.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtraError("--engine ray", "ray", "ray") from None
+    if ray.is_initialized():
+        yield ray
+        return
+    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    with _notices() as notices:
+        try:
+            _reach(where)
+            ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
+        except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray has no type for it
+            raise _unusable(where, error, notices) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _unusable(where: str, error: Exception, notices: BinaryIO) -> ExportError:
+    """What to do about a cluster that cannot be used; `notices` of a token are told in it, once."""
+    notices.seek(0)
+    written = notices.read()
+    if b"AuthToken" in written or "Authentication" in type(error).__name__:
+        notices.seek(0)
+        notices.truncate()
+        return ExportError(
+            f"ray: the cluster at {where!r} refuses the token, or there is none: set RAY_AUTH_TOKEN to the cluster's, with "
+            "RAY_AUTH_MODE=token"
+        )
+    # Ray names an address of its own making.
+    said = re.sub(r"Failed to connect to Ray cluster at \S+", "failed to connect", one_line(error))
+    return ExportError(
+        f"ray: no cluster at {where!r} can be used: {said}; start one, name another with --ray-address, or set RAY_AUTH_TOKEN "
+        "where it asks for a token"
+    )
+
+
+@contextlib.contextmanager
+def _notices() -> Iterator[BinaryIO]:
+    """A file for what is written to file descriptor 2 meanwhile; what is left in it at the end is written there.
+
+    Ray's own code writes a line every second there, before any log level applies.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            while block := file.read(1 << 16):
+                os.write(2, block)
+
+
+def _reach(where: str, timeout_seconds: float = _CONNECT_SECONDS) -> None:
+    """Raise OSError where nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = where.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+
+
+def _options(where: str) -> dict[str, Any]:
+    """Of a cluster of our own: no dashboard, and this process's import path."""
+    if where != "local":
+        return {}
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    return {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}

@@ -1,0 +1,90 @@
+"""The process that streams shards: `python -m tpuembed.export.stream.worker`, told what to do over pipes.
+
+It reads JSON lines on stdin: first the job (`{"source": ..., "parent": pid, "delay_seconds": ...}`), then batches
+(`{"shards": [...], "where": ...}`); it ends when stdin does. It writes JSON lines on stdout: `{"progress": bytes of the
+current batch}` now and then, and for each batch `{"results": [...]}` or `{"error": {"type": ..., "message": ...,
+"may_pass": ...}}`, of which the last ends it. It never imports TensorFlow, and it never outlives its parent.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import IO, Any
+
+from tpuembed.errors import TpuEmbedError
+from tpuembed.export.plan.plan import ShardTask
+from tpuembed.export.stream.batch import run_batch
+from tpuembed.export.stream.failures import Failure
+from tpuembed.export.stream.shard import Source, open_once
+
+__all__ = ["main"]
+
+_REPORT_SECONDS = 0.1
+
+
+def main() -> int:
+    """Stream batches until stdin ends; 0 if all of them succeeded."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    replies = _take_stdout()
+    job = json.loads(sys.stdin.readline() or "null")
+    if job is None:
+        return 0
+    time.sleep(job["delay_seconds"])
+    worker = _Worker(Source(**job["source"]), job["parent"], replies)
+    worker.prepare()
+    return 0 if all(worker.run(json.loads(line)) for line in sys.stdin) else 1
+
+
+def _take_stdout() -> IO[str]:
+    """Stdout for replies alone: whatever else prints goes to stderr."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    return replies
+
+
+class _Worker:
+    def __init__(self, source: Source, parent: int, replies: IO[str]) -> None:
+        self._source, self._parent, self._replies = source, parent, replies
+        self._reported = 0.0
+
+    def prepare(self) -> None:
+        """Open the source while there is nothing else to do. What fails here fails the first batch too, which says so."""
+        with contextlib.suppress(Exception):
+            open_once(self._source)
+
+    def run(self, batch: Mapping[str, Any]) -> bool:
+        """Stream `batch` and say how it went."""
+        try:
+            shards = [ShardTask(**fields) for fields in batch["shards"]]
+            results = run_batch(shards, batch["where"], self._source, self._on_chunk)
+        except Exception as error:
+            if not isinstance(error, TpuEmbedError):
+                traceback.print_exc()
+            self._reply({"error": dataclasses.asdict(Failure.of(error))})
+            return False
+        self._reply({"results": [dataclasses.asdict(result) for result in results]})
+        return True
+
+    def _on_chunk(self, written: int) -> None:
+        if os.getppid() != self._parent:
+            os._exit(1)  # orphaned: nobody reads what we write
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            self._reply({"progress": written})
+
+    def _reply(self, message: dict[str, Any]) -> None:
+        try:
+            print(json.dumps(message), file=self._replies, flush=True)
+        except BrokenPipeError:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
