@@ -1,18 +1,6 @@
 """Serve SavedModels over TensorFlow Serving's REST and gRPC APIs.
 
-settings      what a server is told; models_config reads it from a models.config, policies say which versions are served
-versions      which folders are versions, and whether one is whole
-served_model  versions of one model loaded, swapped, unloaded, while requests hold the one they run on
-repository    all models, and the replacement of their config
-runtime       a SavedModel in a TensorFlow session (the only module that imports TensorFlow)
-executor      runs on a few threads, with a bounded queue and a deadline
-service       predict, status, metadata, free of any transport
-json_codec    TensorFlow Serving's JSON to arrays and back
-rest, rpc     the /v1/ API as raw ASGI, and gRPC; app puts FastAPI around it; http_server runs it
-binary_api    arrays as bytes (binary_frames), at URLs of our own; client speaks it
-telemetry     what operators see: observation keeps a record of a request, metrics, access_log and tracing make something of it
-pages         the list of models and the documentation
-server        one process, or a supervisor of several workers; fleet has what these tell each other
+`settings` says what a server is told, `server` runs it in one process or several. Each folder is one part; its docstring says which.
 """
 
 import importlib

@@ -118,7 +118,7 @@ class TelemetrySettings:
             raise ConfigError(f"metrics_path is {path!r}: give a path that starts with / and that nothing else has")
 
 
-_OWN_PATHS: Final = ("/v1/", "/binary/", "/healthz", "/readyz", "/models", "/docs", "/openapi.json")
+_OWN_PATHS: Final = ("/v1/", "/healthz", "/readyz", "/models", "/docs", "/openapi.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

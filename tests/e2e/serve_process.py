@@ -61,19 +61,21 @@ class ServerProcess:
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=60)
 
-    def request(self, method: str, target: str, body: str | bytes | None = None) -> tuple[int, bytes]:
+    def request(
+        self, method: str, target: str, body: str | bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
         connection = self.connect()
         try:
-            connection.request(method, target, body)
+            connection.request(method, target, body, headers or {})
             reply = connection.getresponse()
             return reply.status, reply.read()
         finally:
             connection.close()
 
-    def predict(self, body: Any, version: str = "") -> tuple[int, Any]:
+    def predict(self, body: Any, version: str = "", headers: dict[str, str] | None = None) -> tuple[int, Any]:
         """Status and decoded JSON for a predict request; `body` is sent as it is where it is text."""
         text = body if isinstance(body, str | bytes) else json.dumps(body)
-        status, reply = self.request("POST", f"{self.path}{version}:predict", text)
+        status, reply = self.request("POST", f"{self.path}{version}:predict", text, headers)
         return status, json.loads(reply)
 
     def statuses(self) -> dict[int, dict[str, Any]]:

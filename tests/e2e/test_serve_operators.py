@@ -1,9 +1,7 @@
-"""What operators and clients of our own see of a server of two processes: metrics, access log, binary predictions, lists."""
+"""What operators see of a server of two processes: metrics, access log, the list of models; and lists of different lengths."""
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 from tests.e2e.serve_process import ServerProcess, run_command
 from tests.unit.serving.doubles import wait_for
 from tpuembed import export_saved_model
-from tpuembed_serving.client import BinaryClient, RequestFailedError
 
 ROWS = np.arange(12, dtype=np.float32).reshape(6, 2)
 LISTS = [[1, 2, 3], [], [5]]
@@ -52,35 +49,6 @@ def computed(rows: int = 3) -> dict[str, Any]:
     """By numpy: the sums of weighted rows, and the rows."""
     sums = np.einsum("rh,rhd->rd", WEIGHTS, ROWS[np.maximum(PADDED, 0)])
     return {"watched": sums[:rows], "liked": ROWS[[0, 4, 5]][:rows]}
-
-
-def client(server: ServerProcess) -> BinaryClient:
-    return BinaryClient(f"http://{server.host}:{server.port}")
-
-
-def test_arrays_come_back_as_numpy_computes_them(server: ServerProcess) -> None:
-    with client(server) as connected:
-        for rows in (3, 1, 2):
-            answer = connected.predict("rec", inputs(rows))
-            assert answer.version == 4
-            assert sorted(answer.outputs) == ["liked", "watched"]
-            for name, wanted in computed(rows).items():
-                np.testing.assert_allclose(answer.outputs[name], wanted, rtol=1e-6, atol=1e-7)
-
-
-def test_a_refusal_says_why_and_the_connection_goes_on(server: ServerProcess) -> None:
-    with client(server) as connected:
-        with pytest.raises(RequestFailedError, match="the server answered 404: Servable not found") as caught:
-            connected.predict("other", inputs())
-        assert (caught.value.status, caught.value.retry_after_seconds) == (404, None)
-        with pytest.raises(RequestFailedError, match=r"Type mismatch: input liked is int32 vs\. expected int64"):
-            connected.predict("rec", {**inputs(), "liked": np.array([0, 4, 5], np.int32)})
-        with pytest.raises(
-            RequestFailedError, match=r"feature liked: id 99 of row 2 is not in table \S+, which has 6 rows"
-        ) as caught:
-            connected.predict("rec", {**inputs(), "liked": np.array([0, 4, 99])})
-        assert caught.value.status == 400
-        assert connected.predict("rec", inputs(), version=4, signature_name="serving_default").version == 4
 
 
 def test_lists_of_different_lengths_are_what_padded_ones_are(server: ServerProcess) -> None:
@@ -136,16 +104,16 @@ def test_requests_are_logged_with_what_they_took(server: ServerProcess) -> None:
     np.testing.assert_allclose(
         tf.make_ndarray(response.outputs["watched"]), computed()["watched"], rtol=1e-6, atol=1e-7
     )
-    with BinaryClient(f"http://{server.host}:{server.port}", headers={"X-Request-Id": "in-bytes"}) as connected:
-        connected.predict("rec", inputs())
+    body = {"inputs": {name: array.tolist() for name, array in inputs().items()}}
+    assert server.predict(body, headers={"X-Request-Id": "over-rest"})[0] == 200
     path = server.log_path.with_name("access.log")
-    wait_for(lambda: b"over-grpc" in path.read_bytes() and b"in-bytes" in path.read_bytes())
+    wait_for(lambda: b"over-grpc" in path.read_bytes() and b"over-rest" in path.read_bytes())
     lines = {line["request_id"]: line for line in map(json.loads, path.read_text().splitlines())}
-    assert {name: lines[name][name_of] for name, name_of in (("over-grpc", "status"), ("in-bytes", "status"))} == {
+    assert {name: lines[name][name_of] for name, name_of in (("over-grpc", "status"), ("over-rest", "status"))} == {
         "over-grpc": "OK",
-        "in-bytes": 200,
+        "over-rest": 200,
     }
-    for name in ("over-grpc", "in-bytes"):
+    for name in ("over-grpc", "over-rest"):
         assert (lines[name]["model"], lines[name]["version"], lines[name]["rows"]) == ("rec", 4, 3)
         assert lines[name]["stages_ms"]["run"] > 0
     assert lines["over-grpc"]["path"] == "/tensorflow.serving.PredictionService/Predict"
@@ -159,15 +127,6 @@ def test_models_are_listed(server: ServerProcess) -> None:
         200,
         {"models": [{"name": "rec", "labels": {}, "model_version_status": versions}]},
     )
-
-
-def test_the_client_imports_little() -> None:
-    code = (
-        "import sys, tpuembed_serving.client\n"
-        "print(sorted({'tensorflow', 'fastapi', 'grpc', 'orjson', 'uvicorn', 'google'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.tensorflow import lean_graph
 from tpuembed_serving.tensorflow import session as runtime
 
 NAMES = ("a", "b", "c")
@@ -113,13 +112,6 @@ def test_no_rows(loaded: Any) -> None:
     assert call(servable, "serving_default", dict.fromkeys(NAMES, np.empty(0, np.int64))).shape == (0, 2)
 
 
-def test_the_graph_is_lean(loaded: Any) -> None:
-    """Its dense layers are one operation each: nothing but `lean_graph` makes these in a session's graph."""
-    library = loaded[0]._session.graph.as_graph_def().library
-    ops = [node.op for function in library.function for node in function.node_def]
-    assert ops.count("_FusedMatMul") >= 3  # one of each signature, at least
-
-
 def test_it_answers_while_its_other_signatures_are_built_and_closes_after_that(
     loaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,19 +151,11 @@ LISTS = {
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
-def test_lookups_of_lists_need_no_optimizer(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    def counted(graph: Any) -> None:
-        made.append(graph)
-        lean_graph.make_lean(graph)
-
-    monkeypatch.setattr(runtime, "make_lean", counted)
+def test_lookups_of_lists(layout: str, tmp_path: Path) -> None:
     table = np.random.default_rng(3).normal(size=(30, 4)).astype(np.float32)
     checkpoint = tf.train.Checkpoint(t=tf.Variable(table)).write(str(tmp_path / "ckpt"))
     export_saved_model(checkpoint, tmp_path / "m", serving_config={"features": LISTS}, layout=layout)
     servable = runtime.load(tmp_path / "m" / "1")
-    assert made
     ids = np.array([[3, 29, -1], [0, 0, 7]])
     weights = np.array([[0.5, 2.0, 0.0], [1.0, 1.0, 3.0]], np.float32)
     inputs = dict.fromkeys(["mean", "weighted", "sequence"], ids) | {

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from tpuembed_serving.batching.busy_poll import BusyPoll
 from tpuembed_serving.batching.queue import Lane, OnOutcome, Request
 from tpuembed_serving.batching.request_timeouts import Expiry
 from tpuembed_serving.batching.runner import Outcome, Postponed
@@ -65,7 +64,6 @@ class ModelExecutor:
         self._lanes: dict[int, dict[str, Lane]] = {}
         self._groups: dict[Any, collections.deque[Request]] = {}
         self._waiting = 0
-        self._polls = processes < (os.cpu_count() or 1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[Request] = set()
 
@@ -75,7 +73,6 @@ class ModelExecutor:
         self._open = set()
         self._will_start = False
         self._expiry = Expiry(loop, self._open, self._fail)
-        self._poll = BusyPoll(loop) if self._polls else None
 
     async def run(
         self,
@@ -126,8 +123,6 @@ class ModelExecutor:
         self._add(request)
         self._expiry.expect(request.deadline)
         self._plan_start()
-        if self._poll is not None:
-            self._poll.arrived()
         return request
 
     def close(self) -> None:
@@ -281,8 +276,6 @@ class ModelExecutor:
                 self._open.discard(request)
                 if outcome is not None:
                     request.end(outcome)
-        if self._poll is not None and len(requests) == 1 and not self._open:
-            self._poll.answered()
 
     def _postpone(self, request: Request) -> None:
         """To a run of its own, which begins once the others are answered."""

@@ -18,7 +18,6 @@ from tpuembed_serving.core.row_limit import RowLimit
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.service import Executor, PredictionService
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.http.binary_api import BinaryApi, is_binary_request
 from tpuembed_serving.http.direct_predict import DirectPredict
 from tpuembed_serving.http.endpoint import Receive, Scope, Send
 from tpuembed_serving.http.openapi import REST_PATHS
@@ -64,7 +63,6 @@ class ServingApp(FastAPI):
         self._grpc_stop: asyncio.Task[None] | None = None
         self._grpc_leave: asyncio.Task[None] | None = None
         self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry, settings.security.max_json_depth)
-        self._binary = BinaryApi(self.service, settings.max_body_bytes, self.telemetry)
         self.direct = self._direct_predict()
         super().__init__(title="tpuembed serving", lifespan=_lifespan, docs_url=None, redoc_url=None)
         self.add_api_route("/healthz", _healthz, summary="The server answers")
@@ -129,9 +127,7 @@ class ServingApp(FastAPI):
 
     def _handler(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""
-        if is_api_request(scope):
-            return self._rest
-        return self._binary if is_binary_request(scope) else super().__call__
+        return self._rest if is_api_request(scope) else super().__call__
 
     def openapi(self) -> dict[str, Any]:
         """The routes of FastAPI and the raw ones."""

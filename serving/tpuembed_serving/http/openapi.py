@@ -184,27 +184,9 @@ def _paths(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _binary(base: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    frame = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-    operation = {
-        "summary": "Predict with arrays as bytes (docs/serve.md has the format, tpuembed_serving.client speaks it)",
-        "parameters": parameters,
-        "requestBody": {"required": True, "content": frame},
-        "responses": {
-            "200": {"description": "The outputs of the signature", "content": frame},
-            **_ERRORS,
-            **_RUN_ERRORS,
-        },
-    }
-    return {f"/binary{base}:predict": {"post": operation}}
-
-
 REST_PATHS: dict[str, Any] = {
     **_paths("/v1/models/{model}", [_MODEL]),
     **_paths("/v1/models/{model}/versions/{version}", [_MODEL, _VERSION]),
     **_paths("/v1/models/{model}/labels/{label}", [_MODEL, _LABEL]),
-    **_binary("/v1/models/{model}", [_MODEL]),
-    **_binary("/v1/models/{model}/versions/{version}", [_MODEL, _VERSION]),
-    **_binary("/v1/models/{model}/labels/{label}", [_MODEL, _LABEL]),
 }
 """Path -> path item, as OpenAPI has them."""

@@ -31,7 +31,6 @@ from tpuembed_serving.core.deadlines import remaining_seconds
 from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message
 from tpuembed_serving.models.versions import INDEX_FILE, check_files
-from tpuembed_serving.tensorflow.lean_graph import is_lean, make_lean
 from tpuembed_serving.tensorflow.mapped_files import advise_random_access, read_ahead
 from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
@@ -297,9 +296,6 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
         intra_op_parallelism_threads=1,
         use_per_session_threads=not on_caller,  # with it, -1 would be a pool of its own
     )
-    if manifest is not None and _gains_from_lean(manifest) and is_lean(meta_graph.graph_def):
-        make_lean(meta_graph.graph_def)
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
         with session.graph.as_default():
@@ -308,11 +304,6 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
         session.close()
         raise
     return session, meta_graph
-
-
-def _gains_from_lean(manifest: Manifest) -> bool:
-    """Lookups of one id per feature load quickly with TensorFlow's optimizer too, which makes a request of one row shorter."""
-    return not manifest.features or any(feature.input == "ids" for feature in manifest.features)
 
 
 def _mapped_graph(version_dir: Path, manifest: Manifest) -> bytes:

@@ -15,7 +15,6 @@ import uvloop
 from tests.unit.serving.doubles import DoublingServable
 from tpuembed_serving.batching import queue as batch_lane
 from tpuembed_serving.batching import scheduler as executor
-from tpuembed_serving.batching.busy_poll import BusyPoll
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.servable import Array, Columns, IdRange, Merging, Signature
@@ -542,23 +541,3 @@ def test_short_steady_runs_stay_on_the_loops_thread() -> None:
 
 def assert_(value: bool) -> None:
     assert value
-
-
-@pytest.mark.parametrize(("processors", "polls"), [(1, False), (2, False), (3, True)])
-def test_after_an_answer_to_one_the_loop_polls_where_a_processor_is_left(
-    processors: int, polls: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr("os.cpu_count", lambda: processors)
-    monkeypatch.setattr(BusyPoll, "answered", lambda _: calls.append("answered"))
-    monkeypatch.setattr(BusyPoll, "arrived", lambda _: calls.append("arrived"))
-    s = scene(processes=2)
-    s.servable.gate.set()
-
-    async def scenario() -> None:
-        await values(s.ask(1))
-        await values(s.ask(2), s.ask(3), s.ask(4))
-
-    s.play(scenario)
-    assert s.servable.runs == [[1], [2, 3, 4]]
-    assert calls == (["arrived", "answered", *["arrived"] * 3] if polls else [])

@@ -108,7 +108,6 @@ def test_every_route_has_a_schema_and_examples(app: ServingApp, base: str) -> No
         assert {"200", "400", "404", "503", "504"} <= set(operation["responses"])
     assert "get" in paths[f"/v1/models/{{model}}{base}"]
     assert "get" in paths[f"/v1/models/{{model}}{base}/metadata"]
-    assert "post" in paths[f"/binary/v1/models/{{model}}{base}:predict"]
     assert "get" in paths["/models"]
 
 
