@@ -14,7 +14,6 @@ __all__ = [
     "STORAGE_TYPES",
     "Size",
     "checkpoint_options",
-    "not_built",
     "option_group",
     "options_of",
     "output_names_option",
@@ -158,11 +157,6 @@ output_names_option = click.option(
     help="Call the output OLD of the model NEW. Repeatable.",
 )
 """The `output_names` of `export_saved_model`."""
-
-
-def not_built(option: str, value: str) -> click.UsageError:
-    """The error for a part of the command line that is agreed on and not there yet."""
-    return click.UsageError(f"{option} {value} is not built yet".replace("  ", " "))
 
 
 def option_group(options: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -73,7 +73,7 @@ class StackPlan:
         dim: width of its tables, in elements of the source.
         storage: key of STORAGES.
         rows: of all its tables together.
-        offset, size: its bytes in its file.
+        size: of its file, in bytes.
         tables: in row order, sorted by name; one, where it is read whole.
     """
 
@@ -81,7 +81,6 @@ class StackPlan:
     dim: int
     storage: str
     rows: int
-    offset: int
     size: int
     tables: tuple[Placement, ...]
 
@@ -351,7 +350,7 @@ def _stack(
         placements.append(placement)
         rows += stop - start
     size = rows * STORAGES[storage].row_bytes(dim)
-    return StackPlan(name=name, dim=dim, storage=storage, rows=rows, offset=0, size=size, tables=tuple(placements))
+    return StackPlan(name=name, dim=dim, storage=storage, rows=rows, size=size, tables=tuple(placements))
 
 
 def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Placement, int, int]]:
@@ -405,7 +404,7 @@ def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int,
         source_dtype=table.source_dtype,
         storage=stack.storage,
         file=stack.file,
-        file_offset=stack.offset + (table.row_offset + start - table.first_row) * stack.row_bytes,
+        file_offset=(table.row_offset + start - table.first_row) * stack.row_bytes,
         chunk_rows=min(stop - start, chunk.rows),
         quantization=table.quantization,
         reader_bytes=chunk.reader_bytes,

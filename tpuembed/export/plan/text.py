@@ -31,7 +31,7 @@ def _description(plan: ExportPlan) -> Iterator[str]:
 
 
 def _placed(stack: StackPlan, table: Placement, shards: int) -> str:
-    first = stack.offset + table.row_offset * stack.row_bytes
+    first = table.row_offset * stack.row_bytes
     last = first + table.rows * stack.row_bytes - 1
     cast = "" if table.source_dtype == stack.storage else f", from {table.source_dtype}"
     levels = "" if table.quantization is None else f", quantized to {table.quantization['num_buckets']} values"

@@ -127,7 +127,7 @@ def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[s
             dtype=STORAGES[stack.storage].dtype.name,
             shape=stored_shape(stack),
             shard=number,
-            offset=stack.offset,
+            offset=0,
             size=stack.size,
             crc32c=streamed.crc32c[stack.name],
         )
@@ -210,7 +210,7 @@ def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, 
         dim=stack.dim,
         storage=stack.storage,
         file=_file(stack, merged, {stack.name: key}),
-        offset=stack.offset,
+        offset=0,
         size=stack.size,
         crc32c=streamed.crc32c[stack.name],
     )
