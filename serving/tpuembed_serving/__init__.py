@@ -1,6 +1,6 @@
 """Serve SavedModels over TensorFlow Serving's REST and gRPC APIs.
 
-`settings` says what a server is told, `server` runs it in one process or several. Each folder is one part; its docstring says which.
+`settings` says what a server is told, `server` runs it in one process or several. Each folder is one part, as its docstring says.
 """
 
 import importlib
