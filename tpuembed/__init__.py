@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.restore import RestoreReport, restore_tables
-    from tpuembed.runtime.input_pipeline import input_options
+    from tpuembed.backends.input_pipeline import input_options
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _HOME = {
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
     "export_saved_model": "tpuembed.export",
-    "input_options": "tpuembed.runtime.input_pipeline",
+    "input_options": "tpuembed.backends.input_pipeline",
     "open_checkpoint": "tpuembed.checkpoint",
     "restore_tables": "tpuembed.restore",
 }
