@@ -276,6 +276,22 @@ def objects_of(rows: list[list[str]]) -> list[list[bytes]]:
     return [[text.encode() for text in row] for row in rows]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "first", "other"), [(tf.int64, -1, 3), (tf.int32, -1, 3), (tf.string, b"", b"a"), (tf.float16, NAN, 0.0)]
+)
+def test_a_ragged_spec_ends_rows_behind_their_last_other_element(dtype: Any, first: Any, other: Any) -> None:
+    matrix = [[first, other, first, other, first], [other, first, first, first, first], [first] * 5]
+    given = tf.constant(matrix, tf.int64 if dtype.is_integer else tf.float32 if dtype.is_floating else dtype)
+    value, _ = seen(tf.RaggedTensorSpec([None, None], dtype), {"inputs": given})
+    assert value.dtype == dtype
+    assert str(value.to_list()) == str([matrix[0][:4], matrix[1][:1], []])
+
+
+def test_an_unsigned_row_has_no_negative_id_in_the_middle() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="input inputs must be uint8"):
+        seen(tf.RaggedTensorSpec([None, None], tf.uint8), {"inputs": tf.constant([[3, -1, 4]], tf.int64)})
+
+
 def test_row_splits_are_of_the_specs_type() -> None:
     spec = tf.RaggedTensorSpec([None, None], tf.int64, row_splits_dtype=tf.int32)
     value, _ = seen(spec, {"inputs": tf.constant(padded(IDS, -1))})
