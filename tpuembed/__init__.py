@@ -10,6 +10,7 @@ from tpuembed.errors import MissingExtraError
 from tpuembed.runtime.environment import check_keras_backend
 
 if TYPE_CHECKING:
+    from tpuembed.backends.input_pipeline import input_options
     from tpuembed.checkpoint import TableInfo, open_checkpoint
     from tpuembed.config import (
         FTRL,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.restore import RestoreReport, restore_tables
-    from tpuembed.backends.input_pipeline import input_options
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
 
 __version__ = "0.1.0"
