@@ -1,7 +1,7 @@
 """Whole models: whatever a factory returns computes the trained model's numbers, or is refused."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
@@ -253,6 +253,11 @@ def _compare(folder: Path, model: Spec, factory: Spec, form: str) -> None:
 _FORMS = st.sampled_from(["model", "root", "h5", "keras"])
 
 
+_UNUSED_HEADS = "ignore:`build..` was called on layer 'subclassed:UserWarning"
+"""Keras warns where a model has heads that its call does not use."""
+
+
+@pytest.mark.filterwarnings(_UNUSED_HEADS)
 @given(specs(), _FORMS)
 @settings(deadline=None, max_examples=20)
 def test_a_factory_computes_the_trained_models_numbers_or_is_refused(
@@ -261,6 +266,14 @@ def test_a_factory_computes_the_trained_models_numbers_or_is_refused(
     _compare(tmp_path_factory.mktemp("model"), *pair, form)
 
 
+@pytest.mark.filterwarnings(_UNUSED_HEADS)
+@pytest.mark.parametrize("outputs", [("like",), ("watch", "click")])
+def test_a_subclassed_model_may_return_some_of_its_heads(tmp_path: Path, outputs: tuple[str, ...]) -> None:
+    model = Spec(form="subclassed", named_heads=False)
+    _compare(tmp_path, model, dataclasses.replace(model, outputs=outputs), "model")
+
+
+@pytest.mark.filterwarnings(_UNUSED_HEADS)
 @pytest.mark.long
 @given(specs(), _FORMS)
 @settings(deadline=None, max_examples=400)
@@ -290,6 +303,146 @@ def test_places_alone_prove_nothing(tmp_path: Path, model: Any, change: Any, mes
     path, _, tables = trained(spec, "model", tmp_path)
     with pytest.raises(CheckpointMismatchError, match=message):
         restored(dataclasses.replace(spec, **change), path, tables, allow_unused_weights=True)
+
+
+Step = Callable[[Any], Any]
+
+
+def _nested(x: Any) -> Any:
+    inner = keras.Input((DIM,))
+    hidden = keras.layers.Dense(DIM, activation="tanh")(inner)
+    return keras.Model(inner, keras.layers.Dense(DIM)(hidden))(x)
+
+
+def _of_two_outputs(x: Any, turned: bool) -> Any:
+    inner = keras.Input((DIM,))
+    first, second = keras.Model(inner, [keras.layers.Dense(DIM)(inner), keras.layers.Dense(DIM)(inner)])(x)
+    return keras.layers.Subtract()([second, first] if turned else [first, second])
+
+
+STEPS: Mapping[str, Step] = {
+    "tanh": lambda x: keras.layers.Dense(DIM, activation="tanh")(x),
+    "dense": lambda x: keras.layers.Dense(DIM)(x),
+    "einsum": lambda x: keras.layers.EinsumDense("ab,bc->ac", DIM)(x),
+    "relu": lambda x: keras.layers.ReLU()(x),
+    "op": lambda x: x * 2.0,
+    "sequential": lambda x: keras.Sequential([keras.layers.Dense(DIM, activation="tanh"), keras.layers.Dense(DIM)])(x),
+    "nested": _nested,
+    "two": lambda x: _of_two_outputs(x, False),
+    "two, turned": lambda x: _of_two_outputs(x, True),
+    "minus": lambda x: keras.layers.Subtract()([x, keras.layers.Dense(DIM)(x)]),
+    "from": lambda x: keras.layers.Subtract()([keras.layers.Dense(DIM)(x), x]),
+}
+"""What a layer in a head may be. None has a name of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A chain of unnamed layers over one feature, and its last layer.
+
+    Attributes:
+        feature: that it is computed from.
+        steps: in order.
+        end: whether its last layer is named: a Dense, or one without weights. Without a name it is a Dense.
+        shared: whether it goes through the layer that all such heads share.
+    """
+
+    feature: str
+    steps: tuple[str, ...]
+    end: str
+    shared: bool
+
+
+def build_heads(heads: Mapping[str, Head], outputs: Sequence[str], as_dict: bool, made_before: int, outer: bool) -> Any:
+    """A model of `heads`, made in their order, which returns `outputs` in theirs."""
+    for _ in range(made_before):
+        keras.layers.Dense(1), keras.layers.EinsumDense("ab,bc->ac", 1), keras.layers.ReLU(), keras.Sequential()
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in ("u", "v")}
+    table = TableConfig(len(IDS), DIM, "t")
+    rows = TPUEmbedding({name: FeatureConfig(table) for name in inputs}, optimizer="sgd")(inputs)
+    rows = {name: value * (1.0 if name == "u" else -1.5) for name, value in rows.items()}
+    shared = keras.layers.Dense(DIM, activation="tanh") if any(head.shared for head in heads.values()) else None
+    made = {}
+    for name, head in heads.items():
+        x = rows[head.feature] if shared is None or not head.shared else shared(rows[head.feature])
+        for step in head.steps:
+            x = STEPS[step](x)
+        if head.end == "activation":
+            x = keras.layers.Activation("sigmoid", name=name)(x)
+        else:
+            x = keras.layers.Dense(2, name=name if head.end == "dense" else None)(x)
+        made[name] = x
+    model = keras.Model(inputs, {name: made[name] for name in outputs} if as_dict else [made[name] for name in outputs])
+    if not outer:
+        return model
+    numbers = {name: keras.Input((), dtype="int32", name=name) for name in inputs}
+    return keras.Model(numbers, model({name: keras.ops.cast(value, "int64") for name, value in numbers.items()}))
+
+
+@st.composite
+def _heads(draw: st.DrawFn) -> dict[str, Head]:
+    """Heads that a config tells apart: by the names of their last layers, or by how they are made."""
+    steps = st.lists(st.sampled_from(sorted(STEPS)), max_size=3).map(tuple)
+    ends = st.sampled_from(["dense", "activation", "none"])
+    head = st.builds(Head, st.sampled_from("uv"), steps, ends, st.booleans())
+    drawn = draw(st.lists(head, min_size=2, max_size=3))
+    unnamed = [dataclasses.replace(head, end="") for head in drawn]
+    assume(len(set(unnamed)) == len(unnamed) or all(head.end != "none" for head in drawn))
+    return {f"h{number}": head for number, head in enumerate(drawn)}
+
+
+def _compare_heads(
+    folder: Path, heads: Mapping[str, Head], options: Mapping[str, Any], order: Sequence[str], kept: Sequence[str]
+) -> None:
+    """Train a model of `heads`, and restore one of `kept` of them, made in another order, or see it refused."""
+    ids = {"u": tf.constant(IDS), "v": tf.constant(IDS[::-1].copy())}
+    keras.backend.clear_session()
+    model = _random(build_heads(heads, list(heads), options["as_dict"], 0, False), 3)
+    named = list(heads)
+
+    def by_head(outputs: Any, names: Sequence[str]) -> dict[str, Any]:
+        listed = outputs if isinstance(outputs, list) else [outputs]
+        return dict(outputs) if isinstance(outputs, Mapping) else dict(zip(names, listed, strict=True))
+
+    truth = by_head(model(ids), named)
+    path = str(folder / "w.keras")
+    model.save(path)
+
+    def served(built: Mapping[str, Head], outputs: Sequence[str], **kwargs: Any) -> dict[str, Any]:
+        keras.backend.clear_session()
+        with open_checkpoint(path) as checkpoint:
+            rows = {name: tf.constant(checkpoint.read(name)) for name in checkpoint.tables()}
+            with deferred_tables(Rows(rows)), recorded() as made:
+                factory = build_heads(built, outputs, **kwargs)
+                restore_dense_weights(factory, checkpoint, checkpoint.tables(), made=made, allow_unused_weights=True)
+                given = {name: tf.cast(value, factory.inputs[0].dtype) for name, value in ids.items()}
+                return by_head(factory(given), outputs)
+
+    same = {"as_dict": options["as_dict"], "made_before": options["made_before"], "outer": False}
+    check("the same", served(heads, named, **same), truth)
+    try:
+        found = served({name: heads[name] for name in order if name in kept}, kept, **{**same, **options})
+    except CheckpointMismatchError:
+        return
+    check("another order", found, truth)
+
+
+@pytest.mark.long
+@given(_heads(), st.data())
+@settings(deadline=None, max_examples=150)
+def test_heads_over_unnamed_layers_in_another_order_are_told_apart_by_the_config_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head], data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(sorted(heads)))
+    kept = data.draw(
+        st.one_of(st.permutations(sorted(heads)), st.lists(st.sampled_from(sorted(heads)), min_size=1, unique=True))
+    )
+    options = {
+        "as_dict": data.draw(st.booleans()),
+        "made_before": data.draw(st.integers(0, 1)),
+        "outer": data.draw(st.booleans()),
+    }
+    _compare_heads(tmp_path_factory.mktemp("model"), heads, options, order, kept)
 
 
 def test_a_file_without_names_is_matched_one_to_one_only(tmp_path: Path) -> None:
