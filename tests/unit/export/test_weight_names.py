@@ -235,6 +235,9 @@ def _compare(folder: Path, model: Spec, factory: Spec, form: str) -> None:
     """Train `model`, restore `factory`'s from what was saved, and compare; or see it refused."""
     if form == "keras" and model.form == "subclassed":
         form = "h5"
+    made = tuple(name for name in model.heads if name in model.outputs)
+    if model.kind == "namesakes" and not model.as_dict and made != model.outputs and form in ("model", "root"):
+        return  # such a checkpoint cannot say in which order the heads were made: docs/export.md
     path, truth, tables = trained(model, form, folder)
     is_same = dataclasses.replace(factory, form=model.form, made_before=0) == dataclasses.replace(model, made_before=0)
     try:
@@ -275,6 +278,7 @@ def test_a_subclassed_model_may_return_some_of_its_heads(tmp_path: Path, outputs
 
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @given(specs(), _FORMS)
 @settings(deadline=None, max_examples=400)
 def test_many_factories_compute_the_trained_models_numbers_or_are_refused(
@@ -423,11 +427,31 @@ def _compare_heads(
     try:
         found = served({name: heads[name] for name in order if name in kept}, kept, **{**same, **options})
     except CheckpointMismatchError:
+        assert not list(heads) == list(order) == list(kept)
         return
     check("another order", found, truth)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Head("u", ("tanh",), "dense", True), Head("u", ("tanh",), "activation", False)),  # other heads
+        (Head("u", ("tanh",), "none", False), Head("v", ("tanh",), "none", False)),  # other features
+        (Head("u", ("relu", "tanh"), "none", False), Head("u", ("op", "tanh"), "none", False)),  # other layers before
+        (
+            Head("u", ("dense", "two"), "none", False),
+            Head("u", ("dense", "two, turned"), "none", False),
+        ),  # merged in turn
+        (Head("u", ("nested", "sequential"), "dense", False), Head("v", ("nested", "sequential"), "activation", False)),
+    ],
+)
+def test_a_config_tells_unnamed_layers_apart(tmp_path: Path, first: Head, second: Head) -> None:
+    options = {"as_dict": False, "made_before": 1, "outer": False}
+    _compare_heads(tmp_path, {"h0": first, "h1": second}, options, ["h1", "h0"], ["h1", "h0"])
+
+
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @given(_heads(), st.data())
 @settings(deadline=None, max_examples=150)
 def test_heads_over_unnamed_layers_in_another_order_are_told_apart_by_the_config_or_refused(
@@ -463,7 +487,9 @@ def _random(model: Any, seed: int) -> Any:
     return model
 
 
-def _served(folder: Path, train: Any, serve: Any, form: str = "model", beside: Any = None) -> tuple[Any, Any]:
+def _served(
+    folder: Path, train: Any, serve: Any, form: str = "model", beside: Any = None, **options: Any
+) -> tuple[Any, Any]:
     """The outputs of a trained model, and of a factory's with its weights; a model `beside` is saved too, as `ema`."""
     keras.backend.clear_session()
     model = train()
@@ -476,7 +502,7 @@ def _served(folder: Path, train: Any, serve: Any, form: str = "model", beside: A
         path = str(folder / ("w.weights.h5" if form == "h5" else "w.keras"))
         model.save_weights(path) if form == "h5" else model.save(path)
     keras.backend.clear_session()
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, **options) as checkpoint:
         rows = {name: tf.constant(checkpoint.read(name)) for name in checkpoint.tables()}
         with deferred_tables(Rows(rows)), recorded() as made:
             factory = serve()
@@ -655,19 +681,82 @@ def _of_two_classes(order: Sequence[str]) -> Any:
     return keras.Model(ids, [heads[name](hidden[name]) for name in order])
 
 
+def _with_named_activations(order: Sequence[str]) -> Any:
+    """Heads that have names in layers without weights alone."""
+    ids, x = _inputs()
+    hidden = {name: keras.layers.Dense(DIM, activation="tanh")(x) for name in order}
+    return keras.Model(ids, [keras.layers.Activation("sigmoid", name=name)(hidden[name]) for name in order])
+
+
 @pytest.mark.parametrize(
-    ("make", "form"),
+    ("make", "form", "message"),
     [
-        (Ranker, "h5"),
-        (_uneven, "model"),
-        (_of_two_classes, "model"),
+        (Ranker, "h5", "in another order"),
+        (_uneven, "model", "in another order"),
+        (_of_two_classes, "model", "in another order"),
+        (_with_named_activations, "h5", "in another order"),
+        (_of_two_classes, "keras", "by the config in the file it is 'dense_1'"),
+        (_uneven, "keras", "by the config in the file it is 'dense_1'"),
     ],
 )
 def test_named_layers_anywhere_keep_their_order_beside_unnamed_ones_of_one_form(
-    tmp_path: Path, make: Any, form: str
+    tmp_path: Path, make: Any, form: str, message: str
 ) -> None:
     truth, found = _served(tmp_path, lambda: make(["click", "watch"]), lambda: make(["click", "watch"]), form)
     for values, true in zip(tf.nest.flatten(found), tf.nest.flatten(truth), strict=True):
         np.testing.assert_allclose(values, true, atol=1e-5)
-    with pytest.raises(CheckpointMismatchError, match="in another order"):
+    with pytest.raises(CheckpointMismatchError, match=message):
         _served(tmp_path, lambda: make(["click", "watch"]), lambda: make(["watch", "click"]), form)
+
+
+def test_the_config_of_the_object_at_root_counts(tmp_path: Path) -> None:
+    def inside() -> Any:
+        model = _of_two_classes(["click", "watch"])
+        ids = keras.Input((), dtype="int64", name="user")
+        return keras.Model(ids, model(ids))
+
+    root = "layers/functional"
+    truth, found = _served(tmp_path, inside, lambda: _of_two_classes(["click", "watch"]), "keras", root=root)
+    np.testing.assert_allclose(found, truth, atol=1e-5)
+    with pytest.raises(CheckpointMismatchError, match="by the config in the file it is 'dense_1'"):
+        _served(tmp_path, inside, lambda: _of_two_classes(["watch", "click"]), "keras", root=root)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Words(keras.layers.Layer):
+    """A word for each id."""
+
+    def call(self, ids: Any) -> Any:
+        return tf.gather(tf.constant([["like"], ["click"], ["other"], ["like"], ["watch"]]), ids)
+
+
+def _words(make: Any, ids: Any, weights: Sequence[float]) -> Any:
+    lookup = make(output_mode="tf_idf", vocabulary=list(HEADS), idf_weights=weights)
+    return keras.layers.Dense(DIM, name="of_words")(lookup(Words()(ids)))
+
+
+@pytest.mark.parametrize("form", ["model", "h5", "keras"])
+@pytest.mark.parametrize("make", [keras.layers.TextVectorization, keras.layers.StringLookup])
+def test_the_weights_of_tf_idf_are_those_of_training(tmp_path: Path, make: Any, form: str) -> None:
+    def build(weights: Sequence[float]) -> Any:
+        ids, x = _inputs()
+        return keras.Model(ids, keras.layers.Dense(2, name="head")(x + _words(make, ids, weights)))
+
+    truth, found = _served(tmp_path, lambda: build([0.5, 1.5, 2.5]), lambda: build([7.0, 8.0, 9.0]), form)
+    np.testing.assert_allclose(found, truth, atol=1e-5)
+
+
+def test_a_plain_variable_beside_tf_idf_is_still_refused(tmp_path: Path) -> None:
+    class Scaled(keras.layers.Layer):
+        def build(self, _: Any) -> None:
+            self.scale = tf.Variable(2.0, name="scale")
+
+        def call(self, x: Any) -> Any:
+            return x * self.scale
+
+    def build() -> Any:
+        ids, x = _inputs()
+        return keras.Model(ids, Scaled()(x + _words(keras.layers.StringLookup, ids, [0.5, 1.5, 2.5])))
+
+    with pytest.raises(CheckpointMismatchError, match="no value for scale"):
+        _served(tmp_path, build, build, "h5")
