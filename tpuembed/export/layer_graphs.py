@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from graphlib import TopologicalSorter
 from typing import Any, Final
 
@@ -111,8 +111,8 @@ class _Reader:
             for entry in config["layers"]:
                 name = entry["config"]["name"]
                 if entry["class_name"] != "InputLayer" or not last:
-                    inputs = {"0": last[0]} if last else {}
-                    last = self._use(entry, name, members.get(name), scope, inputs, "")[:1]
+                    before = {"0": last[0]} if last else {}
+                    last = self._use(entry, name, members.get(name), scope, before, "")[:1]
             return last
         entries = {entry["name"]: entry for entry in config["layers"]}
         inputs = [reference[0] for reference in _references(config["input_layers"])]
@@ -271,8 +271,8 @@ def _identities(
     graph: LayerGraph,
     upwards: bool,
     label: Callable[[_Call], Hashable],
-    anchors: Iterable[tuple[str, str]],
-    keys: Iterable[str | None],
+    anchors: Collection[Hashable],
+    keys: Collection[str | None],
     known: dict[Hashable, int],
 ) -> dict[Hashable, int]:
     """Layer -> a number, the same for those that differ in nothing that lies upwards or downwards of them.
@@ -285,7 +285,7 @@ def _identities(
         keys: of outputs that both sides have.
         known: the numbers there are; more are added.
     """
-    beyond: list[list[tuple[Hashable, ...]]] = [[] for _ in graph.calls]
+    beyond: list[list[tuple[str, int, int]]] = [[] for _ in graph.calls]
     nodes: dict[int, set[int]] = {number: set() for number in range(len(graph.calls))}
     for number, call in enumerate(graph.calls):
         for place, (other, index) in call.inputs.items():
