@@ -45,7 +45,7 @@ def test_a_busy_port(tmp_path: Path) -> None:
         result = run_command("serve", tmp_path, "--rest-port", str(port))
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --rest-port"
+        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use. Choose another port with --rest-port"
     ]
 
 
@@ -197,7 +197,7 @@ def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> No
             assert server.stop() == -signal.SIGALRM
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 503 ")
-            assert b"the server stops before this request is answered" in answer
+            assert b"the server is stopping. Send this request to another server" in answer
 
 
 def processor_seconds(server: ServerProcess) -> float:

@@ -104,7 +104,7 @@ def test_a_broken_version_is_named_and_the_old_one_serves(server: ServerProcess,
     assert server.statuses()[51]["status"] == {
         "error_code": "NOT_FOUND",
         "error_message": "version 51: variables/variables.index is missing though the graph has variables (factor); "
-        "write the version again",
+        "Write the version again",
     }
 
     cut = model_dir / ".staging-52"

@@ -98,7 +98,7 @@ def read_parameters(path: Path, *, of_one_model: bool = False) -> BatchingParame
     except OSError as error:
         raise ConfigError(f"batching parameters {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"batching parameters {path}: is no text in UTF-8") from None
+        raise ConfigError(f"batching parameters {path}: is not UTF-8 text. Save it as UTF-8") from None
     except ConfigError as error:
         raise ConfigError(f"batching parameters {path}: {error}") from None
 

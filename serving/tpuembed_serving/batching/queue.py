@@ -15,7 +15,7 @@ from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.telemetry.request_record import current_record
 
-__all__ = ["Lane", "OnOutcome", "Request"]
+__all__ = ["BatchQueue", "OnOutcome", "QueuedRequest"]
 
 OnOutcome = Callable[[list[Array] | Exception], None]
 """Told once, on the event loop's thread, what a request is answered."""
@@ -30,7 +30,7 @@ _KNOWN_SHAPES: Final = 1024
 """Of requests; more are looked at anew."""
 
 
-class Request:
+class QueuedRequest:
     """One that waits, or runs.
 
     Attributes:
@@ -54,14 +54,14 @@ class Request:
         "is_apart",
         "is_over",
         "is_waiting",
-        "lane",
+        "queue",
         "record",
         "rows",
         "servable",
     )
 
-    def __init__(self, lane: "Lane", servable: Servable, inputs: Sequence[Array], on_outcome: OnOutcome) -> None:
-        self.lane, self.servable, self.inputs, self._on_outcome = lane, servable, inputs, on_outcome
+    def __init__(self, queue: "BatchQueue", servable: Servable, inputs: Sequence[Array], on_outcome: OnOutcome) -> None:
+        self.queue, self.servable, self.inputs, self._on_outcome = queue, servable, inputs, on_outcome
         self.rows = count_rows(inputs)
         self.group: Any = None
         self.deadline = self.entered = 0.0
@@ -85,22 +85,22 @@ class Request:
     def enter(self) -> None:
         """Begin to wait."""
         self.is_waiting = True
-        self.lane.waiting_rows += self.rows or 1
+        self.queue.waiting_rows += self.rows or 1
 
     def leave(self) -> None:
         """Wait no longer."""
         self.is_waiting = False
-        self.lane.waiting_rows -= self.rows or 1
+        self.queue.waiting_rows -= self.rows or 1
 
 
-class Lane:
+class BatchQueue:
     """See the module.
 
     Attributes:
         runner: runs its requests.
         run_rows: the most rows of a run of several requests.
         wait_seconds: how long a request waits for others though a thread is free.
-        looked_at: when, by the loop's clock, its requests are looked at again for that.
+        next_check: when, by the loop's clock, its requests are looked at again for that.
         answered: when, by that clock, one of its requests was answered last.
         next_failure: before when, by that clock, what may fail by its ids lets others go first.
         waiting_rows: of all its requests that wait.
@@ -118,7 +118,7 @@ class Lane:
         self.run_rows = (chosen or defaults).run_rows
         self.wait_seconds = (chosen or defaults).batch_timeout_micros / 1e6
         self.waiting_rows = 0
-        self.looked_at = self.answered = self.next_failure = 0.0
+        self.next_check = self.answered = self.next_failure = 0.0
         self._chosen = chosen if merging else None
         self._dtypes = [info.numpy_dtype for info in signature.inputs]
         self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]
@@ -132,7 +132,7 @@ class Lane:
 
     @classmethod
     def of(cls, servable: Servable, signature: Signature, settings: BatchingSettings) -> Self:
-        """The lane of a signature: merged where that is proven to change no answer, or the operator says so of all."""
+        """The queue of a signature: merged where that is proven to change no answer, or the operator says so of all."""
         merging = servable.merging(signature)
         if merging is not None and not settings.covers(merging.is_proven):
             merging = None
@@ -152,13 +152,13 @@ class Lane:
         on_outcome: OnOutcome,
         now: float,
         seconds: float,
-    ) -> Request:
+    ) -> QueuedRequest:
         """A request for `inputs`, which waits from `now` on for at most so many seconds.
 
         Raises:
             StatusError: INVALID_ARGUMENT, it has more rows than the operator allows.
         """
-        request = Request(self, servable, inputs, on_outcome)
+        request = QueuedRequest(self, servable, inputs, on_outcome)
         request.entered, request.deadline = now, now + seconds
         if self._chosen is not None and (request.rows or 0) > self._chosen.max_batch_size:
             sizes = f"{request.rows} is larger than maximum input batch size {self._chosen.max_batch_size}"
@@ -187,7 +187,7 @@ class Lane:
             known = self._known[key] = all(map(_is_of, inputs, self._shapes))
         return known
 
-    def check_room(self, request: Request) -> None:
+    def check_room(self, request: QueuedRequest) -> None:
         """Raise StatusError, UNAVAILABLE, where the operator's bound on what waits is reached."""
         most = self._chosen.max_enqueued_batches if self._chosen else None
         if most is None or self.waiting_rows + (request.rows or 1) <= most * self.run_rows:
@@ -200,19 +200,19 @@ class Lane:
 
     # ---- how long runs take
 
-    def expected_seconds(self, requests: Sequence[Request]) -> float:
+    def expected_seconds(self, requests: Sequence[QueuedRequest]) -> float:
         """Of a run of `requests`; infinite where that is not known, or depends on more than sizes."""
         if requests[0].is_apart:  # so that the event loop does not wait for what fails
             return float("inf")
         return self._seconds.get(_magnitude(requests), float("inf")) if self._is_steady else float("inf")
 
-    def learn_seconds(self, requests: Sequence[Request], seconds: float) -> None:
+    def learn_seconds(self, requests: Sequence[QueuedRequest], seconds: float) -> None:
         """A run of `requests` took so long. What took much longer than others was mostly not the run itself."""
         key = _magnitude(requests)
         before = self._seconds.get(key, seconds)
         self._seconds[key] = 0.8 * before + 0.2 * min(seconds, 4 * before)
 
-    def learn_outcomes(self, first: Request, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
+    def learn_outcomes(self, first: QueuedRequest, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
         """A run of `first` and others, which took so long, came out so, by the event loop's clock."""
         if any(isinstance(outcome, list) for outcome in outcomes):
             self.answered = now
@@ -234,7 +234,7 @@ def _are_alike(inputs: Sequence[Array]) -> bool:
     return shapes.count(shapes[0]) == len(shapes)
 
 
-def _magnitude(requests: Sequence[Request]) -> int:
+def _magnitude(requests: Sequence[QueuedRequest]) -> int:
     """Of the inputs' sizes."""
     return sum([_size(request.inputs) for request in requests]).bit_length()
 

@@ -3,20 +3,20 @@
 import asyncio
 from collections.abc import Callable, Collection
 
-from tpuembed_serving.batching.queue import Request
+from tpuembed_serving.batching.queue import QueuedRequest
 from tpuembed_serving.core.status import Code, StatusError
 
-__all__ = ["Expiry"]
+__all__ = ["RequestTimeouts"]
 
 
-class Expiry:
+class RequestTimeouts:
     """Belongs to one event loop."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        requests: Collection[Request],
-        fail: Callable[[Request, Exception], None],
+        requests: Collection[QueuedRequest],
+        fail: Callable[[QueuedRequest, Exception], None],
     ) -> None:
         """`fail` is told of each of `requests` that is among them at its deadline, and takes it out of them."""
         self._loop, self._requests, self._fail = loop, requests, fail

@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from tpuembed_serving.batching.queue import Lane, OnOutcome, Request
-from tpuembed_serving.batching.request_timeouts import Expiry
+from tpuembed_serving.batching.queue import BatchQueue, OnOutcome, QueuedRequest
+from tpuembed_serving.batching.request_timeouts import RequestTimeouts
 from tpuembed_serving.batching.runner import Outcome, Postponed
 from tpuembed_serving.core.servable import Array, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError
@@ -54,25 +54,25 @@ class ModelExecutor:
         of_all = self._batching.parameters
         threads = (of_all and of_all.num_batch_threads) or threads
         self.pool_name = (of_all and of_all.thread_pool_name) or "model-run"
-        self.watch: Callable[[Sequence[Request], float, float], None] | None = None
+        self.watch: Callable[[Sequence[QueuedRequest], float, float], None] | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=self.pool_name)
         self._free = threads
         self._max_queued = max_queued
         self._timeout_seconds = timeout_seconds
         is_full = 1 < processes >= (os.cpu_count() or 1)
         self._inline_seconds = _INLINE_SECONDS_OF_MANY if is_full else _INLINE_SECONDS
-        self._lanes: dict[int, dict[str, Lane]] = {}
-        self._groups: dict[Any, collections.deque[Request]] = {}
+        self._queues: dict[int, dict[str, BatchQueue]] = {}
+        self._groups: dict[Any, collections.deque[QueuedRequest]] = {}
         self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: set[Request] = set()
+        self._open: set[QueuedRequest] = set()
 
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
         """What was planned belongs to the loop that ends with it."""
         self._loop = loop
         self._open = set()
         self._will_start = False
-        self._expiry = Expiry(loop, self._open, self._fail)
+        self._timeouts = RequestTimeouts(loop, self._open, self._fail)
 
     async def run(
         self,
@@ -109,19 +109,19 @@ class ModelExecutor:
         on_outcome: OnOutcome,
         *,
         timeout_seconds: float | None = None,
-    ) -> Request:
+    ) -> QueuedRequest:
         """As `run`, for who does not wait: what comes out is told to `on_outcome`, later, on this event loop."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._enter(loop)
         seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
-        lane = self._lane(servable, signature)
-        request = lane.request(servable, inputs, on_outcome, loop.time(), seconds)
+        queue = self._queue(servable, signature)
+        request = queue.request(servable, inputs, on_outcome, loop.time(), seconds)
         if self._waiting >= self._max_queued + self._free:
             raise self._full()
-        lane.check_room(request)
+        queue.check_room(request)
         self._add(request)
-        self._expiry.expect(request.deadline)
+        self._timeouts.expect(request.deadline)
         self._plan_start()
         return request
 
@@ -130,7 +130,7 @@ class ModelExecutor:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for request in list(self._open) if self._loop and not self._loop.is_closed() else ():
             if request.is_waiting:
-                self._fail(request, StatusError(Code.UNAVAILABLE, "the server stops"))
+                self._fail(request, StatusError(Code.UNAVAILABLE, "the server is stopping"))
 
     # ---- what waits
 
@@ -139,17 +139,17 @@ class ModelExecutor:
         """How many requests wait for a run."""
         return self._waiting
 
-    def _lane(self, servable: Servable, signature: Signature) -> Lane:
-        lanes = self._lanes.get(id(servable))
-        if lanes is None:
-            lanes = self._lanes[id(servable)] = {}
-            weakref.finalize(servable, self._lanes.pop, id(servable), None)
-        lane = lanes.get(signature.name)
-        if lane is None:
-            lane = lanes[signature.name] = Lane.of(servable, signature, self._batching)
-        return lane
+    def _queue(self, servable: Servable, signature: Signature) -> BatchQueue:
+        queues = self._queues.get(id(servable))
+        if queues is None:
+            queues = self._queues[id(servable)] = {}
+            weakref.finalize(servable, self._queues.pop, id(servable), None)
+        queue = queues.get(signature.name)
+        if queue is None:
+            queue = queues[signature.name] = BatchQueue.of(servable, signature, self._batching)
+        return queue
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: QueuedRequest) -> None:
         group = self._groups.get(request.group)
         if group is None:
             group = self._groups[request.group] = collections.deque()
@@ -158,13 +158,13 @@ class ModelExecutor:
         request.enter()
         self._waiting += 1
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: QueuedRequest) -> None:
         """It is taken, or nobody waits for it any more; what is left of it in its group is passed over."""
         if request.is_waiting:
             request.leave()
             self._waiting -= 1
 
-    def _give_up(self, request: Request) -> None:
+    def _give_up(self, request: QueuedRequest) -> None:
         """Nobody waits for it any more."""
         request.is_over = True
         self._open.discard(request)
@@ -177,7 +177,7 @@ class ModelExecutor:
             f"{self._waiting} requests are waiting and at most {self._max_queued} may",
         )
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: QueuedRequest, error: Exception) -> None:
         self._open.discard(request)
         self._leave(request)
         request.end(error)
@@ -199,31 +199,31 @@ class ModelExecutor:
     def _is_due(self, group: Any) -> bool:
         """Whether the group's requests have waited for others as long as they should; mostly not at all."""
         requests = self._groups[group]
-        lane = requests[0].lane
+        queue = requests[0].queue
         assert self._loop is not None
         if requests[0].is_apart:
-            start = lane.next_failure if self._loop.time() < lane.answered + _BUSY_SECONDS else 0.0
-        elif not lane.wait_seconds or sum(request.rows or 0 for request in requests) >= lane.run_rows:
+            start = queue.next_failure if self._loop.time() < queue.answered + _BUSY_SECONDS else 0.0
+        elif not queue.wait_seconds or sum(request.rows or 0 for request in requests) >= queue.run_rows:
             return True
         else:
-            start = requests[0].entered + lane.wait_seconds
+            start = requests[0].entered + queue.wait_seconds
         if start <= self._loop.time():
             return True
-        if lane.looked_at != start:
-            lane.looked_at = start
-            self._loop.call_at(start, self._look_again, lane)
+        if queue.next_check != start:
+            queue.next_check = start
+            self._loop.call_at(start, self._check_again, queue)
         return False
 
-    def _look_again(self, lane: Lane) -> None:
+    def _check_again(self, queue: BatchQueue) -> None:
         """uvloop's timers may be up to a millisecond early: then there is another."""
-        lane.looked_at = 0.0
+        queue.next_check = 0.0
         self._start_runs()
 
-    def _take(self, group: Any) -> list[Request]:
+    def _take(self, group: Any) -> list[QueuedRequest]:
         """Requests for one run; its group goes to the end of the line with what is left of it."""
         requests = self._groups.pop(group)
-        taken: list[Request] = []
-        room = requests[0].lane.run_rows
+        taken: list[QueuedRequest] = []
+        room = requests[0].queue.run_rows
         while requests and (not taken or (requests[0].rows or 0) <= room):
             request = requests.popleft()
             if request.is_waiting:
@@ -234,19 +234,19 @@ class ModelExecutor:
             self._groups[group] = requests
         return taken
 
-    def _start(self, requests: list[Request]) -> None:
+    def _start(self, requests: list[QueuedRequest]) -> None:
         if not requests:
             return
-        lane = requests[0].lane
+        queue = requests[0].queue
         inline = self._inline_seconds if len(requests) > 1 else max(self._inline_seconds, _INLINE_SECONDS_OF_ONE)
-        if lane.expected_seconds(requests) < inline:
+        if queue.expected_seconds(requests) < inline:
             self._deliver(requests, *_run(requests))
             return
         self._free -= 1
         assert self._loop is not None
         self._pool.submit(self._work, self._loop, requests)
 
-    def _work(self, loop: asyncio.AbstractEventLoop, requests: list[Request]) -> None:
+    def _work(self, loop: asyncio.AbstractEventLoop, requests: list[QueuedRequest]) -> None:
         """On a thread of the pool."""
         outcomes, seconds = _run(requests)
         try:
@@ -254,17 +254,17 @@ class ModelExecutor:
         except RuntimeError:  # the loop is closed, and with it whoever waited
             self._free += 1
 
-    def _finish(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
+    def _finish(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
         self._free += 1
         self._deliver(requests, outcomes, seconds)
         if self._groups:
             self._start_runs()
 
-    def _deliver(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
-        requests[0].lane.learn_seconds(requests, seconds)
+    def _deliver(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
+        requests[0].queue.learn_seconds(requests, seconds)
         assert self._loop is not None
         now = self._loop.time()
-        requests[0].lane.learn_outcomes(requests[0], outcomes, seconds, now)
+        requests[0].queue.learn_outcomes(requests[0], outcomes, seconds, now)
         if self.watch is not None:
             self.watch(requests, seconds, now)
         for request, outcome in zip(requests, outcomes, strict=True):
@@ -277,7 +277,7 @@ class ModelExecutor:
                 if outcome is not None:
                     request.end(outcome)
 
-    def _postpone(self, request: Request) -> None:
+    def _postpone(self, request: QueuedRequest) -> None:
         """To a run of its own, which begins once the others are answered."""
         if not request.is_over:
             request.postpone()
@@ -294,11 +294,11 @@ def _settle(future: "asyncio.Future[list[Array]]", outcome: list[Array] | Except
         future.set_result(outcome)
 
 
-def _run(requests: list[Request]) -> tuple[Sequence[Outcome], float]:
+def _run(requests: list[QueuedRequest]) -> tuple[Sequence[Outcome], float]:
     started = time.perf_counter()
     outcomes: Sequence[Outcome]
     try:
-        outcomes = requests[0].lane.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
+        outcomes = requests[0].queue.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
     except Exception as error:  # none that a model raised: those are outcomes
         outcomes = [error] * len(requests)
     return outcomes, time.perf_counter() - started

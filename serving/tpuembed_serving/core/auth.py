@@ -8,7 +8,7 @@ from tpuembed_serving.core.status import Code
 from tpuembed_serving.http.endpoint import HTTP_STATUS, Message, Receive, Reply, Scope, Send, send_reply
 from tpuembed_serving.http.json import encode_error
 
-__all__ = ["OPEN_PATHS", "Door", "key_interceptor"]
+__all__ = ["OPEN_PATHS", "AuthMiddleware", "key_interceptor"]
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
@@ -19,7 +19,7 @@ _HEALTH: Final = "/grpc.health.v1.Health/"
 _REFUSAL: Final = "no valid API key: send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 
-class Door:
+class AuthMiddleware:
     """Lets requests through to `app`."""
 
     def __init__(self, app: App, keys: ApiKeys | None, *, cors: bool) -> None:

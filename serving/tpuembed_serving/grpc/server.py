@@ -61,7 +61,7 @@ _LEAST_SECONDS: Final = 1.0
 _LAST_SECONDS: Final = 0.5
 _HEALTH_SECONDS: Final = 0.1
 _FOREVER_SECONDS: Final = 1e6
-_GIVEN_UP: Final = "the server stops before this call is answered; send it to another one"
+_GIVEN_UP: Final = "the server is stopping. Send this call to another server"
 _OPEN: Final = SecuritySettings()
 _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -296,7 +296,7 @@ def _bind(server: Any, host: str, port: int, tls: TlsSettings | None) -> int:
             return int(server.add_secure_port(address, tls.grpc_credentials()))
         return int(server.add_insecure_port(address))
     except RuntimeError:
-        raise ServingError(f"cannot listen on {address} for gRPC; choose another port with --grpc-port") from None
+        raise ServingError(f"cannot listen on {address} for gRPC. Choose another port with --grpc-port") from None
 
 
 class _Health(health.aio.HealthServicer):
@@ -362,7 +362,7 @@ class _Health(health.aio.HealthServicer):
             await super().Watch(request, context)
         except asyncio.CancelledError:
             if self._is_stopping:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
             raise
         finally:
             self._watches.discard(task)

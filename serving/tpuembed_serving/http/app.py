@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.auth import Door
+from tpuembed_serving.core.auth import AuthMiddleware
 from tpuembed_serving.core.row_limit import RowLimit
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.service import Executor, PredictionService
@@ -30,7 +30,7 @@ from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
-from tpuembed_serving.workers.link import Alone, Peers, WorkerLink
+from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
 from tpuembed_serving.workers.repository import WorkerRepository
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class ServingApp(FastAPI):
     ) -> None:
         self.stopping = threading.Event()
         self.executor = _executor(settings)
-        self.peers: Peers = link or Alone()
-        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.peers)
+        self.worker_group: WorkerGroup = link or SingleProcess()
+        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.worker_group)
         load = load or functools.partial(
             _load_saved_model, settings=settings, stopping=self.stopping, telemetry=self.telemetry
         )
@@ -58,7 +58,9 @@ class ServingApp(FastAPI):
         self.service = PredictionService(self.repository, _limited(self.executor, settings))
         self.settings = settings
         guard = settings.security
-        self._door = Door(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
+        self._auth = (
+            AuthMiddleware(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
+        )
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._grpc_leave: asyncio.Task[None] | None = None
@@ -88,7 +90,7 @@ class ServingApp(FastAPI):
     async def load_first(self) -> None:
         """Return once what is there is loaded, where others answer meanwhile."""
         if self.loads_first:
-            await asyncio.to_thread(self.repository.wait_for_look, self.stopping.is_set)
+            await asyncio.to_thread(self.repository.wait_for_first_poll, self.stopping.is_set)
 
     async def start_grpc(self) -> None:
         """Listen for gRPC calls, where the settings name a port, unless that is so already."""
@@ -119,7 +121,7 @@ class ServingApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        await (self._door or self._handler(scope))(scope, receive, send)
+        await (self._auth or self._handler(scope))(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What is behind the door."""
@@ -220,7 +222,7 @@ def _load_saved_model(
 
     def give_up(_: int) -> None:
         if stopping.is_set():
-            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server stops")
+            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server is stopping")
 
     options = runtime.RunOptions(
         timeout_ms=settings.rest_timeout_ms,

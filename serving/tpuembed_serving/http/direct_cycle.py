@@ -10,14 +10,14 @@ from tpuembed_serving.http.endpoint import Reply, reply_headers
 __all__ = ["DirectCycle"]
 
 
-class _Nobody:
+class _NeverNotified:
     """Whom uvicorn tells that more has come."""
 
     def set(self) -> None:
         """Nobody waits."""
 
 
-_NOBODY: Final = _Nobody()
+_NEVER_NOTIFIED: Final = _NeverNotified()
 
 
 class DirectCycle:
@@ -33,7 +33,7 @@ class DirectCycle:
         "response_started",
     )
 
-    message_event = _NOBODY
+    message_event = _NEVER_NOTIFIED
 
     def __init__(self, protocol: HttpToolsProtocol, request: PredictRequest) -> None:
         self._protocol, self._request = protocol, request

@@ -28,8 +28,8 @@ from tpuembed_serving.telemetry.request_record import (
     REST,
     Headers,
     RequestRecord,
-    observing,
     sane_request_id,
+    set_current_record,
 )
 
 __all__ = ["DirectPredict", "PredictRequest"]
@@ -96,11 +96,11 @@ class DirectPredict:
             self._start(request.spec, body, respond)
             return
         record.body(len(body))
-        observing(record)
+        set_current_record(record)
         try:
             self._start(request.spec, body, functools.partial(self._finish, record, respond))
         finally:
-            observing(None)
+            set_current_record(None)
 
     def _finish(self, record: RequestRecord, respond: Respond, reply: Reply) -> None:
         record.answered(reply.code, reply.status, len(reply.body))
@@ -131,7 +131,7 @@ class DirectPredict:
 
 def _record(telemetry: Telemetry, spec: ModelSpec, target: bytes, headers: Headers) -> RequestRecord:
     record = telemetry.begin(REST, "POST", target, headers)
-    observing(None)  # what this connection does next may be another's
+    set_current_record(None)  # what this connection does next may be another's
     record.model, record.api = spec.name, "predict"
     return record
 

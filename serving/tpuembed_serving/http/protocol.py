@@ -209,7 +209,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_asked:
-            self._refuse(503, "the server stops before this request is answered; send it to another one")
+            self._refuse(503, "the server is stopping. Send this request to another server")
         else:
             self.transport.close()
 

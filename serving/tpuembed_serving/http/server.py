@@ -18,10 +18,11 @@ from typing import Any, Final
 
 import uvicorn
 
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.http.protocol import close_slow_connections, protocol_class
 from tpuembed_serving.workers.sockets import refuse_new_connections, waiting_connections
-from tpuembed_serving.workers.stopping import Stage, Stop
+from tpuembed_serving.workers.stopping import Stop, StopStage
 
 __all__ = ["log_to_stderr", "prepare_tensorflow", "run_app"]
 
@@ -34,11 +35,7 @@ _HANDSHAKE_SECONDS: Final = 0.3
 _LOOK_SECONDS: Final = 0.02
 
 
-def _nobody() -> None:
-    """Nobody is told."""
-
-
-def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: Callable[[], None] = _nobody) -> None:
+def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: Callable[[], None] = noop) -> None:
     """Serve on `listener` until `stop`; not at all if it was asked before. `on_listening` is called once it answers."""
     tls = app.settings.security.tls
     config = uvicorn.Config(
@@ -54,7 +51,7 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
     )
     server = _Server(app, config, stop, on_listening)
     stop.call(server.ask_to_stop)
-    if stop.stage is Stage.RUNNING:
+    if stop.stage is StopStage.RUNNING:
         server.run(sockets=[listener])
 
 
@@ -94,13 +91,13 @@ class _Server(uvicorn.Server):
 
     def _heed(self) -> None:
         seconds = self._app.settings.lame_duck_seconds
-        if self._stop.stage is Stage.LAME_DUCK and seconds and not self._app.repository.loading:
+        if self._stop.stage is StopStage.LAME_DUCK and seconds and not self._app.repository.loading:
             self._leave(hands_over=True)
             assert self._loop is not None
             self._loop.call_later(seconds, self._drain)
-        elif self._stop.stage is not Stage.RUNNING:
+        elif self._stop.stage is not StopStage.RUNNING:
             self._drain()
-            self.force_exit = self._stop.stage is Stage.CUT_OFF
+            self.force_exit = self._stop.stage is StopStage.CUT_OFF
 
     def _leave(self, *, hands_over: bool) -> None:
         """Ask clients to go elsewhere."""

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Counter", "Family", "Histogram", "HistogramCell", "Snapshot", "exponential", "merged", "to_text"]
+__all__ = ["Counter", "Family", "Histogram", "HistogramCell", "Snapshot", "exponential", "merge_snapshots", "to_text"]
 
 Labels = tuple[str, ...]
 
@@ -105,7 +105,7 @@ class Histogram:
         return {labels: cell.numbers() for labels, cell in dict(self._cells).items()}
 
 
-def merged(snapshots: Iterable[Snapshot]) -> dict[Family, dict[Labels, tuple[float, ...]]]:
+def merge_snapshots(snapshots: Iterable[Snapshot]) -> dict[Family, dict[Labels, tuple[float, ...]]]:
     """The sums of what several processes have."""
     total: dict[Family, dict[Labels, tuple[float, ...]]] = {}
     for snapshot in snapshots:

@@ -26,7 +26,7 @@ def read_metrics_path(path: Path) -> str | None:
     except OSError as error:
         raise ConfigError(f"monitoring config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"monitoring config {path}: is no text in UTF-8") from None
+        raise ConfigError(f"monitoring config {path}: is not UTF-8 text. Save it as UTF-8") from None
     except text_format.ParseError as error:
         raise ConfigError(f"monitoring config {path}: {error}") from None
     config = message.prometheus_config

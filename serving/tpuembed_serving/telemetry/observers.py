@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from tpuembed_serving.batching.queue import Request
+from tpuembed_serving.batching.queue import QueuedRequest
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.access_log import AccessLog, check_writable
-from tpuembed_serving.telemetry.metric_types import merged, to_text
+from tpuembed_serving.telemetry.metric_types import merge_snapshots, to_text
 from tpuembed_serving.telemetry.metrics import ServerMetrics
-from tpuembed_serving.telemetry.request_record import Headers, Observer, RequestRecord, observing
+from tpuembed_serving.telemetry.request_record import Headers, Observer, RequestRecord, set_current_record
 from tpuembed_serving.telemetry.tracing import Tracing, check_tracing, make_provider
-from tpuembed_serving.workers.link import Peers
+from tpuembed_serving.workers.link import WorkerGroup
 
 __all__ = ["Telemetry", "check_telemetry"]
 
@@ -42,17 +42,17 @@ class Telemetry:
         observes: whether there is any observer.
     """
 
-    def __init__(self, metrics: ServerMetrics | None, observers: Sequence[Observer], peers: Peers) -> None:
+    def __init__(self, metrics: ServerMetrics | None, observers: Sequence[Observer], worker_group: WorkerGroup) -> None:
         self.metrics = metrics
         self._observers = tuple(observers)
         self.observes = bool(self._observers)
         self._shows_ids = any(one.wants_request_id for one in self._observers)
-        self._peers = peers
+        self._worker_group = worker_group
         if metrics is not None:
-            peers.register(_METRICS, lambda _: metrics.snapshot())
+            worker_group.register(_METRICS, lambda _: metrics.snapshot())
 
     @classmethod
-    def of(cls, settings: TelemetrySettings, executor: object, peers: Peers) -> Self:
+    def of(cls, settings: TelemetrySettings, executor: object, worker_group: WorkerGroup) -> Self:
         """What `settings` ask for; runs of `executor` are counted where it is one of this process."""
         observers: list[Observer] = []
         metrics = None
@@ -67,14 +67,14 @@ class Telemetry:
             observers.append(Tracing(make_provider()))
         if observers and isinstance(executor, ModelExecutor):
             executor.watch = _Watch(executor.pool_name, metrics)
-        return cls(metrics, observers, peers)
+        return cls(metrics, observers, worker_group)
 
     def begin(self, entrypoint: str, method: str, path: bytes, headers: Headers, api: str = "") -> RequestRecord:
         """A request came. What this task does from here on belongs to the record."""
         record = RequestRecord(entrypoint, method, path, headers, api)
         if self._shows_ids:
             record.ensure_request_id()
-        observing(record)
+        set_current_record(record)
         return record
 
     def finish(self, record: RequestRecord) -> None:
@@ -94,7 +94,7 @@ class Telemetry:
             TimeoutError: one of them is busy with a new config.
         """
         async with asyncio.timeout(_GATHER_SECONDS):
-            return to_text(merged(await asyncio.to_thread(self._peers.gather, _METRICS)))
+            return to_text(merge_snapshots(await asyncio.to_thread(self._worker_group.gather, _METRICS)))
 
     def watching(self, load: Callable[[Path], Servable]) -> Callable[[Path], Servable]:
         """`load`, with its loads counted."""
@@ -126,7 +126,7 @@ class _Watch:
     def __init__(self, pool: str, metrics: ServerMetrics | None) -> None:
         self._pool, self._metrics = pool, metrics
 
-    def __call__(self, requests: Sequence[Request], seconds: float, now: float) -> None:
+    def __call__(self, requests: Sequence[QueuedRequest], seconds: float, now: float) -> None:
         """`now` is on the clock that the requests' times are on."""
         # The event loop's clock stands still while a run is on its own thread.
         waited = [max(0.0, now - seconds - request.entered) for request in requests]

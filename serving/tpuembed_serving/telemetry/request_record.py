@@ -24,8 +24,8 @@ __all__ = [
     "RequestRecord",
     "current_record",
     "name_request",
-    "observing",
     "sane_request_id",
+    "set_current_record",
     "stage_seconds",
 ]
 
@@ -136,7 +136,7 @@ _CURRENT: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar(
 current_record = _CURRENT.get
 """The record of the request that is being answered; None where nobody observes."""
 
-observing = _CURRENT.set
+set_current_record = _CURRENT.set
 """From here on, what this task and its children do belongs to a record."""
 
 

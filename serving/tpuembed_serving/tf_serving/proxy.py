@@ -26,7 +26,7 @@ _MAX_LABELS: Final = 64
 """Of a model, that are remembered: who asks for others waits for the other server."""
 
 
-class States(Protocol):
+class StatusSource(Protocol):
     """What `remote_calls.RemoteStates` does."""
 
     def versions(self, model: str) -> list[VersionStatus]:
@@ -70,7 +70,7 @@ class _Model:
     fault: StatusError | None = None
 
 
-def _connect(target: str) -> States:
+def _connect(target: str) -> StatusSource:
     with IMPORTING_TENSORFLOW:
         from tpuembed_serving.grpc.remote_calls import RemoteStates
     return RemoteStates(target, _POLL_TIMEOUT_SECONDS)
@@ -84,13 +84,13 @@ class RemoteModels:
         names: Sequence[str],
         target: str,
         poll_seconds: float,
-        connect: Callable[[str], States] = _connect,
+        connect: Callable[[str], StatusSource] = _connect,
     ) -> None:
         """`target`: HOST:PORT of TensorFlow Serving's gRPC API."""
         self._target, self._poll_seconds, self._connect = target, poll_seconds, connect
-        self._states: States | None = None
+        self._states: StatusSource | None = None
         self._models = {name: _Model(fault=_not_reached(target)) for name in names}
-        self._stopping, self._looked = threading.Event(), threading.Event()
+        self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
     def start(self) -> None:
@@ -112,11 +112,11 @@ class RemoteModels:
     @property
     def loading(self) -> bool:
         """Whether the other server was not asked yet."""
-        return not self._looked.is_set()
+        return not self._has_polled.is_set()
 
-    def wait_for_look(self, stopping: Callable[[], bool]) -> None:
+    def wait_for_first_poll(self, stopping: Callable[[], bool]) -> None:
         """Return once the other server was asked, or where `stopping` says so."""
-        while not self._looked.wait(0.1) and not stopping():
+        while not self._has_polled.wait(0.1) and not stopping():
             pass
 
     @contextlib.contextmanager
@@ -177,7 +177,7 @@ class RemoteModels:
         while not self._stopping.is_set():
             for name, model in self._models.items():
                 self._models[name] = self._ask(name, model)
-            self._looked.set()
+            self._has_polled.set()
             self._stopping.wait(self._poll_seconds)
 
     def _ask(self, name: str, before: _Model) -> _Model:
@@ -194,7 +194,7 @@ class RemoteModels:
             logger.error("model %s: %s", name, fault.message)
         return _Model(fault=fault)
 
-    def _heard(self, states: States, name: str, before: _Model) -> _Model:
+    def _heard(self, states: StatusSource, name: str, before: _Model) -> _Model:
         statuses = states.versions(name)
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
         loaded = {number: before.loaded.get(number) or self._servable(states, name, number) for number in available}
@@ -202,13 +202,13 @@ class RemoteModels:
             logger.info("model %s version %d is served by TensorFlow Serving at %s", name, number, self._target)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
-    def _labels(self, states: States, name: str, before: _Model) -> Iterator[tuple[str, int]]:
+    def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:
         """Where the labels are now that were asked for; those that are no more are forgotten."""
         for label in list(before.labels):
             with contextlib.suppress(StatusError):
                 yield label, states.definitions(name, None, label)[0]
 
-    def _servable(self, states: States, name: str, version: int) -> RemoteServable:
+    def _servable(self, states: StatusSource, name: str, version: int) -> RemoteServable:
         _, (signatures, in_json) = states.definitions(name, version)
         return RemoteServable(name, version, signatures, in_json)
 

@@ -79,10 +79,10 @@ def parse(body: bytes, max_depth: int | None = None) -> Any:
     """
     if not body:
         raise invalid_argument("JSON Parse error: The document is empty")
-    return _Parser(body).document(math.inf if max_depth is None else max_depth)
+    return _JsonParser(body).document(math.inf if max_depth is None else max_depth)
 
 
-class _Parser:
+class _JsonParser:
     """One pass over a body; `_at` is the offset of the next byte. A NUL byte ends the body."""
 
     def __init__(self, body: bytes) -> None:
