@@ -1,4 +1,4 @@
-"""Requests that have waited for too long: one timer for all of them."""
+"""Fails requests at their deadlines, with one timer for all requests."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -10,7 +10,7 @@ __all__ = ["RequestTimeouts"]
 
 
 class RequestTimeouts:
-    """Belongs to one event loop."""
+    """The deadlines of the requests of one event loop."""
 
     def __init__(
         self,
@@ -18,12 +18,12 @@ class RequestTimeouts:
         requests: Collection[QueuedRequest],
         fail: Callable[[QueuedRequest, Exception], None],
     ) -> None:
-        """`fail` is told of each of `requests` that is among them at its deadline, and takes it out of them."""
+        """Watch `requests`. `fail` is called for each that has reached its deadline, and must remove it."""
         self._loop, self._requests, self._fail = loop, requests, fail
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, deadline: float) -> None:
-        """Look at the requests then, by the loop's clock, or before."""
+        """Check the requests at `deadline` at the latest, by the loop's clock."""
         if self._timer is None or deadline < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()

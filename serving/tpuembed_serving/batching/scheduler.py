@@ -1,7 +1,7 @@
-"""Runs of models on a few threads, with a bounded queue and deadlines; the event loop never waits for one.
+"""Runs models on a few threads, with bounded queues and deadlines, without blocking the event loop.
 
-Batching has no timer: a run starts as soon as a thread is free, with all that waits for the same. While few requests come each
-runs at once; the more there are, the more of them share a run.
+Batching has no timer by default: a batch starts as soon as a thread is free, with all requests that wait for the same
+signature. With few requests, each runs at once. With many, more of them are in one batch.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from tpuembed_serving.settings import BatchingSettings
 __all__ = ["ModelExecutor"]
 
 _INLINE_SECONDS: Final = 0.0003
-"""A run that is known to be shorter stays on the event loop's thread: to hand it over and back costs about as much."""
+"""A batch that is expected to be shorter runs on the event loop's thread: a thread switch would cost about as much."""
 _INLINE_SECONDS_OF_MANY: Final = 0.002
-"""The same where another thread would find no processor: as many processes as there are serve."""
+"""The same limit if as many processes serve as there are processors: another thread would find none free."""
 _INLINE_SECONDS_OF_ONE: Final = 0.001
-"""The same of a run of one request: few others come meanwhile."""
+"""The same limit for a single request, during which few others arrive."""
 _BUSY_SECONDS: Final = 0.02
-"""After the last answer, how long others are expected to come."""
+"""How long after an answer more requests are expected."""
 
 
 class ModelExecutor:
-    """Starts runs in order of arrival. Its methods belong to one event loop at a time.
+    """Starts batches in order of arrival. One event loop at a time calls its methods.
 
     Attributes:
-        pool_name: of its threads.
-        watch: told of every run: its requests, how long it took, and when it was over by the loop's clock; None by default.
+        pool_name: the name of its thread pool.
+        watch: called after every batch with its requests, its duration, and its end by the loop's clock; None by default.
     """
 
     def __init__(
@@ -49,7 +49,15 @@ class ModelExecutor:
         batching: BatchingSettings | None = None,
         processes: int = 1,
     ) -> None:
-        """At most `threads` runs are in progress, and `max_queued` more requests wait; `processes` do the same on this machine."""
+        """Create the thread pool.
+
+        Args:
+            threads: how many batches run at once.
+            max_queued: how many more requests may wait.
+            timeout_seconds: the longest duration of a request.
+            batching: which requests are batched.
+            processes: how many processes of this machine serve.
+        """
         self._batching = batching or BatchingSettings()
         of_all = self._batching.parameters
         threads = (of_all and of_all.num_batch_threads) or threads
@@ -68,7 +76,7 @@ class ModelExecutor:
         self._open: set[QueuedRequest] = set()
 
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What was planned belongs to the loop that ends with it."""
+        """Start with a new event loop. Requests and timers of an earlier loop have ended with it."""
         self._loop = loop
         self._open = set()
         self._will_start = False
@@ -82,14 +90,17 @@ class ModelExecutor:
         *,
         timeout_seconds: float | None = None,
     ) -> list[Array]:
-        """What `servable.run` returns or raises for `inputs`.
+        """Return or raise what `servable.run` does for `inputs`.
 
         Args:
-            timeout_seconds: how long the caller waits, where that is less than every request may take.
+            servable: the version to run.
+            signature: its signature to run.
+            inputs: the inputs in the signature's order.
+            timeout_seconds: shortens the executor's own timeout.
 
         Raises:
-            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows than
-                the operator's parameters allow.
+            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows
+                than the operator's parameters allow.
         """
         future: asyncio.Future[list[Array]] = asyncio.get_running_loop().create_future()
         request = self.submit(
@@ -110,7 +121,7 @@ class ModelExecutor:
         *,
         timeout_seconds: float | None = None,
     ) -> QueuedRequest:
-        """As `run`, for who does not wait: what comes out is told to `on_outcome`, later, on this event loop."""
+        """Run without waiting; see `run`. `on_outcome` is called later with the outcome, on this event loop."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._enter(loop)
@@ -126,17 +137,17 @@ class ModelExecutor:
         return request
 
     def close(self) -> None:
-        """Drop what waits. What still runs has outlived its deadline, and ends when its servable is closed."""
+        """Fail the waiting requests. A batch that still runs has passed its deadline, and ends with its servable."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for request in list(self._open) if self._loop and not self._loop.is_closed() else ():
             if request.is_waiting:
                 self._fail(request, StatusError(Code.UNAVAILABLE, "the server is stopping"))
 
-    # ---- what waits
+    # ---- waiting requests
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a run."""
+        """Return the number of waiting requests."""
         return self._waiting
 
     def _queue(self, servable: Servable, signature: Signature) -> BatchQueue:
@@ -159,13 +170,13 @@ class ModelExecutor:
         self._waiting += 1
 
     def _leave(self, request: QueuedRequest) -> None:
-        """It is taken, or nobody waits for it any more; what is left of it in its group is passed over."""
+        """Stop counting a request as waiting. It stays in its group, where `_take` skips it."""
         if request.is_waiting:
             request.leave()
             self._waiting -= 1
 
     def _give_up(self, request: QueuedRequest) -> None:
-        """Nobody waits for it any more."""
+        """Drop a request whose caller has left."""
         request.is_over = True
         self._open.discard(request)
         self._leave(request)
@@ -174,7 +185,7 @@ class ModelExecutor:
         return StatusError(
             Code.UNAVAILABLE,
             "The batch scheduling queue to which this task was submitted is full; currently "
-            f"{self._waiting} requests are waiting and at most {self._max_queued} may",
+            f"{self._waiting} requests are waiting and the limit is {self._max_queued}",
         )
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
@@ -182,10 +193,10 @@ class ModelExecutor:
         self._leave(request)
         request.end(error)
 
-    # ---- runs
+    # ---- batches
 
     def _plan_start(self) -> None:
-        """Not now: what else this turn of the loop brings may share the run."""
+        """Start batches at the end of this turn of the loop, so that other requests of this turn can join."""
         if self._free and not self._will_start and self._loop is not None:
             self._will_start = True
             self._loop.call_soon(self._start_runs)
@@ -197,7 +208,7 @@ class ModelExecutor:
                 self._start(self._take(group))
 
     def _is_due(self, group: Any) -> bool:
-        """Whether the group's requests have waited for others as long as they should; mostly not at all."""
+        """Returns True if the group's requests may start now. Otherwise plans the next check."""
         requests = self._groups[group]
         queue = requests[0].queue
         assert self._loop is not None
@@ -215,12 +226,12 @@ class ModelExecutor:
         return False
 
     def _check_again(self, queue: BatchQueue) -> None:
-        """uvloop's timers may be up to a millisecond early: then there is another."""
+        """Check the waiting requests. uvloop's timers may be a millisecond early; then another check is planned."""
         queue.next_check = 0.0
         self._start_runs()
 
     def _take(self, group: Any) -> list[QueuedRequest]:
-        """Requests for one run; its group goes to the end of the line with what is left of it."""
+        """Take the requests of one batch. The rest of the group goes to the end of the queue."""
         requests = self._groups.pop(group)
         taken: list[QueuedRequest] = []
         room = requests[0].queue.run_rows
@@ -247,11 +258,11 @@ class ModelExecutor:
         self._pool.submit(self._work, self._loop, requests)
 
     def _work(self, loop: asyncio.AbstractEventLoop, requests: list[QueuedRequest]) -> None:
-        """On a thread of the pool."""
+        """Run a batch on a thread of the pool."""
         outcomes, seconds = _run(requests)
         try:
             loop.call_soon_threadsafe(self._finish, requests, outcomes, seconds)
-        except RuntimeError:  # the loop is closed, and with it whoever waited
+        except RuntimeError:  # the loop is closed, so nothing waits for the outcomes
             self._free += 1
 
     def _finish(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
@@ -278,7 +289,7 @@ class ModelExecutor:
                     request.end(outcome)
 
     def _postpone(self, request: QueuedRequest) -> None:
-        """To a run of its own, which begins once the others are answered."""
+        """Queue a request again for a batch of postponed ones, which starts after the other answers."""
         if not request.is_over:
             request.postpone()
             self._add(request)
@@ -299,6 +310,6 @@ def _run(requests: list[QueuedRequest]) -> tuple[Sequence[Outcome], float]:
     outcomes: Sequence[Outcome]
     try:
         outcomes = requests[0].queue.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
-    except Exception as error:  # none that a model raised: those are outcomes
+    except Exception as error:  # an internal error: exceptions of a model are outcomes
         outcomes = [error] * len(requests)
     return outcomes, time.perf_counter() - started

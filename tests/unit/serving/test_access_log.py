@@ -146,4 +146,4 @@ def test_a_disk_that_fills_up_stops_nobody(tmp_path: Path, caplog: pytest.LogCap
     log.finish(record())
     log.finish(record())
     log.close()
-    assert "requests are not logged: [Errno 28] No space left on device" in caplog.text
+    assert "the access log cannot be written: [Errno 28] No space left on device" in caplog.text

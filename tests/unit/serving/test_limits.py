@@ -35,7 +35,7 @@ def test_requests_of_as_many_rows_as_may_be() -> None:
 
 def test_requests_of_more_rows_are_refused_by_any_input() -> None:
     for inputs in (([1, 2, 3, 4], 7), (7, [[1], [2], [3], [4]])):
-        with pytest.raises(StatusError, match="4 rows, and this server takes at most 3") as refused:
+        with pytest.raises(StatusError, match="4 rows. The limit is 3") as refused:
             run(*inputs)
         assert refused.value.code is Code.INVALID_ARGUMENT
 
