@@ -66,7 +66,7 @@ class LoadSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchingSettings:
-    """Which requests are batched, and how many.
+    """Settings of batching.
 
     Attributes:
         enabled: True batches requests of all models, False of none. None batches those whose graphs prove that rows are

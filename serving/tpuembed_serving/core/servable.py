@@ -57,7 +57,7 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """A named function of a SavedModel; inputs and outputs sorted by alias.
+    """A named function of a SavedModel. Its inputs and outputs are sorted by alias.
 
     Attributes:
         padding: by input, the value that fills up rows of different lengths; None if they are refused. Empty if all are.
@@ -92,11 +92,11 @@ class IdRange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merging:
-    """How requests of one signature are batched: inputs are concatenated by rows, and the rows of outputs are split again.
+    """The batching rules of one signature. Inputs are concatenated by rows, and the rows of outputs are split again.
 
     Attributes:
-        is_proven: whether the graph proves that a row of the outputs depends only on the same row of the inputs, if all
-            inputs have the ranks and sizes of `shapes`.
+        is_proven: whether the graph proves that rows are independent, if all inputs have the ranks and sizes of `shapes`.
+            Rows are independent if a row of the outputs depends only on the same row of the inputs.
         shapes: by input, in the signature's order, its sizes without the first; -1 is any size, and None any rank.
         is_steady: whether the duration of a run depends only on the shapes of its inputs.
         padding: by input, in the signature's order, the value that may follow a row's values without changing the result;

@@ -166,7 +166,7 @@ def _find_signature(servable: Servable, name: str) -> Signature:
 
 
 def _describe(response: Any, asked: Any, version: int) -> None:
-    """The ModelSpec of an answer: what was asked, with the version that answered."""
+    """Fill the ModelSpec of an answer: the one of the request, with the version that answered."""
     response.name = asked.name
     response.signature_name = asked.signature_name or DEFAULT_SIGNATURE
     response.version.value = version

@@ -157,7 +157,7 @@ class ModelRepository:
         """Raise UNKNOWN if a new model is not available, as WaitUntilModelsAvailable of server_core.cc."""
         reasons = [_why_not(model) for name in new if not (model := self._models[name]).available]
         reasons += [_why_not(model) for model in self._successors.values()]
-        if self._stopping:  # and what was loaded may be unloaded by now
+        if self._stopping:  # a new model may be unloaded again by now
             raise StatusError(Code.CANCELLED, "the server is stopping")
         if reasons:
             listed = "".join(f"{{{reason}}}, " for reason in reasons)

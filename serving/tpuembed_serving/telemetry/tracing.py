@@ -57,7 +57,7 @@ def _is_there(package: str) -> bool:
 def _exporter_name() -> str:
     name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     if name not in ("otlp", "console", "none"):
-        raise ConfigError(f"OTEL_TRACES_EXPORTER is {name}. Set it to otlp, console or none")
+        raise ConfigError(f"OTEL_TRACES_EXPORTER is {name}, which is not supported. Set it to otlp, console or none")
     return name
 
 
@@ -65,7 +65,7 @@ def _protocol() -> str:
     for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         protocol = os.environ.get(variable)
         if protocol and protocol not in _EXPORTERS:
-            raise ConfigError(f"{variable} is {protocol}. Set it to {_HTTP} or {_GRPC}")
+            raise ConfigError(f"{variable} is {protocol}, which is not supported. Set it to {_HTTP} or {_GRPC}")
         if protocol:
             return protocol
     return _HTTP

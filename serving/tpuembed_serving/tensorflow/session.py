@@ -49,7 +49,7 @@ _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a model's signatures are run.
+    """Options of the runs of a model's signatures.
 
     Attributes:
         timeout_ms: when TensorFlow cancels a run whose duration is not bounded by its inputs; 0 is never.

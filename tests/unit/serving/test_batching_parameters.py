@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_parameters_without_batching_are_refused() -> None:
     for options in ({"parameters": BatchingParameters()}, {"per_model": True}):
         for enabled in (None, False):
-            with pytest.raises(ConfigError, match="give --enable-batching as well"):
+            with pytest.raises(ConfigError, match="Give --enable-batching as well"):
                 BatchingSettings(enabled=enabled, **options)
     assert [BatchingSettings(enabled=value).covers(is_proven=False) for value in (None, True, False)] == [
         False,
