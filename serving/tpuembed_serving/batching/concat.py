@@ -60,7 +60,8 @@ def merge(
         widen: whether inputs without padding are widened with their own first element.
         allowed: the sizes that the batch may have; empty for any size.
     """
-    stops = list(itertools.accumulate([_rows_of(inputs) for inputs in requests]))
+    sizes = [len(inputs.matrix if type(inputs) is Columns else inputs[0]) for inputs in requests]
+    stops = list(itertools.accumulate(sizes))
     rows = next((size for size in allowed if size >= stops[-1]), stops[-1])
     if rows > stops[-1] and len(requests[-1][0]):
         first = [array[:1] for array in requests[-1]]
@@ -78,10 +79,6 @@ def merge(
         return Merged(list(block), stops, rows, block)
     pads = padding or [None] * len(columns)
     return Merged([_join(parts, pad, widen) for parts, pad in zip(columns, pads, strict=True)], stops, rows)
-
-
-def _rows_of(inputs: Sequence[Array]) -> int:
-    return len(inputs.matrix if type(inputs) is Columns else inputs[0])
 
 
 def _join(parts: Sequence[Array], padding: int | None, widen: bool) -> Array:

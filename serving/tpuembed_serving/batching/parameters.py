@@ -77,7 +77,8 @@ class BatchingParameters:
         if not sizes:
             return
         if list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-            raise ConfigError(f"allowed_batch_sizes are {_list(sizes)}. Give increasing sizes above 0")
+            given = ", ".join(map(str, sizes))
+            raise ConfigError(f"allowed_batch_sizes are {given}. Give increasing sizes above 0")
         if sizes[-1] != self.run_rows:
             name = "max_batch_size" if self.max_execution_batch_size is None else "max_execution_batch_size"
             raise ConfigError(f"the last of allowed_batch_sizes is {sizes[-1]}. It must equal {name}, {self.run_rows}")
@@ -110,17 +111,16 @@ def _parse(text: str, of_one_model: bool) -> BatchingParameters:
         message = text_format.Parse(text, _message_class()())
     except text_format.ParseError as error:
         raise ConfigError(str(error)) from None
-    fields = {field.name: _plain(field.name, value) for field, value in message.ListFields()}
+    fields: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name == "allowed_batch_sizes":
+            fields[field.name] = tuple(value)
+        else:
+            fields[field.name] = value if isinstance(value, bool) else value.value
     for name in _OF_ALL_MODELS if of_one_model else ():
         if name in fields:
             raise ConfigError(f"{name} concerns all models. Give it with --batching-parameters-file")
     return BatchingParameters(**fields)
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name == "allowed_batch_sizes":
-        return tuple(value)
-    return value if isinstance(value, bool) else value.value
 
 
 @functools.cache
@@ -172,7 +172,3 @@ _FIELDS: Final = {
 def _check_at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise ConfigError(f"{name} is {value}. Give {least} or more")
-
-
-def _list(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))

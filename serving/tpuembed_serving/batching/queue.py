@@ -241,8 +241,8 @@ def _are_alike(inputs: Sequence[Array]) -> bool:
 
 def _magnitude(requests: Sequence[QueuedRequest]) -> int:
     """Return the order of magnitude (base 2) of the number of input elements."""
-    return sum([_size(request.inputs) for request in requests]).bit_length()
-
-
-def _size(inputs: Sequence[Array]) -> int:
-    return inputs.matrix.size if type(inputs) is Columns else sum([array.size for array in inputs])
+    size = 0
+    for request in requests:
+        inputs = request.inputs
+        size += inputs.matrix.size if type(inputs) is Columns else sum([array.size for array in inputs])
+    return size.bit_length()

@@ -98,10 +98,13 @@ class BatchRunner:
         if not self._merging.is_steady:  # only runs without a steady duration can be cut off
             wait_until(max((request.deadline for request in requests if not request.is_over), default=None))
         batch = _Batch(functools.partial(servable.run, self._signature), requests, [None] * len(requests))
-        if apart:
-            self._run_suspects(batch, [index for index, request in enumerate(requests) if not request.is_over])
-        else:
+        if not apart:
             self._run_together(batch, range(len(requests)))
+        elif not self._ids_are_known:
+            self._run_all(batch, range(len(requests)))
+        else:
+            for index in [index for index, request in enumerate(requests) if not request.is_over]:
+                batch.outcomes[index] = self._run_alone(batch, index)
         return batch.outcomes
 
     def _run_together(self, batch: _Batch, members: Iterable[int]) -> None:
@@ -119,14 +122,6 @@ class BatchRunner:
             return
         if self._run_merged(batch, members, merged) and suspects:
             self._ids.learn(merged.inputs)
-
-    def _run_suspects(self, batch: _Batch, members: list[int]) -> None:
-        """Run requests that may fail. If the accepted ids are unknown, run them in one batch, because most succeed."""
-        if self._ids_are_known:
-            for index in members:
-                batch.outcomes[index] = self._run_alone(batch, index)
-        else:
-            self._run_all(batch, members)
 
     def _run_all(self, batch: _Batch, members: Iterable[int]) -> None:
         """Run requests in one batch, whatever their ids are. Failures are halved down to single requests."""

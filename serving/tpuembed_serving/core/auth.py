@@ -35,7 +35,9 @@ class AuthMiddleware:
         if self._allows(scope):
             await self._app(scope, receive, answer)
         else:
-            await _refuse(answer)
+            code = Code.UNAUTHENTICATED
+            reply = Reply(HTTP_STATUS[code], encode_error(_REFUSAL), code)
+            await send_reply(answer, reply, "", (b"www-authenticate", b"Bearer"))
 
     def _allows(self, scope: Scope) -> bool:
         """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing."""
@@ -60,12 +62,6 @@ def _cors_headers(has_keys: bool) -> Headers:
         (b"access-control-allow-methods", b"POST, GET"),
         (b"access-control-allow-headers", allowed),
     ]
-
-
-async def _refuse(send: Send) -> None:
-    code = Code.UNAUTHENTICATED
-    reply = Reply(HTTP_STATUS[code], encode_error(_REFUSAL), code)
-    await send_reply(send, reply, "", (b"www-authenticate", b"Bearer"))
 
 
 def key_interceptor(keys: ApiKeys) -> Any:

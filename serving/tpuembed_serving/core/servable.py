@@ -117,8 +117,8 @@ class Servable(Protocol):
     """One loaded version of a model.
 
     Attributes:
-        signatures: by name.
-        signature_defs: the same as the JSON form of TensorFlow's SignatureDef, for metadata.
+        signatures: the signatures by name.
+        signature_defs: the same in the JSON form of TensorFlow's SignatureDef, for metadata.
     """
 
     signatures: Mapping[str, Signature]

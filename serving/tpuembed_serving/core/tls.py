@@ -33,16 +33,13 @@ class TlsSettings:
                 f"TLS certificate {self.certificate} with key {self.key}: {_reason(error)}. Give both in PEM format, and the "
                 "key of this certificate without a password"
             ) from None
-        if self.client_ca is not None:
-            self._check_authorities(context, self.client_ca)
-
-    def _check_authorities(self, context: ssl.SSLContext, path: Path) -> None:
+        if self.client_ca is None:
+            return
         try:
-            context.load_verify_locations(path)
+            context.load_verify_locations(self.client_ca)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"TLS client authorities {path}: {_reason(error)}. Give their certificates in PEM format"
-            ) from None
+            text = f"TLS client authorities {self.client_ca}: {_reason(error)}. Give their certificates in PEM format"
+            raise ConfigError(text) from None
 
     def uvicorn_options(self) -> dict[str, Any]:
         """Return the TLS options of uvicorn.Config."""

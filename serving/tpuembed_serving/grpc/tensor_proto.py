@@ -27,7 +27,7 @@ _MAX_RANK: Final = 64
 _PIECE: Final = 2**16
 """Elements converted to Python objects at once. The objects take much more memory, and block all other threads."""
 _MAX_ELEMENTS: Final = 2**58
-"""The limit of the product of an empty tensor's nonzero sizes: numpy computes its bytes from them."""
+"""The limit of the product of a tensor's nonzero sizes, from which numpy computes even an empty tensor's bytes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.auth import AuthMiddleware
 from tpuembed_serving.core.row_limit import RowLimit
 from tpuembed_serving.core.servable import Servable
-from tpuembed_serving.core.service import Executor, PredictionService
+from tpuembed_serving.core.service import PredictionService
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.direct_predict import DirectPredict
 from tpuembed_serving.http.endpoint import Receive, Scope, Send
@@ -55,9 +55,10 @@ class ServingApp(FastAPI):
         self.repository = _models(settings, self.telemetry.watching(load), link)
         self.loads_first = load_first or settings.listen_when_loaded
         self.leaving = False
-        self.service = PredictionService(self.repository, _limited(self.executor, settings))
         self.settings = settings
         guard = settings.security
+        limited = self.executor if guard.max_rows is None else RowLimit(self.executor, guard.max_rows)
+        self.service = PredictionService(self.repository, limited)
         self._auth = (
             AuthMiddleware(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
         )
@@ -169,11 +170,6 @@ def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
         settings.batching,
         processes=settings.workers,
     )
-
-
-def _limited(executor: ModelExecutor | RemoteExecutor, settings: ServerSettings) -> Executor:
-    most = settings.security.max_rows
-    return executor if most is None else RowLimit(executor, most)
 
 
 async def _healthz() -> dict[str, str]:

@@ -60,7 +60,7 @@ _BODY_TOO_LARGE: Final = 413
 _MAX_INFLATED_BYTES: Final = 100 * 2**20
 _JSON: Final = b"application/json"
 _RETRY_AFTER: Final = (b"retry-after", b"1")
-"""The header of answers to an overload, after which most queues are empty within a second."""
+"""The header of answers to an overload. Most queues are empty again after a second."""
 
 
 class Reply(NamedTuple):

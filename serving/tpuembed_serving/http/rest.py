@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import urllib.parse
-from collections.abc import Iterable
 from typing import Any
 
 from tpuembed_serving.core.classify_regress import Method
@@ -138,7 +137,7 @@ class RestApi(HttpEndpoint):
         # The comparison is case-sensitive: "/METADATA" matches the pattern and is a status request.
         if match[4] == b"metadata":
             return _metadata_json(self._service.metadata(spec))
-        return _status_json(self._service.status(spec))
+        return _message({"model_version_status": [version_status(one) for one in self._service.status(spec)]})
 
 
 def decode_request(document: Document, signature: Signature) -> PredictInputs:
@@ -208,10 +207,6 @@ def find_signature(servable: Servable, name: str) -> Signature:
     if not signature.inputs:
         raise invalid_argument(f"Failed to get input map for signature: {name or 'DEFAULT'}")
     return signature
-
-
-def _status_json(statuses: Iterable[VersionStatus]) -> bytes:
-    return _message({"model_version_status": [version_status(status) for status in statuses]})
 
 
 def version_status(status: VersionStatus) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Source: tensorflow_serving/config/model_server_config.proto. The error texts are those of model_servers/server_core.cc.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,16 +164,11 @@ def _check_labels_differ(message: Any, lines: dict[str, int]) -> None:
     """Raise FieldError if a label is given twice: protobuf silently keeps the last of two entries with one key."""
     for index, config in enumerate(message.model_config_list.config):
         field = f"model_config_list.config[{index}].version_labels"
-        given = list(_entries(lines, field))
-        if len(given) > len(config.version_labels):
-            raise FieldError(given[-1], f"model {config.name}: a label is given twice")
-
-
-def _entries(lines: dict[str, int], field: str) -> Iterator[str]:
-    index = 0
-    while f"{field}[{index}]" in lines:
-        yield f"{field}[{index}]"
-        index += 1
+        given = 0
+        while f"{field}[{given}]" in lines:
+            given += 1
+        if given > len(config.version_labels):
+            raise FieldError(f"{field}[{given - 1}]", f"model {config.name}: a label is given twice")
 
 
 def _line(lines: dict[str, int], field: str) -> int:

@@ -10,7 +10,7 @@ __all__ = ["AllVersions", "LatestVersions", "SpecificVersions", "VersionPolicy"]
 
 
 class VersionPolicy(Protocol):
-    """ServableVersionPolicy of TensorFlow Serving's file_system_storage_path_source.proto."""
+    """A version policy: ServableVersionPolicy of TensorFlow Serving's file_system_storage_path_source.proto."""
 
     def wanted(self, found: Collection[int]) -> frozenset[int]:
         """Return the versions of `found` that are to be served."""

@@ -78,7 +78,7 @@ class ModelRepository:
         """Return a lease of a version of model `name`; see `ServedModel.lease`.
 
         Raises:
-            StatusError: NOT_FOUND, the model is not configured; INVALID_ARGUMENT, it is not, and a label is given.
+            StatusError: the model is not configured: INVALID_ARGUMENT if a label is given, otherwise NOT_FOUND.
         """
         model = self._models.get(name)
         if model is not None:

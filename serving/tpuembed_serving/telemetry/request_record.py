@@ -56,12 +56,12 @@ class RequestRecord:
     Attributes:
         entrypoint: REST or GRPC.
         method: the HTTP method, or the service's.
-        path: the path as it was sent, without the query.
+        path: path and query as they were sent, or the path of the gRPC method.
         api: predict, classify, regress (REST) or Predict, ... (gRPC); empty for other requests.
         model: the model that the request names; empty if none.
         version: the version that answered; None if none did.
         rows: the rows of the inputs; None if it was not run, or if the inputs differ in it.
-        request_id: the client's request ID if it is valid, or a new one.
+        request_id: the client's request ID if it is valid, or a new one; empty before `ensure_request_id`.
         headers: the request's headers, with names in lower case.
         code: the status code of the answer; `status` is the HTTP status, or the code's number.
     """

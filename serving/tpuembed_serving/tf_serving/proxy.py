@@ -249,20 +249,16 @@ class RemoteExecutor:
             text = f"too many requests wait for TensorFlow Serving at {self._target} (limit: {self._max_pending})"
             raise StatusError(Code.UNAVAILABLE, text)
         if self._predictions is None:
-            self._predictions = self._connect()
+            # RemoteModels has imported this module before the first signature.
+            from tpuembed_serving.grpc.remote_calls import RemotePredictions
+
+            self._predictions = RemotePredictions(self._target)
         self._pending += 1
         try:
             seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
             return await self._predictions.run(servable.model, servable.version, signature, inputs, seconds)
         finally:
             self._pending -= 1
-
-    def _connect(self) -> Predictions:
-        from tpuembed_serving.grpc.remote_calls import (
-            RemotePredictions,
-        )  # RemoteModels has imported it before the first signature
-
-        return RemotePredictions(self._target)
 
     def close(self) -> None:
         """Close the connection."""

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _STEADY_SECONDS: Final = 60.0
-"""A worker that ran this long is restarted without a growing pause."""
+"""A worker that ran this long is restarted after the shortest pause."""
 
 
 @dataclasses.dataclass
@@ -123,13 +123,10 @@ class Supervisor:
         now = time.monotonic()
         for slot in self._slots:
             if slot.process is None and not self._stopping and slot.start_at <= now:
-                self._start(slot, now)
-
-    def _start(self, slot: _Slot, now: float) -> None:
-        load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
-        slot.process, slot.started_at = self._start_process(slot.index, self._events), now
-        slot.process.send(Start(self._settings, load_first))
-        slot.process.send(self._view)
+                load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
+                slot.process, slot.started_at = self._start_process(slot.index, self._events), now
+                slot.process.send(Start(self._settings, load_first))
+                slot.process.send(self._view)
 
     def _handle(self, event: Any) -> None:
         match event:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpuembed.protobuf import bytes_field, varint
 from tpuembed_serving.core.classify_regress import Classification, InferenceResult
-from tpuembed_serving.core.status import StatusError, invalid_argument
+from tpuembed_serving.core.status import invalid_argument
 from tpuembed_serving.http.json.debug import quote, type_name
 from tpuembed_serving.http.json.document import Document, format_error
 from tpuembed_serving.http.json.floats import float_tokens
@@ -90,7 +90,8 @@ def _checked_kind(name: str, values: Sequence[Any]) -> int:
         if found is None or (isinstance(value, dict) and not is_base64_object(value)):
             raise invalid_argument(f"Feature: {name} has element with unexpected JSON type: {type_name(value)}")
         if kind is not None and found != kind:
-            raise _kind_error(name, kind)
+            text = f"Unexpected element type in feature: {name} expecting type: {_KIND_NAMES[kind]}"
+            raise invalid_argument(text)
         kind = found
         if isinstance(value, dict):
             base64_decode(value)
@@ -98,10 +99,6 @@ def _checked_kind(name: str, values: Sequence[Any]) -> int:
             raise invalid_argument(f"Feature: {name} has uint64_t element. Only int64_t is supported.")
     assert kind is not None
     return kind
-
-
-def _kind_error(name: str, kind: int) -> StatusError:
-    return invalid_argument(f"Unexpected element type in feature: {name} expecting type: {_KIND_NAMES[kind]}")
 
 
 def _bytes_list(values: Sequence[Any]) -> bytes:
