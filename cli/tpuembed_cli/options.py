@@ -12,7 +12,7 @@ __all__ = [
     "FOLDER",
     "SIZE",
     "STORAGE_TYPES",
-    "Size",
+    "SizeType",
     "checkpoint_options",
     "option_group",
     "options_of",
@@ -30,7 +30,7 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class Size(click.ParamType[int]):
+class SizeType(click.ParamType[int]):
     """A number of bytes such as 512MiB, 2GB or 1048576; at least 1."""
 
     name = "size"
@@ -48,7 +48,7 @@ class Size(click.ParamType[int]):
         return size
 
 
-SIZE = Size()
+SIZE = SizeType()
 
 
 class _Folder(click.Path):

@@ -1,6 +1,6 @@
 """Serve SavedModels over TensorFlow Serving's REST and gRPC APIs.
 
-`settings` says what a server is told, `server` runs it in one process or several. Each folder is one part, as its docstring says.
+`settings` has the settings of a server, and `server` runs it in one process or several.
 """
 
 import importlib
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module that defines it (PEP 562): settings need no web framework."""
+    """Load a public name from the module that defines it (PEP 562). Importing settings loads no web framework."""
     if name not in _HOME:
         raise AttributeError(f"module 'tpuembed_serving' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, loaded or not."""
     return sorted(__all__)

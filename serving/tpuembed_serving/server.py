@@ -1,4 +1,4 @@
-"""Serves models on a port, in one process or several, until it is told to stop."""
+"""Serves models on a port, in one process or several, until SIGTERM or SIGINT."""
 
 import contextlib
 import dataclasses
@@ -26,12 +26,12 @@ logger = logging.getLogger("tpuembed_serving")
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what was accepted and return.
+    """Serve until SIGTERM or SIGINT, answer the accepted requests, then return.
 
-    The ports are bound at once; the models load in the background. Progress is logged on stderr.
+    The ports are bound at once. The models load in the background. Progress is logged to stderr.
 
     Raises:
-        ServingError: a model's folder is missing, unreadable or no model folder; or the port cannot be bound.
+        ServingError: a model's folder is missing, unreadable, or not a folder of versions; or a port cannot be bound.
     """
     prepare_tensorflow()
     check_telemetry(settings.telemetry)
@@ -47,7 +47,7 @@ def serve(settings: ServerSettings) -> None:
         if no_grpc:
             logger.warning("gRPC is off: %s", no_grpc)
         for model in empty:
-            logger.warning("no version of %s under %s yet; waiting for one", model.name, model.base_path)
+            logger.warning("model %s: %s has no version yet. Waiting for one", model.name, model.base_path)
         if settings.workers > 1:
             _supervise(settings, stop)
         else:
@@ -55,7 +55,10 @@ def serve(settings: ServerSettings) -> None:
 
 
 def _listener(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
-    """Held from the start, so that a port in use fails at once; it listens now if it may, and is the only one."""
+    """Bind or reserve the REST port, so that a port in use fails at once.
+
+    It listens now unless there are several workers, or `listen_when_loaded` is set.
+    """
     listen = reserve if settings.workers > 1 or settings.listen_when_loaded else bind
     return listen(settings.host, settings.rest_port, "--rest-port")
 
@@ -90,7 +93,7 @@ def _following_config(settings: ServerSettings, reload: Callable[[Sequence[Model
 
 
 def _source(settings: ServerSettings, model: ModelSettings) -> str:
-    """What an error calls a model's folder."""
+    """Return the name of a model's folder for error messages."""
     if settings.config_file is None:
         return f"MODEL_DIR {model.base_path}"
     return f"config {settings.config_file}, model {model.name}: base_path {model.base_path}"
@@ -102,22 +105,22 @@ def _find_versions(base_path: Path, source: str) -> dict[int, Path]:
     except OSError as error:
         raise ServingError(f"{source}: cannot be read: {error.strerror}") from None
     if not versions and (base_path / GRAPH_FILE).exists():
-        remedy = "put the model into a folder named by an integer and serve the folder around it"
+        remedy = "Move the model into a folder named by an integer, and serve the parent of that folder"
         if base_path.name.isdecimal():
-            remedy = f"it is version {base_path.name}: give the folder around it, {base_path.parent}"
+            remedy = f"It is version {base_path.name}. Give its parent folder, {base_path.parent}"
             if source.startswith("MODEL_DIR"):
-                remedy = f"it is version {base_path.name}; run: tpuembed serve {shlex.quote(str(base_path.parent))}"
+                remedy = f"It is version {base_path.name}. Run: tpuembed serve {shlex.quote(str(base_path.parent))}"
         raise ServingError(
-            f"{source}: holds a {GRAPH_FILE} itself, where a folder of versions (1/, 2/, ...) is wanted; {remedy}"
+            f"{source}: contains {GRAPH_FILE}, so it is one version, not a folder of versions (1/, 2/, ...). {remedy}"
         )
     return versions
 
 
 @contextlib.contextmanager
 def _reserve_grpc_port(settings: ServerSettings) -> Iterator[tuple[int | None, str]]:
-    """The port for gRPC, held for as long as the block runs, or None; and why there is none though one was asked for.
+    """Reserve the gRPC port inside the block. Yields the port, or None, and why an optional port could not be reserved.
 
-    gRPC binds its port itself, and shares it with whoever does so too.
+    gRPC binds its port itself, and shares it with other sockets that allow sharing.
     """
     with contextlib.ExitStack() as stack:
         port, fault = None, ""
@@ -139,6 +142,6 @@ def _announce(settings: ServerSettings) -> None:
         scheme = "https" if settings.security.tls else "http"
         logger.info("serving %s at %s://%s:%d/v1/models/%s", model.name, scheme, shown, settings.rest_port, name)
     if not settings.models:
-        logger.info("serving no model yet at http://%s:%d", shown, settings.rest_port)
+        logger.info("no model to serve yet, listening at http://%s:%d", shown, settings.rest_port)
     if settings.grpc_port is not None:
         logger.info("gRPC at %s:%d", shown, settings.grpc_port)

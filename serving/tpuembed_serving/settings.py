@@ -1,4 +1,4 @@
-"""What a server is told when it starts: frozen, and valid once built."""
+"""Settings of a server: frozen, and checked when they are created."""
 
 import dataclasses
 import os
@@ -25,13 +25,13 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """One model.
+    """A model to serve.
 
     Attributes:
-        name: what its URLs call it.
-        base_path: the folder whose integer-named children are its versions.
-        policy: which of them are served.
-        labels: what requests may call a version, such as "stable", and which version that is.
+        name: its name in URLs and requests.
+        base_path: its folder. The children whose names are integers are its versions.
+        policy: which versions are served.
+        labels: names that requests may use for versions, such as "stable" -> 3.
     """
 
     name: str
@@ -41,15 +41,15 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ConfigError(f"model at {self.base_path}: its name is empty; give one")
+            raise ConfigError(f"model at {self.base_path}: its name is empty. Give it a name")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadSettings:
-    """What a repository does about versions that fail to load, and about labels of versions that are not loaded.
+    """Retries of versions that fail to load, and labels of versions that are not loaded.
 
     Attributes:
-        max_retries: how often a version that failed is tried again, until its files change.
+        max_retries: how often a failed version is retried, until its files change.
         retry_seconds: the pause before each retry.
         labels_for_unavailable: whether a new label may name a version that is not available.
     """
@@ -60,19 +60,20 @@ class LoadSettings:
 
     def __post_init__(self) -> None:
         if self.max_retries < 0:
-            raise ConfigError(f"max_retries is {self.max_retries}: give 0, for none, or more")
+            raise ConfigError(f"max_retries is {self.max_retries}. Give 0 (no retry) or more")
         check_positive("retry_seconds", self.retry_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchingSettings:
-    """Which models' requests share runs, and how many.
+    """Settings of batching.
 
     Attributes:
-        enabled: of all models, or of none; None is of those whose graphs prove that rows do not depend on each other.
-        parameters: TensorFlow Serving's, of all models that have none of their own.
-        per_model: whether a version may bring its own, in a file `batching_params.pbtxt`.
-        max_rows: of a run of several requests, where there are no parameters.
+        enabled: True batches requests of all models, False of none. None batches those whose graphs prove that rows are
+            independent.
+        parameters: TensorFlow Serving's batching parameters, for all models that have no own ones.
+        per_model: whether a version may have its own parameters, in a file `batching_params.pbtxt`.
+        max_rows: the most rows of a batch of several requests, if there are no parameters.
     """
 
     enabled: bool | None = None
@@ -84,26 +85,26 @@ class BatchingSettings:
         check_positive("max_rows", self.max_rows)
         if self.parameters is not None and not self.enabled:
             raise ConfigError(
-                "batching parameters are given and batching is not enabled; give --enable-batching as well"
+                "batching parameters are given, but batching is not enabled. Give --enable-batching as well"
             )
         if self.per_model and not self.enabled:
             raise ConfigError(
-                "batching parameters of each model are asked for and batching is not enabled; give --enable-batching as well"
+                "per-model batching parameters are enabled, but batching is not. Give --enable-batching as well"
             )
 
     def covers(self, is_proven: bool) -> bool:
-        """Whether requests of a signature share runs of which that is proven to change no answer, or is not."""
+        """Returns True if requests of a signature are batched, given whether its rows are proven independent."""
         return is_proven if self.enabled is None else self.enabled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
-    """What operators see of requests; nothing by default.
+    """Metrics, access log and traces; all off by default.
 
     Attributes:
-        metrics_path: where Prometheus finds metrics, on the REST port; None is nowhere.
-        access_log: the file that has a line of JSON for every request; "-" is stderr, None is nowhere.
-        traces: whether spans are made, and exported as the OTEL_* variables of the environment say.
+        metrics_path: the URL path of Prometheus metrics on the REST port; None is off.
+        access_log: the file that gets a line of JSON for every request; "-" is stderr, None is off.
+        traces: whether spans are exported, as the OTEL_* environment variables configure.
     """
 
     metrics_path: str | None = None
@@ -115,7 +116,10 @@ class TelemetrySettings:
         if path is not None and (
             not path.startswith("/") or path.lower().startswith(_OWN_PATHS) or set(path) & set("?{}")
         ):
-            raise ConfigError(f"metrics_path is {path!r}: give a path that starts with / and that nothing else has")
+            taken = ", ".join(_OWN_PATHS)
+            raise ConfigError(
+                f"metrics_path is {path!r}. Give a path that starts with /, has no ? {{ }}, and is none of {taken}"
+            )
 
 
 _OWN_PATHS: Final = ("/v1/", "/healthz", "/readyz", "/models", "/docs", "/openapi.json")
@@ -123,34 +127,33 @@ _OWN_PATHS: Final = ("/v1/", "/healthz", "/readyz", "/models", "/docs", "/openap
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """One server.
+    """Settings of one server.
 
     Attributes:
-        models: what it serves, each under its own name; none is fine for a server that is told over gRPC, or by its config.
-        config_file: where `models` came from; read again every `config_poll_seconds`, and never where those are None.
-        load: retries and labels.
+        models: the models, each with another name. They may be empty: gRPC or the config file may add models later.
+        config_file: the file of `models`. It is read again every `config_poll_seconds`; None is never.
+        load: retries of failed loads, and labels.
         workers: how many processes answer requests.
-        verify_on_load: compare every file of a version that has a manifest with its checksum before it is loaded.
-        host, rest_port: where the REST API listens; port 0 picks a free one.
-        grpc_port: where the gRPC API listens, on the same host; None is nowhere.
-        grpc_optional: go on without gRPC where its port is taken.
-        poll_seconds: the pause between two looks at the models' folders.
-        rest_timeout_ms: how long a request may take before it is answered 504.
+        verify_on_load: compare every file of a version with the checksums of its manifest before loading it.
+        host, rest_port: the address of the REST API; port 0 picks a free port.
+        grpc_port: the port of the gRPC API on the same host; None is off.
+        grpc_optional: serve without gRPC if its port is in use.
+        poll_seconds: the pause between two polls of the models' folders.
+        rest_timeout_ms: the longest duration of a request, which is then answered 504.
         run_threads: how many TensorFlow runs are in progress at once.
-        max_queued_requests: how many more may wait for a thread before they are answered 503.
+        max_queued_requests: how many more requests may wait for a thread. Others are answered 503.
         max_body_bytes: the largest request body; None is no limit, as in TensorFlow Serving.
-        lame_duck_seconds: how long requests are answered after SIGTERM, and clients are asked to go elsewhere, before the port
-            is closed; 0 closes it at once.
-        drain_seconds: how long requests in progress may take to finish once the port is closed.
-        listen_when_loaded: open the ports only once each model's first load has ended; otherwise they are open from the start,
-            and requests of models are UNAVAILABLE until then.
-        prewarm: read mapped tables, and compare them with their checksums, before a version is available.
-        random_access: have a lookup in a mapped table that is not in memory read one page, without the disk's readahead.
-        batching: which requests share runs.
-        target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models, which are here by name alone; None runs
-            them here.
+        lame_duck_seconds: how long requests are still answered after SIGTERM, while clients are told to use another server.
+            Then the port is closed; 0 closes it at once.
+        drain_seconds: how long requests in progress may take after the port is closed.
+        listen_when_loaded: open the ports after the first load of each model. By default they are open from the start, and
+            requests are UNAVAILABLE until then.
+        prewarm: read mapped tables and compare their checksums before a version is available.
+        random_access: turn off the disk's readahead for mapped tables: a lookup reads one page.
+        batching: which requests are batched.
+        target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
         telemetry: metrics, access log and traces.
-        security: API keys, TLS, other sites' pages, limits of connections.
+        security: API keys, TLS, CORS, limits of connections.
     """
 
     models: tuple[ModelSettings, ...]
@@ -192,37 +195,37 @@ class ServerSettings:
         ):
             check_positive(name, getattr(self, name))
         if self.lame_duck_seconds < 0:
-            raise ConfigError(f"lame_duck_seconds is {self.lame_duck_seconds:g}: give 0, for none, or more")
+            raise ConfigError(f"lame_duck_seconds is {self.lame_duck_seconds:g}. Give 0 (close at once) or more")
         for name in ("max_body_bytes", "config_poll_seconds"):
             check_positive(name, getattr(self, name))
 
     @classmethod
     def for_target(cls, target: str, *, name: str, **options: Any) -> "ServerSettings":
-        """Settings for one model that runs in the TensorFlow Serving at `target`, HOST:PORT of its gRPC API."""
+        """Return settings for one model that runs in the TensorFlow Serving at `target`, HOST:PORT of its gRPC API."""
         return cls(models=(ModelSettings(name=name, base_path=Path()),), target=target, **options)
 
     @classmethod
     def for_model_dir(
         cls, model_dir: str | os.PathLike[str], *, name: str | None = None, **options: Any
     ) -> "ServerSettings":
-        """Settings for one model; `name` defaults to the folder's own name, symbolic links resolved."""
+        """Return settings for one model. `name` defaults to the folder's name after resolving symbolic links."""
         base_path = Path(model_dir).absolute()
         model = ModelSettings(name=base_path.resolve().name if name is None else name, base_path=base_path)
         return cls(models=(model,), **options)
 
 
 def check_models(models: Iterable[ModelSettings]) -> None:
-    """Raise ConfigError where two models have one name."""
+    """Raise ConfigError if two models have the same name."""
     names = [model.name for model in models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"model names must differ: {', '.join(twice)} is given more than once")
+        raise ConfigError(f"model names must be unique. Given more than once: {', '.join(twice)}")
 
 
 def _check_port(name: str, port: int | None) -> None:
     if port is not None and not 0 <= port <= 65535:
-        raise ConfigError(f"{name} is {port}: give a port from 0 (any free one) to 65535")
+        raise ConfigError(f"{name} is {port}. Give a port from 0 (any free port) to 65535")
 
 
 DEFAULT_LOAD: Final = LoadSettings()
-"""As TensorFlow Serving: five retries, a minute apart; labels of available versions alone."""
+"""TensorFlow Serving's defaults: five retries, a minute apart; labels only for available versions."""

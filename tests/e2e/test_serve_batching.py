@@ -180,7 +180,7 @@ def test_bad_ids_have_their_own_text_and_fail_nobody_else(server: ServerProcess,
 
 def test_rows_that_look_at_each_other_are_told_apart(server: ServerProcess) -> None:
     reason = "output 'y': Mean (Mean): it makes one of several rows"
-    text = "centred/1: signature serving_default: requests do not share runs unless --enable-batching says so"
+    text = "centred/1: signature serving_default: requests are not batched"
     assert f"{text}: {reason}" in server.log
 
 
@@ -209,7 +209,7 @@ def test_requests_of_a_plain_model_share_runs_by_default(tmp_path: Path) -> None
         server.wait_for(1)
         answers = ask_all(server, "m", requests)
         status, page = server.request("GET", "/monitoring/prometheus/metrics")
-        assert "do not share runs" not in server.log
+        assert "are not batched" not in server.log
     for inputs, (status, answer) in zip(
         (inputs for mine in requests for inputs in mine), (one for mine in answers for one in mine), strict=True
     ):

@@ -36,7 +36,7 @@ def test_a_version_for_a_model_dir(tmp_path: Path) -> None:
     result = run_command("serve", tmp_path)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
-    assert "holds a saved_model.pb itself" in line
+    assert "contains saved_model.pb, so it is one version" in line
 
 
 def test_a_busy_port(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_busy_port(tmp_path: Path) -> None:
         result = run_command("serve", tmp_path, "--rest-port", str(port))
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --rest-port"
+        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use. Choose another port with --rest-port"
     ]
 
 
@@ -111,7 +111,7 @@ def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: P
     with ServerProcess(model_dir, tmp_path / "server.log", "--name", "a model") as server:
         assert server.model_url.endswith("/v1/models/a%20model")
         assert server.request("GET", "/healthz")[0] == 200
-        assert f"no version of a model under {model_dir} yet; waiting for one" in server.log
+        assert f"model a model: {model_dir} has no version yet. Waiting for one" in server.log
         assert server.request("GET", "/readyz")[0] == 503
         wait_for(lambda: server.predict({"instances": [1]})[0] == 404)  # the first look at the folder is over
         assert server.predict({"instances": [1]}) == (
@@ -197,7 +197,7 @@ def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> No
             assert server.stop() == -signal.SIGALRM
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 503 ")
-            assert b"the server stops before this request is answered" in answer
+            assert b"the server is stopping. Send this request to another server" in answer
 
 
 def processor_seconds(server: ServerProcess) -> float:

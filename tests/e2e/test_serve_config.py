@@ -127,7 +127,7 @@ def test_a_reload_names_what_does_not_load(server: ServerProcess, models: Path) 
 def test_the_file_is_followed_and_a_broken_one_is_not(server: ServerProcess, models: Path) -> None:
     path = models / "models.config"
     path.write_text("model_config_list { config { nam", encoding="utf-8")
-    wait_for(lambda: "not followed, the config before it goes on" in server.log)
+    wait_for(lambda: "not applied. The previous config stays in use" in server.log)
     assert ask(server, "other") == 7.0
     path.write_text(config(models, "rec model_version_policy { specific { versions: 1 } }"), encoding="utf-8")
     wait_for(lambda: states(server, "rec") == {"3": "END", "2": "END", "1": "AVAILABLE"})

@@ -230,7 +230,7 @@ def test_a_taken_port(tmp_path: Path) -> None:
         result = run_command("serve", tmp_path, "--rest-port", "0", "--grpc-port", str(port))
     assert result.returncode == 1
     assert result.stderr.splitlines() == [
-        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --grpc-port"
+        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use. Choose another port with --grpc-port"
     ]
 
 
@@ -240,7 +240,7 @@ def test_two_servers_do_not_share_a_port(tmp_path: Path) -> None:
         port = running.address.rpartition(":")[2]
         result = run_command("serve", tmp_path / "m", "--rest-port", "0", "--grpc-port", port)
     assert result.returncode == 1
-    assert "choose another with --grpc-port" in result.stderr
+    assert "Choose another port with --grpc-port" in result.stderr
 
 
 def test_a_default_port_that_is_taken_leaves_rest(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_models_that_keras_saves(build: Callable[[], Any], tmp_path: Path, caplo
     servable = runtime.load(tmp_path / "m" / "1")
     check(servable, "serving_default")
     servable.close()
-    assert "do not share runs" not in caplog.text
+    assert "are not batched" not in caplog.text
 
 
 def test_modules_that_tensorflow_saves(tmp_path: Path) -> None:

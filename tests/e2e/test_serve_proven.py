@@ -135,7 +135,7 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
             checkpoint, tmp_path / f"m{number}", serving_config=config, storage=storage, layout=layout
         ).path
         check_proven(path, signatures).close()
-    assert "do not share runs" not in caplog.text
+    assert "are not batched" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_a_signature_that_is_not_proven_says_why(tmp_path: Path, caplog: pytest.
     servable = runtime.load(tmp_path / "m" / "1")
     (text,) = [record.getMessage() for record in caplog.records]
     assert text == (
-        "m/1: signature serving_default: requests do not share runs unless --enable-batching says so: output 'y': "
-        "cond (StatelessIf): which branch is taken depends on all rows"
+        "m/1: signature serving_default: requests are not batched: output 'y': "
+        "cond (StatelessIf): which branch is taken depends on all rows. Give --enable-batching to batch them anyway"
     )
     merging = servable.merging(servable.signatures["serving_default"])
     assert merging is not None

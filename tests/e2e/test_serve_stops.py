@@ -197,7 +197,7 @@ def test_one_port_for_two_servers(tmp_path: Path, options: tuple[str, ...]) -> N
         for one in running:
             if one.poll() is not None:
                 assert one.stderr is not None
-                text = f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another"
+                text = f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use. Choose another port"
                 assert one.stderr.read().startswith(text)
     finally:
         for one in running:

@@ -75,7 +75,7 @@ def test_grpc_calls_are_forwarded(front: VectorServer) -> None:
     assert list(answer.outputs["y"].float_val) == [2.5, 3.0]
     assert [(one.version, one.state) for one in states.model_version_status] == [(123, 30)]
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "reload its config there" in refused.value.details()
+    assert "Reload its config there" in refused.value.details()
 
 
 def _floats(values: list[float]) -> Any:

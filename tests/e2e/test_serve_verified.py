@@ -105,7 +105,7 @@ def test_requests_to_warm_up_with_may_be_replaced(version: Path) -> None:
 
 def test_a_stop_while_a_table_is_read(version: Path) -> None:
     def stop(_: int) -> None:
-        raise StatusError(Code.CANCELLED, "the server stops")
+        raise StatusError(Code.CANCELLED, "the server is stopping")
 
-    with pytest.raises(StatusError, match=r"^the server stops$"):
+    with pytest.raises(StatusError, match=r"^the server is stopping$"):
         verify_checksums(version, stop)

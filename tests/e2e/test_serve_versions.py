@@ -103,8 +103,8 @@ def test_a_broken_version_is_named_and_the_old_one_serves(server: ServerProcess,
     server.wait_for(51, "END")
     assert server.statuses()[51]["status"] == {
         "error_code": "NOT_FOUND",
-        "error_message": "version 51: variables/variables.index is missing though the graph has variables (factor); "
-        "write the version again",
+        "error_message": "version 51: variables/variables.index is missing though the graph has variables (factor). "
+        "Write the version again",
     }
 
     cut = model_dir / ".staging-52"

@@ -206,9 +206,9 @@ def test_a_stop_between_records(version_dir: Path, servable: Any, write: Write) 
 
     def stop() -> None:
         if len(servable.runs) == 2:
-            raise StatusError(Code.CANCELLED, "version 7: the server stops")
+            raise StatusError(Code.CANCELLED, "version 7: the server is stopping")
 
-    with pytest.raises(StatusError, match=r"^version 7: the server stops$"):
+    with pytest.raises(StatusError, match=r"^version 7: the server is stopping$"):
         warm_up(version_dir, servable, stop)
     assert len(servable.runs) == 2
 

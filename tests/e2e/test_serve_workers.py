@@ -109,7 +109,7 @@ def test_one_that_is_killed_under_load_comes_back(server: ServerProcess, saved: 
         os.kill(killed, signal.SIGKILL)
         dead_at = time.monotonic()
         wait_for(lambda: sum(one.sent > dead_at for one in load.asked) > 200)
-        wait_for(lambda: "was killed by signal 9; started anew in 0.1 s" in server.log)
+        wait_for(lambda: "was killed by signal 9. Restarting it in 0.1 s" in server.log)
         # New connections too are answered well: the new worker takes none before it has loaded.
         answers: set[object] = set()
         while server.log.count("model scale version 2 loaded") < 3:

@@ -1,4 +1,4 @@
-"""Queues requests, decides which ones share a run, and runs them on a few threads.
+"""Queues requests, batches those that may be batched, and runs the batches on a few threads.
 
 Each request gets the rows that it would get alone.
 """

@@ -1,7 +1,7 @@
-"""Requests' arrays put together row behind row, and a run's outputs taken apart again. Arrays in, arrays out.
+"""Concatenates the inputs of requests by rows, and splits the outputs of a batch again.
 
-What is done where TensorFlow Serving batches is done as there (tensorflow_serving/batching/batching_session.cc): a batch is
-filled up with copies of the first row of its last request, and a tensor is widened with its own first element.
+It fills up batches as TensorFlow Serving does (tensorflow_serving/batching/batching_session.cc): with copies of the first
+row of the last request. A tensor is widened with its own first element.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ __all__ = ["Merged", "count_rows", "merge", "split", "take", "trailing_shapes"]
 
 
 def count_rows(inputs: Sequence[Array]) -> int | None:
-    """The size of the first dimension; None where an input has none, or another one, or where there is no input."""
+    """Return the size of the first dimension. None if it differs, if an input has none, or if there is no input."""
     if type(inputs) is Columns:
         return len(inputs.matrix)
     sizes = [array.shape[:1] for array in inputs]
@@ -26,7 +26,7 @@ def count_rows(inputs: Sequence[Array]) -> int | None:
 
 
 def trailing_shapes(inputs: Sequence[Array], padded: Sequence[bool]) -> tuple[Any, ...]:
-    """What must be equal for inputs to be merged: all sizes but the first; of those that are padded, their number alone."""
+    """Return a key that is equal for inputs that can be merged: all sizes but the first, or the rank of a padded input."""
     if not any(padded):
         return tuple([array.shape[1:] for array in inputs])
     return tuple([array.ndim if pad else array.shape[1:] for array, pad in zip(inputs, padded, strict=True)])
@@ -34,13 +34,13 @@ def trailing_shapes(inputs: Sequence[Array], padded: Sequence[bool]) -> tuple[An
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """Inputs of one run.
+    """The inputs of one batch.
 
     Attributes:
         inputs: in the signature's order.
         stops: where the rows of each request end.
-        rows: of the run; more than the last of `stops` where it was filled up.
-        block: int64 [inputs, rows], the same inputs, where all are int64 of rank 1.
+        rows: the rows of the batch; more than the last of `stops` if it was filled up.
+        block: the same inputs as int64 [inputs, rows], if all are int64 of rank 1.
     """
 
     inputs: Sequence[Array]
@@ -52,15 +52,16 @@ class Merged:
 def merge(
     requests: Sequence[Sequence[Array]], padding: Sequence[int | None], widen: bool, allowed: Sequence[int]
 ) -> Merged:
-    """The inputs of several requests, or of one, in one.
+    """Merge the inputs of one or more requests into one batch.
 
     Args:
-        requests: inputs of each, in the signature's order, that `trailing_shapes` found equal.
-        padding: by input, what may stand behind its values; see `Merging.padding`.
-        widen: whether inputs of different widths that have no padding are widened by their own first element.
-        allowed: sizes that the run may have; any, where it is empty.
+        requests: the inputs of each, in the signature's order, with equal `trailing_shapes`.
+        padding: by input, the value that may follow its values; see `Merging.padding`.
+        widen: whether inputs without padding are widened with their own first element.
+        allowed: the sizes that the batch may have; empty for any size.
     """
-    stops = list(itertools.accumulate([_rows_of(inputs) for inputs in requests]))
+    sizes = [len(inputs.matrix if type(inputs) is Columns else inputs[0]) for inputs in requests]
+    stops = list(itertools.accumulate(sizes))
     rows = next((size for size in allowed if size >= stops[-1]), stops[-1])
     if rows > stops[-1] and len(requests[-1][0]):
         first = [array[:1] for array in requests[-1]]
@@ -73,15 +74,11 @@ def merge(
         return Merged(list(block), stops, rows, block)
     columns = list(zip(*requests, strict=True))
     if all(parts[0].dtype == np.int64 and parts[0].ndim == 1 for parts in columns):
-        # One call instead of one for each input: with few rows it costs as much for all of them as for one.
+        # One call instead of one per input: with few rows, one call for all costs as much as a call for one.
         block = np.concatenate([part for parts in columns for part in parts]).reshape(len(columns), rows)
         return Merged(list(block), stops, rows, block)
     pads = padding or [None] * len(columns)
     return Merged([_join(parts, pad, widen) for parts, pad in zip(columns, pads, strict=True)], stops, rows)
-
-
-def _rows_of(inputs: Sequence[Array]) -> int:
-    return len(inputs.matrix if type(inputs) is Columns else inputs[0])
 
 
 def _join(parts: Sequence[Array], padding: int | None, widen: bool) -> Array:
@@ -105,12 +102,12 @@ def _widened(part: Array, widest: Sequence[int], padding: int | None) -> Array:
 
 
 def take(inputs: Sequence[Array], start: int, stop: int) -> list[Array]:
-    """These rows of each."""
+    """Return these rows of each input."""
     return [array[start:stop] for array in inputs]
 
 
 def split(outputs: Sequence[Array], merged: Merged) -> list[list[Array]] | None:
-    """The outputs of each request; None where an output's rows are not those of the inputs."""
+    """Return the outputs of each request, or None if an output has another number of rows than the inputs."""
     if any(array.ndim == 0 or array.shape[0] != merged.rows for array in outputs):
         return None
     starts = [0, *merged.stops]

@@ -1,4 +1,4 @@
-"""Which requests of a merged run may hold ids that fail it. They run alone, so that they fail nobody else."""
+"""Finds the requests of a batch whose ids may fail it. They run apart, so that other requests do not fail with them."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ __all__ = ["IdGuard", "KnownIds", "LearntIds"]
 
 
 class _Bounds:
-    """Lowest and highest value of each integer input; replaced as a whole, because several threads read it."""
+    """The lowest and highest value of each integer input. Replaced as a whole, because several threads read it."""
 
     def __init__(self, lowest: Sequence[int], highest: Sequence[int]) -> None:
         self.lowest = np.array(lowest, np.int64)[:, None]
@@ -19,21 +19,21 @@ class _Bounds:
 
 
 class IdGuard:
-    """Tells the requests apart whose ids are known not to fail from those of which that is not known."""
+    """Separates requests whose ids are known not to fail from the others."""
 
     def __init__(self, bounds: _Bounds) -> None:
         self._bounds = bounds
 
     def suspects(self, merged: Merged) -> set[int]:
-        """Requests, by their index, that hold an id which may fail."""
+        """Return the indices of the requests that contain an id which may fail."""
         outside = self._outside(merged)
         if outside is None:
             return set()
-        rows = np.flatnonzero(outside[: merged.stops[-1]])  # those that fill a run up are copies
+        rows = np.flatnonzero(outside[: merged.stops[-1]])  # later rows are copies that fill up the batch
         return set(np.searchsorted(merged.stops, rows, side="right").tolist())
 
     def _outside(self, merged: Merged) -> Array | None:
-        """bool [rows], which rows hold such an id; None where none does."""
+        """Return which rows contain such an id, bool [rows]. None if no row does."""
         lowest, highest = self._bounds.lowest, self._bounds.highest
         block = merged.block
         if block is not None:
@@ -47,14 +47,14 @@ class IdGuard:
         return outside
 
     def learn(self, inputs: Sequence[Array]) -> None:
-        """These inputs did not fail."""
+        """Note that these inputs did not fail. Does nothing by default."""
 
 
 class KnownIds(IdGuard):
-    """The ranges are known."""
+    """A guard with known ranges."""
 
     def __init__(self, ranges: Sequence[IdRange | None]) -> None:
-        """`ranges` by input; None where any value is accepted."""
+        """Store the range of each input. None accepts any value."""
         limits = np.iinfo(np.int64)
         lowest = [limits.min if accepted is None else accepted.start for accepted in ranges]
         highest = [limits.max if accepted is None else accepted.stop - 1 for accepted in ranges]
@@ -62,19 +62,18 @@ class KnownIds(IdGuard):
 
 
 class LearntIds(IdGuard):
-    """The ranges are those of all values that were answered so far.
+    """A guard whose ranges cover all values that succeeded so far.
 
-    It suits ranges: a value between two that were answered is taken to be answered as well. One that is not fails a merged
-    run, and is then found in it.
+    A value between two that succeeded is assumed to succeed. If it fails its batch, the request is found by halving.
     """
 
     def __init__(self, inputs: int) -> None:
-        """`inputs`: how many the signature has."""
+        """Start with empty ranges for so many inputs."""
         limits = np.iinfo(np.int64)
         super().__init__(_Bounds([limits.max] * inputs, [limits.min] * inputs))
 
     def learn(self, inputs: Sequence[Array]) -> None:
-        """Widen the ranges. Of two threads that do so at once, one may be forgotten, and is learnt another time."""
+        """Widen the ranges. If two threads do so at once, one update may be lost; a later request repeats it."""
         bounds = self._bounds
         lowest, highest = bounds.lowest[:, 0].tolist(), bounds.highest[:, 0].tolist()
         for index, array in enumerate(inputs):
@@ -85,5 +84,5 @@ class LearntIds(IdGuard):
 
 
 def _clipped(value: np.integer) -> int:
-    """Of uint64, to what int64 holds: larger ones stay outside of every range."""
+    """Return `value` as an int64. Larger uint64 values are clipped so that they stay outside every range."""
     return min(int(value), int(np.iinfo(np.int64).max) - 1)

@@ -1,6 +1,6 @@
-"""TensorFlow Serving's batching parameters: a BatchingParameters message as text, and what it must not say.
+"""TensorFlow Serving's batching parameters: reads and checks a BatchingParameters message in text format.
 
-Source: tensorflow_serving/servables/tensorflow/session_bundle_config.proto; the rules are those of its comments and of
+Source: tensorflow_serving/servables/tensorflow/session_bundle_config.proto. The rules are in its comments and in
 TensorFlow's shared_batch_scheduler.h.
 """
 
@@ -14,7 +14,7 @@ from tpuembed.errors import ConfigError
 __all__ = ["MODEL_FILE", "BatchingParameters", "read_parameters"]
 
 MODEL_FILE: Final = "batching_params.pbtxt"
-"""In a version's folder: the parameters of that version alone."""
+"""The file in a version's folder with the parameters of that version."""
 
 _ROWS = 512
 _OF_ALL_MODELS: Final = ("num_batch_threads", "thread_pool_name")
@@ -22,18 +22,18 @@ _OF_ALL_MODELS: Final = ("num_batch_threads", "thread_pool_name")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchingParameters:
-    """How requests are put together; sizes are in rows.
+    """Parameters of batching. Sizes are in rows.
 
     Attributes:
-        max_batch_size: of a run; of a request too, where that is larger it is refused.
-        batch_timeout_micros: how long the first request of a run may wait for others while a thread is free.
-        max_enqueued_batches: how many runs of this size may wait, of each signature; None leaves it to the server's own bound.
-        num_batch_threads: runs at once; None leaves it to the server's own number.
-        thread_pool_name: of those threads; None leaves it to the server.
-        allowed_batch_sizes: the sizes of runs, which are filled up to the next one; any size where it is empty.
-        pad_variable_length_inputs: whether inputs that differ behind the first dimension are made equal.
-        enable_large_batch_splitting: whether a request of up to `max_batch_size` may take several runs.
-        max_execution_batch_size: of a run, where requests are split.
+        max_batch_size: the largest batch. A request with more rows is refused.
+        batch_timeout_micros: how long the first request of a batch may wait for others while a thread is free.
+        max_enqueued_batches: how many batches of this size may wait, for each signature; None is the server's limit.
+        num_batch_threads: how many batches run at once; None is the server's number.
+        thread_pool_name: the name of those threads; None is the server's name.
+        allowed_batch_sizes: the sizes of batches, which are filled up to the next one; empty for any size.
+        pad_variable_length_inputs: whether inputs that differ in other dimensions than the first are made equal.
+        enable_large_batch_splitting: whether a request of up to `max_batch_size` may be split into several runs.
+        max_execution_batch_size: the largest run, if requests are split.
     """
 
     max_batch_size: int = _ROWS
@@ -55,7 +55,7 @@ class BatchingParameters:
 
     @property
     def run_rows(self) -> int:
-        """The largest run."""
+        """Return the most rows of a run."""
         return self.max_execution_batch_size or self.max_batch_size
 
     def _check_splitting(self) -> None:
@@ -64,12 +64,12 @@ class BatchingParameters:
             return
         if not self.enable_large_batch_splitting:
             raise ConfigError(
-                f"max_execution_batch_size is {largest} and enable_large_batch_splitting is not true; set it, or leave "
-                f"max_execution_batch_size out"
+                f"max_execution_batch_size is {largest}, but enable_large_batch_splitting is not true. Set it to true, or "
+                f"remove max_execution_batch_size"
             )
         if largest > self.max_batch_size:
             raise ConfigError(
-                f"max_execution_batch_size is {largest} and max_batch_size is {self.max_batch_size}; it must not be larger"
+                f"max_execution_batch_size is {largest}, and max_batch_size is {self.max_batch_size}. Give max_batch_size or less"
             )
 
     def _check_allowed(self) -> None:
@@ -77,28 +77,29 @@ class BatchingParameters:
         if not sizes:
             return
         if list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-            raise ConfigError(f"allowed_batch_sizes are {_list(sizes)}; they must be above 0 and increase")
+            given = ", ".join(map(str, sizes))
+            raise ConfigError(f"allowed_batch_sizes are {given}. Give increasing sizes above 0")
         if sizes[-1] != self.run_rows:
             name = "max_batch_size" if self.max_execution_batch_size is None else "max_execution_batch_size"
-            raise ConfigError(f"the last of allowed_batch_sizes is {sizes[-1]}; it must be {name}, {self.run_rows}")
+            raise ConfigError(f"the last of allowed_batch_sizes is {sizes[-1]}. It must equal {name}, {self.run_rows}")
 
 
 def read_parameters(path: Path, *, of_one_model: bool = False) -> BatchingParameters:
-    """The parameters in the file at `path`.
+    """Read the parameters from the file at `path`.
 
     Args:
         path: a BatchingParameters message in protobuf's text format.
-        of_one_model: whether what concerns all models is refused.
+        of_one_model: whether fields that concern all models are refused.
 
     Raises:
-        ConfigError: it cannot be read, or a field is unknown or wrong; the message names the file and the field.
+        ConfigError: the file cannot be read, or a field is unknown or wrong. The message names the file and the field.
     """
     try:
         return _parse(path.read_text(encoding="utf-8"), of_one_model)
     except OSError as error:
         raise ConfigError(f"batching parameters {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"batching parameters {path}: is no text in UTF-8") from None
+        raise ConfigError(f"batching parameters {path}: is not UTF-8 text. Save it as UTF-8") from None
     except ConfigError as error:
         raise ConfigError(f"batching parameters {path}: {error}") from None
 
@@ -110,22 +111,21 @@ def _parse(text: str, of_one_model: bool) -> BatchingParameters:
         message = text_format.Parse(text, _message_class()())
     except text_format.ParseError as error:
         raise ConfigError(str(error)) from None
-    fields = {field.name: _plain(field.name, value) for field, value in message.ListFields()}
+    fields: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name == "allowed_batch_sizes":
+            fields[field.name] = tuple(value)
+        else:
+            fields[field.name] = value if isinstance(value, bool) else value.value
     for name in _OF_ALL_MODELS if of_one_model else ():
         if name in fields:
-            raise ConfigError(f"{name} concerns all models; give it with --batching-parameters-file")
+            raise ConfigError(f"{name} concerns all models. Give it with --batching-parameters-file")
     return BatchingParameters(**fields)
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name == "allowed_batch_sizes":
-        return tuple(value)
-    return value if isinstance(value, bool) else value.value
 
 
 @functools.cache
 def _message_class() -> Any:
-    """The message's class. tensorflow-serving-api leaves this one out, so it is described here."""
+    """Return the class of the message. tensorflow-serving-api does not include it, so it is described here."""
     from google.protobuf import (
         descriptor_pb2,
         descriptor_pool,
@@ -166,13 +166,9 @@ _FIELDS: Final = {
     8: ("enable_large_batch_splitting", "BoolValue"),
     9: ("max_execution_batch_size", "Int64Value"),
 }
-"""By number. Text names fields, so that a number which differs from theirs does no harm."""
+"""The fields by number. The text format has names only, so a number that differs from TensorFlow Serving's is harmless."""
 
 
 def _check_at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
-        raise ConfigError(f"{name} is {value}; give {least} or more")
-
-
-def _list(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))
+        raise ConfigError(f"{name} is {value}. Give {least} or more")

@@ -1,4 +1,4 @@
-"""What is known of a SavedModel about requests that share a run: from its graph, and from the manifest of an export."""
+"""Decides how requests of a SavedModel are batched, from its graph and from the manifest of an export."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ from tpuembed_serving.core.servable import IdRange, Merging, Signature
 __all__ = ["find_merging", "with_padding"]
 
 _PADDING: Final = -1
-"""Of lists of ids, in every export of lookups."""
+"""The padding of lists of ids in every export of lookups."""
 
 Shape = Sequence[int] | None
-"""As a signature has it: -1 is an unknown size, and None an unknown rank."""
+"""A shape of a signature: -1 is an unknown size, and None an unknown rank."""
 
 
 def find_merging(
@@ -27,14 +27,15 @@ def find_merging(
     is_proven: bool,
     is_steady: bool,
 ) -> Merging | None:
-    """How requests of `signature` may share a run; None where they may not.
+    """Return how requests of `signature` are batched, or None if they cannot be.
 
     Args:
-        shapes: of all its inputs and outputs, inputs first. The first size of each must be left open.
-        manifest: of an export.
-        parameters: of this model alone.
-        is_proven: whether its graph proves that rows do not depend on each other.
-        is_steady: whether the time of a run depends on shapes alone. That of strings depends on what is in them.
+        signature: the signature.
+        shapes: the shapes of all inputs, then of all outputs. The first size of each must be unknown.
+        manifest: the manifest of an export.
+        parameters: the batching parameters of this model.
+        is_proven: whether the graph proves that rows are independent.
+        is_steady: whether the duration of a run depends only on shapes, unless inputs are strings.
     """
     if not signature.inputs or not all(shape is None or (len(shape) > 0 and shape[0] == -1) for shape in shapes):
         return None
@@ -49,9 +50,9 @@ def find_merging(
 
 
 def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
-    """`signature` with what fills up the rows of its inputs that an export says are lists.
+    """Return `signature` with the padding of the inputs that the manifest of an export lists.
 
-    What it says of a whole model is not enough to put requests of different widths together: a model may look at the width.
+    For a whole model, this does not allow to batch requests of different widths: a model may depend on the width.
     """
     if manifest is None or signature.name != "serving_default":
         return signature
@@ -66,7 +67,7 @@ def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
 
 
 def _of_lookups(merging: Merging, signature: Signature, manifest: Manifest) -> Merging:
-    """What its lists may be padded with, and which ids it accepts."""
+    """Return `merging` with the padding of the lists of ids, and the ids that the lookups accept."""
     if signature.name != "serving_default":
         return merging
     features = {feature.name: feature for feature in manifest.features}
@@ -87,7 +88,7 @@ def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | No
 
 
 def _id_range(feature: FeatureEntry | None, stops: Mapping[str, int]) -> IdRange | None:
-    """Not too narrow: of a table that starts above 0, ids below its start are found to fail only when they do."""
+    """Return the ids that a feature accepts. May be too wide: it includes ids below a table that starts above 0."""
     if feature is None or feature.out_of_vocabulary != "error":
         return None
     return IdRange(_PADDING if feature.input == "ids" else 0, stops[feature.table])

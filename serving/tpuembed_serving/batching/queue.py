@@ -1,4 +1,4 @@
-"""Requests of one signature of one version on their way to a run."""
+"""The queue of one signature of one version: requests on their way to a batch."""
 
 import dataclasses
 import logging
@@ -15,34 +15,37 @@ from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.telemetry.request_record import current_record
 
-__all__ = ["Lane", "OnOutcome", "Request"]
+__all__ = ["BatchQueue", "OnOutcome", "QueuedRequest"]
 
 OnOutcome = Callable[[list[Array] | Exception], None]
-"""Told once, on the event loop's thread, what a request is answered."""
+"""Called once, on the event loop's thread, with the outputs of a request or its error."""
 
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_FAILURES: Final = 0.05
-"""Of the time, what runs that fail by their ids may take while others are answered: bad ids slow down who sends them."""
+"""The share of time that batches with failing ids may take while other requests are answered.
+
+So bad ids slow down only the client that sends them.
+"""
 _LONGEST_PAUSE_SECONDS: Final = 1.0
-"""Between two runs that fail."""
+"""The longest pause between two batches that fail."""
 _KNOWN_SHAPES: Final = 1024
-"""Of requests; more are looked at anew."""
+"""The most shapes whose check is cached."""
 
 
-class Request:
-    """One that waits, or runs.
+class QueuedRequest:
+    """A request that waits or runs.
 
     Attributes:
-        servable: what it runs on.
-        rows: of its inputs; None where they do not agree about it.
-        group: equal for requests that may share a run.
-        deadline: when it is answered that it took too long, by the event loop's clock.
+        servable: the version to run.
+        rows: the rows of its inputs; None if they differ.
+        group: equal for requests that may be in one batch.
+        deadline: when it is answered DEADLINE_EXCEEDED, by the event loop's clock.
         entered: when it began to wait.
-        is_waiting: whether it does.
-        is_apart: whether it may fail a run, and was postponed for that.
-        is_over: whether nobody waits for its outcome any more.
-        record: of the client's request that it is a part of, where one is kept.
+        is_waiting: True while it waits.
+        is_apart: True if it may fail its batch, and was postponed for that.
+        is_over: True once it is answered or its caller has left.
+        record: the record of the client's request, if there is one.
     """
 
     __slots__ = (
@@ -54,14 +57,14 @@ class Request:
         "is_apart",
         "is_over",
         "is_waiting",
-        "lane",
+        "queue",
         "record",
         "rows",
         "servable",
     )
 
-    def __init__(self, lane: "Lane", servable: Servable, inputs: Sequence[Array], on_outcome: OnOutcome) -> None:
-        self.lane, self.servable, self.inputs, self._on_outcome = lane, servable, inputs, on_outcome
+    def __init__(self, queue: "BatchQueue", servable: Servable, inputs: Sequence[Array], on_outcome: OnOutcome) -> None:
+        self.queue, self.servable, self.inputs, self._on_outcome = queue, servable, inputs, on_outcome
         self.rows = count_rows(inputs)
         self.group: Any = None
         self.deadline = self.entered = 0.0
@@ -69,41 +72,43 @@ class Request:
         self.record = current_record()
 
     def end(self, outcome: list[Array] | Exception) -> None:
-        """Tell who waits for it, unless nobody does any more."""
+        """Pass the outcome to the caller, unless the request is over."""
         if not self.is_over:
             self.is_over = True
             try:
                 self._on_outcome(outcome)
-            except Exception:  # it is to fail nobody else of the same run
-                logger.exception("an answer was lost")
+            except Exception:  # the other requests of the batch must still be answered
+                logger.exception("the answer to a request was lost")
 
     def postpone(self) -> None:
-        """From here on it shares runs with such as itself alone."""
+        """Batch it only with other postponed requests from now on."""
         self.is_apart = True
         self.group = self.group, "apart"
 
     def enter(self) -> None:
         """Begin to wait."""
         self.is_waiting = True
-        self.lane.waiting_rows += self.rows or 1
+        self.queue.waiting_rows += self.rows or 1
 
     def leave(self) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         self.is_waiting = False
-        self.lane.waiting_rows -= self.rows or 1
+        self.queue.waiting_rows -= self.rows or 1
 
 
-class Lane:
-    """See the module.
+class BatchQueue:
+    """Groups the requests of one signature, and estimates how long their batches take.
+
+    Times are by the event loop's clock.
 
     Attributes:
-        runner: runs its requests.
-        run_rows: the most rows of a run of several requests.
-        wait_seconds: how long a request waits for others though a thread is free.
-        looked_at: when, by the loop's clock, its requests are looked at again for that.
-        answered: when, by that clock, one of its requests was answered last.
-        next_failure: before when, by that clock, what may fail by its ids lets others go first.
-        waiting_rows: of all its requests that wait.
+        runner: runs its batches.
+        run_rows: the most rows of a batch of several requests.
+        wait_seconds: how long a request waits for others while a thread is free.
+        next_check: when the waiting requests are checked again.
+        answered: when a request was answered last.
+        next_failure: when the next batch of postponed requests may start.
+        waiting_rows: the rows of all waiting requests.
     """
 
     def __init__(
@@ -113,12 +118,12 @@ class Lane:
         defaults: BatchingParameters,
         chosen: BatchingParameters | None,
     ) -> None:
-        """`chosen` are the operator's parameters, or the model's, and `defaults` hold where there are none."""
+        """Create the queue. `chosen` are the parameters of the operator or of the model; `defaults` apply if there are none."""
         self.runner = BatchRunner(signature, merging, chosen or defaults)
         self.run_rows = (chosen or defaults).run_rows
         self.wait_seconds = (chosen or defaults).batch_timeout_micros / 1e6
         self.waiting_rows = 0
-        self.looked_at = self.answered = self.next_failure = 0.0
+        self.next_check = self.answered = self.next_failure = 0.0
         self._chosen = chosen if merging else None
         self._dtypes = [info.numpy_dtype for info in signature.inputs]
         self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]
@@ -132,11 +137,11 @@ class Lane:
 
     @classmethod
     def of(cls, servable: Servable, signature: Signature, settings: BatchingSettings) -> Self:
-        """The lane of a signature: merged where that is proven to change no answer, or the operator says so of all."""
+        """Create the queue of a signature. It batches if the rows are proven independent, or if the operator enables it."""
         merging = servable.merging(signature)
         if merging is not None and not settings.covers(merging.is_proven):
             merging = None
-        elif merging is not None and settings.enabled:  # of inputs of any form
+        elif merging is not None and settings.enabled:  # inputs of any shape
             merging = dataclasses.replace(merging, shapes=())
         chosen = (merging.parameters if merging else None) or settings.parameters
         return cls(signature, merging, BatchingParameters(max_batch_size=settings.max_rows), chosen)
@@ -152,13 +157,13 @@ class Lane:
         on_outcome: OnOutcome,
         now: float,
         seconds: float,
-    ) -> Request:
-        """A request for `inputs`, which waits from `now` on for at most so many seconds.
+    ) -> QueuedRequest:
+        """Create a request for `inputs`, which waits from `now` on for at most `seconds`.
 
         Raises:
-            StatusError: INVALID_ARGUMENT, it has more rows than the operator allows.
+            StatusError: INVALID_ARGUMENT, it has more rows than `max_batch_size`.
         """
-        request = Request(self, servable, inputs, on_outcome)
+        request = QueuedRequest(self, servable, inputs, on_outcome)
         request.entered, request.deadline = now, now + seconds
         if self._chosen is not None and (request.rows or 0) > self._chosen.max_batch_size:
             sizes = f"{request.rows} is larger than maximum input batch size {self._chosen.max_batch_size}"
@@ -168,18 +173,18 @@ class Lane:
 
     def _group(self, inputs: Sequence[Array], rows: int | None) -> Any:
         if type(inputs) is Columns and self._takes_columns and self.runner.merges and rows:
-            return self, ()  # as of any of rank 1
+            return self, ()  # the key of inputs of rank 1
         if not self.runner.merges or not rows or [array.dtype for array in inputs] != self._dtypes:
             return object()
         key: tuple[Any, ...]
-        # Where all are alike, one shape stands for that of each.
+        # If all shapes are equal, one represents all.
         key = (
             inputs[0].shape[1:] if not self._pads_some and _are_alike(inputs) else trailing_shapes(inputs, self._padded)
         )
         return (self, key) if not self._shapes or self._fits(inputs, key) else object()
 
     def _fits(self, inputs: Sequence[Array], key: tuple[Any, ...]) -> bool:
-        """Whether `inputs` have the ranks and sizes of which the proof is; they are alone in a run where they do not."""
+        """Returns True if `inputs` have the ranks and sizes that the proof covers. Otherwise they run alone."""
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _KNOWN_SHAPES:
@@ -187,8 +192,8 @@ class Lane:
             known = self._known[key] = all(map(_is_of, inputs, self._shapes))
         return known
 
-    def check_room(self, request: Request) -> None:
-        """Raise StatusError, UNAVAILABLE, where the operator's bound on what waits is reached."""
+    def check_room(self, request: QueuedRequest) -> None:
+        """Raise StatusError, UNAVAILABLE, if `max_enqueued_batches` is reached."""
         most = self._chosen.max_enqueued_batches if self._chosen else None
         if most is None or self.waiting_rows + (request.rows or 1) <= most * self.run_rows:
             return
@@ -198,22 +203,22 @@ class Lane:
             f"{-(-self.waiting_rows // self.run_rows)} batches enqueued and max_enqueued_batches is {most}",
         )
 
-    # ---- how long runs take
+    # ---- how long batches take
 
-    def expected_seconds(self, requests: Sequence[Request]) -> float:
-        """Of a run of `requests`; infinite where that is not known, or depends on more than sizes."""
-        if requests[0].is_apart:  # so that the event loop does not wait for what fails
+    def expected_seconds(self, requests: Sequence[QueuedRequest]) -> float:
+        """Return the expected duration of a batch. Infinite if it is unknown, or depends on more than sizes."""
+        if requests[0].is_apart:  # a failing batch must not block the event loop
             return float("inf")
         return self._seconds.get(_magnitude(requests), float("inf")) if self._is_steady else float("inf")
 
-    def learn_seconds(self, requests: Sequence[Request], seconds: float) -> None:
-        """A run of `requests` took so long. What took much longer than others was mostly not the run itself."""
+    def learn_seconds(self, requests: Sequence[QueuedRequest], seconds: float) -> None:
+        """Update the expected duration. Outliers are clipped: they mostly measure other work of the machine."""
         key = _magnitude(requests)
         before = self._seconds.get(key, seconds)
         self._seconds[key] = 0.8 * before + 0.2 * min(seconds, 4 * before)
 
-    def learn_outcomes(self, first: Request, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
-        """A run of `first` and others, which took so long, came out so, by the event loop's clock."""
+    def learn_outcomes(self, first: QueuedRequest, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
+        """Note the outcomes of a batch that begins with `first` and took `seconds`."""
         if any(isinstance(outcome, list) for outcome in outcomes):
             self.answered = now
         elif first.is_apart:
@@ -221,7 +226,7 @@ class Lane:
 
 
 def _is_of(array: Array, shape: tuple[int, ...] | None) -> bool:
-    """Whether it has these sizes behind the first, -1 being any; None is any number of them."""
+    """Returns True if `array` has these sizes after the first. -1 is any size, and None any rank."""
     sizes = array.shape[1:]
     if shape is None:
         return True
@@ -229,15 +234,15 @@ def _is_of(array: Array, shape: tuple[int, ...] | None) -> bool:
 
 
 def _are_alike(inputs: Sequence[Array]) -> bool:
-    """Whether all are of one shape, as ids of several features mostly are."""
+    """Returns True if all inputs have one shape, as is common for the ids of several features."""
     shapes = [array.shape for array in inputs]
     return shapes.count(shapes[0]) == len(shapes)
 
 
-def _magnitude(requests: Sequence[Request]) -> int:
-    """Of the inputs' sizes."""
-    return sum([_size(request.inputs) for request in requests]).bit_length()
-
-
-def _size(inputs: Sequence[Array]) -> int:
-    return inputs.matrix.size if type(inputs) is Columns else sum([array.size for array in inputs])
+def _magnitude(requests: Sequence[QueuedRequest]) -> int:
+    """Return the order of magnitude (base 2) of the number of input elements."""
+    size = 0
+    for request in requests:
+        inputs = request.inputs
+        size += inputs.matrix.size if type(inputs) is Columns else sum([array.size for array in inputs])
+    return size.bit_length()

@@ -1,29 +1,29 @@
-"""Requests that have waited for too long: one timer for all of them."""
+"""Fails requests at their deadlines, with one timer for all requests."""
 
 import asyncio
 from collections.abc import Callable, Collection
 
-from tpuembed_serving.batching.queue import Request
+from tpuembed_serving.batching.queue import QueuedRequest
 from tpuembed_serving.core.status import Code, StatusError
 
-__all__ = ["Expiry"]
+__all__ = ["RequestTimeouts"]
 
 
-class Expiry:
-    """Belongs to one event loop."""
+class RequestTimeouts:
+    """The deadlines of the requests of one event loop."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        requests: Collection[Request],
-        fail: Callable[[Request, Exception], None],
+        requests: Collection[QueuedRequest],
+        fail: Callable[[QueuedRequest, Exception], None],
     ) -> None:
-        """`fail` is told of each of `requests` that is among them at its deadline, and takes it out of them."""
+        """Watch `requests`. `fail` is called for each that has reached its deadline, and must remove it."""
         self._loop, self._requests, self._fail = loop, requests, fail
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, deadline: float) -> None:
-        """Look at the requests then, by the loop's clock, or before."""
+        """Check the requests at `deadline` at the latest, by the loop's clock."""
         if self._timer is None or deadline < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()

@@ -1,8 +1,8 @@
-"""Runs of one signature: of several requests together where that is safe, and of each alone where it is not.
+"""Runs the requests of one signature: in one batch if that is safe, otherwise each alone.
 
-Together they are only what each would be alone: of signatures of which that is proven (`row_proof`), or where the operator says so.
-A request that may fail by its ids is kept apart, a merged run that fails is taken in halves until the request is found that
-fails, and a signature whose outputs' rows are not its inputs' is never merged again.
+Requests are batched if their rows are proven independent (`row_proof`), or if the operator enables it. A request whose ids
+may fail is run apart. A batch that fails is halved until the failing request is found. A signature whose outputs have
+another number of rows than its inputs is not batched again.
 """
 
 import functools
@@ -24,61 +24,61 @@ __all__ = ["BatchRunner", "Outcome", "Postponed", "Waiting"]
 logger = logging.getLogger(__name__)
 
 _NO_ONES_FAULT: Final = frozenset({Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.UNAVAILABLE})
-"""What a run of each request alone would end in as well, only later."""
+"""Errors that do not depend on the request: running each request alone would fail too, only later."""
 
 
 class Postponed:
-    """The outcome of a request that may fail: it is to be run again, `apart`, so that the others' answers do not wait for it."""
+    """The outcome of a request that may fail: it must be run again, `apart`, so that other requests do not wait for it."""
 
 
 Outcome = list[Array] | Exception | Postponed | None
-"""What a request is answered; None where nobody waits for it any more."""
+"""The outcome of a request. None if it is over."""
 
 
 class Waiting(Protocol):
-    """A request."""
+    """A request to run."""
 
     @property
     def inputs(self) -> Sequence[Array]:
-        """In the signature's order."""
+        """Return its inputs in the signature's order."""
 
     @property
     def rows(self) -> int | None:
-        """Of its inputs; None where they do not agree about it."""
+        """Return the rows of its inputs, or None if they differ."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Returns True if its caller does not wait any more."""
 
     @property
     def deadline(self) -> float:
-        """When that is so at the latest, by `time.monotonic`, which is an event loop's clock."""
+        """Return its deadline, by `time.monotonic`, which is the event loop's clock."""
 
 
 _POSTPONED: Final = Postponed()
 
 
 class _Batch(NamedTuple):
-    """Requests that are being run, and what has come out so far."""
+    """Requests that are being run, and their outcomes so far."""
 
     call: Callable[[Sequence[Array]], list[Array]]
     requests: Sequence[Waiting]
     outcomes: list[Outcome]
 
     def inputs(self, members: Sequence[int]) -> list[Sequence[Array]]:
-        """Of these requests."""
+        """Return the inputs of these requests."""
         return [self.requests[index].inputs for index in members]
 
 
 class BatchRunner:
-    """See the module; several threads may use it at once. It holds no servable: versions come and go.
+    """Runs requests of one signature. Several threads may use it. It keeps no servable, so that versions can be freed.
 
     Attributes:
-        merges: whether requests may still share a run.
+        merges: whether requests may still be batched.
     """
 
     def __init__(self, signature: Signature, merging: Merging | None, parameters: BatchingParameters) -> None:
-        """`merging` is None where requests are never merged."""
+        """Create the runner. Without `merging`, requests are never batched."""
         self.merges = merging is not None
         self._signature = signature
         self._merging = merging or Merging()
@@ -88,18 +88,23 @@ class BatchRunner:
         self._ids_are_known = bool(ranges)
 
     def run(self, servable: Servable, requests: Sequence[Waiting], *, apart: bool = False) -> list[Outcome]:
-        """The outcome of each of `requests`, whose inputs can be merged; whatever happens to one happens to no other.
+        """Run `requests`, whose inputs can be merged, and return the outcome of each. No request fails another.
 
         Args:
+            servable: the version to run.
+            requests: the requests.
             apart: whether all of them were postponed.
         """
-        if not self._merging.is_steady:  # no other run ends before it is done
+        if not self._merging.is_steady:  # only runs without a steady duration can be cut off
             wait_until(max((request.deadline for request in requests if not request.is_over), default=None))
         batch = _Batch(functools.partial(servable.run, self._signature), requests, [None] * len(requests))
-        if apart:
-            self._run_suspects(batch, [index for index, request in enumerate(requests) if not request.is_over])
-        else:
+        if not apart:
             self._run_together(batch, range(len(requests)))
+        elif not self._ids_are_known:
+            self._run_all(batch, range(len(requests)))
+        else:
+            for index in [index for index, request in enumerate(requests) if not request.is_over]:
+                batch.outcomes[index] = self._run_alone(batch, index)
         return batch.outcomes
 
     def _run_together(self, batch: _Batch, members: Iterable[int]) -> None:
@@ -118,16 +123,8 @@ class BatchRunner:
         if self._run_merged(batch, members, merged) and suspects:
             self._ids.learn(merged.inputs)
 
-    def _run_suspects(self, batch: _Batch, members: list[int]) -> None:
-        """Requests that may fail: at once where it is not known, for most do not."""
-        if self._ids_are_known:
-            for index in members:
-                batch.outcomes[index] = self._run_alone(batch, index)
-        else:
-            self._run_all(batch, members)
-
     def _run_all(self, batch: _Batch, members: Iterable[int]) -> None:
-        """Together, whatever their ids are; in the end each alone."""
+        """Run requests in one batch, whatever their ids are. Failures are halved down to single requests."""
         members = [index for index in members if not batch.requests[index].is_over]
         if len(members) > 1 and self.merges:
             merged = self._merge(batch.inputs(members))
@@ -140,14 +137,14 @@ class BatchRunner:
                 self._ids.learn(batch.requests[index].inputs)
 
     def _run_merged(self, batch: _Batch, members: list[int], merged: Merged) -> bool:
-        """Whether all of `members` are answered by one run."""
+        """Run one batch. Returns True if it answered all of `members`."""
         try:
             parts = split(batch.call(merged.inputs), merged)
-        except Exception as error:  # whatever a model raises: it is one request's fault, or each one's
+        except Exception as error:  # a model can raise anything, for one request or for all
             self._run_apart(batch, members, error)
             return False
         if parts is None:
-            self._give_up("a size of its outputs is not that of its inputs")
+            self._stop_merging()
             self._run_all(batch, members)
             return False
         for index, outputs in zip(members, parts, strict=True):
@@ -155,7 +152,7 @@ class BatchRunner:
         return True
 
     def _run_apart(self, batch: _Batch, members: list[int], error: Exception) -> None:
-        """In halves, after all of them together failed."""
+        """Run the two halves of a batch that failed."""
         if isinstance(error, StatusError) and error.code in _NO_ONES_FAULT:
             for index in members:
                 batch.outcomes[index] = error
@@ -164,9 +161,10 @@ class BatchRunner:
         self._run_all(batch, members[:half])
         self._run_all(batch, members[half:])
 
-    def _give_up(self, why: str) -> None:
+    def _stop_merging(self) -> None:
         if self.merges:
-            logger.warning("signature %s: requests are not put together: %s", self._signature.name, why)
+            text = "signature %s: requests are not batched: its outputs have another number of rows than its inputs"
+            logger.warning(text, self._signature.name)
         self.merges = False
 
     # ---- one request
@@ -177,11 +175,11 @@ class BatchRunner:
             if parameters.enable_large_batch_splitting and (request.rows or 0) > parameters.run_rows:
                 return self._run_parts(batch, request.inputs)
             return self._run_filled_up(batch, request.inputs, request.rows)
-        except Exception as error:  # whatever a model raises is this request's
+        except Exception as error:  # a model can raise anything
             return error
 
     def _run_parts(self, batch: _Batch, inputs: Sequence[Array]) -> list[Array]:
-        """Outputs of a request that takes more than one run."""
+        """Run a request in several parts, and return its outputs."""
         size = self._parameters.run_rows
         parts = [take(inputs, start, start + size) for start in range(0, len(inputs[0]), size)]
         found = []
@@ -193,13 +191,13 @@ class BatchRunner:
         return [np.concatenate(outputs) for outputs in zip(*found, strict=True)]
 
     def _run_filled_up(self, batch: _Batch, inputs: Sequence[Array], rows: int | None) -> list[Array]:
-        """Outputs, where runs may have certain sizes alone by way of one of these; `rows` is None where inputs differ in it."""
+        """Run inputs, filled up to an allowed batch size if there are any. `rows` is None if inputs differ in it."""
         if self.merges and rows and self._parameters.allowed_batch_sizes:
             merged = self._merge([inputs])
             parts = split(batch.call(merged.inputs), merged)
             if parts is not None:
                 return parts[0]
-            self._give_up("a size of its outputs is not that of its inputs")
+            self._stop_merging()
         return batch.call(inputs)
 
     def _merge(self, requests: Sequence[Sequence[Array]]) -> Merged:

@@ -1,7 +1,7 @@
-"""Runs of models on a few threads, with a bounded queue and deadlines; the event loop never waits for one.
+"""Runs models on a few threads, with bounded queues and deadlines, without blocking the event loop.
 
-Batching has no timer: a run starts as soon as a thread is free, with all that waits for the same. While few requests come each
-runs at once; the more there are, the more of them share a run.
+Batching has no timer by default: a batch starts as soon as a thread is free, with all requests that wait for the same
+signature. With few requests, each runs at once. With many, more of them are in one batch.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from tpuembed_serving.batching.queue import Lane, OnOutcome, Request
-from tpuembed_serving.batching.request_timeouts import Expiry
+from tpuembed_serving.batching.queue import BatchQueue, OnOutcome, QueuedRequest
+from tpuembed_serving.batching.request_timeouts import RequestTimeouts
 from tpuembed_serving.batching.runner import Outcome, Postponed
 from tpuembed_serving.core.servable import Array, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError
@@ -24,21 +24,21 @@ from tpuembed_serving.settings import BatchingSettings
 __all__ = ["ModelExecutor"]
 
 _INLINE_SECONDS: Final = 0.0003
-"""A run that is known to be shorter stays on the event loop's thread: to hand it over and back costs about as much."""
+"""A batch that is expected to be shorter runs on the event loop's thread: a thread switch would cost about as much."""
 _INLINE_SECONDS_OF_MANY: Final = 0.002
-"""The same where another thread would find no processor: as many processes as there are serve."""
+"""The same limit if as many processes serve as there are processors: another thread would find none free."""
 _INLINE_SECONDS_OF_ONE: Final = 0.001
-"""The same of a run of one request: few others come meanwhile."""
+"""The same limit for a single request, during which few others arrive."""
 _BUSY_SECONDS: Final = 0.02
-"""After the last answer, how long others are expected to come."""
+"""How long after an answer more requests are expected."""
 
 
 class ModelExecutor:
-    """Starts runs in order of arrival. Its methods belong to one event loop at a time.
+    """Starts batches in order of arrival. One event loop at a time calls its methods.
 
     Attributes:
-        pool_name: of its threads.
-        watch: told of every run: its requests, how long it took, and when it was over by the loop's clock; None by default.
+        pool_name: the name of its thread pool.
+        watch: called after every batch with its requests, its duration, and its end by the loop's clock; None by default.
     """
 
     def __init__(
@@ -49,30 +49,38 @@ class ModelExecutor:
         batching: BatchingSettings | None = None,
         processes: int = 1,
     ) -> None:
-        """At most `threads` runs are in progress, and `max_queued` more requests wait; `processes` do the same on this machine."""
+        """Create the thread pool.
+
+        Args:
+            threads: how many batches run at once.
+            max_queued: how many more requests may wait.
+            timeout_seconds: the longest duration of a request.
+            batching: which requests are batched.
+            processes: how many processes of this machine serve.
+        """
         self._batching = batching or BatchingSettings()
         of_all = self._batching.parameters
         threads = (of_all and of_all.num_batch_threads) or threads
         self.pool_name = (of_all and of_all.thread_pool_name) or "model-run"
-        self.watch: Callable[[Sequence[Request], float, float], None] | None = None
+        self.watch: Callable[[Sequence[QueuedRequest], float, float], None] | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=self.pool_name)
         self._free = threads
         self._max_queued = max_queued
         self._timeout_seconds = timeout_seconds
         is_full = 1 < processes >= (os.cpu_count() or 1)
         self._inline_seconds = _INLINE_SECONDS_OF_MANY if is_full else _INLINE_SECONDS
-        self._lanes: dict[int, dict[str, Lane]] = {}
-        self._groups: dict[Any, collections.deque[Request]] = {}
+        self._queues: dict[int, dict[str, BatchQueue]] = {}
+        self._groups: dict[Any, collections.deque[QueuedRequest]] = {}
         self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: set[Request] = set()
+        self._open: set[QueuedRequest] = set()
 
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What was planned belongs to the loop that ends with it."""
+        """Start with a new event loop. Requests and timers of an earlier loop have ended with it."""
         self._loop = loop
         self._open = set()
         self._will_start = False
-        self._expiry = Expiry(loop, self._open, self._fail)
+        self._timeouts = RequestTimeouts(loop, self._open, self._fail)
 
     async def run(
         self,
@@ -82,14 +90,17 @@ class ModelExecutor:
         *,
         timeout_seconds: float | None = None,
     ) -> list[Array]:
-        """What `servable.run` returns or raises for `inputs`.
+        """Return or raise what `servable.run` does for `inputs`.
 
         Args:
-            timeout_seconds: how long the caller waits, where that is less than every request may take.
+            servable: the version to run.
+            signature: its signature to run.
+            inputs: the inputs in the signature's order.
+            timeout_seconds: shortens the executor's own timeout.
 
         Raises:
-            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows than
-                the operator's parameters allow.
+            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows
+                than the operator's parameters allow.
         """
         future: asyncio.Future[list[Array]] = asyncio.get_running_loop().create_future()
         request = self.submit(
@@ -109,47 +120,47 @@ class ModelExecutor:
         on_outcome: OnOutcome,
         *,
         timeout_seconds: float | None = None,
-    ) -> Request:
-        """As `run`, for who does not wait: what comes out is told to `on_outcome`, later, on this event loop."""
+    ) -> QueuedRequest:
+        """Run without waiting; see `run`. `on_outcome` is called later with the outcome, on this event loop."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._enter(loop)
         seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
-        lane = self._lane(servable, signature)
-        request = lane.request(servable, inputs, on_outcome, loop.time(), seconds)
+        queue = self._queue(servable, signature)
+        request = queue.request(servable, inputs, on_outcome, loop.time(), seconds)
         if self._waiting >= self._max_queued + self._free:
             raise self._full()
-        lane.check_room(request)
+        queue.check_room(request)
         self._add(request)
-        self._expiry.expect(request.deadline)
+        self._timeouts.expect(request.deadline)
         self._plan_start()
         return request
 
     def close(self) -> None:
-        """Drop what waits. What still runs has outlived its deadline, and ends when its servable is closed."""
+        """Fail the waiting requests. A batch that still runs has passed its deadline, and ends with its servable."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for request in list(self._open) if self._loop and not self._loop.is_closed() else ():
             if request.is_waiting:
-                self._fail(request, StatusError(Code.UNAVAILABLE, "the server stops"))
+                self._fail(request, StatusError(Code.UNAVAILABLE, "the server is stopping"))
 
-    # ---- what waits
+    # ---- waiting requests
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a run."""
+        """Return the number of waiting requests."""
         return self._waiting
 
-    def _lane(self, servable: Servable, signature: Signature) -> Lane:
-        lanes = self._lanes.get(id(servable))
-        if lanes is None:
-            lanes = self._lanes[id(servable)] = {}
-            weakref.finalize(servable, self._lanes.pop, id(servable), None)
-        lane = lanes.get(signature.name)
-        if lane is None:
-            lane = lanes[signature.name] = Lane.of(servable, signature, self._batching)
-        return lane
+    def _queue(self, servable: Servable, signature: Signature) -> BatchQueue:
+        queues = self._queues.get(id(servable))
+        if queues is None:
+            queues = self._queues[id(servable)] = {}
+            weakref.finalize(servable, self._queues.pop, id(servable), None)
+        queue = queues.get(signature.name)
+        if queue is None:
+            queue = queues[signature.name] = BatchQueue.of(servable, signature, self._batching)
+        return queue
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: QueuedRequest) -> None:
         group = self._groups.get(request.group)
         if group is None:
             group = self._groups[request.group] = collections.deque()
@@ -158,14 +169,14 @@ class ModelExecutor:
         request.enter()
         self._waiting += 1
 
-    def _leave(self, request: Request) -> None:
-        """It is taken, or nobody waits for it any more; what is left of it in its group is passed over."""
+    def _leave(self, request: QueuedRequest) -> None:
+        """Stop counting a request as waiting. It stays in its group, where `_take` skips it."""
         if request.is_waiting:
             request.leave()
             self._waiting -= 1
 
-    def _give_up(self, request: Request) -> None:
-        """Nobody waits for it any more."""
+    def _give_up(self, request: QueuedRequest) -> None:
+        """Drop a request whose caller has left."""
         request.is_over = True
         self._open.discard(request)
         self._leave(request)
@@ -174,18 +185,18 @@ class ModelExecutor:
         return StatusError(
             Code.UNAVAILABLE,
             "The batch scheduling queue to which this task was submitted is full; currently "
-            f"{self._waiting} requests are waiting and at most {self._max_queued} may",
+            f"{self._waiting} requests are waiting and the limit is {self._max_queued}",
         )
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: QueuedRequest, error: Exception) -> None:
         self._open.discard(request)
         self._leave(request)
         request.end(error)
 
-    # ---- runs
+    # ---- batches
 
     def _plan_start(self) -> None:
-        """Not now: what else this turn of the loop brings may share the run."""
+        """Start batches at the end of this turn of the loop, so that other requests of this turn can join."""
         if self._free and not self._will_start and self._loop is not None:
             self._will_start = True
             self._loop.call_soon(self._start_runs)
@@ -197,33 +208,33 @@ class ModelExecutor:
                 self._start(self._take(group))
 
     def _is_due(self, group: Any) -> bool:
-        """Whether the group's requests have waited for others as long as they should; mostly not at all."""
+        """Returns True if the group's requests may start now. Otherwise plans the next check."""
         requests = self._groups[group]
-        lane = requests[0].lane
+        queue = requests[0].queue
         assert self._loop is not None
         if requests[0].is_apart:
-            start = lane.next_failure if self._loop.time() < lane.answered + _BUSY_SECONDS else 0.0
-        elif not lane.wait_seconds or sum(request.rows or 0 for request in requests) >= lane.run_rows:
+            start = queue.next_failure if self._loop.time() < queue.answered + _BUSY_SECONDS else 0.0
+        elif not queue.wait_seconds or sum(request.rows or 0 for request in requests) >= queue.run_rows:
             return True
         else:
-            start = requests[0].entered + lane.wait_seconds
+            start = requests[0].entered + queue.wait_seconds
         if start <= self._loop.time():
             return True
-        if lane.looked_at != start:
-            lane.looked_at = start
-            self._loop.call_at(start, self._look_again, lane)
+        if queue.next_check != start:
+            queue.next_check = start
+            self._loop.call_at(start, self._check_again, queue)
         return False
 
-    def _look_again(self, lane: Lane) -> None:
-        """uvloop's timers may be up to a millisecond early: then there is another."""
-        lane.looked_at = 0.0
+    def _check_again(self, queue: BatchQueue) -> None:
+        """Check the waiting requests. uvloop's timers may be a millisecond early; then another check is planned."""
+        queue.next_check = 0.0
         self._start_runs()
 
-    def _take(self, group: Any) -> list[Request]:
-        """Requests for one run; its group goes to the end of the line with what is left of it."""
+    def _take(self, group: Any) -> list[QueuedRequest]:
+        """Take the requests of one batch. The rest of the group goes to the end of the queue."""
         requests = self._groups.pop(group)
-        taken: list[Request] = []
-        room = requests[0].lane.run_rows
+        taken: list[QueuedRequest] = []
+        room = requests[0].queue.run_rows
         while requests and (not taken or (requests[0].rows or 0) <= room):
             request = requests.popleft()
             if request.is_waiting:
@@ -234,37 +245,37 @@ class ModelExecutor:
             self._groups[group] = requests
         return taken
 
-    def _start(self, requests: list[Request]) -> None:
+    def _start(self, requests: list[QueuedRequest]) -> None:
         if not requests:
             return
-        lane = requests[0].lane
+        queue = requests[0].queue
         inline = self._inline_seconds if len(requests) > 1 else max(self._inline_seconds, _INLINE_SECONDS_OF_ONE)
-        if lane.expected_seconds(requests) < inline:
+        if queue.expected_seconds(requests) < inline:
             self._deliver(requests, *_run(requests))
             return
         self._free -= 1
         assert self._loop is not None
         self._pool.submit(self._work, self._loop, requests)
 
-    def _work(self, loop: asyncio.AbstractEventLoop, requests: list[Request]) -> None:
-        """On a thread of the pool."""
+    def _work(self, loop: asyncio.AbstractEventLoop, requests: list[QueuedRequest]) -> None:
+        """Run a batch on a thread of the pool."""
         outcomes, seconds = _run(requests)
         try:
             loop.call_soon_threadsafe(self._finish, requests, outcomes, seconds)
-        except RuntimeError:  # the loop is closed, and with it whoever waited
+        except RuntimeError:  # the loop is closed, so nothing waits for the outcomes
             self._free += 1
 
-    def _finish(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
+    def _finish(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
         self._free += 1
         self._deliver(requests, outcomes, seconds)
         if self._groups:
             self._start_runs()
 
-    def _deliver(self, requests: list[Request], outcomes: Sequence[Outcome], seconds: float) -> None:
-        requests[0].lane.learn_seconds(requests, seconds)
+    def _deliver(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
+        requests[0].queue.learn_seconds(requests, seconds)
         assert self._loop is not None
         now = self._loop.time()
-        requests[0].lane.learn_outcomes(requests[0], outcomes, seconds, now)
+        requests[0].queue.learn_outcomes(requests[0], outcomes, seconds, now)
         if self.watch is not None:
             self.watch(requests, seconds, now)
         for request, outcome in zip(requests, outcomes, strict=True):
@@ -277,8 +288,8 @@ class ModelExecutor:
                 if outcome is not None:
                     request.end(outcome)
 
-    def _postpone(self, request: Request) -> None:
-        """To a run of its own, which begins once the others are answered."""
+    def _postpone(self, request: QueuedRequest) -> None:
+        """Queue a request again for a batch of postponed ones, which starts after the other answers."""
         if not request.is_over:
             request.postpone()
             self._add(request)
@@ -294,11 +305,11 @@ def _settle(future: "asyncio.Future[list[Array]]", outcome: list[Array] | Except
         future.set_result(outcome)
 
 
-def _run(requests: list[Request]) -> tuple[Sequence[Outcome], float]:
+def _run(requests: list[QueuedRequest]) -> tuple[Sequence[Outcome], float]:
     started = time.perf_counter()
     outcomes: Sequence[Outcome]
     try:
-        outcomes = requests[0].lane.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
-    except Exception as error:  # none that a model raised: those are outcomes
+        outcomes = requests[0].queue.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
+    except Exception as error:  # an internal error: exceptions of a model are outcomes
         outcomes = [error] * len(requests)
     return outcomes, time.perf_counter() - started

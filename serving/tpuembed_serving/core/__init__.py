@@ -1,4 +1,1 @@
-"""Everything about a request that no transport knows: status codes, signatures, limits, keys and deadlines.
-
-HTTP and gRPC are adapters over it.
-"""
+"""The parts of a request that HTTP and gRPC share: status codes, signatures, limits, API keys and deadlines."""

@@ -1,4 +1,4 @@
-"""Who may ask: API keys in a file, compared in constant time."""
+"""API keys from a file, compared in constant time."""
 
 import hashlib
 import hmac
@@ -16,17 +16,17 @@ _BEARER = "bearer "
 
 
 class ApiKeys:
-    """Any of some keys opens everything. Only their hashes are kept."""
+    """A set of keys, each of which allows every request. Only their hashes are stored."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._hashes = [_hash(key.encode()) for key in keys]
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The keys in the file at `path`, one a line; empty lines and those that begin with # are none.
+        """Read the keys from the file at `path`, one per line. Empty lines and lines that begin with # are skipped.
 
         Raises:
-            ConfigError: it cannot be read, has no key, or has one that is easily guessed or cannot be sent.
+            ConfigError: the file cannot be read or has no key, or a key is too short or has a space.
         """
         try:
             text = path.read_text(encoding="ascii")
@@ -36,27 +36,27 @@ class ApiKeys:
         lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
         keys = {number: line for number, line in lines if line and not line.startswith("#")}
         if not keys:
-            raise ConfigError(f"API key file {path}: has no key; write one a line")
+            raise ConfigError(f"API key file {path}: has no key. Write one per line")
         for number, key in keys.items():
             if len(key) < _LEAST_CHARACTERS or not key.isprintable() or " " in key:
                 raise ConfigError(
-                    f"API key file {path}, line {number}: a key has at least {_LEAST_CHARACTERS} characters and no space; "
-                    'make one, for example with python -c "import secrets; print(secrets.token_urlsafe())"'
+                    f"API key file {path}, line {number}: a key needs at least {_LEAST_CHARACTERS} characters and no space. "
+                    'Create one with: python -c "import secrets; print(secrets.token_urlsafe())"'
                 )
         return cls(keys.values())
 
     def accept(self, headers: Iterable[tuple[bytes | str, bytes | str]]) -> bool:
-        """Whether a request with these headers (or gRPC metadata) has a key: `Authorization: Bearer KEY` or `X-API-Key: KEY`.
+        """Returns True if any of these headers (or gRPC metadata) has a key.
 
-        A request with several is accepted by any of them.
+        They are `Authorization: Bearer KEY` and `X-API-Key: KEY`.
         """
         found = [key for name, value in headers if (key := _key(_bytes(name), _bytes(value))) is not None]
         return any(self._knows(key) for key in found)
 
     def _knows(self, key: bytes) -> bool:
-        """All are compared: which one it is like does not show in the time either."""
+        """Returns True if `key` is known. Compares all keys, so that the time does not reveal which one is similar."""
         hashed = _hash(key)
-        return any([hmac.compare_digest(hashed, known) for known in self._hashes])  # noqa: C419 - not the first alone
+        return any([hmac.compare_digest(hashed, known) for known in self._hashes])  # noqa: C419 - a list: compare all
 
 
 def _key(name: bytes, value: bytes) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What stands before the application where it is asked for: API keys and CORS, for HTTP; API keys, for gRPC."""
+"""Optional middleware: API keys and CORS for HTTP, API keys for gRPC."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -8,37 +8,39 @@ from tpuembed_serving.core.status import Code
 from tpuembed_serving.http.endpoint import HTTP_STATUS, Message, Receive, Reply, Scope, Send, send_reply
 from tpuembed_serving.http.json import encode_error
 
-__all__ = ["OPEN_PATHS", "Door", "key_interceptor"]
+__all__ = ["OPEN_PATHS", "AuthMiddleware", "key_interceptor"]
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
-"""Whoever checks a server's health has no key."""
+"""Health checks need no key."""
 _HEALTH: Final = "/grpc.health.v1.Health/"
-_REFUSAL: Final = "no valid API key: send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
+_REFUSAL: Final = "no valid API key. Send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 
-class Door:
-    """Lets requests through to `app`."""
+class AuthMiddleware:
+    """ASGI middleware. Passes requests with a valid API key to `app`, and adds CORS headers to answers."""
 
     def __init__(self, app: App, keys: ApiKeys | None, *, cors: bool) -> None:
         self._app, self._keys = app, keys
         self._cors = _cors_headers(keys is not None) if cors else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
+        """Answer a request; see ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         answer = self._with_headers(send) if self._cors else send
-        if self._lets_in(scope):
+        if self._allows(scope):
             await self._app(scope, receive, answer)
         else:
-            await _refuse(answer)
+            code = Code.UNAUTHENTICATED
+            reply = Reply(HTTP_STATUS[code], encode_error(_REFUSAL), code)
+            await send_reply(answer, reply, "", (b"www-authenticate", b"Bearer"))
 
-    def _lets_in(self, scope: Scope) -> bool:
-        """Preflights carry no key, and nothing is told to them."""
+    def _allows(self, scope: Scope) -> bool:
+        """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing."""
         if self._keys is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         return self._keys.accept(scope["headers"])
@@ -53,7 +55,7 @@ class Door:
 
 
 def _cors_headers(has_keys: bool) -> Headers:
-    """TensorFlow Serving's (http_rest_api_util.cc), and the headers that keys come in."""
+    """Return TensorFlow Serving's CORS headers (http_rest_api_util.cc). They also allow the headers of API keys."""
     allowed = b"Content-Type, Authorization, X-API-Key" if has_keys else b"Content-Type"
     return [
         (b"access-control-allow-origin", b"*"),
@@ -62,14 +64,8 @@ def _cors_headers(has_keys: bool) -> Headers:
     ]
 
 
-async def _refuse(send: Send) -> None:
-    code = Code.UNAUTHENTICATED
-    reply = Reply(HTTP_STATUS[code], encode_error(_REFUSAL), code)
-    await send_reply(send, reply, "", (b"www-authenticate", b"Bearer"))
-
-
 def key_interceptor(keys: ApiKeys) -> Any:
-    """A grpc.aio.ServerInterceptor that answers UNAUTHENTICATED to calls without a key; health checks need none."""
+    """Return a grpc.aio.ServerInterceptor that answers UNAUTHENTICATED to calls without a key. Health checks need none."""
     import grpc
 
     async def refuse(_: Any, context: Any) -> None:

@@ -1,4 +1,4 @@
-"""What settings are refused for."""
+"""Checks of settings."""
 
 from tpuembed.errors import ConfigError
 
@@ -6,6 +6,6 @@ __all__ = ["check_positive"]
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raise ConfigError unless `value` is above 0; None, where it is one, is no limit."""
+    """Raise ConfigError unless `value` is above 0 or None."""
     if value is not None and not value > 0:
-        raise ConfigError(f"{name} is {value}: give a number above 0")
+        raise ConfigError(f"{name} is {value}. Give a number above 0")

@@ -1,6 +1,6 @@
-"""What TensorFlow Serving's classify and regress ask of a signature and make of its outputs (classifier.cc, regressor.cc).
+"""Classify and regress as in TensorFlow Serving: checks of signatures and of outputs (classifier.cc, regressor.cc).
 
-Both run on serialized tf.Examples, which the signature's one input, called "inputs", takes.
+Both run on serialized tf.Examples. The signature has one input, called "inputs".
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ _OUTPUTS: Final = "outputs"
 
 
 class Method(enum.Enum):
-    """How outputs are read; the values are the method names of TensorFlow's signature_constants.h."""
+    """An inference method. The values are the method names of TensorFlow's signature_constants.h."""
 
     CLASSIFY = "tensorflow/serving/classify"
     REGRESS = "tensorflow/serving/regress"
 
     @classmethod
     def named(cls, name: str) -> "Method":
-        """The method that a task of MultiInference names.
+        """Return the method that a task of MultiInference names.
 
         Raises:
             StatusError: UNIMPLEMENTED, there is no such method.
@@ -42,11 +42,11 @@ class Method(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """What classify answers.
+    """The result of classify.
 
     Attributes:
-        labels: bytes [examples, classes], empty ones where the signature has no classes.
-        scores: float32 [examples, classes], zeros where the signature has no scores.
+        labels: bytes [examples, classes]; empty bytes if the signature has no classes.
+        scores: float32 [examples, classes]; zeros if the signature has no scores.
     """
 
     labels: Array
@@ -55,7 +55,7 @@ class Classification:
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
-    """What regress answers; values: float32 [examples]."""
+    """The result of regress; values: float32 [examples]."""
 
     values: Array
 
@@ -64,10 +64,10 @@ InferenceResult = Classification | Regression
 
 
 def to_tensor(examples: Sequence[bytes]) -> Array:
-    """Serialized tf.Examples as the input of a signature.
+    """Convert serialized tf.Examples to the input of a signature.
 
     Raises:
-        StatusError: there are none.
+        StatusError: INVALID_ARGUMENT, the list is empty.
     """
     if not examples:
         raise invalid_argument("Input is empty.")
@@ -77,10 +77,10 @@ def to_tensor(examples: Sequence[bytes]) -> Array:
 
 
 def check_signature(servable: Servable, signature: Signature, method: Method) -> None:
-    """Whether `method` can be asked of a signature; what its outputs hold is seen once it ran.
+    """Check that a signature supports `method`. `interpret` checks its outputs after the run.
 
     Raises:
-        StatusError: INVALID_ARGUMENT.
+        StatusError: INVALID_ARGUMENT, it does not.
     """
     if len(signature.inputs) != 1:
         raise invalid_argument("Expected one input Tensor.")
@@ -111,7 +111,7 @@ def _check_regression(servable: Servable, signature: Signature) -> None:
 
 
 def _shown(servable: Servable, signature: Signature) -> str:
-    """A signature as protobuf's DebugString has it."""
+    """Return a signature in the form of protobuf's DebugString."""
     from google.protobuf import json_format, text_format  # type: ignore[import-untyped]
     from tensorflow.core.protobuf import meta_graph_pb2
 
@@ -121,10 +121,10 @@ def _shown(servable: Servable, signature: Signature) -> str:
 
 
 def interpret(method: Method, signature: Signature, outputs: Mapping[str, Array], examples: int) -> InferenceResult:
-    """The outputs of a checked signature, by alias, for so many examples.
+    """Convert the outputs of a checked signature to a result for so many examples.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, they have another shape or dtype than the method wants.
+        StatusError: INVALID_ARGUMENT, an output has another shape or dtype than the method needs.
     """
     infos = {info.alias: info for info in signature.outputs}
     if method is Method.CLASSIFY:
@@ -172,5 +172,5 @@ def _regression(info: TensorInfo, array: Array, examples: int) -> Regression:
 
 
 def _shape_text(array: Array) -> str:
-    """A shape as TensorFlow's messages have it: [2,3]."""
+    """Return a shape in the form of TensorFlow's messages: [2,3]."""
     return f"[{','.join(map(str, array.shape))}]"

@@ -1,4 +1,4 @@
-"""Until when a client waits for its answer, where it says so; it follows a request from its port to its run."""
+"""The deadline that a client sets. It is a context variable that follows a request from the port to the run."""
 
 import contextvars
 import time
@@ -10,11 +10,11 @@ _END: Final[contextvars.ContextVar[float | None]] = contextvars.ContextVar("dead
 
 
 def wait_until(end: float | None) -> None:
-    """What this task, or this thread, does from here on is of use until `end`, by `time.monotonic`; None is for ever."""
+    """Set the deadline of this task or thread to `end`, by `time.monotonic`. None is no deadline."""
     _END.set(end)
 
 
 def remaining_seconds() -> float | None:
-    """How long that is from now; negative where it is past."""
+    """Return the seconds until the deadline, or None if there is none. Negative after the deadline."""
     end = _END.get()
     return None if end is None else end - time.monotonic()

@@ -1,4 +1,4 @@
-"""A limit of the rows of a request, in front of whatever runs it."""
+"""The limit of the rows of a request."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ __all__ = ["RowLimit", "check_rows"]
 
 
 def check_rows(inputs: Sequence[Array], most: int) -> None:
-    """Raise StatusError, INVALID_ARGUMENT, where a request has more rows, the first dimension of any input."""
+    """Raise StatusError, INVALID_ARGUMENT, if an input has more than `most` rows (its first dimension)."""
     rows = max((len(array) for array in inputs if array.ndim), default=0)
     if rows > most:
-        raise invalid_argument(f"the request has {rows} rows, and this server takes at most {most}; send less at once")
+        raise invalid_argument(f"the request has {rows} rows. The limit is {most}. Send fewer rows per request")
 
 
 class RowLimit:
-    """Runs what `executor` runs, but for requests of more rows than `most`, which are INVALID_ARGUMENT."""
+    """An executor that refuses requests of more than `most` rows, and passes others to `executor`."""
 
     def __init__(self, executor: Executor, most: int) -> None:
         self._executor, self._most = executor, most
@@ -25,6 +25,6 @@ class RowLimit:
     async def run(
         self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
     ) -> list[Array]:
-        """See ModelExecutor."""
+        """Check the rows, then run; see ModelExecutor."""
         check_rows(inputs, self._most)
         return await self._executor.run(servable, signature, inputs, timeout_seconds=timeout_seconds)

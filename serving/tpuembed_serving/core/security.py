@@ -1,4 +1,4 @@
-"""Who may ask, over what, and how much: the settings. Everything is off that TensorFlow Serving does not have."""
+"""Settings of API keys, TLS, CORS and limits. Everything that TensorFlow Serving does not have is off by default."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ __all__ = ["ConnectionLimits", "SecuritySettings"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """What one process accepts of HTTP.
+    """Limits of the HTTP connections of one process.
 
     Attributes:
-        connections: open at once; more are answered 503 and closed. None is no limit but the system's own.
-        header_bytes: of a request's line and headers; more are answered 431.
-        receive_seconds: in which a request must have come, from the opening of the connection or its own first byte; and in which
-            a client must have taken some of its answer.
+        connections: the most open connections. Others are answered 503 and closed. None is the system's limit.
+        header_bytes: the most bytes of a request's line and headers. Longer ones are answered 431.
+        receive_seconds: the time for a request to arrive, from the opening of the connection or its first byte. Also the
+            time in which a client must read some of its answer.
     """
 
     connections: int | None = None
@@ -32,15 +32,15 @@ class ConnectionLimits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SecuritySettings:
-    """Of both ports, but for what is HTTP's alone.
+    """Security settings of both ports. CORS, `limits` and `max_json_depth` concern HTTP only.
 
     Attributes:
-        api_keys: one of them opens everything but health checks, which need none; None lets everybody in.
-        tls: None is plain text.
-        cors: whether pages of other sites may ask, as TensorFlow Serving's --rest_api_enable_cors_support.
-        limits: of connections.
-        max_rows: of a request; None is no limit.
-        max_json_depth: of a request body, 1024 or more: so deep the fast parser goes in any case. None is no limit.
+        api_keys: a request needs one of them; health checks need none. None accepts all requests.
+        tls: the certificate; None is plain text.
+        cors: whether pages of other sites may send requests, as TensorFlow Serving's --rest_api_enable_cors_support.
+        limits: limits of connections.
+        max_rows: the most rows of a request; None is no limit.
+        max_json_depth: the deepest nesting of a request body, 1024 (the fast parser's depth) or more. None is no limit.
     """
 
     api_keys: ApiKeys | None = None
@@ -54,4 +54,4 @@ class SecuritySettings:
         for name, least in (("max_rows", 1), ("max_json_depth", 1024)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}: give {least} or more")
+                raise ConfigError(f"{name} is {value}. Give {least} or more")

@@ -1,4 +1,4 @@
-"""What the server knows of a loaded SavedModel: its signatures, and that it runs. No TensorFlow here."""
+"""The interface of a loaded SavedModel: its signatures, and how to run them. This module does not import TensorFlow."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class Columns(Sequence[Array]):
-    """Inputs that are the columns of one matrix, int64 [rows, inputs]: what would be done to each is done to the matrix."""
+    """Inputs that are the columns of one matrix, int64 [rows, inputs]. Operations on all inputs can use the matrix."""
 
     __slots__ = ("matrix",)
 
@@ -43,10 +43,10 @@ class TensorInfo:
     """An input or output of a signature.
 
     Attributes:
-        alias: what requests and responses call it.
+        alias: its name in requests and responses.
         tensor: the tensor's name in the graph.
-        dtype: as TensorFlow's C++ names it: "float", "int64", "string".
-        numpy_dtype: of the arrays that carry it; None where numpy has none.
+        dtype: its name in TensorFlow's C++: "float", "int64", "string".
+        numpy_dtype: the dtype of its arrays; None if numpy has none.
     """
 
     alias: str
@@ -57,10 +57,10 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """A named function of a SavedModel; inputs and outputs sorted by alias.
+    """A named function of a SavedModel. Its inputs and outputs are sorted by alias.
 
     Attributes:
-        padding: by input, what fills rows of different lengths up; None where they are refused. Empty where all are.
+        padding: by input, the value that fills up rows of different lengths; None if they are refused. Empty if all are.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Signature:
 
     @functools.cached_property
     def output_dtypes(self) -> Mapping[str, str]:
-        """By alias."""
+        """Return the dtype of each output by its alias."""
         return {info.alias: info.dtype for info in self.outputs}
 
     @functools.cached_property
     def int64_row(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]] | None:
-        """The values of a row by alias, in order, where there are several inputs and all are int64; else None."""
+        """Return a function that extracts the ordered values of a row. None unless there are several inputs, all int64."""
         aliases = [info.alias for info in self.inputs]
         if len(aliases) < 2 or any(info.dtype != "int64" for info in self.inputs):
             return None
@@ -84,7 +84,7 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class IdRange:
-    """The ids that an input may hold: from `start` up to and without `stop`."""
+    """The ids that an input accepts: [start, stop)."""
 
     start: int
     stop: int
@@ -92,17 +92,17 @@ class IdRange:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merging:
-    """How requests of one signature may share a run: rows of all inputs behind each other, and the outputs' rows taken apart.
+    """The batching rules of one signature. Inputs are concatenated by rows, and the rows of outputs are split again.
 
     Attributes:
-        is_proven: whether the graph proves that a row of the outputs depends on the same row of the inputs alone, where all
-            inputs have the ranks and sizes of `shapes`.
-        shapes: by input, in the signature's order, its sizes but the first; -1 is any size, and None any rank.
-        is_steady: whether the time of a run depends on the shapes of its inputs alone.
-        padding: by input, in the signature's order, what may stand behind the values of a row without a change of the result;
-            None where nothing may. Empty where that is so of every input.
-        id_ranges: by input, the ids that do not fail the run; None where any value is accepted. Empty where it is not known.
-        parameters: of this model alone.
+        is_proven: whether the graph proves that rows are independent, if all inputs have the ranks and sizes of `shapes`.
+            Rows are independent if a row of the outputs depends only on the same row of the inputs.
+        shapes: by input, in the signature's order, its sizes without the first; -1 is any size, and None any rank.
+        is_steady: whether the duration of a run depends only on the shapes of its inputs.
+        padding: by input, in the signature's order, the value that may follow a row's values without changing the result;
+            None if no value may. Empty if no input can be padded.
+        id_ranges: by input, the ids that do not fail the run; None if any value is accepted. Empty if unknown.
+        parameters: the batching parameters of this model.
     """
 
     is_proven: bool = False
@@ -117,22 +117,22 @@ class Servable(Protocol):
     """One loaded version of a model.
 
     Attributes:
-        signatures: by name.
-        signature_defs: the same as the JSON form of TensorFlow's SignatureDef, for metadata.
+        signatures: the signatures by name.
+        signature_defs: the same in the JSON form of TensorFlow's SignatureDef, for metadata.
     """
 
     signatures: Mapping[str, Signature]
     signature_defs: Mapping[str, Any]
 
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """The signature's outputs for `inputs`, both in the signature's order; safe to call from several threads.
+        """Return the signature's outputs for `inputs`, both in the signature's order. Several threads may call it.
 
         Raises:
-            StatusError: with TensorFlow's code and message.
+            StatusError: TensorFlow's code and message.
         """
 
     def merging(self, signature: Signature) -> Merging | None:
-        """How requests of `signature` may share a run; None where they may not."""
+        """Return how requests of `signature` are batched, or None if they cannot be."""
 
     def close(self) -> None:
-        """Free its memory; nothing runs it any more."""
+        """Free its memory. No run follows."""

@@ -1,4 +1,4 @@
-"""What the server does, free of any transport: REST and gRPC decode a request, call this, encode the answer."""
+"""The prediction service behind REST and gRPC, which decode a request, call it, and encode the answer."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ DEFAULT_SIGNATURE = "serving_default"
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """The model that a request names; with neither version nor label it is the newest available version."""
+    """The model that a request names. Without a version or label it is the newest available version."""
 
     name: str
     version: int | None = None
@@ -38,7 +38,7 @@ class ModelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class InferenceTask:
-    """One of the tasks that MultiInference does on the same examples; the default signature where the name is empty."""
+    """A task of MultiInference, whose tasks share their examples. An empty name is the default signature."""
 
     model: str
     signature_name: str
@@ -47,7 +47,7 @@ class InferenceTask:
 
 @dataclasses.dataclass(frozen=True)
 class ModelMetadata:
-    """A version's signatures, as the JSON form of TensorFlow's SignatureDef by name."""
+    """The signatures of a version by name, in the JSON form of TensorFlow's SignatureDef."""
 
     name: str
     version: int
@@ -55,39 +55,39 @@ class ModelMetadata:
 
 
 class Models(Protocol):
-    """Where versions come from: a ModelRepository, or RemoteModels."""
+    """The source of versions: a ModelRepository, or RemoteModels."""
 
     @property
     def ready(self) -> bool:
-        """Whether every model has an available version."""
+        """Returns True if every model has an available version."""
 
     @property
     def loading(self) -> bool:
-        """Whether the first load of a configured model has not ended yet, well or not."""
+        """Returns True until the first load of every configured model has ended, with success or failure."""
 
     def lease(
         self, name: str, version: int | None, label: str | None = None
     ) -> contextlib.AbstractContextManager[LoadedVersion]:
-        """A version, for as long as the context is open."""
+        """Return a context that keeps a version loaded."""
 
     def statuses(self, name: str) -> list[VersionStatus]:
-        """Every version, newest first."""
+        """Return every version, newest first."""
 
     def labels(self) -> Mapping[str, Mapping[str, int]]:
-        """Every model that is served -> its labels and their versions."""
+        """Return the labels and their versions, by model."""
 
 
 class Executor(Protocol):
-    """What runs them: a ModelExecutor, or a RemoteExecutor."""
+    """Runs versions: a ModelExecutor, or a RemoteExecutor."""
 
     async def run(
         self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
     ) -> list[Array]:
-        """The signature's outputs; `timeout_seconds` is how long the client waits, where that is less than it may take."""
+        """Return the signature's outputs. `timeout_seconds` can shorten the server's own timeout."""
 
 
 class PredictionService:
-    """Predict, status and metadata over models."""
+    """Predict, classify, regress, status and metadata of models."""
 
     def __init__(self, repository: Models, executor: Executor) -> None:
         self._repository = repository
@@ -95,19 +95,19 @@ class PredictionService:
 
     @property
     def ready(self) -> bool:
-        """Whether every model has an available version."""
+        """Returns True if every model has an available version."""
         return self._repository.ready
 
     @property
     def loading(self) -> bool:
-        """Whether the first load of a configured model has not ended yet: until then no request of a model is answered."""
+        """Returns True until the first load of every configured model has ended. Until then requests are UNAVAILABLE."""
         return self._repository.loading
 
     def lease(self, spec: ModelSpec) -> contextlib.AbstractContextManager[LoadedVersion]:
-        """The version that `spec` names, kept loaded for as long as the context is open.
+        """Return a context that keeps the version that `spec` names loaded.
 
         Raises:
-            StatusError: it is not available, or the label is unknown; UNAVAILABLE, the server is loading.
+            StatusError: the version is not available, or the label is unknown; UNAVAILABLE, the server is loading.
         """
         if self._repository.loading:
             raise still_loading()
@@ -120,7 +120,7 @@ class PredictionService:
         return lease if record is None else _noted(lease, record)
 
     async def predict(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> dict[str, Array]:
-        """The signature's outputs by alias; `inputs` in the signature's order."""
+        """Return the signature's outputs by alias. `inputs` are in the signature's order."""
         record = current_record()
         run = self._executor.run(servable, signature, inputs, timeout_seconds=remaining_seconds())
         outputs = await run if record is None else await _timed(run, record)
@@ -132,7 +132,7 @@ class PredictionService:
         """Classify or regress serialized tf.Examples.
 
         Raises:
-            StatusError: the signature is not there or is none for `method`; there are no examples; the run failed.
+            StatusError: the signature is unknown or does not support `method`; there are no examples; the run failed.
         """
         name = signature_name or DEFAULT_SIGNATURE
         signature = servable.signatures.get(name)
@@ -145,15 +145,15 @@ class PredictionService:
     async def multi_infer(
         self, servable: Servable, tasks: Sequence[InferenceTask], examples: Sequence[bytes]
     ) -> list[InferenceResult]:
-        """Every task on the same examples, at once; all tasks are checked before any runs.
+        """Run all tasks on the same examples at once. All tasks are checked before the first run.
 
         Raises:
-            StatusError: a task is refused, there are no examples, or a run failed.
+            StatusError: a task is invalid, there are no examples, or a run failed.
         """
         methods = list(_checked(servable, tasks))
         inputs = [to_tensor(examples)]
         runs = (self.predict(servable, signature, inputs) for _, signature in methods)
-        # Waits for all: none may run on once the servable is given back.
+        # Waits for all runs: none may continue after the lease ends.
         results = []
         for (method, signature), found in zip(
             methods, await asyncio.gather(*runs, return_exceptions=True), strict=True
@@ -164,10 +164,10 @@ class PredictionService:
         return results
 
     def status(self, spec: ModelSpec) -> list[VersionStatus]:
-        """The version that `spec` names, or every version, newest first; a label is not looked at, as in theirs.
+        """Return the version that `spec` names, or every version, newest first. Ignores labels, as TensorFlow Serving.
 
         Raises:
-            StatusError: NOT_FOUND; UNAVAILABLE, the server is loading.
+            StatusError: NOT_FOUND, there is no such version; UNAVAILABLE, the server is loading.
         """
         if self._repository.loading:
             raise still_loading()
@@ -180,19 +180,19 @@ class PredictionService:
         return statuses
 
     def versions(self, name: str) -> list[VersionStatus]:
-        """Every version of a model, newest first, also while the server is loading; empty where there is no such model.
+        """Return every version of a model, newest first, even while the server is loading. Empty for an unknown model.
 
         Raises:
-            StatusError: UNAVAILABLE, another server has the model, and does not answer.
+            StatusError: UNAVAILABLE, the model runs in another server, which does not answer.
         """
         return self._repository.statuses(name)
 
     def models(self) -> Mapping[str, Mapping[str, int]]:
-        """Every model that is served -> its labels and their versions."""
+        """Return the labels and their versions, by model."""
         return self._repository.labels()
 
     def metadata(self, spec: ModelSpec) -> ModelMetadata:
-        """The signatures of the version that `spec` names.
+        """Return the signatures of the version that `spec` names.
 
         Raises:
             StatusError: see `lease`.
@@ -202,24 +202,24 @@ class PredictionService:
 
 
 async def _timed(run: Awaitable[list[Array]], record: RequestRecord) -> list[Array]:
-    """A run, which a record has the time of wherever it is."""
+    """Await a run, and note its time in the record if the executor did not."""
     started = time.perf_counter()
     outputs = await run
-    if not record.has_run:  # it ran elsewhere
+    if not record.has_run:  # it ran in another server
         record.ran(None, 0.0, time.perf_counter() - started)
     return outputs
 
 
 @contextlib.contextmanager
 def _noted(lease: contextlib.AbstractContextManager[LoadedVersion], record: RequestRecord) -> Iterator[LoadedVersion]:
-    """The lease; who observes requests learns of the version."""
+    """Open the lease, and note its version in the record."""
     with lease as loaded:
         record.version = loaded.version
         yield loaded
 
 
 def _checked(servable: Servable, tasks: Sequence[InferenceTask]) -> Iterator[tuple[Method, Signature]]:
-    """The method and the signature of each task."""
+    """Yield the method and the signature of each task, checked."""
     seen: set[str] = set()
     for task in tasks:
         if not task.model:

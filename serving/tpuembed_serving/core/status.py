@@ -1,4 +1,4 @@
-"""Canonical status codes and the error that carries one, free of any transport."""
+"""Canonical status codes, and the error that carries one. Independent of the transport."""
 
 import enum
 import re
@@ -21,7 +21,7 @@ _OUTSIDE: Final = re.compile(
     r"assertion failed: \[(feature .*)\]\s+\[\[(?:\{\{node )?(?:[^\s\]}]*/)?tpuembed_id_outside[^\s\]}]*[\]}]",
     re.DOTALL,
 )
-"""What an export says of an id outside its table: known by the name of the operation that fails (`OUTSIDE` in tpuembed.lookup)."""
+"""The error of an export about an id outside its table. The name of the failing operation is `OUTSIDE` in tpuembed.lookup."""
 _ESCAPED: Final = re.compile(r"\\(['\"\\])")
 _ROW: Final = re.compile(r"(?<=: id )(-?\d+ of row )(\d+)(?= is not in table )")
 
@@ -49,7 +49,7 @@ class Code(enum.IntEnum):
 
 
 class StatusError(ServingError):
-    """A request, or the load of a version, that ends in a status other than OK."""
+    """A request or the load of a version failed with a status other than OK."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -57,39 +57,39 @@ class StatusError(ServingError):
         self.message = message
 
     def __reduce__(self) -> tuple[type["StatusError"], tuple[Code, str]]:
-        """Pickled with its code: processes of one server tell each other."""
+        """Pickle the code too: the processes of a server send each other errors."""
         return type(self), (self.code, self.message)
 
     def to_string(self) -> str:
-        """Code and message, as `absl::Status::ToString` writes them."""
+        """Return code and message in the form of `absl::Status::ToString`."""
         return f"{self.code.name}: {self.message}"
 
 
 def invalid_argument(message: str) -> StatusError:
-    """The status of nearly every bad request."""
+    """Return the error of a bad request."""
     return StatusError(Code.INVALID_ARGUMENT, message)
 
 
 def servable_not_found(model: str, version: int | None) -> StatusError:
-    """The status of a request for a version that is not available; None is the newest."""
+    """Return the error of a request for a version that is not available. None is the newest version."""
     request = f"Latest({model})" if version is None else f"Specific({model}, {version})"
     return StatusError(Code.NOT_FOUND, f"Servable not found for request: {request}")
 
 
 def still_loading() -> StatusError:
-    """Returns the status of requests that come before each configured model's first load has ended."""
-    text = "the server is loading; it answers once the first load of each configured model has ended, as /readyz says"
+    """Return the error of requests that arrive before the first load of each configured model has ended."""
+    text = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
     return StatusError(Code.UNAVAILABLE, text)
 
 
 def plain_message(message: str) -> str:
-    """TensorFlow's `message` without the functions that it was raised in; of an id outside its table, that sentence alone."""
+    """Return TensorFlow's `message` without function names. For an id outside its table, return only that sentence."""
     found = _OUTSIDE.search(message)
     return _ESCAPED.sub(r"\1", found[1]) if found else _FUNCTION.sub("", message)
 
 
 def of_later_rows(error: Exception, rows: int) -> Exception:
-    """`error` of a part of a request that `rows` rows stand before: an id outside its table is in a row of the request."""
+    """Return the `error` of a part of a request that starts at row `rows`, with the row number of the whole request."""
     if not rows or not isinstance(error, StatusError):
         return error
     message = _ROW.sub(lambda found: f"{found[1]}{int(found[2]) + rows}", error.message, count=1)

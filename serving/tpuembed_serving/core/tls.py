@@ -1,4 +1,4 @@
-"""Certificates of both ports: TLS, and certificates of clients where they are asked for."""
+"""TLS of both ports, and optional client certificates."""
 
 import dataclasses
 import ssl
@@ -12,12 +12,12 @@ __all__ = ["TlsSettings"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """Files in PEM form, read when the server starts.
+    """Files in PEM format, read when the server starts.
 
     Attributes:
-        certificate: of the server, with the chain to its root.
+        certificate: the server's certificate, with the chain to its root.
         key: its private key, without a password.
-        client_ca: certificates of authorities; clients need a certificate of one of them. None lets everybody in.
+        client_ca: certificates of authorities. Clients need a certificate of one of them. None accepts all clients.
     """
 
     certificate: Path
@@ -30,29 +30,26 @@ class TlsSettings:
             context.load_cert_chain(self.certificate, self.key, password=_no_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"TLS certificate {self.certificate} with key {self.key}: {_reason(error)}; give both in PEM form, and a key "
-                "without a password that belongs to the certificate"
+                f"TLS certificate {self.certificate} with key {self.key}: {_reason(error)}. Give both in PEM format, and the "
+                "key of this certificate without a password"
             ) from None
-        if self.client_ca is not None:
-            self._check_authorities(context, self.client_ca)
-
-    def _check_authorities(self, context: ssl.SSLContext, path: Path) -> None:
+        if self.client_ca is None:
+            return
         try:
-            context.load_verify_locations(path)
+            context.load_verify_locations(self.client_ca)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"TLS client authorities {path}: {_reason(error)}; give their certificates in PEM form"
-            ) from None
+            text = f"TLS client authorities {self.client_ca}: {_reason(error)}. Give their certificates in PEM format"
+            raise ConfigError(text) from None
 
     def uvicorn_options(self) -> dict[str, Any]:
-        """Of uvicorn.Config."""
+        """Return the TLS options of uvicorn.Config."""
         options: dict[str, Any] = {"ssl_certfile": str(self.certificate), "ssl_keyfile": str(self.key)}
         if self.client_ca is not None:
             options |= {"ssl_ca_certs": str(self.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
         return options
 
     def grpc_credentials(self) -> Any:
-        """grpc.ServerCredentials."""
+        """Return the grpc.ServerCredentials."""
         import grpc
 
         pair = [(self.key.read_bytes(), self.certificate.read_bytes())]
@@ -62,7 +59,7 @@ class TlsSettings:
 
 
 def _no_password(*_: object) -> str:
-    """Nobody is there to type one."""
+    """Raise ValueError: OpenSSL would otherwise ask for the password on the terminal."""
     raise ValueError("the key has a password")
 
 

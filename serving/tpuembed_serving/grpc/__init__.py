@@ -1,4 +1,1 @@
-"""TensorFlow Serving's gRPC API.
-
-It turns messages into calls of `core`, and results into messages.
-"""
+"""TensorFlow Serving's gRPC API: converts messages to calls of `core`, and results to messages."""

@@ -1,4 +1,4 @@
-"""A PredictRequest to the inputs of a signature, with the checks and texts of TensorFlow Serving (predict_util.cc)."""
+"""Converts a PredictRequest to the inputs of a signature, with TensorFlow Serving's checks and texts (predict_util.cc)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ __all__ = ["decode_inputs", "output_aliases"]
 
 
 def decode_inputs(request: Any, servable: Servable, signature: Signature) -> list[Array]:
-    """The request's inputs in the signature's order; one that is missing has the signature's default, if it has one.
+    """Return the request's inputs in the signature's order. A missing input gets the signature's default, if there is one.
 
     Raises:
-        StatusError: they are not the signature's, or one is no tensor of its dtype.
+        StatusError: the inputs differ from the signature's, or one is not a tensor of its dtype.
     """
     sent, defaults = request.inputs, _defaults(servable, signature)
     wanted = [info.alias for info in signature.inputs]
@@ -41,7 +41,7 @@ def _defaults(servable: Servable, signature: Signature) -> dict[str, Any]:
 def _input(proto: Any, info: TensorInfo) -> Array:
     array = decode_tensor(proto, info.alias)
     sent = dtype_name(proto.dtype)
-    if sent != info.dtype:  # the text of the graph's own argument nodes
+    if sent != info.dtype:  # TensorFlow's text for an argument of another type
         raise invalid_argument(f"Type mismatch: actual {sent} vs. expect {info.dtype}")
     return array
 
@@ -68,10 +68,10 @@ def _missing(signature: Signature, alias: str, sent: Iterable[str], defaults: It
 
 
 def output_aliases(request: Any, signature: Signature) -> list[str]:
-    """Which outputs the answer has.
+    """Return the aliases of the outputs in the answer.
 
     Raises:
-        StatusError: the request's filter names one that is not there, or one twice.
+        StatusError: the request's filter names an unknown output, or one twice.
     """
     known = [info.alias for info in signature.outputs]
     chosen: list[str] = []

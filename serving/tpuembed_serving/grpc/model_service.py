@@ -1,4 +1,4 @@
-"""TensorFlow Serving's ModelService, bytes to bytes. Importing it imports TensorFlow, as `rpc` does."""
+"""TensorFlow Serving's ModelService, from bytes to bytes. Importing this module imports TensorFlow."""
 
 import asyncio
 import logging
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class Reloadable(Protocol):
-    """Who serves models."""
+    """A repository whose models can be replaced."""
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
-        """Serve `models` and no others; return once they are available.
+        """Serve `models` and no others. Returns once they are available.
 
         Raises:
-            StatusError: one is not.
+            StatusError: a model did not become available.
         """
 
 
@@ -40,21 +40,21 @@ class ModelApi:
     """The methods of ModelService."""
 
     def __init__(self, service: PredictionService, models: Reloadable, metrics: Callable[[], Snapshot] = dict) -> None:
-        """`metrics` has the metrics of this process, if any are kept."""
+        """Answer from `service`, and reload `models`. `metrics` returns the metrics of this process."""
         self._service = service
         self._models = models
         self._metrics = metrics
 
     @property
     def methods(self) -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
-        """What is served, by name."""
+        """Return the methods by name."""
         return {
             "GetModelStatus": self.get_model_status,
             "HandleReloadConfigRequest": self.handle_reload_config_request,
         }
 
     async def get_model_status(self, data: bytes) -> bytes:
-        """GetModelStatusRequest to GetModelStatusResponse."""
+        """Answer a GetModelStatusRequest."""
         request = parse(get_model_status_pb2.GetModelStatusRequest, data)
         response = get_model_status_pb2.GetModelStatusResponse()
         for status in self._service.status(model_spec(request)):
@@ -64,7 +64,7 @@ class ModelApi:
         return bytes(response.SerializeToString())
 
     async def handle_reload_config_request(self, data: bytes) -> bytes:
-        """ReloadConfigRequest to ReloadConfigResponse; an error is the call's own status."""
+        """Answer a ReloadConfigRequest. An error is the status of the call."""
         request = parse(model_management_pb2.ReloadConfigRequest, data)
         models = _models(request.config)
         before = self._counts(request.metric_names)
@@ -77,7 +77,7 @@ class ModelApi:
         return bytes(response.SerializeToString())
 
     def _counts(self, names: Sequence[str]) -> dict[str, int]:
-        """What each counter has counted, over all its labels; 0 where there is none of that name."""
+        """Return the sum of each counter over all its labels, or 0 for an unknown name."""
         if not names:
             return {}
         counters = {family.name: values for family, values in self._metrics().items() if family.kind == "counter"}

@@ -1,6 +1,6 @@
-"""TensorFlow Serving's PredictionService, bytes to bytes: decodes a message, calls the service, encodes the answer.
+"""TensorFlow Serving's PredictionService, from bytes to bytes: decodes a message, calls the service, encodes the answer.
 
-Importing this module imports TensorFlow, whose package holds the messages' classes: `rpc_server` does it in a thread.
+Importing this module imports TensorFlow, whose package has the classes of the messages. So `server` imports it in a thread.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ _SIGNATURE_DEF = "signature_def"
 
 
 def register_service(name: str) -> None:
-    """Make a service of TensorFlow Serving known to gRPC's reflection.
+    """Register a service of TensorFlow Serving for gRPC's reflection.
 
-    The module of tensorflow-serving-api 2.19 fails under protobuf 5. By then it has registered the service.
+    The module of tensorflow-serving-api 2.19 fails under protobuf 5, but only after it has registered the service.
     """
     with contextlib.suppress(AttributeError):
         importlib.import_module(f"tensorflow_serving.apis.{name}_pb2")
@@ -44,19 +44,19 @@ register_service("prediction_service")
 
 
 def parse(message: Any, data: bytes) -> Any:
-    """`data` as a message of that class.
+    """Parse `data` as a message of that class.
 
     Raises:
-        StatusError: it is none.
+        StatusError: INVALID_ARGUMENT, it is not such a message.
     """
     try:
         return message.FromString(data)
     except DecodeError:
-        raise invalid_argument(f"the request is no {message.DESCRIPTOR.full_name}") from None
+        raise invalid_argument(f"the request is not a {message.DESCRIPTOR.full_name}") from None
 
 
 def model_spec(request: Any) -> ModelSpec:
-    """The model that a request names.
+    """Return the model that a request names.
 
     Raises:
         StatusError: it names none.
@@ -76,14 +76,14 @@ def _spec(spec: Any) -> ModelSpec:
 
 
 class PredictionApi:
-    """The methods of PredictionService, called as they are called there."""
+    """The methods of PredictionService."""
 
     def __init__(self, service: PredictionService) -> None:
         self._service = service
 
     @property
     def methods(self) -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
-        """What is served, by name."""
+        """Return the methods by name."""
         return {
             "Predict": self.predict,
             "Classify": self.classify,
@@ -93,7 +93,7 @@ class PredictionApi:
         }
 
     async def predict(self, data: bytes) -> bytes:
-        """PredictRequest to PredictResponse."""
+        """Answer a PredictRequest."""
         request = await run_sized(len(data), parse, predict_pb2.PredictRequest, data)
         with self._service.lease(model_spec(request)) as loaded:
             signature = _find_signature(loaded.servable, request.model_spec.signature_name)
@@ -106,12 +106,12 @@ class PredictionApi:
         return await run_sized(sum(array.nbytes for array in chosen.values()), _encode, response, chosen, signature)
 
     async def classify(self, data: bytes) -> bytes:
-        """ClassificationRequest to ClassificationResponse."""
+        """Answer a ClassificationRequest."""
         request = parse(classification_pb2.ClassificationRequest, data)
         return await self._infer(request, Method.CLASSIFY, classification_pb2.ClassificationResponse())
 
     async def regress(self, data: bytes) -> bytes:
-        """RegressionRequest to RegressionResponse."""
+        """Answer a RegressionRequest."""
         request = parse(regression_pb2.RegressionRequest, data)
         return await self._infer(request, Method.REGRESS, regression_pb2.RegressionResponse())
 
@@ -124,7 +124,7 @@ class PredictionApi:
         return _serialized(response)
 
     async def multi_inference(self, data: bytes) -> bytes:
-        """MultiInferenceRequest to MultiInferenceResponse; the first task says which version of the model."""
+        """Answer a MultiInferenceRequest. Its first task selects the version of the model."""
         request = parse(inference_pb2.MultiInferenceRequest, data)
         specs = [task.model_spec for task in request.tasks]
         tasks = [
@@ -142,7 +142,7 @@ class PredictionApi:
         return _serialized(response)
 
     async def get_model_metadata(self, data: bytes) -> bytes:
-        """GetModelMetadataRequest to GetModelMetadataResponse."""
+        """Answer a GetModelMetadataRequest."""
         request = parse(get_model_metadata_pb2.GetModelMetadataRequest, data)
         spec = model_spec(request)
         _check_fields(request.metadata_field)
@@ -166,7 +166,7 @@ def _find_signature(servable: Servable, name: str) -> Signature:
 
 
 def _describe(response: Any, asked: Any, version: int) -> None:
-    """The ModelSpec of an answer: what was asked, with the version that answered."""
+    """Fill the ModelSpec of an answer: the one of the request, with the version that answered."""
     response.name = asked.name
     response.signature_name = asked.signature_name or DEFAULT_SIGNATURE
     response.version.value = version
@@ -184,7 +184,7 @@ def _serialized(response: Any) -> bytes:
 
 
 def _examples(source: Any) -> list[bytes]:
-    """The tf.Examples of an Input, each with the context before its own features."""
+    """Return the serialized tf.Examples of an Input, each with the context before its own features."""
     kind = source.WhichOneof("kind")
     if kind is None:
         return []

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's gRPC API as its clients call it. Importing this module imports TensorFlow, where the messages are."""
+"""A client of TensorFlow Serving's gRPC API. Importing this module imports TensorFlow, which has the messages."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 __all__ = ["Definitions", "RemotePredictions", "RemoteStates"]
 
 Definitions = tuple[dict[str, Signature], dict[str, Any]]
-"""The signatures by name, and the same in JSON."""
+"""The signatures by name, and their JSON form."""
 
 _OPTIONS: Final = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
 _PREDICTION: Final = "/tensorflow.serving.PredictionService/"
@@ -25,18 +25,18 @@ _MODEL: Final = "/tensorflow.serving.ModelService/"
 
 
 class RemoteStates:
-    """Asks which versions there are, and what they take; blocks."""
+    """Queries the versions of models and their signatures. Its methods block."""
 
     def __init__(self, target: str, timeout_seconds: float) -> None:
-        """`target`: HOST:PORT."""
+        """Open a channel to `target`, HOST:PORT."""
         self._target, self._timeout = target, timeout_seconds
         self._channel = grpc.insecure_channel(target, _OPTIONS)
 
     def versions(self, model: str) -> list[VersionStatus]:
-        """Every version of `model`, newest first.
+        """Return every version of `model`, newest first.
 
         Raises:
-            StatusError: the server's, or UNAVAILABLE where there is none.
+            StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
         request = get_model_status_pb2.GetModelStatusRequest()
         request.model_spec.name = model
@@ -44,10 +44,10 @@ class RemoteStates:
         return sorted(map(_version_status, found.model_version_status), key=lambda status: -status.version)
 
     def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Definitions]:
-        """The signatures of a version, or of the one with a label, and its number.
+        """Return the number and the signatures of a version, selected by its number or by a label.
 
         Raises:
-            StatusError: as `versions`.
+            StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
         request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
         request.model_spec.name = model
@@ -64,7 +64,7 @@ class RemoteStates:
         return found.model_spec.version.value, (by_name, in_json)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the channel."""
         self._channel.close()
 
     def _call(self, method: str, request: Any, response: Any) -> Any:
@@ -82,7 +82,7 @@ def _version_status(found: Any) -> VersionStatus:
 
 
 class RemotePredictions:
-    """Runs signatures there; every method is called in one event loop."""
+    """Runs signatures in the other server. One event loop calls its methods."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -92,10 +92,10 @@ class RemotePredictions:
     async def run(
         self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
     ) -> list[Array]:
-        """The signature's outputs for `inputs`, both in the signature's order.
+        """Return the signature's outputs for `inputs`, both in the signature's order.
 
         Raises:
-            StatusError: the server's, or UNAVAILABLE where there is none.
+            StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
         request = _predict_request(model, version, signature, inputs)
         try:
@@ -105,7 +105,7 @@ class RemotePredictions:
         return _outputs(answer, signature, self._target)
 
     def close(self) -> None:
-        """Hang up, soon."""
+        """Start to close the channel."""
         self._closing = asyncio.ensure_future(self._channel.close())
 
 
@@ -114,7 +114,7 @@ def _predict_request(model: str, version: int, signature: Signature, inputs: Seq
     request.model_spec.name, request.model_spec.version.value = model, version
     request.model_spec.signature_name = signature.name
     for info, array in zip(signature.inputs, inputs, strict=True):
-        # Serialized examples are text, whatever the signature takes: the other server says so.
+        # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
         encode_tensor(array, "string" if array.dtype == object else info.dtype, request.inputs[info.alias])
     return bytes(request.SerializeToString())
 
@@ -123,15 +123,15 @@ def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
     try:
         found = predict_pb2.PredictResponse.FromString(answer)
     except DecodeError:
-        raise StatusError(Code.INTERNAL, f"{target} answers what is no PredictResponse") from None
+        raise StatusError(Code.INTERNAL, f"{target} sent an answer that is not a PredictResponse") from None
     missing = [info.alias for info in signature.outputs if info.alias not in found.outputs]
     if missing:
-        raise StatusError(Code.INTERNAL, f"{target} answers without outputs {', '.join(missing)}")
+        raise StatusError(Code.INTERNAL, f"{target} sent an answer without the outputs {', '.join(missing)}")
     return [decode_tensor(found.outputs[info.alias], info.alias) for info in signature.outputs]
 
 
 def _status_error(error: Any, target: str) -> StatusError:
     code = Code(error.code().value[0])
-    if code is Code.UNAVAILABLE and not error.initial_metadata():  # nobody there, rather than somebody who refuses
+    if code is Code.UNAVAILABLE and not error.initial_metadata():  # no server answered; a refusal has metadata
         return StatusError(code, f"TensorFlow Serving at {target} cannot be reached: {error.details()}")
     return StatusError(code, error.details())

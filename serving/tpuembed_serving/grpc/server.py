@@ -1,11 +1,11 @@
-"""The gRPC server: TensorFlow Serving's services, health and reflection, on the event loop that the REST API runs on.
+"""The gRPC server: TensorFlow Serving's services, health and reflection, on the event loop of the REST API.
 
-Requests reach their method as bytes, so that the port listens before TensorFlow, which has the messages, is imported.
+Methods receive requests as bytes. So the port can listen before TensorFlow, which has the messages, is imported.
 
-gRPC tells clients to go elsewhere (GOAWAY) when a server stops, and cancels the calls that reach it between then and the
-clients' hearing of it. So a stop is done in steps: answers are held back for a moment, in which clients that wait for one send
-nothing; the server stops, which sends GOAWAY and closes its port; then the answers are sent. Another server of the same
-methods takes over the port for the time of the lame duck.
+When a gRPC server stops, it sends GOAWAY to its clients, and cancels calls that arrive before a client has received it.
+So a stop has steps. First, answers are delayed for a moment, in which waiting clients send nothing. Then the server stops,
+which sends GOAWAY and closes its port. Then the answers are sent. During the lame duck stage, a second server with the
+same methods listens on the port.
 """
 
 import asyncio
@@ -53,28 +53,28 @@ _CHANGES: Final = frozenset({"HandleReloadConfigRequest"})
 _INT32_MAX: Final = 2**31 - 1
 _MAX_TEXT: Final = 1024
 _HOLD_SECONDS: Final = 0.1
-"""How long answers are held back before a server stops."""
+"""How long answers are delayed before a server stops."""
 _GOAWAY_SECONDS: Final = 0.05
-"""And after: until clients have heard of it, and the port is closed."""
+"""How long they are delayed after it, until clients have received GOAWAY and the port is closed."""
 _LEAST_SECONDS: Final = 1.0
-"""A call with a deadline sooner than this is answered at once."""
+"""The answer to a call with a deadline sooner than this is not delayed."""
 _LAST_SECONDS: Final = 0.5
 _HEALTH_SECONDS: Final = 0.1
 _FOREVER_SECONDS: Final = 1e6
-_GIVEN_UP: Final = "the server stops before this call is answered; send it to another one"
+_GIVEN_UP: Final = "the server is stopping. Send this call to another server"
 _OPEN: Final = SecuritySettings()
 _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def truncated(message: str) -> str:
-    """A message as TensorFlow Serving sends it over gRPC (grpc_status_util.cc)."""
+    """Return a message as TensorFlow Serving sends it over gRPC (grpc_status_util.cc)."""
     data = message.encode("utf-8", "surrogateescape")
     text = data[:_MAX_TEXT].decode("utf-8", "replace")
     return f"{text}...TRUNCATED" if len(data) > _MAX_TEXT else text
 
 
 class _Port:
-    """One grpc.aio server with the port that it listens on, and the calls that it is answering."""
+    """A grpc.aio server with its listening port and its current calls."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -86,7 +86,7 @@ class _Port:
         self.is_given_up = False
 
     async def start(self, host: str, port: int, tls: TlsSettings | None) -> int:
-        """Listen; returns the port. See GrpcServer.start."""
+        """Listen, and return the port. See GrpcServer.start."""
         others = {one.fileno(): one for one in listeners_of_port(port)} if port else {}
         inodes = {os.fstat(number).st_ino for number in others}
         for one in others.values():
@@ -101,7 +101,7 @@ class _Port:
         return bound
 
     async def answer(self, call: Awaitable[bytes], context: Any) -> bytes:
-        """Returns the answer to a call, which is held back while the server is about to stop; so is an error."""
+        """Return the answer to a call. Answers and errors are delayed while the server is about to stop."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -113,7 +113,7 @@ class _Port:
             self._calls.discard(task)
 
     async def retire(self, seconds: float) -> None:
-        """Close the port, and send clients elsewhere; calls in progress may take so long."""
+        """Close the port and send GOAWAY. Calls in progress may take `seconds`."""
         if self._stopped is not None:
             return
         for one in self._listeners:
@@ -126,7 +126,7 @@ class _Port:
         self._released.set()
 
     async def end(self, until: float) -> None:
-        """Return once all calls are answered; what is not by `until`, of `time.monotonic`, is answered UNAVAILABLE then."""
+        """Wait for all calls. Those not answered by `until` (`time.monotonic`) are answered UNAVAILABLE."""
         await self.retire(until - time.monotonic())
         assert self._stopped is not None
         await asyncio.wait([self._stopped], timeout=max(0.0, until - time.monotonic()))
@@ -138,7 +138,7 @@ class _Port:
 
 
 class GrpcServer:
-    """Listens from `start` to `stop`; its methods are called on the event loop that serves."""
+    """Listens from `start` to `stop`. The event loop that serves calls its methods."""
 
     def __init__(self, service: PredictionService, models: "Reloadable", telemetry: Telemetry | None = None) -> None:
         self._service = service
@@ -155,7 +155,7 @@ class GrpcServer:
     async def start(
         self, host: str, port: int, max_request_bytes: int | None = None, security: SecuritySettings = _OPEN
     ) -> int:
-        """Listen; the port, which 0 leaves to the system.
+        """Listen, and return the port. Port 0 is any free port.
 
         Raises:
             ServingError: the port cannot be bound.
@@ -185,13 +185,13 @@ class GrpcServer:
         return self._port
 
     async def leave(self) -> None:
-        """Say that the server goes away, in health checks and by GOAWAY; calls and new connections are answered as before."""
+        """Report the coming stop in health checks and by GOAWAY. Calls and new connections are still answered."""
         await self._health.enter_graceful_shutdown()
         if self._current is None or self._open is None:
             return
         try:
             successor, _ = await self._open(self._port)
-        except ServingError:  # a system on which ports are not shared: clients hear of it at the end
+        except ServingError:  # this system does not share ports: clients get GOAWAY at the end
             return
         before, self._current = self._current, successor
         self._retired.append(before)
@@ -199,7 +199,7 @@ class GrpcServer:
         self._health.end_watches()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Take no new calls, and wait so long for those in progress."""
+        """Refuse new calls, and wait up to `grace_seconds` for those in progress."""
         if self._current is None:
             return
         current, self._current = self._current, None
@@ -211,7 +211,7 @@ class GrpcServer:
         self._health.close()
 
     def _load(self) -> dict[str, Mapping[str, Method]]:
-        """service -> method name -> method. The import takes seconds where nothing has imported TensorFlow yet."""
+        """Return service -> method name -> method. The first import of TensorFlow takes seconds."""
         with IMPORTING_TENSORFLOW:
             from tpuembed_serving.grpc.model_service import ModelApi
             from tpuembed_serving.grpc.prediction_service import PredictionApi
@@ -252,7 +252,7 @@ class GrpcServer:
         try:
             assert self._loading is not None
             if self._service.loading and name not in _CHANGES:
-                raise still_loading()  # at once: the messages' classes may be on their way too
+                raise still_loading()  # before the await: the classes of the messages may still be loading
             methods = await asyncio.shield(self._loading)
             return await methods[service][name](request)
         except StatusError:
@@ -262,7 +262,7 @@ class GrpcServer:
             raise StatusError(Code.INTERNAL, "internal error") from None
 
     def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
-        """A record, where anybody observes; and the request's name for whoever gave it one."""
+        """Create a record if the server has an observer, and return the client's request ID to it."""
         headers = _headers(context)
         record = None
         request_id = sane_request_id(next((value for key, value in headers if key == REQUEST_ID), b""))
@@ -281,7 +281,7 @@ class GrpcServer:
 
 
 def _headers(context: Any) -> Headers:
-    """A call's metadata; values that are text come as text."""
+    """Return a call's metadata as bytes. gRPC returns text values as `str`."""
     metadata = context.invocation_metadata() or ()
     return [
         (key.encode("ascii", "replace"), value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
@@ -296,13 +296,17 @@ def _bind(server: Any, host: str, port: int, tls: TlsSettings | None) -> int:
             return int(server.add_secure_port(address, tls.grpc_credentials()))
         return int(server.add_insecure_port(address))
     except RuntimeError:
-        raise ServingError(f"cannot listen on {address} for gRPC; choose another port with --grpc-port") from None
+        raise ServingError(f"cannot listen on {address} for gRPC. Choose another port with --grpc-port") from None
 
 
 class _Health(health.aio.HealthServicer):
-    """grpc.health.v1: `""` serves when every model has an available version, as /readyz says; the services do once each model's
-    first load has ended, from when on TensorFlow Serving's serve; a model does once it is available. Nothing serves once the
-    server goes away."""
+    """The service grpc.health.v1.
+
+    - `""` is SERVING if every model has an available version, as in /readyz.
+    - A service is SERVING once the first load of each model has ended. TensorFlow Serving listens only from then on.
+    - A model is SERVING while it has an available version.
+    - All are NOT_SERVING during a stop.
+    """
 
     def __init__(self, service: PredictionService) -> None:
         super().__init__()
@@ -312,29 +316,29 @@ class _Health(health.aio.HealthServicer):
         self._watches: set[asyncio.Task[Any]] = set()
 
     async def begin(self) -> None:
-        """Tell those who watch of every change from now on."""
+        """Start to report changes to watching clients."""
         if self._following is None:
-            await self._tell()
+            await self._update()
             self._following = asyncio.create_task(self._follow())
 
     def close(self) -> None:
-        """Follow no more."""
+        """Stop reporting changes."""
         if self._following is not None:
             self._following.cancel()
 
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_SECONDS)
-            await self._tell()
+            await self._update()
 
-    async def _tell(self) -> None:
+    async def _update(self) -> None:
         for name in _HEALTH_NAMES:
             status = _serving(self._serves(name))
             if self._server_status.get(name) != status:
                 await self.set(name, status)
 
     def _serves(self, name: str) -> bool | None:
-        """Returns whether a service serves, or a model by its name; None where there is no such model."""
+        """Returns True if a service or a model is SERVING. None if there is no model of that name."""
         if self._is_stopping or self._service.loading:
             return False
         if name in _HEALTH_NAMES:
@@ -343,35 +347,35 @@ class _Health(health.aio.HealthServicer):
         return any(status.state.name == "AVAILABLE" for status in statuses) if statuses else None
 
     async def enter_graceful_shutdown(self) -> None:
-        """Say that nothing serves any more."""
+        """Report NOT_SERVING for everything from now on."""
         self._is_stopping = True
         await super().enter_graceful_shutdown()
 
     def end_watches(self) -> None:
-        """End the streams of changes: each would keep its connection, and the server, until the end of the drain."""
+        """End the streams of Watch. Each would keep its connection, and the server, until the end of the drain."""
         for watch in self._watches:
             watch.cancel()
 
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
-        """See the protocol; a client whose stream ends asks again, of another server or of this one."""
+        """Stream the status; see the protocol. A client whose stream ends opens another one."""
         task = asyncio.current_task()
         assert task is not None
         self._watches.add(task)
         try:
-            await self._tell()
+            await self._update()
             await super().Watch(request, context)
         except asyncio.CancelledError:
             if self._is_stopping:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
             raise
         finally:
             self._watches.discard(task)
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """See the protocol; the service may be a model."""
+        """Return the status of a service or of a model; see the protocol."""
         try:
             serves = self._serves(request.service)
-        except StatusError:  # another server has the model, and does not answer
+        except StatusError:  # the model runs in another server, which does not answer
             serves = False
         if serves is None:
             return await super().Check(request, context)

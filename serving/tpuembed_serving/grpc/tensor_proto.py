@@ -1,7 +1,7 @@
-"""TensorProtos to arrays and back, as TensorFlow's `Tensor::FromProto` and `AsProtoField` do (framework/tensor.cc).
+"""Converts TensorProtos to arrays and back, as TensorFlow's `Tensor::FromProto` and `AsProtoField` (framework/tensor.cc).
 
-A message is as long as its sender likes, and its shape claims what it likes: nothing is allocated by a number that the
-bytes do not prove, but for the one value that stands for all, whose tensor is limited.
+A sender can claim any shape. So memory is allocated only for values that the message contains. One exception is limited
+in size: a tensor whose last value is repeated.
 """
 
 import dataclasses
@@ -19,26 +19,26 @@ from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 __all__ = ["MAX_FILLED_BYTES", "decode_tensor", "dtype_name", "encode_tensor"]
 
 MAX_FILLED_BYTES: Final = 64 << 20
-"""Of a tensor whose values are not all sent: the last one that is stands for the others."""
+"""The largest tensor whose last value is repeated because not all values are sent."""
 _STRING_BYTES: Final = 64
-"""Of a string, however short: of the array's object, TensorFlow's own, and those of an answer."""
+"""The memory of a short string: in the array, in TensorFlow and in an answer."""
 _MAX_RANK: Final = 64
-"""Of a numpy array; TensorFlow's own limit is 254."""
+"""The limit of a numpy array; TensorFlow's own limit is 254."""
 _PIECE: Final = 2**16
-"""Of elements that become Python's objects at once: they take many times its memory, and no other thread runs meanwhile."""
+"""Elements converted to Python objects at once. The objects take much more memory, and block all other threads."""
 _MAX_ELEMENTS: Final = 2**58
-"""Of one that is empty, were its zeros ones: numpy counts its bytes all the same."""
+"""The limit of the product of a tensor's nonzero sizes, from which numpy computes even an empty tensor's bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """How a dtype is carried.
+    """How a TensorProto carries a dtype.
 
     Attributes:
-        name: of the repeated field of a TensorProto that has its values.
-        dtype: of the tensor, little-endian as in tensor_content.
-        carrier: what one entry of the field is read as before it becomes an element.
-        per_element: entries of the field that make one element.
+        name: the repeated field of the values.
+        dtype: the dtype of the tensor, little-endian as in tensor_content.
+        carrier: the dtype of one entry of the field.
+        per_element: how many entries of the field make one element.
     """
 
     name: str
@@ -48,7 +48,7 @@ class _Field:
 
     @property
     def fixed_width(self) -> bool:
-        """Whether the field on the wire is the array's bytes."""
+        """Returns True if the serialized field has the same bytes as the array."""
         return self.name in _FIXED_WIDTH
 
 
@@ -77,7 +77,7 @@ _FIELDS: Final = {
 
 
 def dtype_name(dtype: int) -> str:
-    """A DataType as TensorFlow's C++ names it in messages: "float"."""
+    """Return the name of a DataType in TensorFlow's C++ messages, such as "float"."""
     try:
         return str(types_pb2.DataType.Name(dtype)).removeprefix("DT_").lower()
     except ValueError:
@@ -85,10 +85,10 @@ def dtype_name(dtype: int) -> str:
 
 
 def decode_tensor(proto: Any, alias: str) -> Array:
-    """The tensor that a TensorProto holds, in either representation.
+    """Return the tensor of a TensorProto, in either representation.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, it holds none.
+        StatusError: INVALID_ARGUMENT, the message is not a valid tensor.
     """
     try:
         shape = _shape(proto.tensor_shape)
@@ -133,7 +133,7 @@ def _from_content(content: bytes, field: _Field, count: int) -> Array:
 
 
 def _field_values(values: Any, field: _Field) -> Array:
-    """The entries of a repeated field as elements; what does not fit a narrow integer is cut, as in theirs."""
+    """Return the entries of a repeated field as elements. Narrow integers drop the upper bits, as in TensorFlow."""
     if len(values) % field.per_element:
         raise _MalformedTensorError
     if field.fixed_width:
@@ -145,7 +145,7 @@ def _field_values(values: Any, field: _Field) -> Array:
 
 
 def _fixed_width_values(values: Any, field: _Field) -> Array:
-    """The end of a message that has this field alone is the values themselves: no number is made of each."""
+    """Return the values without creating Python numbers: a message with only this field ends in the values' bytes."""
     alone = tensor_pb2.TensorProto()
     getattr(alone, field.name).MergeFrom(values)
     size = len(values) * field.carrier.itemsize
@@ -153,7 +153,7 @@ def _fixed_width_values(values: Any, field: _Field) -> Array:
 
 
 def _filled(values: Array, count: int, dtype: np.dtype[Any]) -> Array:
-    """`values`, of which the last is repeated up to `count`; zeros where there is none."""
+    """Return `values` with the last one repeated up to `count`. Zeros if there is no value."""
     if len(values) == count:
         return values
     if len(values) > count or count * dtype.itemsize > MAX_FILLED_BYTES:
@@ -176,8 +176,8 @@ def _strings(proto: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _string_content(content: bytes, count: int) -> list[bytes]:
-    """All lengths, and then all bytes (`port::DecodeStringList`)."""
-    if count > len(content):  # a length takes a byte
+    """Decode a list of strings: all lengths, then all bytes (`port::DecodeStringList`)."""
+    if count > len(content):  # each length takes at least a byte
         raise _MalformedTensorError
     sizes, start = [], 0
     for _ in range(count):
@@ -193,13 +193,13 @@ def _string_content(content: bytes, count: int) -> list[bytes]:
 
 
 def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
-    """Fill an empty TensorProto, the values in the dtype's own field.
+    """Fill an empty TensorProto, with the values in the field of the dtype.
 
     Raises:
-        StatusError: UNIMPLEMENTED, the dtype has no such field here.
+        StatusError: UNIMPLEMENTED, the dtype is not supported.
     """
     proto.dtype = types_pb2.DataType.Value(f"DT_{dtype.upper()}")
-    proto.tensor_shape.SetInParent()  # a scalar's is there, and empty
+    proto.tensor_shape.SetInParent()  # a scalar has an empty shape, not a missing one
     for size in array.shape:
         proto.tensor_shape.dim.add().size = size
     if proto.dtype == types_pb2.DT_STRING:
@@ -207,7 +207,7 @@ def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
     elif proto.dtype in _FIELDS:
         _put(proto, _FIELDS[proto.dtype], array)
     else:
-        raise StatusError(Code.UNIMPLEMENTED, f"a tensor of type {dtype} cannot be sent")
+        raise StatusError(Code.UNIMPLEMENTED, f"tensors of type {dtype} cannot be sent")
 
 
 def _put(proto: Any, field: _Field, array: Array) -> None:
@@ -224,5 +224,5 @@ def _put(proto: Any, field: _Field, array: Array) -> None:
 
 
 def _tag(name: str) -> bytes:
-    """The bytes before a packed field: number and wire type 2, a run of bytes."""
+    """Return the tag of a packed field: its number, and wire type 2 (length-delimited)."""
     return varint(tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[name].number << 3 | 2)

@@ -1,4 +1,1 @@
-"""TensorFlow Serving's REST API, and the pages of this server.
-
-Bytes of HTTP become calls of `core`, and results become bytes.
-"""
+"""TensorFlow Serving's REST API, and the server's own pages: converts HTTP to calls of `core`, and results to HTTP."""

@@ -1,4 +1,4 @@
-"""The FastAPI application: /healthz, /readyz and the documentation, with the raw REST API in front of it."""
+"""The application: FastAPI for /healthz, /readyz and the documentation, with the raw REST API in front of it."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.auth import Door
+from tpuembed_serving.core.auth import AuthMiddleware
 from tpuembed_serving.core.row_limit import RowLimit
 from tpuembed_serving.core.servable import Servable
-from tpuembed_serving.core.service import Executor, PredictionService
+from tpuembed_serving.core.service import PredictionService
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.direct_predict import DirectPredict
 from tpuembed_serving.http.endpoint import Receive, Scope, Send
@@ -30,7 +30,7 @@ from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
-from tpuembed_serving.workers.link import Alone, Peers, WorkerLink
+from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
 from tpuembed_serving.workers.repository import WorkerRepository
 
 if TYPE_CHECKING:
@@ -40,25 +40,28 @@ __all__ = ["ServingApp", "create_app"]
 
 
 class ServingApp(FastAPI):
-    """FastAPI, past which the requests of TensorFlow Serving's API go straight to their own handler."""
+    """A FastAPI application. Requests of TensorFlow Serving's API bypass it and go to their own handler."""
 
     def __init__(
         self, settings: ServerSettings, load: Loader | None, link: WorkerLink | None = None, load_first: bool = False
     ) -> None:
         self.stopping = threading.Event()
         self.executor = _executor(settings)
-        self.peers: Peers = link or Alone()
-        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.peers)
+        self.worker_group: WorkerGroup = link or SingleProcess()
+        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.worker_group)
         load = load or functools.partial(
             _load_saved_model, settings=settings, stopping=self.stopping, telemetry=self.telemetry
         )
         self.repository = _models(settings, self.telemetry.watching(load), link)
         self.loads_first = load_first or settings.listen_when_loaded
         self.leaving = False
-        self.service = PredictionService(self.repository, _limited(self.executor, settings))
         self.settings = settings
         guard = settings.security
-        self._door = Door(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
+        limited = self.executor if guard.max_rows is None else RowLimit(self.executor, guard.max_rows)
+        self.service = PredictionService(self.repository, limited)
+        self._auth = (
+            AuthMiddleware(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
+        )
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._grpc_leave: asyncio.Task[None] | None = None
@@ -79,19 +82,19 @@ class ServingApp(FastAPI):
             )
 
     def _direct_predict(self) -> DirectPredict | None:
-        """None where runs are another server's, or answers bear headers for browsers."""
+        """Return the direct handler. None if models run in another server, or if answers have CORS headers."""
         settings, executor = self.settings, self.executor
         if settings.security.cors or isinstance(executor, RemoteExecutor):
             return None
         return DirectPredict(self.service, executor, settings, self.telemetry)
 
     async def load_first(self) -> None:
-        """Return once what is there is loaded, where others answer meanwhile."""
+        """Wait for the first load of every model, if the server must load before it listens."""
         if self.loads_first:
-            await asyncio.to_thread(self.repository.wait_for_look, self.stopping.is_set)
+            await asyncio.to_thread(self.repository.wait_for_first_poll, self.stopping.is_set)
 
     async def start_grpc(self) -> None:
-        """Listen for gRPC calls, where the settings name a port, unless that is so already."""
+        """Listen for gRPC calls if the settings have a port and it does not listen yet."""
         settings = self.settings
         if settings.grpc_port is not None and self._grpc is None:
             from tpuembed_serving.grpc.server import GrpcServer
@@ -100,13 +103,13 @@ class ServingApp(FastAPI):
             await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes, settings.security)
 
     def leave(self, *, hands_over: bool) -> None:
-        """Say to health checks that this server goes away, and with `hands_over` to gRPC's clients too; answer as before."""
+        """Report the coming stop in health checks, and with `hands_over` to gRPC clients. Requests are still answered."""
         self.leaving = True
         if self._grpc is not None and hands_over:
             self._grpc_leave = asyncio.create_task(self._grpc.leave())
 
     async def stop_grpc(self) -> None:
-        """Take no new calls, and return once those in progress are done. Whoever asks again waits for the same."""
+        """Refuse new gRPC calls, and return once those in progress are done. May be called more than once."""
         if self._grpc is not None:
             if self._grpc_stop is None:
                 self._grpc_stop = asyncio.create_task(self._stop_grpc(self._grpc))
@@ -118,19 +121,19 @@ class ServingApp(FastAPI):
         await grpc.stop(self.settings.drain_seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        await (self._door or self._handler(scope))(scope, receive, send)
+        """Answer a request; see ASGI."""
+        await (self._auth or self._handler(scope))(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What is behind the door."""
+        """Answer a request that has passed the middleware."""
         await self._handler(scope)(scope, receive, send)
 
     def _handler(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-        """The middleware of FastAPI costs a request more than its prediction does: those of the hot API skip it."""
+        """Return the handler of a request. The REST API skips FastAPI's middleware, which costs more than a prediction."""
         return self._rest if is_api_request(scope) else super().__call__
 
     def openapi(self) -> dict[str, Any]:
-        """The routes of FastAPI and the raw ones."""
+        """Return the OpenAPI schema of FastAPI's routes and of the raw routes."""
         schema = super().openapi()
         schema["paths"].update(REST_PATHS)
         return schema
@@ -169,20 +172,15 @@ def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
     )
 
 
-def _limited(executor: ModelExecutor | RemoteExecutor, settings: ServerSettings) -> Executor:
-    most = settings.security.max_rows
-    return executor if most is None else RowLimit(executor, most)
-
-
 async def _healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Load and watch in the background for as long as the server runs."""
+    """Load and poll models in the background while the server runs."""
     assert isinstance(app, ServingApp)
-    if not app.loads_first:  # before TensorFlow's import takes its seconds
+    if not app.loads_first:  # before the import of TensorFlow, which takes seconds
         await app.start_grpc()
     app.repository.start()
     try:
@@ -200,13 +198,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def create_app(
     settings: ServerSettings, load: Loader | None = None, *, link: WorkerLink | None = None, load_first: bool = False
 ) -> ServingApp:
-    """The ASGI application that serves `settings.models`.
+    """Create the ASGI application that serves `settings.models`.
 
     Args:
-        settings: what it serves, and how.
-        load: turns a version's folder into a servable; the default loads SavedModels with TensorFlow.
-        link: to the other processes of this server, where it is one of several.
-        load_first: start up only once the versions that are there are loaded, or have failed.
+        settings: the settings of the server.
+        load: loads a version's folder as a servable; the default loads SavedModels with TensorFlow.
+        link: the link to the supervisor, if this is one of several processes.
+        load_first: whether startup waits until all versions are loaded or have failed.
     """
     return ServingApp(settings, load, link, load_first)
 
@@ -214,13 +212,13 @@ def create_app(
 def _load_saved_model(
     version_dir: Path, *, settings: ServerSettings, stopping: threading.Event, telemetry: Telemetry
 ) -> Servable:
-    """TensorFlow is imported here, by the thread that loads: the port answers long before."""
+    """Load a version. Imports TensorFlow in the loading thread, so that the port can answer before."""
     with IMPORTING_TENSORFLOW:
         from tpuembed_serving.tensorflow import session as runtime
 
     def give_up(_: int) -> None:
         if stopping.is_set():
-            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server stops")
+            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server is stopping")
 
     options = runtime.RunOptions(
         timeout_ms=settings.rest_timeout_ms,

@@ -1,4 +1,4 @@
-"""A request that a connection answers itself: what uvicorn's connections take for the cycle of one of ASGI."""
+"""A request-response cycle without ASGI, which uvicorn's connections use in place of their own."""
 
 from typing import Any, Final
 
@@ -10,18 +10,18 @@ from tpuembed_serving.http.endpoint import Reply, reply_headers
 __all__ = ["DirectCycle"]
 
 
-class _Nobody:
-    """Whom uvicorn tells that more has come."""
+class _NeverNotified:
+    """The event that uvicorn sets when a piece of a body arrives."""
 
     def set(self) -> None:
-        """Nobody waits."""
+        """Do nothing: nothing waits for the event."""
 
 
-_NOBODY: Final = _Nobody()
+_NEVER_NOTIFIED: Final = _NeverNotified()
 
 
 class DirectCycle:
-    """One request and its answer. The attributes are those of uvicorn's RequestResponseCycle that its connections use."""
+    """One request and its answer. Has the attributes of uvicorn's RequestResponseCycle that connections use."""
 
     __slots__ = (
         "_body",
@@ -33,7 +33,7 @@ class DirectCycle:
         "response_started",
     )
 
-    message_event = _NOBODY
+    message_event = _NEVER_NOTIFIED
 
     def __init__(self, protocol: HttpToolsProtocol, request: PredictRequest) -> None:
         self._protocol, self._request = protocol, request
@@ -42,11 +42,11 @@ class DirectCycle:
         self.keep_alive = True
 
     def add(self, body: bytes) -> None:
-        """A piece of the body, mostly all of it."""
+        """Append a piece of the body. Often it is the whole body."""
         self._body += body
 
     def answer(self, direct: DirectPredict) -> None:
-        """The body is there."""
+        """Answer the request. Called once the body is complete."""
         direct.answer(self._request, bytes(self._body), self._send)
 
     def _send(self, reply: Reply) -> None:

@@ -1,8 +1,8 @@
-"""Predict requests of the REST API, answered from the bytes of a connection without a coroutine.
+"""Answers predict requests of the REST API from the bytes of a connection, without a coroutine.
 
-ASGI's task, scope and messages cost a request of one row more than its prediction. What is common goes this way: a small body of
-known length, over a connection that is used again. Everything else, and what is refused for want of a key, goes by ASGI (see
-`tpuembed_serving.http.rest`), with the same decoding, the same runs and the same answers.
+ASGI's task, scope and messages cost a request of one row more than its prediction. So the common case is handled here: a
+small body of known length on a keep-alive connection. All other requests, also those without a valid API key, go through
+ASGI (`tpuembed_serving.http.rest`). Decoding, runs and answers are the same.
 """
 
 import functools
@@ -28,25 +28,25 @@ from tpuembed_serving.telemetry.request_record import (
     REST,
     Headers,
     RequestRecord,
-    observing,
     sane_request_id,
+    set_current_record,
 )
 
 __all__ = ["DirectPredict", "PredictRequest"]
 
 _UNUSUAL: Final = frozenset({b"connection", b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
-"""Headers that ask for more than this module does, but for `connection: keep-alive`."""
+"""Headers that this module does not handle, except `connection: keep-alive`."""
 
 Respond = Callable[[Reply], None]
 
 
 class PredictRequest:
-    """What is known of a request before its body is there.
+    """A request before its body has arrived.
 
     Attributes:
-        spec: the model it asks.
-        request_id: that the answer bears; empty for none.
-        record: of what observers learn; None where nobody observes.
+        spec: the model that it names.
+        request_id: the request ID of the answer; empty for none.
+        record: the record for observers; None if there are none.
     """
 
     __slots__ = ("record", "request_id", "spec")
@@ -56,7 +56,7 @@ class PredictRequest:
 
 
 class DirectPredict:
-    """See the module. Its methods belong to the event loop's thread, and do not raise."""
+    """Answers predict requests without ASGI. The event loop's thread calls its methods, which do not raise."""
 
     def __init__(
         self, service: PredictionService, executor: ModelExecutor, settings: ServerSettings, telemetry: Telemetry
@@ -70,7 +70,7 @@ class DirectPredict:
         self._max_bytes = MAX_INLINE_BYTES if most is None else min(MAX_INLINE_BYTES, most)
 
     def begin(self, target: bytes, headers: Headers) -> PredictRequest | None:
-        """The POST request, where it goes this way; names of `headers` are in lower case."""
+        """Return the POST request if it can be answered here, else None. The names of `headers` are in lower case."""
         spec = _predict_target(target)
         if spec is None:
             return None
@@ -90,17 +90,17 @@ class DirectPredict:
         return PredictRequest(spec, record.request_id or request_id or "", record)
 
     def answer(self, request: PredictRequest, body: bytes, respond: Respond) -> None:
-        """Have `respond` told the answer to `body`, now or later."""
+        """Call `respond` with the answer to `body`, now or later."""
         record = request.record
         if record is None:
             self._start(request.spec, body, respond)
             return
         record.body(len(body))
-        observing(record)
+        set_current_record(record)
         try:
             self._start(request.spec, body, functools.partial(self._finish, record, respond))
         finally:
-            observing(None)
+            set_current_record(None)
 
     def _finish(self, record: RequestRecord, respond: Respond, reply: Reply) -> None:
         record.answered(reply.code, reply.status, len(reply.body))
@@ -131,7 +131,7 @@ class DirectPredict:
 
 def _record(telemetry: Telemetry, spec: ModelSpec, target: bytes, headers: Headers) -> RequestRecord:
     record = telemetry.begin(REST, "POST", target, headers)
-    observing(None)  # what this connection does next may be another's
+    set_current_record(None)  # this connection's next work may belong to another request
     record.model, record.api = spec.name, "predict"
     return record
 

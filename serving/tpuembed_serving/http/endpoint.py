@@ -1,4 +1,4 @@
-"""What every raw ASGI handler does: reads a body within its limit, answers, and tells observers."""
+"""The base of raw ASGI handlers: reads a body within its limit, answers, and informs observers."""
 
 import abc
 import logging
@@ -54,17 +54,17 @@ HTTP_STATUS = {
     Code.DATA_LOSS: 500,
     Code.UNAUTHENTICATED: 401,
 }
-"""Of TensorFlow Serving's http_server.cc, ToHTTPStatusCode."""
+"""HTTP status by code, as in ToHTTPStatusCode of TensorFlow Serving's http_server.cc."""
 
 _BODY_TOO_LARGE: Final = 413
 _MAX_INFLATED_BYTES: Final = 100 * 2**20
 _JSON: Final = b"application/json"
 _RETRY_AFTER: Final = (b"retry-after", b"1")
-"""Of an overload: what waits is gone within a second, or answered that it took too long."""
+"""The header of answers to an overload. Most queues are empty again after a second."""
 
 
 class Reply(NamedTuple):
-    """An answer; `code` is what `status` stands for."""
+    """An answer. `code` is the status code of which `status` is the HTTP form."""
 
     status: int
     body: bytes
@@ -73,15 +73,15 @@ class Reply(NamedTuple):
 
 
 class _DisconnectedError(Exception):
-    """The client left before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 class _BodyTooLargeError(Exception):
-    """More bytes than the operator allows."""
+    """The request body is larger than the limit."""
 
 
 class HttpEndpoint(abc.ABC):
-    """Answers HTTP requests; a StatusError becomes its status and a JSON object with the error."""
+    """Answers HTTP requests. A StatusError becomes its HTTP status and a JSON object with the error."""
 
     def __init__(self, max_body_bytes: int | None, telemetry: Telemetry | None = None) -> None:
         self._max_body_bytes = max_body_bytes
@@ -89,10 +89,10 @@ class HttpEndpoint(abc.ABC):
 
     @abc.abstractmethod
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Raises:
-            StatusError: it is an error.
+            StatusError: the answer is an error.
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +114,7 @@ class HttpEndpoint(abc.ABC):
         return reply, record.request_id or sane_request_id(record.request_header(REQUEST_ID))
 
     def _noting(self, receive: Receive, record: RequestRecord) -> Receive:
-        """Tells the record when the body is there."""
+        """Return `receive`, extended to note the size and the time of the body in the record."""
         size = 0
 
         async def noted() -> Message:
@@ -138,10 +138,10 @@ class HttpEndpoint(abc.ABC):
             return refusal(error)
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body, inflated where it is compressed."""
+        """Read the body, and decompress it if it is gzip."""
         length = header(scope, b"content-length")
         if length.isdigit():
-            self._check_size(int(length))  # before it is asked for
+            self._check_size(int(length))  # before the body is read
         body, more = await self._read_part(receive, 0)
         if more:
             body = await self._read_rest(receive, body)
@@ -164,7 +164,7 @@ class HttpEndpoint(abc.ABC):
         return b"".join(parts)
 
     async def _read_part(self, receive: Receive, size: int) -> tuple[bytes, bool]:
-        """What comes next of a body of which `size` bytes have come, and whether more does."""
+        """Read the next part of a body after `size` bytes. Returns it, and True if more follows."""
         message = await receive()
         if message["type"] == "http.disconnect":
             raise _DisconnectedError
@@ -174,7 +174,7 @@ class HttpEndpoint(abc.ABC):
 
 
 def refusal(error: Exception) -> Reply:
-    """The answer to a request that failed so; what nobody expects is logged, and the client is told nothing of it."""
+    """Return the answer to a request that failed. An unexpected error is logged, and the client sees "internal error"."""
     if isinstance(error, StatusError):
         return Reply(HTTP_STATUS[error.code], encode_error(error.message), error.code)
     logger.error("a request failed", exc_info=error)
@@ -182,7 +182,7 @@ def refusal(error: Exception) -> Reply:
 
 
 def reply_headers(reply: Reply, request_id: str = "") -> list[tuple[bytes, bytes]]:
-    """Of `reply`, to a request of that id where it has one."""
+    """Return the headers of `reply` to a request with this ID, if it has one."""
     headers = [(b"content-type", reply.content_type), (b"content-length", b"%d" % len(reply.body))]
     if reply.code is Code.UNAVAILABLE:
         headers.append(_RETRY_AFTER)
@@ -199,18 +199,18 @@ async def send_reply(send: Send, reply: Reply, request_id: str = "", *more: tupl
 
 
 def raw_target(scope: Scope) -> bytes:
-    """Path and query as they were sent; TensorFlow Serving matches its patterns against both."""
+    """Return path and query as they were sent. TensorFlow Serving matches its patterns against both."""
     path, query = raw_path(scope), scope.get("query_string", b"")
     return path + b"?" + query if query else path
 
 
 def raw_path(scope: Scope) -> bytes:
-    """The path as it was sent."""
+    """Return the path as it was sent."""
     return scope.get("raw_path") or urllib.parse.quote(scope["path"]).encode("ascii")
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The first header of that name, in lower case; empty where there is none."""
+    """Return the first header of that name (in lower case), or empty bytes."""
     value: bytes
     for key, value in scope["headers"]:
         if key == name:
@@ -219,7 +219,7 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 
 def _inflate(body: bytes) -> bytes:
-    """Empty where it is no gzip or too large, which is then refused as an empty document, as theirs is."""
+    """Decompress gzip. Invalid or too large bodies become empty, and are refused as such, as in TensorFlow Serving."""
     inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         inflated = inflater.decompress(body, _MAX_INFLATED_BYTES)

@@ -1,4 +1,4 @@
-"""What the OpenAPI page says of the raw REST routes."""
+"""The OpenAPI description of the raw REST routes."""
 
 from typing import Any, Final
 
@@ -56,7 +56,7 @@ STATUS_SCHEMA: Final[dict[str, Any]] = {
         },
     },
 }
-"""Of a model's versions."""
+"""The schema of the versions of a model."""
 _STATUS_ANSWER = {
     "type": "object",
     "required": ["model_version_status"],
@@ -112,17 +112,17 @@ def _error(description: str) -> dict[str, Any]:
 
 _ERRORS = {
     "400": _error("The request is malformed, or the model refuses its inputs"),
-    "401": _error("The server wants an API key, and there is no valid one"),
+    "401": _error("The request has no valid API key"),
     "404": _error("No such model or version is available"),
-    "408": _error("The request did not come whole in time"),
+    "408": _error("The request did not arrive completely in time"),
     "431": _error("The request's line and headers are too long"),
     "503": _error("Too many requests are waiting, or too many connections are open") | {"headers": _RETRY_AFTER},
 }
 _RUN_ERRORS = {
-    "413": _error("The body is larger than the operator allows"),
+    "413": _error("The body is larger than the limit"),
     "429": _error("The model ran out of memory"),
     "500": _error("The model failed"),
-    "501": _error("A dtype has no form here"),
+    "501": _error("The dtype is not supported"),
     "504": _error("The model did not answer in time"),
 }
 
@@ -134,7 +134,7 @@ _PREDICT_EXAMPLES = {
         "value": {"inputs": {"user": [1, 2], "watched": [[3, 4], [5, 6]]}},
     },
     "lists": {
-        "summary": "Lists of different lengths, where an export has lists of ids",
+        "summary": "Lists of different lengths, for exports with lists of ids",
         "value": {"instances": [{"user": 1, "watched": [3, 4]}, {"user": 2, "watched": []}]},
     },
 }
@@ -189,4 +189,4 @@ REST_PATHS: dict[str, Any] = {
     **_paths("/v1/models/{model}/versions/{version}", [_MODEL, _VERSION]),
     **_paths("/v1/models/{model}/labels/{label}", [_MODEL, _LABEL]),
 }
-"""Path -> path item, as OpenAPI has them."""
+"""OpenAPI path items by path."""

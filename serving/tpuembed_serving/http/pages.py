@@ -1,4 +1,4 @@
-"""Routes of the FastAPI application that TensorFlow Serving does not have: the list of models, and the documentation."""
+"""Routes that TensorFlow Serving does not have: the list of models, and the documentation."""
 
 import importlib.util
 from pathlib import Path
@@ -49,7 +49,7 @@ _MODELS: Final = {
 
 
 def add_pages(app: FastAPI, service: PredictionService) -> None:
-    """Give `app`, which has no documentation of its own, /models and /docs."""
+    """Add /models and /docs to `app`, whose own documentation is off."""
 
     async def models() -> JSONResponse:
         return JSONResponse({"models": [_model(service, name) for name in service.models()]})
@@ -71,7 +71,7 @@ def _model(service: PredictionService, name: str) -> dict[str, Any]:
 
 
 def _docs(app: FastAPI) -> Any:
-    """The page's route. Its scripts are this server's own where a package with them is installed."""
+    """Return the route of the page. The server hosts the scripts itself if fastapi-offline is installed."""
     assets = _assets()
     if assets is None:
         own: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def _docs(app: FastAPI) -> Any:
 
 
 def _assets() -> Path | None:
-    """The folder of fastapi-offline that has Swagger UI's files."""
+    """Return the folder of Swagger UI in fastapi-offline, or None if it is not installed."""
     found = importlib.util.find_spec("fastapi_offline")
     if found is None or found.origin is None:
         return None

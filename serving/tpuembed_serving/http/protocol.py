@@ -1,14 +1,15 @@
-"""uvicorn's HTTP connections with limits that it does not have: on their number, on headers, and on clients that take forever.
-They also end without a lost request when the server stops.
+"""uvicorn's HTTP connections with more limits: on their number, on headers, and on slow clients.
 
-A client that opens a connection and says nothing, that sends its request byte by byte, or that does not read its answer, holds
-memory and a file descriptor for as long as it likes. Here all three have a deadline. One look at every connection now and then
-is what that costs: a request sets two fields and no timer.
+They also end without losing a request when the server stops.
 
-An `Upgrade` header is ignored, as RFC 9110, section 7.8 allows. The parser ends a request with that header at its headers and
-would read the body as the next request. So the same head is parsed once more, without the header, before what follows it.
+A client that sends nothing, sends its request byte by byte, or does not read its answer, holds memory and a file
+descriptor. All three have a deadline here. All connections are checked periodically, so a request only sets two fields
+and no timer.
 
-With `direct_cycle` the only module that knows uvicorn's protocol classes from the inside.
+An `Upgrade` header is ignored, as RFC 9110, section 7.8 allows. The parser ends a request with that header after its
+headers, and would read the body as the next request. So the head is parsed again without the header, before the body.
+
+Only this module and `direct_cycle` use internals of uvicorn's protocol classes.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from tpuembed_serving.http.json import encode_error
 
 __all__ = ["close_slow_connections", "protocol_class"]
 
-_LOOK_SECONDS: Final = 1.0
+_CHECK_SECONDS: Final = 1.0
 _TEXTS: Final = {
     408: "Request Timeout",
     431: "Request Header Fields Too Large",
@@ -34,35 +35,35 @@ _TEXTS: Final = {
     503: "Service Unavailable",
 }
 _SILENT_SECONDS: Final = 1.0
-"""How long a connection without a request is kept open once the server drains: the client may be about to send one."""
+"""How long a connection without a request stays open during the drain, because its client may be about to send one."""
 _OF_UPGRADES: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
 def protocol_class(limits: ConnectionLimits, direct: DirectPredict | None = None) -> type[HttpToolsProtocol]:
-    """What uvicorn takes as `http`: its own protocol, within `limits`; `direct` answers what it can without ASGI."""
+    """Return the class for uvicorn's option `http`: its protocol with `limits`. `direct` answers requests without ASGI."""
     return type("GuardedProtocol", (_GuardedProtocol,), {"limits": limits, "direct": direct})
 
 
 async def close_slow_connections(connections: Iterable[Any]) -> None:
-    """Look at uvicorn's set of connections again and again, and close those whose clients are too slow."""
+    """Check uvicorn's set of connections periodically, and close those whose clients are too slow. Never returns."""
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_CHECK_SECONDS)
         now = time.monotonic()
         for connection in [one for one in connections if isinstance(one, _GuardedProtocol)]:
             connection.close_if_slow(now)
 
 
 class _GuardedProtocol(HttpToolsProtocol):
-    """See the module.
+    """A connection with limits.
 
-    `_since` is when the client was last asked to send something, None while it need not; `_unread` what it had not read of its
-    answer at the last look, and since when it is so much.
+    `_since` is when the server began to wait for bytes of the client; None if it does not wait. `_unread` is how many
+    bytes of an answer the client had not read at the last check, and `_unread_since` when that number last changed.
     """
 
     limits: ConnectionLimits
     direct: DirectPredict | None
     is_leaving = False
-    """Set on the class: each answer from then on is its connection's last."""
+    """Set on the class: every later answer closes its connection."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -73,15 +74,15 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._asks_upgrade = self._has_begun = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """See asyncio."""
+        """Check the number of connections; see asyncio."""
         super().connection_made(transport)
         self._since = time.monotonic()
         most = self.limits.connections
         if most is not None and len(self.connections) > most:
-            self._refuse(503, f"{most} connections are open, and no more may be")
+            self._refuse(503, f"too many connections (limit: {most})")
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
+        """Parse bytes of the client; see asyncio."""
         if self._is_refused:
             return
         self._header_bytes += len(data)
@@ -95,7 +96,7 @@ class _GuardedProtocol(HttpToolsProtocol):
             self._refuse_headers()
 
     def _feed(self, data: bytes) -> None:
-        """Parse `data`; the parser raises at the end of each head that asks for an upgrade."""
+        """Parse `data`. The parser raises at the end of each head with an `Upgrade` header."""
         try:
             self.parser.feed_data(data)
             return
@@ -123,17 +124,17 @@ class _GuardedProtocol(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
-        """A request's first byte."""
+        """Note the time of a request's first byte."""
         super().on_message_begin()
         self._since, self._has_begun = time.monotonic(), True
 
     def on_headers_complete(self) -> None:
-        """Its headers came in one piece with what follows, or in several."""
+        """Check the headers, and begin the request."""
         self._in_headers = False
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.header_bytes:
             self._refuse_headers()
         elif self.parser.get_method() == b"CONNECT":
-            self._refuse_head(501, "this server is no proxy: it has no CONNECT")
+            self._refuse_head(501, "CONNECT is not supported: this server is not a proxy")
         elif self.parser.should_upgrade():
             self._asks_upgrade = True
         else:
@@ -143,7 +144,7 @@ class _GuardedProtocol(HttpToolsProtocol):
                 self.cycle.keep_alive = False
 
     def _begin_direct(self) -> bool:
-        """Whether this request needs no ASGI. One that another's answer must come before does: uvicorn makes it wait."""
+        """Begin a request without ASGI, and return True, if possible. A pipelined request must wait, so it uses ASGI."""
         cycle: Any = self.cycle  # None before the first request
         if self.direct is None or self.flow.write_paused or not (cycle is None or cycle.response_complete):
             return False
@@ -155,7 +156,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         return request is not None
 
     def on_body(self, body: bytes) -> None:
-        """A piece of it."""
+        """Pass on a piece of the body."""
         cycle: Any = self.cycle
         if self._is_refused:
             return
@@ -165,7 +166,7 @@ class _GuardedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Now it is our turn; the next bytes are of another request."""
+        """Answer a complete request. The next bytes belong to another request."""
         if self._asks_upgrade:
             return
         self._since, self._in_headers, self._header_bytes, self._has_begun = None, True, 0, False
@@ -179,11 +180,11 @@ class _GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def close_if_slow(self, now: float) -> None:
-        """Whether the client keeps us waiting for too long, to send or to read."""
+        """Close the connection if the client is too slow to send its request or to read its answer."""
         if self.transport.is_closing():
             return
         if self._since is not None and now - self._since > self.limits.receive_seconds:
-            self._refuse(408, f"the request did not come within {self.limits.receive_seconds:g} seconds")
+            self._refuse(408, f"the request did not arrive within {self.limits.receive_seconds:g} seconds")
             return
         unread = self.transport.get_write_buffer_size()
         if unread != self._unread or not unread:
@@ -192,30 +193,30 @@ class _GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def leave(self) -> None:
-        """Have the answer that is being made be the connection's last."""
+        """Make the current answer the last one of the connection."""
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_started:
             cycle.keep_alive = False
 
     def close_if_silent(self, draining_since: float, now: float) -> None:
-        """Close the connection if it has no request, and if none has begun for a while."""
+        """Close the connection if it has been without a request for a while."""
         if self._is_asked or self.transport.is_closing():
             return
         if now - max(draining_since, self._since or 0.0) > _SILENT_SECONDS:
             self.transport.close()
 
     def give_up(self) -> None:
-        """Answer 503 to a request that cannot be finished, and close."""
+        """Answer 503 to an unfinished request, and close the connection."""
         if self.transport.is_closing():
             return
         if self._is_asked:
-            self._refuse(503, "the server stops before this request is answered; send it to another one")
+            self._refuse(503, "the server is stopping. Send this request to another server")
         else:
             self.transport.close()
 
     @property
     def _is_asked(self) -> bool:
-        """Returns True if a request has begun to come, or is not answered yet."""
+        """Returns True if a request has begun to arrive, or is not answered yet."""
         cycle: Any = self.cycle  # None before the first request
         return self._has_begun or not (cycle is None or cycle.response_complete)
 
@@ -223,12 +224,12 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._refuse_head(431, f"the request's line and headers are longer than {self.limits.header_bytes} bytes")
 
     def _refuse_head(self, status: int, text: str) -> None:
-        """Refuse a request before its cycle begins; `self.cycle` is that of the request before it."""
+        """Refuse a request before its cycle begins. `self.cycle` is still the cycle of the previous request."""
         if not self._is_behind_another():
             self._refuse(status, text)
 
     def _is_behind_another(self) -> bool:
-        """Returns True if another request is being answered, after whose answer the connection is then closed."""
+        """Returns True if the previous request is being answered. Its answer then closes the connection."""
         cycle: Any = self.cycle  # None before the first request
         if cycle is None or cycle.response_complete:
             return False
@@ -237,7 +238,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answer, unless another answer has begun, and close."""
+        """Answer with an error, unless another answer has begun, and close the connection."""
         self._is_refused = True
         cycle: Any = self.cycle  # None before the first request
         if cycle is None or cycle.response_complete or not cycle.response_started:

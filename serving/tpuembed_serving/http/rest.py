@@ -1,11 +1,10 @@
-"""TensorFlow Serving's REST API under /v1/ as a raw ASGI application: URLs, status codes, bodies."""
+"""TensorFlow Serving's REST API under /v1/, as a raw ASGI application: URLs, status codes, bodies."""
 
 import asyncio
 import functools
 import json
 import re
 import urllib.parse
-from collections.abc import Iterable
 from typing import Any
 
 from tpuembed_serving.core.classify_regress import Method
@@ -60,7 +59,7 @@ _ORIGIN = re.compile(rb"https?://")
 
 
 def is_api_request(scope: Scope) -> bool:
-    """Whether a connection scope is an HTTP request that this module answers."""
+    """Returns True if a connection scope is an HTTP request to the REST API."""
     return scope["type"] == "http" and raw_path(scope)[:4].lower() == b"/v1/"
 
 
@@ -79,7 +78,7 @@ class RestApi(HttpEndpoint):
         self._parse = functools.partial(parse_document, max_depth=max_json_depth)
 
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
-        """See HttpEndpoint."""
+        """Answer a request; see HttpEndpoint."""
         method, target = scope["method"], raw_target(scope)
         if method == "POST" and (found := find_post(target)):
             return await self._post(*found, scope, receive)
@@ -111,7 +110,7 @@ class RestApi(HttpEndpoint):
         return encode_outputs(outputs, signature, inputs.row_form)
 
     async def _predict_apart(self, spec: ModelSpec, body: bytes) -> bytes:
-        """As `_predict`, with what takes long on a thread of its own."""
+        """Do the same as `_predict`, with decoding and encoding in threads, for large bodies."""
         document = await asyncio.to_thread(self._parse, body)
         name = signature_name(document)
         with self._service.lease(spec) as loaded:
@@ -121,7 +120,7 @@ class RestApi(HttpEndpoint):
         return await asyncio.to_thread(encode_outputs, outputs, signature, inputs.row_form)
 
     async def _infer(self, spec: ModelSpec, method: Method, body: bytes) -> bytes:
-        """Unlike predict's, the request is read to its end before the model is looked up."""
+        """Classify or regress. Unlike in predict, the request is decoded before the model is looked up."""
         size = len(body)
         document = await run_sized(size, self._parse, body)
         name = signature_name(document)
@@ -135,17 +134,17 @@ class RestApi(HttpEndpoint):
             raise invalid_argument("Missing model name in request.")
         spec = model_spec(match)
         name_request(spec.name, "")
-        # Compared as it was sent: "/METADATA" matches the pattern and is a status request.
+        # The comparison is case-sensitive: "/METADATA" matches the pattern and is a status request.
         if match[4] == b"metadata":
             return _metadata_json(self._service.metadata(spec))
-        return _status_json(self._service.status(spec))
+        return _message({"model_version_status": [version_status(one) for one in self._service.status(spec)]})
 
 
 def decode_request(document: Document, signature: Signature) -> PredictInputs:
-    """The inputs of `signature` in a predict request, lists of different lengths filled up where the model says with what.
+    """Return the inputs of `signature` in a predict request. Ragged lists are padded if the model defines the padding.
 
     Raises:
-        StatusError: they are missing, of another type, ragged, or not the signature's.
+        StatusError: an input is missing, unknown, ragged, or of another type.
     """
     try:
         return decode_inputs(document, signature)
@@ -166,20 +165,20 @@ def _text(value: bytes) -> str:
 
 @functools.lru_cache(maxsize=1024)  # few URLs take nearly all requests
 def find_post(target: bytes) -> tuple[ModelSpec, str] | None:
-    """The model and the method that a URL names; None where it is malformed.
+    """Return the model and the method that a URL names, or None if it is malformed.
 
     Raises:
-        StatusError: its version is no number.
+        StatusError: the version is not a number.
     """
     match = _POST.fullmatch(target)
     return (model_spec(match), match[4].decode("ascii")) if match else None
 
 
 def model_spec(match: re.Match[bytes]) -> ModelSpec:
-    """Of a URL's first three groups: name, version, label.
+    """Return the model that the first three groups of a URL's match name: name, version, label.
 
     Raises:
-        StatusError: the version is no number.
+        StatusError: the version is not a number.
     """
     name, version, label = match[1], match[2], match[3]
     return ModelSpec(
@@ -197,10 +196,10 @@ def _version(text: str) -> int:
 
 
 def find_signature(servable: Servable, name: str) -> Signature:
-    """The signature that a REST request names, or the default one.
+    """Return the signature that a REST request names, or the default one.
 
     Raises:
-        StatusError: it is not there, or has no inputs.
+        StatusError: there is no such signature, or it has no inputs.
     """
     signature = servable.signatures.get(name or DEFAULT_SIGNATURE)
     if signature is None:
@@ -210,25 +209,21 @@ def find_signature(servable: Servable, name: str) -> Signature:
     return signature
 
 
-def _status_json(statuses: Iterable[VersionStatus]) -> bytes:
-    return _message({"model_version_status": [version_status(status) for status in statuses]})
-
-
 def version_status(status: VersionStatus) -> dict[str, Any]:
-    """A version as answers of the status API have it."""
+    """Return a version in the JSON form of the status API."""
     code, message = (Code.OK, "") if status.error is None else (status.error.code, status.error.message)
     error = {"error_code": code.name, "error_message": message}
     return {"version": str(status.version), "state": status.state.name, "status": error}
 
 
 def _metadata_json(metadata: ModelMetadata) -> bytes:
-    """Two messages, put together by hand (http_rest_api_util.cc, ToJsonString)."""
+    """Return the metadata answer: two messages, combined as in ToJsonString of http_rest_api_util.cc."""
     spec = _message({"name": metadata.name, "signature_name": "", "version": str(metadata.version)})
     signatures = _message({"signature_def": dict(metadata.signature_defs)})
     return b'{\n"model_spec":%b,\n"metadata": {"signature_def": %b}\n}\n' % (spec, signatures)
 
 
 def _message(value: Any) -> bytes:
-    """A protocol buffer message as protobuf's own JSON printer lays it out."""
+    """Return a message in the layout of protobuf's JSON printer."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "replace")

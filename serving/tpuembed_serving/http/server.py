@@ -1,8 +1,8 @@
-"""The application in uvicorn, until it is told to stop, and how it stops without a lost request.
+"""Runs the application in uvicorn, and stops it without losing a request.
 
-- Lame duck: requests and new connections are answered as before. `/readyz` and gRPC's health say that the server goes away,
-  each HTTP answer closes its connection, and gRPC's clients get GOAWAY.
-- Drain: new connections are refused, those that are established are accepted, and what was accepted is answered.
+- Lame duck: requests and new connections are still answered. `/readyz` and gRPC's health report the coming stop, each
+  HTTP answer closes its connection, and gRPC clients get GOAWAY.
+- Drain: new connections are refused. Established connections are accepted and their requests answered.
 """
 
 import asyncio
@@ -18,28 +18,25 @@ from typing import Any, Final
 
 import uvicorn
 
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.http.protocol import close_slow_connections, protocol_class
 from tpuembed_serving.workers.sockets import refuse_new_connections, waiting_connections
-from tpuembed_serving.workers.stopping import Stage, Stop
+from tpuembed_serving.workers.stopping import Stop, StopStage
 
 __all__ = ["log_to_stderr", "prepare_tensorflow", "run_app"]
 
 logger = logging.getLogger("tpuembed_serving")
 
 _KEEP_ALIVE_SECONDS = 75
-"""Longer than the 60 seconds after which common load balancers drop an idle connection: the server must not be first."""
+"""Longer than the 60 s after which common load balancers close an idle connection. The server must not close it first."""
 _HANDSHAKE_SECONDS: Final = 0.3
-"""How long connections that have begun when the drain begins may take to be established."""
-_LOOK_SECONDS: Final = 0.02
+"""How long after the start of the drain a connection that has begun may take to be established."""
+_POLL_SECONDS: Final = 0.02
 
 
-def _nobody() -> None:
-    """Nobody is told."""
-
-
-def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: Callable[[], None] = _nobody) -> None:
-    """Serve on `listener` until `stop`; not at all if it was asked before. `on_listening` is called once it answers."""
+def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: Callable[[], None] = noop) -> None:
+    """Serve on `listener` until `stop`. Returns at once if the stop has begun. `on_listening` is called once it answers."""
     tls = app.settings.security.tls
     config = uvicorn.Config(
         app,
@@ -54,18 +51,21 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
     )
     server = _Server(app, config, stop, on_listening)
     stop.call(server.ask_to_stop)
-    if stop.stage is Stage.RUNNING:
+    if stop.stage is StopStage.RUNNING:
         server.run(sockets=[listener])
 
 
 def prepare_tensorflow() -> None:
-    """Before it is imported: its notes are none of a server's, and oneDNN costs more than it saves in runs of few rows."""
+    """Set TensorFlow's environment variables before its import. Silences its notes, and turns off oneDNN.
+
+    oneDNN costs more than it saves in batches of few rows.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 
 def log_to_stderr(prefix: str = "") -> None:
-    """One line for every message; `prefix` says which process wrote it."""
+    """Log one line per message to stderr. `prefix` names the process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     logger.handlers[:] = [handler]
@@ -75,7 +75,7 @@ def log_to_stderr(prefix: str = "") -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a lame duck and a drain, for HTTP and gRPC alike; see the module."""
+    """uvicorn's server with a lame duck stage and a drain, for HTTP and gRPC; see the module."""
 
     def __init__(self, app: ServingApp, config: uvicorn.Config, stop: Stop, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
@@ -84,26 +84,26 @@ class _Server(uvicorn.Server):
         self._is_leaving = False
 
     def ask_to_stop(self) -> None:
-        """Stop as far as `stop` says; from a signal's handler or another thread."""
-        if self._loop is None:  # it has not started, and nothing is to be finished
+        """Move on to the stage of `stop`. A signal handler or another thread may call it."""
+        if self._loop is None:  # not started, so there is no request to answer
             self.should_exit = True
             self._app.stopping.set()
         else:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._heed)
+                self._loop.call_soon_threadsafe(self._enter_stage)
 
-    def _heed(self) -> None:
+    def _enter_stage(self) -> None:
         seconds = self._app.settings.lame_duck_seconds
-        if self._stop.stage is Stage.LAME_DUCK and seconds and not self._app.repository.loading:
+        if self._stop.stage is StopStage.LAME_DUCK and seconds and not self._app.repository.loading:
             self._leave(hands_over=True)
             assert self._loop is not None
             self._loop.call_later(seconds, self._drain)
-        elif self._stop.stage is not Stage.RUNNING:
+        elif self._stop.stage is not StopStage.RUNNING:
             self._drain()
-            self.force_exit = self._stop.stage is Stage.CUT_OFF
+            self.force_exit = self._stop.stage is StopStage.CUT_OFF
 
     def _leave(self, *, hands_over: bool) -> None:
-        """Ask clients to go elsewhere."""
+        """Tell clients to use another server."""
         if not self._is_leaving:
             self._is_leaving = True
             self._app.leave(hands_over=hands_over)
@@ -116,16 +116,16 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _connections(self) -> list[Any]:
-        """Returns those of `guarded_http`, which all are."""
+        """Return all connections, which are instances of `protocol_class`."""
         return list(self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `stop`; see uvicorn."""
+        """Do not handle signals: `stop` does; see uvicorn."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """Start; see uvicorn."""
         await super().startup(sockets)
         if self.started:
             self._closing_slow = asyncio.create_task(close_slow_connections(self.server_state.connections))
@@ -133,38 +133,38 @@ class _Server(uvicorn.Server):
             self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish what was accepted, over HTTP and gRPC; see uvicorn."""
+        """Answer all accepted requests of HTTP and gRPC, then shut down; see uvicorn."""
         end = time.monotonic() + self._app.settings.drain_seconds
         self._leave(hands_over=False)
         stopping = asyncio.create_task(self._app.stop_grpc())
         await self._accept_the_rest(sockets or [], end)
         await self._answer_the_rest(end)
         while not stopping.done() and not self.force_exit:
-            await asyncio.wait([stopping], timeout=_LOOK_SECONDS)
+            await asyncio.wait([stopping], timeout=_POLL_SECONDS)
         self.config.timeout_graceful_shutdown = max(1, math.ceil(end - time.monotonic()))
         await super().shutdown(sockets)
         self._closing_slow.cancel()
 
     async def _accept_the_rest(self, sockets: Sequence[socket.socket], end: float) -> None:
-        """Accept every connection that a client takes for established, refuse the others, and close the port."""
+        """Accept every connection that is established for its client, refuse the others, and close the port."""
         for one in sockets:
             refuse_new_connections(one)
         earliest = time.monotonic() + _HANDSHAKE_SECONDS
         while not self.force_exit and (now := time.monotonic()) < end:
             if now > earliest and not any(map(waiting_connections, sockets)):
                 break
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         for server in self.servers:
             server.close()
         for one in sockets:
             one.close()
 
     async def _answer_the_rest(self, end: float) -> None:
-        """Wait for connections to end with their last answers; those that are left at the end get another answer."""
+        """Wait until connections end with their last answers. Requests that are unfinished at `end` are answered 503."""
         since = time.monotonic()
         while self.server_state.connections and not self.force_exit and (now := time.monotonic()) < end:
             for connection in self._connections():
                 connection.close_if_silent(since, now)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         for connection in self._connections():
             connection.give_up()

@@ -1,29 +1,28 @@
-"""TensorFlow Serving's models.config: a ModelServerConfig, as text or as a message, to the settings of models.
+"""Reads TensorFlow Serving's models.config: a ModelServerConfig, as text or as a message.
 
-Source: tensorflow_serving/config/model_server_config.proto; the texts are those of model_servers/server_core.cc.
+Source: tensorflow_serving/config/model_server_config.proto. The error texts are those of model_servers/server_core.cc.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tpuembed.errors import ConfigError, one_line
+from tpuembed_serving.models.field_lines import field_lines
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
-from tpuembed_serving.models.text_lines import field_lines
 from tpuembed_serving.settings import ModelSettings
 
 __all__ = ["FieldError", "models_from_message", "parse_models", "read_models"]
 
 _PLATFORM = "tensorflow"
 _UNSPECIFIED, _TENSORFLOW = 0, 1
-"""Of the deprecated enumeration ModelType."""
+"""Values of the deprecated enumeration ModelType."""
 
 
 class FieldError(ConfigError):
-    """A field of a ModelServerConfig that cannot be honoured."""
+    """A field of a ModelServerConfig is wrong or not supported."""
 
     def __init__(self, field: str, text: str) -> None:
-        """`field` is its path, such as `model_config_list.config[1].base_path`."""
+        """Store the message, and the path of the field, such as `model_config_list.config[1].base_path`."""
         super().__init__(text)
         self.field = field
 
@@ -42,17 +41,17 @@ def read_models(path: Path) -> tuple[ModelSettings, ...]:
     except OSError as error:
         raise ConfigError(f"config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"config {path}: is no text in UTF-8") from None
+        raise ConfigError(f"config {path}: is not UTF-8 text. Save it as UTF-8") from None
     return parse_models(text, str(path))
 
 
 def parse_models(text: str, source: str) -> tuple[ModelSettings, ...]:
-    """The models of a ModelServerConfig in protobuf's text format; `source` is what messages call it.
+    """Return the models of a ModelServerConfig in protobuf's text format. Error messages call it `source`.
 
     Raises:
         ConfigError: see `read_models`.
     """
-    # These modules of tensorflow-serving-api import no TensorFlow; what they import, a server needs in any case.
+    # These modules of tensorflow-serving-api do not import TensorFlow.
     from google.protobuf import text_format  # type: ignore[import-untyped]
     from tensorflow_serving.config import model_server_config_pb2
 
@@ -75,13 +74,15 @@ def parse_models(text: str, source: str) -> tuple[ModelSettings, ...]:
 
 
 def models_from_message(message: Any) -> tuple[ModelSettings, ...]:
-    """The models of a ModelServerConfig.
+    """Return the models of a ModelServerConfig.
 
     Raises:
-        FieldError: a field that is missing, wrong, or asks for what this server does not do.
+        FieldError: a field is missing, wrong, or not supported.
     """
     if message.WhichOneof("config") == "custom_model_config":
-        raise FieldError("custom_model_config", "custom model configs are not served; give a model_config_list")
+        raise FieldError(
+            "custom_model_config", "custom model configs are not supported. Write a model_config_list instead"
+        )
     configs = message.model_config_list.config
     models = tuple(_model(config, f"model_config_list.config[{index}]") for index, config in enumerate(configs))
     _check_names(models)
@@ -90,10 +91,10 @@ def models_from_message(message: Any) -> tuple[ModelSettings, ...]:
 
 def _model(config: Any, field: str) -> ModelSettings:
     if not config.name:
-        raise FieldError(f"{field}.name", "a model has no name; give one")
+        raise FieldError(f"{field}.name", "a model has no name. Give it one")
     _check_platform(config, field)
     if config.HasField("logging_config"):
-        text = f"model {config.name}: requests are not logged by this server; leave logging_config out"
+        text = f"model {config.name}: this server does not log requests. Remove logging_config"
         raise FieldError(f"{field}.logging_config", text)
     return ModelSettings(
         name=config.name,
@@ -114,7 +115,7 @@ def _check_platform(config: Any, field: str) -> None:
         text = (
             "Illegal setting neither ModelServerConfig::model_type (deprecated) nor ModelServerConfig::model_platform"
         )
-        raise FieldError(f"{field}.model_platform", f'{text}, model name is {config.name}; give "{_PLATFORM}"')
+        raise FieldError(f"{field}.model_platform", f'{text}, model name is {config.name}. Write "{_PLATFORM}"')
     if config.model_platform not in ("", _PLATFORM):
         text = f"Model {config.name} requests unsupported platform {config.model_platform}"
         raise FieldError(f"{field}.model_platform", text)
@@ -123,7 +124,7 @@ def _check_platform(config: Any, field: str) -> None:
 def _base_path(config: Any, field: str) -> Path:
     path = config.base_path
     if "://" in path:
-        text = f"Model {config.name}: only folders of this machine are served, not {path}; copy it and give its path"
+        text = f"Model {config.name}: base_path is {path}. Only local folders are served. Copy it and give its path"
         raise FieldError(f"{field}.base_path", text)
     if "\0" in path or not Path(path).is_absolute():
         text = f"Expected model {config.name} to have an absolute path or URI; got base_path()={path}"
@@ -137,14 +138,14 @@ def _policy(policy: Any, field: str) -> VersionPolicy:
         return AllVersions()
     if choice == "specific":
         if not policy.specific.versions:
-            raise FieldError(f"{field}.specific", "no version is named; name at least one")
+            raise FieldError(f"{field}.specific", "it names no version. Name at least one")
         return SpecificVersions(frozenset(policy.specific.versions))
     return LatestVersions(max(1, policy.latest.num_versions))
 
 
 def _labels(config: Any, field: str) -> dict[str, int]:
     if "" in config.version_labels:
-        raise FieldError(f"{field}.version_labels", f"model {config.name}: a label is empty; give it a name")
+        raise FieldError(f"{field}.version_labels", f"model {config.name}: a label is empty. Give it a name")
     return dict(config.version_labels)
 
 
@@ -158,23 +159,18 @@ def _check_names(models: tuple[ModelSettings, ...]) -> None:
 
 
 def _check_labels_differ(message: Any, lines: dict[str, int]) -> None:
-    """Protobuf keeps the last of two entries with one key, without a word."""
+    """Raise FieldError if a label is given twice: protobuf silently keeps the last of two entries with one key."""
     for index, config in enumerate(message.model_config_list.config):
         field = f"model_config_list.config[{index}].version_labels"
-        given = list(_entries(lines, field))
-        if len(given) > len(config.version_labels):
-            raise FieldError(given[-1], f"model {config.name}: a label is given twice")
-
-
-def _entries(lines: dict[str, int], field: str) -> Iterator[str]:
-    index = 0
-    while f"{field}[{index}]" in lines:
-        yield f"{field}[{index}]"
-        index += 1
+        given = 0
+        while f"{field}[{given}]" in lines:
+            given += 1
+        if given > len(config.version_labels):
+            raise FieldError(f"{field}[{given - 1}]", f"model {config.name}: a label is given twice")
 
 
 def _line(lines: dict[str, int], field: str) -> int:
-    """Of the field, or of the closest one around it that is in the text."""
+    """Return the line of a field, or of the closest enclosing field that is in the text."""
     while field and field not in lines:
         if f"{field}[0]" in lines:
             return lines[f"{field}[0]"]
@@ -183,7 +179,7 @@ def _line(lines: dict[str, int], field: str) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Protobuf's message without its position and its copy of the text."""
+    """Return protobuf's message without its position and its copy of the text."""
     text = one_line(error).split(": ", 1)[1]
     position, _, reason = text.partition(" : ")
     return reason if position.replace(":", "").isdigit() else text

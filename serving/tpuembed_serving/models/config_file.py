@@ -1,4 +1,4 @@
-"""Watches a models.config, and has the server follow it."""
+"""Polls a models.config and applies its changes to the server."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConfigFile:
-    """Reads the file every `poll_seconds`; one that is broken, or that the server refuses, changes nothing."""
+    """Reads the file every `poll_seconds`. A file that is broken, or that the server refuses, changes nothing."""
 
     def __init__(
         self,
@@ -25,7 +25,12 @@ class ConfigFile:
         poll_seconds: float,
         reload: Callable[[Sequence[ModelSettings]], None],
     ) -> None:
-        """`models` is what the server follows already; `reload` raises as ModelRepository.reload does."""
+        """Prepare to apply the file.
+
+        Args:
+            models: the models that the server has already.
+            reload: replaces them; raises as ModelRepository.reload does.
+        """
         self._path, self._poll_seconds, self._reload = path, poll_seconds, reload
         self._followed = tuple(models)
         self._fault = ""
@@ -33,15 +38,15 @@ class ConfigFile:
         self._thread = threading.Thread(target=self._watch, name="models-config", daemon=True)
 
     def start(self) -> None:
-        """Begin, in the background."""
+        """Start polling in a background thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a reload in progress goes on by itself."""
+        """Stop polling. A reload in progress still finishes."""
         self._stopping.set()
 
-    def look(self) -> None:
-        """Read it once. What is refused is tried again at the next look, and said once."""
+    def poll(self) -> None:
+        """Read the file once. A file that is refused is tried again at the next poll, and logged once."""
         try:
             models = read_models(self._path)
             if models != self._followed:
@@ -49,7 +54,7 @@ class ConfigFile:
             self._fault = ""
         except TpuEmbedError as error:
             if str(error) != self._fault:
-                logger.error("%s: not followed, the config before it goes on: %s", self._path, error)
+                logger.error("%s: not applied. The previous config stays in use. %s", self._path, error)
             self._fault = str(error)
 
     def _follow(self, models: Sequence[ModelSettings]) -> None:
@@ -58,14 +63,14 @@ class ConfigFile:
         except StatusError as error:
             if error.code is not Code.UNKNOWN:
                 raise
-            logger.error("%s: followed, but %s", self._path, error)
+            logger.error("%s: applied, but %s", self._path, error)
         else:
-            logger.info("%s: followed", self._path)
+            logger.info("%s: applied", self._path)
         self._followed = tuple(models)
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._poll_seconds):
             try:
-                self.look()
-            except Exception:  # the watch must outlive anything a file can hold
-                logger.exception("%s: a look at it failed", self._path)
+                self.poll()
+            except Exception:  # polling must survive anything that a file can hold
+                logger.exception("%s: the poll failed", self._path)

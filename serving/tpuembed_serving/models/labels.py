@@ -1,4 +1,4 @@
-"""What requests may call the versions of a model besides their numbers."""
+"""Labels: names by which requests may select the versions of a model."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,23 +8,23 @@ __all__ = ["VersionLabels"]
 
 
 class VersionLabels:
-    """The labels of one model. Whoever calls a method holds the lock of the model's versions.
+    """The labels of one model. The caller of a method holds the lock of the model's versions.
 
-    Labels of the first config wait until their versions are available: TensorFlow Serving would not start with them.
+    Labels of the first config wait until their versions are available. TensorFlow Serving would not start with them.
     """
 
     def __init__(self, model: str, labels: Mapping[str, int], *, allow_unavailable: bool) -> None:
-        """`allow_unavailable`: whether a new label may name a version that is not available."""
+        """Store the labels. `allow_unavailable` lets a new label name a version that is not available."""
         self._model = model
         self._allow_unavailable = allow_unavailable
         self._assigned: dict[str, int] = dict(labels) if allow_unavailable else {}
         self._waiting: dict[str, int] = {} if allow_unavailable else dict(labels)
 
     def version(self, label: str) -> int:
-        """The version that `label` names.
+        """Return the version that `label` names.
 
         Raises:
-            StatusError: INVALID_ARGUMENT, none.
+            StatusError: INVALID_ARGUMENT, the label is unknown.
         """
         if label not in self._assigned:
             raise invalid_argument(f"Unrecognized servable version label: {label}")
@@ -32,11 +32,11 @@ class VersionLabels:
 
     @property
     def assigned(self) -> dict[str, int]:
-        """Label -> version, as requests may use them now."""
+        """Return label -> version, as requests may use them now."""
         return dict(self._assigned)
 
     def fault(self, labels: Mapping[str, int], available: Collection[int]) -> str:
-        """Why `labels` may not be assigned now, in TensorFlow Serving's words; empty where they may."""
+        """Return why `labels` cannot be assigned now, in TensorFlow Serving's words. Empty if they can."""
         for label, version in labels.items():
             moved = self._assigned.get(label, version) != version
             if version not in available and (moved or not self._allow_unavailable):
@@ -45,11 +45,11 @@ class VersionLabels:
         return ""
 
     def assign(self, labels: Mapping[str, int]) -> None:
-        """Have these labels, and no others."""
+        """Replace all labels with these."""
         self._assigned, self._waiting = dict(labels), {}
 
     def settle(self, available: Collection[int]) -> None:
-        """Assign what waits for a version that is available now."""
+        """Assign the waiting labels whose version is available now."""
         due = {label: version for label, version in self._waiting.items() if version in available}
         self._assigned.update(due)
         self._waiting = {label: version for label, version in self._waiting.items() if label not in due}

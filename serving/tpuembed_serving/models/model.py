@@ -1,4 +1,4 @@
-"""One model: its versions found on disk, loaded, labelled, and unloaded when the last request is done."""
+"""One model: finds its versions on disk, loads them, and unloads each after its last request."""
 
 import dataclasses
 import enum
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
 from tpuembed_serving.models.labels import VersionLabels
@@ -36,7 +37,7 @@ class State(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class VersionStatus:
-    """Where a version stands; `error` is why it is not served, None while nothing went wrong."""
+    """The state of a version. `error` says why it is not served; None if nothing failed."""
 
     version: int
     state: State
@@ -44,7 +45,7 @@ class VersionStatus:
 
 
 class LoadedVersion(NamedTuple):
-    """What a request runs on."""
+    """The version that a request runs on."""
 
     version: int
     servable: Servable
@@ -52,13 +53,13 @@ class LoadedVersion(NamedTuple):
 
 @dataclasses.dataclass
 class _Version:
-    """What is remembered of a version.
+    """The record of one version.
 
     Attributes:
         users: how many leases are open.
-        tried: the fingerprint of the files that the last load was tried with.
+        tried: the fingerprint of the files at the last load.
         tries: how many loads of those files failed.
-        retry_at: when they are tried again, on the clock of `time.monotonic`.
+        retry_at: when the next load is due, by `time.monotonic`.
     """
 
     state: State
@@ -71,7 +72,7 @@ class _Version:
 
 
 class Lease:
-    """A version kept loaded for as long as the context is open."""
+    """Keeps a version loaded while the context is open."""
 
     __slots__ = ("_label", "_model", "_record", "_version")
 
@@ -90,8 +91,8 @@ class Lease:
         self._model._give_back(self._record)
 
 
-class _Folder:
-    """Where a model's versions lie; says once what is wrong with it."""
+class _ModelFolder:
+    """The folder of a model's versions. Logs each problem once."""
 
     def __init__(self, model: str, path: Path) -> None:
         self._model, self._path = model, path
@@ -99,35 +100,32 @@ class _Folder:
         self.error = ""
 
     def versions(self) -> dict[int, Path] | None:
-        """Every version that is there; None where the folder cannot be listed."""
+        """Return every version in the folder, or None if it cannot be listed."""
         try:
             found = find_versions(self._path)
         except OSError as error:
             reason = error.strerror or str(error)
             if not self.error:
-                logger.error("model %s: its folder cannot be listed (%s); serving what is loaded", self._model, reason)
+                text = "model %s: its folder cannot be listed: %s. The loaded versions are still served"
+                logger.error(text, self._model, reason)
             self.error = reason
             return None
         self.error = ""
         return found
 
     def wanted(self, policy: VersionPolicy, found: Collection[int]) -> frozenset[int]:
-        """What `policy` takes of `found`."""
+        """Return the versions that `policy` selects from `found`."""
         missing = policy.versions.difference(found) if isinstance(policy, SpecificVersions) else frozenset()
         for number in sorted(missing - self._missing):
-            logger.warning("model %s: version %d, which its config names, is not in its folder", self._model, number)
+            logger.warning("model %s: its config names version %d, which is not in its folder", self._model, number)
         self._missing = missing
         return policy.wanted(found)
 
 
-def _nobody() -> None:
-    """Nobody is told."""
-
-
 class ServedModel:
-    """The versions of one model; a version is loaded before the one that it replaces is unloaded.
+    """The versions of one model. A version is loaded before the one that it replaces is unloaded.
 
-    `poll`, `configure`, `retire` and `unload` are called by one thread; the other methods by any.
+    One thread calls `poll`, `configure`, `retire` and `unload`. Any thread may call the other methods.
     """
 
     def __init__(
@@ -137,9 +135,17 @@ class ServedModel:
         released: Callable[[], None],
         *,
         options: LoadSettings = DEFAULT_LOAD,
-        changed: Callable[[], None] = _nobody,
+        changed: Callable[[], None] = noop,
     ) -> None:
-        """`released` is called when a version that waits to be unloaded has lost its last user; `changed` after states."""
+        """Prepare the model; nothing is loaded yet.
+
+        Args:
+            settings: its name, folder, policy and labels.
+            load: loads a version from its folder.
+            released: called when a version that is to be unloaded has finished its last request.
+            options: retries, and labels of versions that are not available.
+            changed: called after every change of a version's state.
+        """
         self.name = settings.name
         self.base_path = settings.base_path
         self._policy: VersionPolicy = settings.policy
@@ -148,29 +154,29 @@ class ServedModel:
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
         self._labels = VersionLabels(settings.name, settings.labels, allow_unavailable=options.labels_for_unavailable)
-        self._folder = _Folder(settings.name, settings.base_path)
+        self._folder = _ModelFolder(settings.name, settings.base_path)
 
     @property
     def available(self) -> bool:
-        """Whether any version answers requests."""
+        """Returns True if any version answers requests."""
         with self._lock:
             return any(record.state is State.AVAILABLE for record in self._versions.values())
 
     @property
     def listing_error(self) -> str:
-        """Why the folder could not be listed at the last look; empty where it could."""
+        """Return why the last poll could not list the folder. Empty if it could."""
         return self._folder.error
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is loaded."""
+        """Returns True if no version is loaded."""
         with self._lock:
             return all(record.servable is None for record in self._versions.values())
 
     def lease(self, version: int | None, label: str | None = None) -> Lease:
-        """Version `version`, or the one that `label` names, or the newest available one.
+        """Return a lease of version `version`, or of the one that `label` names, or of the newest available one.
 
-        Opening it raises StatusError: NOT_FOUND, no such version is available; INVALID_ARGUMENT, no such label.
+        Opening it raises StatusError: NOT_FOUND if no such version is available, INVALID_ARGUMENT if the label is unknown.
         """
         return Lease(self, version, label)
 
@@ -185,7 +191,7 @@ class ServedModel:
             return record, LoadedVersion(number, record.servable)
 
     def _newest(self) -> int:
-        """The newest available version; -1, which is none, where there is none. A loop: every request asks."""
+        """Return the newest available version, or -1 if there is none. A plain loop, because every request calls it."""
         newest = -1
         for number, record in self._versions.items():
             if number > newest and record.state is State.AVAILABLE:
@@ -203,33 +209,33 @@ class ServedModel:
             self._released()
 
     def statuses(self) -> list[VersionStatus]:
-        """Every version ever seen, newest first."""
+        """Return the status of every version ever found, newest first."""
         with self._lock:
             newest_first = sorted(self._versions.items(), reverse=True)
             return [VersionStatus(number, record.state, record.error) for number, record in newest_first]
 
     @property
     def labels(self) -> dict[str, int]:
-        """Label -> version, as requests may use them now."""
+        """Return label -> version, as requests may use them now."""
         with self._lock:
             return self._labels.assigned
 
     def label_fault(self, labels: Mapping[str, int]) -> str:
-        """Why `labels` may not be assigned now; empty where they may."""
+        """Return why `labels` cannot be assigned now. Empty if they can."""
         with self._lock:
             return self._labels.fault(labels, set(self._available_numbers()))
 
     def assign(self, labels: Mapping[str, int]) -> None:
-        """Have requests call versions by `labels`, and by no others."""
+        """Replace all labels with `labels`."""
         with self._lock:
             self._labels.assign(labels)
 
     def configure(self, policy: VersionPolicy) -> None:
-        """From the next look on, serve what `policy` says."""
+        """Use `policy` from the next poll on."""
         self._policy = policy
 
     def poll(self) -> None:
-        """Look at the folder once: load what is wanted and new, newest first; unload what nobody wants and uses."""
+        """Scan the folder once: load new versions, newest first, and unload unused ones that the policy drops."""
         found = self._folder.versions()
         if found is None:
             self.unload()
@@ -243,7 +249,7 @@ class ServedModel:
             self._labels.settle(set(self._available_numbers()))
 
     def retire(self) -> None:
-        """Answer no more requests; `unload` then frees what nothing uses."""
+        """Stop answering requests. `unload` then frees the versions that no request uses."""
         self._retire_all_but(frozenset())
 
     def unload(self) -> None:
@@ -268,7 +274,7 @@ class ServedModel:
             self._changed()
 
     def _ensure_loaded(self, number: int, path: Path) -> None:
-        """Load `number` unless it is loaded; one that failed waits for its next try, or for other files."""
+        """Load `number` unless it is loaded. After a failure, wait for the next retry or for changed files."""
         with self._lock:
             record = self._versions.setdefault(number, _Version(State.START))
             loaded = record.servable is not None
@@ -287,8 +293,8 @@ class ServedModel:
         started = time.monotonic()
         try:
             servable = self._load(path)
-        except Exception as error:  # whatever a model does, the server and its other versions go on
-            self._note_failure(number, record, _kept(number, error))
+        except Exception as error:  # a model can raise anything; the other versions must stay available
+            self._note_failure(number, record, _without_traceback(number, error))
             return
         with self._lock:
             record.servable, record.tries = servable, 0
@@ -300,8 +306,8 @@ class ServedModel:
         record.retry_at = time.monotonic() + self._options.retry_seconds
         self._enter(record, State.END, status)
         left = self._options.max_retries + 1 - record.tries
-        more = f"tried again in {self._options.retry_seconds:g} s" if left else "not tried again until its files change"
-        logger.error("model %s version %d cannot be loaded: %s (%s)", self.name, number, status.message, more)
+        more = f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
+        logger.error("model %s version %d cannot be loaded: %s. %s", self.name, number, status.message, more)
 
     def _enter(self, record: _Version, state: State, error: StatusError | None) -> None:
         with self._lock:
@@ -311,7 +317,7 @@ class ServedModel:
             self._changed()
 
     def _retire_others(self, wanted: frozenset[int]) -> None:
-        """Once a wanted version answers, or none is wanted; AvailabilityPreservingPolicy is theirs."""
+        """Retire all but `wanted` once one of these is available, as TensorFlow Serving's AvailabilityPreservingPolicy."""
         with self._lock:
             replaced = not wanted or not wanted.isdisjoint(self._available_numbers())
         if replaced:
@@ -331,8 +337,8 @@ class ServedModel:
             self._changed()
 
 
-def _kept(number: int, error: Exception) -> StatusError:
-    """A copy without the traceback, whose frames would keep what was half loaded."""
+def _without_traceback(number: int, error: Exception) -> StatusError:
+    """Return a copy of `error` without its traceback, whose frames would keep a half-loaded model in memory."""
     if isinstance(error, StatusError):
         return StatusError(error.code, error.message)
     return StatusError(Code.UNKNOWN, f"version {number}: {type(error).__name__}: {error}")

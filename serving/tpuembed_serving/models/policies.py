@@ -1,4 +1,4 @@
-"""Which of the versions that a folder holds are to be served."""
+"""Policies: which versions in a folder are served."""
 
 import dataclasses
 from collections.abc import Collection
@@ -10,10 +10,10 @@ __all__ = ["AllVersions", "LatestVersions", "SpecificVersions", "VersionPolicy"]
 
 
 class VersionPolicy(Protocol):
-    """ServableVersionPolicy of TensorFlow Serving's file_system_storage_path_source.proto."""
+    """A version policy: ServableVersionPolicy of TensorFlow Serving's file_system_storage_path_source.proto."""
 
     def wanted(self, found: Collection[int]) -> frozenset[int]:
-        """Those of the versions `found` that are to be served."""
+        """Return the versions of `found` that are to be served."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,10 @@ class LatestVersions:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ConfigError(f"latest versions: {self.count} are asked for; give a number above 0")
+            raise ConfigError(f"latest versions: the count is {self.count}. Give a number above 0")
 
     def wanted(self, found: Collection[int]) -> frozenset[int]:
-        """See VersionPolicy."""
+        """Return the `count` greatest numbers of `found`."""
         return frozenset(sorted(found)[-self.count :])
 
 
@@ -36,20 +36,20 @@ class AllVersions:
     """Every version."""
 
     def wanted(self, found: Collection[int]) -> frozenset[int]:
-        """See VersionPolicy."""
+        """Return all of `found`."""
         return frozenset(found)
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecificVersions:
-    """These versions, as far as they are there."""
+    """The named versions that are in the folder."""
 
     versions: frozenset[int]
 
     def __post_init__(self) -> None:
         if not self.versions:
-            raise ConfigError("specific versions: none is named; name at least one")
+            raise ConfigError("specific versions: the list is empty. Name at least one version")
 
     def wanted(self, found: Collection[int]) -> frozenset[int]:
-        """See VersionPolicy."""
+        """Return the named versions that are in `found`."""
         return self.versions.intersection(found)

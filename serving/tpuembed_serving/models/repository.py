@@ -1,10 +1,11 @@
-"""All models of a server, the thread that watches their folders, and the replacement of their config."""
+"""All models of a server: polls their folders in a thread, and replaces their config."""
 
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from tpuembed.errors import ConfigError
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
 from tpuembed_serving.models.model import Lease, LoadedVersion, Loader, ServedModel, State, VersionStatus
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models
@@ -14,15 +15,11 @@ __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State",
 logger = logging.getLogger(__name__)
 
 
-def _nobody() -> None:
-    """Nobody is told."""
-
-
 class ModelRepository:
-    """Loads, swaps and unloads in a thread of its own; every other method may be called from any thread.
+    """Loads, replaces and unloads versions in its own thread. Any thread may call its methods.
 
-    A model whose folder is another one in a new config is served from the old folder until a version of the new one is
-    loaded; `_successors` has what is not loaded yet. `_leaving` has what requests may still use.
+    A new config may give a model another folder. The old folder is served until a version of the new one is loaded.
+    `_successors` holds the models that are not loaded yet. `_leaving` holds those that requests may still use.
     """
 
     def __init__(
@@ -32,15 +29,18 @@ class ModelRepository:
         poll_seconds: float,
         *,
         options: LoadSettings = DEFAULT_LOAD,
-        changed: Callable[[], None] = _nobody,
+        changed: Callable[[], None] = noop,
     ) -> None:
-        """`changed` is called after every change of a version's state, and of the models, by the thread that loads."""
+        """Prepare the models; nothing is loaded yet.
+
+        The thread that loads calls `changed` after every change of a version's state, and of the list of models.
+        """
         self._load, self._poll_seconds, self._options, self._changed = load, poll_seconds, options, changed
         self._wake = threading.Event()
         self._stopping = False
         self._reloading = threading.Lock()
-        self._looks = threading.Condition()
-        self._asked, self._done, self._looked = 0, 0, False
+        self._polled_all = threading.Condition()
+        self._asked, self._done, self._has_polled = 0, 0, False
         self._loading = bool(models)
         self._configured = self._adopted = tuple(models)
         self._models = {model.name: self._model(model) for model in models}
@@ -50,32 +50,36 @@ class ModelRepository:
         self._thread = threading.Thread(target=self._watch, name="model-repository", daemon=True)
 
     def start(self) -> None:
-        """Begin to load and watch, in the background."""
+        """Start loading and polling in a background thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch and unload; a load in progress is waited for."""
+        """Stop polling and unload everything. Waits for a load in progress."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
-        with self._looks:
-            self._looks.notify_all()
+        with self._polled_all:
+            self._polled_all.notify_all()
         for model in [*self._models.values(), *self._successors.values(), *self._leaving]:
             model.retire()
             model.unload()
 
     @property
     def ready(self) -> bool:
-        """Whether every model has an available version, and requests are answered."""
+        """Returns True if every model has an available version and requests are answered."""
         return not self._loading and all(model.available for model in self._models.values())
 
     @property
     def loading(self) -> bool:
-        """Whether models were configured at the start whose first load has not ended yet, well or not."""
+        """Returns True until the first load of every model of the first config has ended, with success or failure."""
         return self._loading
 
     def lease(self, name: str, version: int | None, label: str | None = None) -> Lease:
-        """See `ServedModel.lease`; a model that is not configured is NOT_FOUND, and has no label."""
+        """Return a lease of a version of model `name`; see `ServedModel.lease`.
+
+        Raises:
+            StatusError: the model is not configured: INVALID_ARGUMENT if a label is given, otherwise NOT_FOUND.
+        """
         model = self._models.get(name)
         if model is not None:
             return model.lease(version, label)
@@ -84,43 +88,44 @@ class ModelRepository:
         raise servable_not_found(name, version)
 
     def statuses(self, name: str) -> list[VersionStatus]:
-        """Every version ever seen of model `name`, newest first; empty for a model that was never configured."""
+        """Return every version ever found of model `name`, newest first. Empty if it was never configured."""
         model = self._models.get(name) or self._removed.get(name)
         return model.statuses() if model else []
 
     def labels(self) -> dict[str, dict[str, int]]:
-        """Every model that is served -> its labels and their versions."""
+        """Return the labels and their versions, by model."""
         return {name: model.labels for name, model in self._models.items()}
 
     def all_statuses(self) -> dict[str, list[VersionStatus]]:
-        """Model -> every version of it ever seen, in this process; of models that were removed too."""
+        """Return model -> every version that this process ever found, including removed models."""
         return {name: model.statuses() for name, model in [*self._removed.items(), *self._models.items()]}
 
-    def wait_for_look(self, stopping: Callable[[], bool]) -> None:
-        """Return once every folder was looked at, and what it holds was loaded or has failed; or where `stopping` says so."""
-        with self._looks:
-            while not self._looked and not stopping():
-                self._looks.wait(0.1)
+    def wait_for_first_poll(self, stopping: Callable[[], bool]) -> None:
+        """Block until the versions of every folder are loaded or have failed, or until `stopping` returns True."""
+        with self._polled_all:
+            while not self._has_polled and not stopping():
+                self._polled_all.wait(0.1)
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
-        """Serve `models` and no others; returns when their versions are loaded, or have failed.
+        """Serve `models` and no others. Returns when their versions are loaded or have failed.
 
-        A label may only name a version that is available now (see LoadSettings). Of new models at least one version is to load.
+        A label may only name a version that is available now (see LoadSettings). A new model must load at least one version.
 
         Raises:
-            StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, and nothing is changed; UNKNOWN, `models` are served but for the
-                new ones that it names, which are tried again as at the start; CANCELLED, the server stops.
+            StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, nothing is changed; UNKNOWN, the config is applied, but
+                the new models that the message names have no available version, and are retried; CANCELLED, the
+                server is stopping.
         """
         with self._reloading:
             self.check(models)
             new = [model.name for model in models if model.name not in self._models]
             self._assign_labels(models)
-            if not self._look_again(models):
-                raise StatusError(Code.CANCELLED, "the server stops")
+            if not self._poll_again(models):
+                raise StatusError(Code.CANCELLED, "the server is stopping")
             self._check_available(new)
 
     def check(self, models: Sequence[ModelSettings]) -> None:
-        """Raise StatusError, INVALID_ARGUMENT or FAILED_PRECONDITION, where `reload` would refuse `models`."""
+        """Raise StatusError, INVALID_ARGUMENT or FAILED_PRECONDITION, if `reload` would refuse `models`."""
         try:
             check_models(models)
         except ConfigError as error:
@@ -138,22 +143,22 @@ class ModelRepository:
             if served is not None and served.base_path == model.base_path:
                 served.assign(model.labels)
 
-    def _look_again(self, models: Sequence[ModelSettings]) -> bool:
-        """Have the watch look at all folders with a new config; whether it has, and was not stopped before."""
-        with self._looks:
+    def _poll_again(self, models: Sequence[ModelSettings]) -> bool:
+        """Make the thread poll all folders with a new config. Returns False if the repository was stopped first."""
+        with self._polled_all:
             self._configured = tuple(models)
             self._asked += 1
             mine = self._asked
             self._wake.set()
-            self._looks.wait_for(lambda: self._done >= mine or self._stopping)
+            self._polled_all.wait_for(lambda: self._done >= mine or self._stopping)
             return self._done >= mine
 
     def _check_available(self, new: Iterable[str]) -> None:
-        """WaitUntilModelsAvailable of TensorFlow Serving's server_core.cc."""
+        """Raise UNKNOWN if a new model is not available, as WaitUntilModelsAvailable of server_core.cc."""
         reasons = [_why_not(model) for name in new if not (model := self._models[name]).available]
         reasons += [_why_not(model) for model in self._successors.values()]
-        if self._stopping:  # and what was loaded may be unloaded by now
-            raise StatusError(Code.CANCELLED, "the server stops")
+        if self._stopping:  # a new model may be unloaded again by now
+            raise StatusError(Code.CANCELLED, "the server is stopping")
         if reasons:
             listed = "".join(f"{{{reason}}}, " for reason in reasons)
             raise StatusError(Code.UNKNOWN, f"{len(reasons)} model(s) did not become available: {{{listed}}}")
@@ -163,19 +168,19 @@ class ModelRepository:
 
     def _watch(self) -> None:
         while not self._stopping:
-            with self._looks:
+            with self._polled_all:
                 asked, configured = self._asked, self._configured
-            news = configured is not self._adopted or not self._looked
+            news = configured is not self._adopted or not self._has_polled
             if configured is not self._adopted:
                 self._adopt(configured)
                 self._adopted = configured
-            self._look()
+            self._poll_all()
             self._loading = False
             if news:
                 self._changed()
-            with self._looks:
-                self._done, self._looked = asked, True
-                self._looks.notify_all()
+            with self._polled_all:
+                self._done, self._has_polled = asked, True
+                self._polled_all.notify_all()
             self._wake.wait(self._poll_seconds)
             self._wake.clear()
 
@@ -200,19 +205,19 @@ class ModelRepository:
         model.retire()
         self._leaving.append(model)
 
-    def _look(self) -> None:
+    def _poll_all(self) -> None:
         for name, model in self._models.items():
             if not self._stopping:
                 self._poll(self._successors.get(name, model))
         for name, successor in list(self._successors.items()):
             if successor.available:
-                self._succeed(name, successor)
+                self._replace_model(name, successor)
         for model in self._leaving:
             model.retire()
             model.unload()
         self._leaving = [model for model in self._leaving if not model.idle]
 
-    def _succeed(self, name: str, successor: ServedModel) -> None:
+    def _replace_model(self, name: str, successor: ServedModel) -> None:
         before = self._models[name]
         self._models = {**self._models, name: successor}
         del self._successors[name]
@@ -222,8 +227,8 @@ class ModelRepository:
     def _poll(self, model: ServedModel) -> None:
         try:
             model.poll()
-        except Exception:  # the watch must outlive anything a folder can hold
-            logger.exception("model %s: a look at its folder failed", model.name)
+        except Exception:  # polling must survive anything that a folder can hold
+            logger.exception("model %s: the poll of its folder failed", model.name)
 
 
 def _why_not(model: ServedModel) -> str:

@@ -1,4 +1,4 @@
-"""Every file of an export against the checksums of its manifest, before any of it is loaded."""
+"""Compares every file of an export with the checksums of its manifest, before the export is loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +20,12 @@ OnRead = Callable[[int], None]
 
 
 def verify_checksums(version_dir: Path, on_read: OnRead) -> None:
-    """Read all of a version that has a manifest; nothing of one that has none.
+    """Read every file of a version that has a manifest. A version without one is not read.
 
-    `on_read` is told how many bytes were read; it may raise to give up.
+    `on_read` is called with the number of bytes of each read. It may raise to stop.
 
     Raises:
-        StatusError: DATA_LOSS, a file is not what was exported.
+        StatusError: DATA_LOSS, a file differs from the exported one.
     """
     manifest = check_files(version_dir)
     if manifest is None:
@@ -51,7 +51,7 @@ def _check_file(version_dir: Path, file: str, entry: FileEntry, manifest: Manife
     path = version_dir / file
     found = _graph_crc32c(path, manifest) if path == version_dir / GRAPH_FILE else file_crc32c(path, on_read)
     if found != entry.crc32c:
-        what = "is not a graph of its manifest" if found is None else f"has CRC32C {found:#010x}"
+        what = "does not fit the manifest" if found is None else f"has CRC32C {found:#010x}"
         raise _damaged(version_dir, f"{file} {what} and the manifest says {entry.crc32c:#010x}")
 
 
@@ -74,4 +74,4 @@ def _range_crc32c(path: Path, offset: int, size: int, on_read: OnRead) -> int:
 
 
 def _damaged(version_dir: Path, what: str) -> StatusError:
-    return StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {what}; copy the version again or export it again")
+    return StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {what}. Copy the version again or export it again")

@@ -1,4 +1,4 @@
-"""The folders of a model: which children are versions, and whether one is complete enough to load."""
+"""Finds the versions in a model's folder, and checks that a version is complete before it is loaded."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def parse_version(name: str) -> int | None:
-    """The version that a folder's name stands for, read as `absl::SimpleAtoi` reads an int64, or None."""
+    """Return the version number in a folder's name, read as `absl::SimpleAtoi` reads an int64, or None."""
     if not _INTEGER.fullmatch(name):
         return None
     try:
@@ -31,7 +31,7 @@ def parse_version(name: str) -> int | None:
 
 
 def find_versions(base_path: Path) -> dict[int, Path]:
-    """Every child of `base_path` whose name is an integer; of two names for one integer, the last in sort order.
+    """Return the children of `base_path` whose names are integers. Of two names of one integer, the last in order counts.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -41,7 +41,7 @@ def find_versions(base_path: Path) -> dict[int, Path]:
 
 
 def fingerprint(version_dir: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Changes when a version is written anew, or mended: time and size of what a load reads first, and of its folders."""
+    """Return the times and sizes of the files that a load reads first. They change when a version is written again."""
     return tuple(_stamp(version_dir / path) for path in _LOOKED_AT)
 
 
@@ -54,14 +54,15 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def check_files(version_dir: Path) -> Manifest | None:
-    """Refuse a version that cannot be whole, before anything of it is loaded; its manifest, where it has one.
+    """Return the manifest of a version, or None if it has none. Refuses an incomplete version before it is loaded.
 
     Raises:
-        StatusError: it has no graph, or its manifest names a file that is not there or has another size, or another index.
+        StatusError: the graph is missing; or a file that the manifest names is missing or has another size; or the
+            variables' index has another checksum.
     """
     if not (version_dir / GRAPH_FILE).is_file():
         raise StatusError(
-            Code.NOT_FOUND, f"version {version_dir.name}: {GRAPH_FILE} is missing; write the version again"
+            Code.NOT_FOUND, f"version {version_dir.name}: {GRAPH_FILE} is missing. Write the version again"
         )
     try:
         manifest = Manifest.read(version_dir)
@@ -76,12 +77,15 @@ def check_files(version_dir: Path) -> Manifest | None:
 
 
 def is_free(file: str) -> bool:
-    """Whether a file of an export may be replaced: its requests to warm up with, and other notes beside the manifest."""
+    """Returns True if a file of an export may be replaced: warmup requests and other files beside the manifest."""
     return _EXTRA in Path(file).parents
 
 
 def _fault(version_dir: Path, file: str, entry: FileEntry) -> str:
-    """The size, and the checksum of the small file that says where all tensors lie; the graph's depend on its folder."""
+    """Return what is wrong with a file's size, or with the checksum of the variables' index. Empty if nothing is.
+
+    The graph is not compared: its bytes depend on its folder.
+    """
     if Path(file) == GRAPH_FILE:
         return ""
     try:
@@ -97,4 +101,4 @@ def _fault(version_dir: Path, file: str, entry: FileEntry) -> str:
 
 
 def _damaged(version_dir: Path, what: str) -> StatusError:
-    return StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {what}; export it again")
+    return StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {what}. Export it again")

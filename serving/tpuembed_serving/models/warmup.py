@@ -1,4 +1,4 @@
-"""Requests that lie in a version and are run before it is available, so that no client's request is the first one.
+"""Runs the warmup requests in a version's folder before the version is available.
 
 Source: saved_model_warmup_util.cc and saved_model_warmup.cc of TensorFlow Serving, and record_reader.cc of TensorFlow.
 """
@@ -31,10 +31,10 @@ _MASK_DELTA: Final = 0xA282EAD8
 
 
 def warm_up(version_dir: Path, servable: Servable, between: Callable[[], None]) -> int:
-    """Run the records of a version, one after the other; how many there are. `between` them something may raise.
+    """Run the warmup records of a version in order, and return their number. `between` is called before each; it may raise.
 
     Raises:
-        StatusError: a record fails or is none, or there are more than MAX_RECORDS.
+        StatusError: a record fails or is malformed, or there are more than MAX_RECORDS.
     """
     path = version_dir / WARMUP_PATH
     if not path.is_file():
@@ -64,7 +64,7 @@ async def _answer(api: "PredictionApi", log_class: Any, record: bytes) -> None:
     except DecodeError:
         raise invalid_argument("Failed to parse warmup record") from None
     kind = log.WhichOneof("log_type")
-    if kind is None:  # theirs passes over it too
+    if kind is None:  # TensorFlow Serving skips it too
         return
     method = _methods(api).get(kind)
     if method is None:
@@ -86,26 +86,26 @@ def _methods(api: "PredictionApi") -> Mapping[str, Callable[[bytes], Awaitable[b
 
 
 class _OneVersion(PredictionService):
-    """Answers by one servable, whatever model a request names; nobody else has it yet."""
+    """Answers every request with one servable, whatever model the request names."""
 
     def __init__(self, servable: Servable) -> None:
         self._loaded = LoadedVersion(0, servable)
 
     def lease(self, spec: ModelSpec) -> contextlib.AbstractContextManager[LoadedVersion]:  # noqa: ARG002
-        """The one."""
+        """Return the one version."""
         return contextlib.nullcontext(self._loaded)
 
     async def predict(
         self, servable: Servable, signature: Signature, inputs: Sequence[Array], **_: Any
     ) -> dict[str, Array]:
-        """At once, in this thread."""
+        """Run in this thread, without a queue."""
         outputs = servable.run(signature, inputs)
         return dict(zip((info.alias for info in signature.outputs), outputs, strict=True))
 
 
 @contextlib.contextmanager
 def _named(version_dir: Path, what: str) -> Iterator[None]:
-    """Errors say which version and record they are of."""
+    """Add the version and `what` to the messages of errors in the block."""
     try:
         yield
     except StatusError as error:
@@ -118,10 +118,10 @@ def _named(version_dir: Path, what: str) -> Iterator[None]:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """The records of a TFRecord file, each compared with its checksums.
+    """Yield the records of a TFRecord file. Each is compared with its checksums.
 
     Raises:
-        StatusError: DATA_LOSS, it is none, or is damaged or cut off.
+        StatusError: DATA_LOSS, the file is damaged, truncated or not a TFRecord file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -131,7 +131,7 @@ def read_records(path: Path) -> Iterator[bytes]:
 
 
 def _checked(file: BinaryIO, length: int, size: int, offset: int) -> bytes:
-    """The next `length` bytes, which a masked CRC32C follows."""
+    """Read the next `length` bytes and compare them with the masked CRC32C that follows."""
     if length + _CHECKSUM.size > size - file.tell():
         raise _damaged("truncated", offset)
     data = file.read(length)

@@ -1,4 +1,4 @@
-"""What operators see of requests: metrics, an access log and traces.
+"""Observes requests for operators: metrics, an access log and traces.
 
-Each is off unless the settings ask for it.
+Each is off by default.
 """

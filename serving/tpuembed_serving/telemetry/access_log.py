@@ -1,4 +1,4 @@
-"""One line of JSON for every request, on stderr or in a file. A thread writes them: the event loop waits for no disk."""
+"""Writes one line of JSON for every request to stderr or a file. A thread writes, so that the event loop never blocks."""
 
 import datetime as dt
 import logging
@@ -21,18 +21,18 @@ __all__ = ["STDERR", "AccessLog", "check_writable", "entry"]
 logger = logging.getLogger(__name__)
 
 STDERR: Final = "-"
-"""In the place of a file's path."""
+"""The target that means stderr."""
 
 _LINE_ENDS: Final = re.compile(rb"\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
-"""UTF-8 of the C1 controls, one of which ends a line, and of the separators of lines and paragraphs."""
+"""UTF-8 of the C1 controls, one of which ends a line, and of the line and paragraph separators."""
 
 
 def entry(record: RequestRecord, stages: Sequence[float], wall_offset: float) -> dict[str, Any]:
-    """What is written of a request.
+    """Return the entry of a request.
 
     Args:
-        stages: how many seconds each took.
-        wall_offset: what the wall clock is ahead of `time.perf_counter`, in seconds.
+        stages: the seconds of each stage.
+        wall_offset: the wall clock minus `time.perf_counter`, in seconds.
     """
     started = dt.datetime.fromtimestamp(record.started + wall_offset, dt.UTC)
     return {
@@ -53,7 +53,7 @@ def entry(record: RequestRecord, stages: Sequence[float], wall_offset: float) ->
 
 
 def _line(found: dict[str, Any]) -> bytes:
-    """JSON in a line, whatever its reader takes for the end of one: clients choose names."""
+    """Return one line of JSON. Escapes every character that a reader may take for a line end: clients choose names."""
     line = orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
     return line if line.isascii() else _LINE_ENDS.sub(lambda end: b"\\u%04x" % ord(end[0].decode()), line)
 
@@ -63,7 +63,7 @@ def _ms(seconds: float) -> float:
 
 
 def check_writable(target: str) -> None:
-    """Raise ServingError where the file cannot be written."""
+    """Raise ServingError if the file cannot be written."""
     if target != STDERR:
         _open(Path(target)).close()
 
@@ -74,31 +74,31 @@ def _open(path: Path | None) -> BinaryIO:
     try:
         return path.open("ab", buffering=0)
     except OSError as error:
-        raise ServingError(f"access log {path}: cannot be written: {error.strerror}") from None
+        raise ServingError(f"access log {path}: cannot be written: {error.strerror}. Choose another file") from None
 
 
 class AccessLog:
-    """An observer (see `observation`) that appends to a file, or writes to stderr.
+    """An observer (see `request_record`) that appends to a file, or writes to stderr.
 
-    A file that was renamed or removed, as by a rotation of logs, is made anew. Workers share one: each write is whole lines.
+    If log rotation renames or removes the file, it is created again. Workers share one file: each write is whole lines.
     """
 
     wants_request_id = True
 
     def __init__(self, target: str) -> None:
-        """Raises ServingError where the file cannot be written."""
+        """Open the file. Raises ServingError if it cannot be written."""
         self._path = None if target == STDERR else Path(target)
         self._file = _open(self._path)
         self._failed = False
         self._records = RecordQueue("access-log", self._write)
 
     def finish(self, record: RequestRecord) -> None:
-        """See Observer."""
+        """Queue the entry of a request."""
         record.ensure_request_id()
         self._records.put(record)
 
     def close(self) -> None:
-        """See Observer."""
+        """Write the queued entries and close the file."""
         self._records.close()
         if self._path is not None:
             self._file.close()
@@ -118,7 +118,7 @@ class AccessLog:
             self._failed = False
         except (OSError, ServingError) as error:
             if not self._failed:
-                logger.error("requests are not logged: %s", error)
+                logger.error("the access log cannot be written: %s", error)
             self._failed = True
 
     def _follow_rotation(self) -> None:

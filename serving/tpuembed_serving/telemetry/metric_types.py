@@ -1,6 +1,6 @@
-"""Counters, gauges and histograms, and Prometheus' text format of them.
+"""Counters, gauges and histograms, and their text format for Prometheus.
 
-Observations are added many at once, and each cell has one writer at a time.
+Observations are added in batches, and each cell has one writer at a time.
 
 Source of the format: TensorFlow Serving's util/prometheus_exporter.cc, and
 https://prometheus.io/docs/instrumenting/exposition_formats/.
@@ -13,13 +13,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Counter", "Family", "Histogram", "HistogramCell", "Snapshot", "exponential", "merged", "to_text"]
+__all__ = ["Counter", "Family", "Histogram", "HistogramCell", "Snapshot", "exponential", "merge_snapshots", "to_text"]
 
 Labels = tuple[str, ...]
 
 
 def exponential(scale: float, growth: float, count: int) -> tuple[float, ...]:
-    """Upper bounds of buckets, without the infinite one (`Buckets::Exponential` of TensorFlow's sampler.cc)."""
+    """Return upper bounds of buckets without the infinite one, as `Buckets::Exponential` of TensorFlow's sampler.cc."""
     bounds = [scale]
     while len(bounds) < count:
         bounds.append(bounds[-1] * growth)
@@ -28,13 +28,13 @@ def exponential(scale: float, growth: float, count: int) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """All cells of one name.
+    """A metric: its name, kind and labels.
 
     Attributes:
-        name: as Prometheus has it.
+        name: in Prometheus' form.
         kind: counter, gauge or histogram.
-        labels: their names.
-        bounds: of a histogram's buckets, without the infinite one.
+        labels: the names of its labels.
+        bounds: the upper bounds of a histogram's buckets, without the infinite one.
     """
 
     name: str
@@ -44,30 +44,30 @@ class Family:
 
 
 Values = Mapping[Labels, tuple[float, ...]]
-"""Values of labels -> one number; of a histogram, its sum and then a count for each bucket."""
+"""The number for each combination of label values. For a histogram: the sum, then a count for each bucket."""
 
 Snapshot = Mapping[Family, Values]
-"""What processes send each other, and add up."""
+"""The values of all metrics of one process."""
 
 
 class Counter:
-    """Whole numbers that only grow, by values of labels."""
+    """Integers that only increase, one for each combination of label values."""
 
     def __init__(self, name: str, *labels: str) -> None:
         self.family = Family(name, "counter", labels)
         self._cells: dict[Labels, int] = {}
 
     def add(self, labels: Labels, amount: int = 1) -> None:
-        """One writer."""
+        """Add `amount`. One thread at a time."""
         self._cells[labels] = self._cells.get(labels, 0) + amount
 
     def values(self) -> Values:
-        """A copy."""
+        """Return a copy of the values."""
         return {labels: (value,) for labels, value in dict(self._cells).items()}
 
 
 class HistogramCell:
-    """How many observations fell into which bucket."""
+    """The sum of observations, and their number in each bucket."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.array(bounds)
@@ -75,38 +75,38 @@ class HistogramCell:
         self._sum = 0.0
 
     def add(self, values: npt.ArrayLike) -> None:
-        """One observation, or several."""
+        """Add one observation or several."""
         observed = np.atleast_1d(np.asarray(values, np.float64))
         places = np.searchsorted(self._bounds, observed, side="left")
         self._counts += np.bincount(places, minlength=len(self._counts))
         self._sum += float(observed.sum())
 
     def numbers(self) -> tuple[float, ...]:
-        """Sum and counts, as `Values` has them."""
+        """Return the sum and the counts, as in `Values`."""
         return self._sum, *self._counts.tolist()
 
 
 class Histogram:
-    """Cells by values of labels."""
+    """Histogram cells, one for each combination of label values."""
 
     def __init__(self, name: str, bounds: tuple[float, ...], *labels: str) -> None:
         self.family = Family(name, "histogram", labels, bounds)
         self._cells: dict[Labels, HistogramCell] = {}
 
     def cell(self, *labels: str) -> HistogramCell:
-        """Of these values; made where there is none."""
+        """Return the cell of these label values. Creates it if it is missing."""
         cell = self._cells.get(labels)
         if cell is None:
             cell = self._cells[labels] = HistogramCell(self.family.bounds)
         return cell
 
     def values(self) -> Values:
-        """A copy."""
+        """Return a copy of the values."""
         return {labels: cell.numbers() for labels, cell in dict(self._cells).items()}
 
 
-def merged(snapshots: Iterable[Snapshot]) -> dict[Family, dict[Labels, tuple[float, ...]]]:
-    """The sums of what several processes have."""
+def merge_snapshots(snapshots: Iterable[Snapshot]) -> dict[Family, dict[Labels, tuple[float, ...]]]:
+    """Return the sums of the values of several processes."""
     total: dict[Family, dict[Labels, tuple[float, ...]]] = {}
     for snapshot in snapshots:
         for family, values in snapshot.items():
@@ -118,7 +118,7 @@ def merged(snapshots: Iterable[Snapshot]) -> dict[Family, dict[Labels, tuple[flo
 
 
 def to_text(snapshot: Snapshot) -> str:
-    """Prometheus' text format; families by name."""
+    """Return Prometheus' text format, sorted by metric."""
     families = sorted(snapshot, key=lambda family: family.name)
     return "".join(f"{line}\n" for family in families for line in _lines(family, snapshot[family]))
 
@@ -147,5 +147,5 @@ _LE: Final = 'le="%s"'
 
 
 def _escaped(value: str) -> str:
-    """Theirs leaves line ends as they are, which no reader takes."""
+    """Escape a label value. TensorFlow Serving does not escape line ends, which no reader accepts."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,8 +1,8 @@
-"""Metrics of the server: TensorFlow Serving's by their names, and some of ours under `:tpuembed:serving:`.
+"""Metrics of the server: TensorFlow Serving's under their names, and tpuembed's under `:tpuembed:serving:`.
 
-Theirs are defined in servables/tensorflow/util.cc, saved_model_warmup_util.cc and batching/batching_session.cc of TensorFlow
-Serving, and in cc/saved_model/loader.cc of TensorFlow; latencies are in microseconds. What theirs has and this server does not
-do has no metric here: request_log_count, mlmd_map, padding_size.
+TensorFlow Serving defines its own in servables/tensorflow/util.cc, saved_model_warmup_util.cc and
+batching/batching_session.cc, and TensorFlow in cc/saved_model/loader.cc. Latencies are in microseconds. Metrics of
+functions that this server lacks are left out: request_log_count, mlmd_map, padding_size.
 """
 
 import collections
@@ -26,45 +26,45 @@ _SIZES: Final = exponential(1, 2, 14)
 _EXAMPLES: Final = exponential(1, 2, 15)
 _INFERENCE: Final = {"predict": "Predict", "classify": "Classify", "regress": "Regress"}
 _COUNTED_CALLS: Final = frozenset({"Predict", "Classify", "Regress"})
-"""Of gRPC, as in theirs."""
+"""The gRPC methods that are counted, as in TensorFlow Serving."""
 _TAKE_EXAMPLES: Final = frozenset({"classify", "regress", "multiinference"})
 _MOST_NAMES: Final = 1000
 _OTHERS: Final = "(others)"
-"""Clients may make up names of models without end; from so many on they are counted under this one."""
+"""Clients may invent model names. Names after the first `_MOST_NAMES` are counted under this one."""
 _FOLDED_AT_ONCE: Final = 512
 _MICROS: Final = 1e6
 
 _Run = tuple[str, Sequence[int], Sequence[float]]
-"""The name of its pool; rows of each request, and seconds that it waited."""
+"""A batch: the name of its thread pool, the rows of each request, and the seconds that each waited."""
 
 
 class ServerMetrics:
-    """An observer (see `observation`), of runs and of loads too.
+    """An observer (see `request_record`) of requests, batches and loads.
 
-    `finish` and `ran` belong to the event loop, `loaded` and `warmed_up` to the thread that loads.
+    The event loop calls `finish` and `ran`. The thread that loads calls `loaded` and `warmed_up`.
     """
 
     wants_request_id = False
 
     def __init__(self, queue_depth: Callable[[], int] = lambda: 0) -> None:
-        theirs, ours = ":tensorflow:serving:", ":tpuembed:serving:"
-        self.request_count = Counter(f"{theirs}request_count", "model_name", "status")
-        self.request_latency = Histogram(f"{theirs}request_latency", _LATENCY, "model_name", "API", "entrypoint")
-        self.runtime_latency = Histogram(f"{theirs}runtime_latency", _LATENCY, "model_name", "API", "runtime")
-        self.example_counts = Histogram(f"{theirs}request_example_counts", _EXAMPLES, "model")
-        self.example_total = Counter(f"{theirs}request_example_count_total", "model")
-        self.warmup_latency = Histogram(f"{theirs}model_warmup_latency", _LATENCY, "model_path", "status")
-        self.warmup_records = Counter(f"{theirs}model_warmup_records_read", "model_path", "status")
-        batching = f"{theirs}batching_session:"
+        tf_serving, tpuembed = ":tensorflow:serving:", ":tpuembed:serving:"
+        self.request_count = Counter(f"{tf_serving}request_count", "model_name", "status")
+        self.request_latency = Histogram(f"{tf_serving}request_latency", _LATENCY, "model_name", "API", "entrypoint")
+        self.runtime_latency = Histogram(f"{tf_serving}runtime_latency", _LATENCY, "model_name", "API", "runtime")
+        self.example_counts = Histogram(f"{tf_serving}request_example_counts", _EXAMPLES, "model")
+        self.example_total = Counter(f"{tf_serving}request_example_count_total", "model")
+        self.warmup_latency = Histogram(f"{tf_serving}model_warmup_latency", _LATENCY, "model_path", "status")
+        self.warmup_records = Counter(f"{tf_serving}model_warmup_records_read", "model_path", "status")
+        batching = f"{tf_serving}batching_session:"
         self.queuing_latency = Histogram(f"{batching}queuing_latency", _QUEUING, "thread_pool_name")
         self.run_count = Counter(f"{batching}wrapped_run_count")
         self.input_batch_size = Histogram(f"{batching}input_batch_size", _SIZES)
         self.load_attempts = Counter(":tensorflow:cc:saved_model:load_attempt_count", "model_path", "status")
         self.load_latency = Counter(":tensorflow:cc:saved_model:load_latency", "model_path")
-        self.stage_latency = Histogram(f"{ours}stage_latency", _LATENCY, "model_name", "stage")
-        self.run_rows = Histogram(f"{ours}run_rows", _SIZES)
-        self.run_requests = Histogram(f"{ours}run_requests", _SIZES)
-        self._depth_family = Family(f"{ours}queue_depth", "gauge", ())
+        self.stage_latency = Histogram(f"{tpuembed}stage_latency", _LATENCY, "model_name", "stage")
+        self.run_rows = Histogram(f"{tpuembed}run_rows", _SIZES)
+        self.run_requests = Histogram(f"{tpuembed}run_requests", _SIZES)
+        self._depth_family = Family(f"{tpuembed}queue_depth", "gauge", ())
         self._queue_depth = queue_depth
         self._all: list[Counter | Histogram] = [
             one for one in vars(self).values() if isinstance(one, Counter | Histogram)
@@ -75,24 +75,24 @@ class ServerMetrics:
         self._runs: collections.deque[_Run] = collections.deque()
 
     def finish(self, record: RequestRecord) -> None:
-        """See Observer. Remembered now, and counted later with others: that is ten times cheaper."""
+        """Queue a request. Requests are counted many at a time, which is ten times cheaper."""
         self._answered.append(record)
         if len(self._answered) >= _FOLDED_AT_ONCE:
             self._fold()
 
     def ran(self, pool: str, rows: Sequence[int], queue_seconds: Sequence[float]) -> None:
-        """Requests of so many rows each, which waited so long, shared a run."""
+        """Count a batch of requests of so many rows each, which waited so long."""
         self._runs.append((pool, rows, queue_seconds))
         if len(self._runs) >= _FOLDED_AT_ONCE:
             self._fold()
 
     def close(self) -> None:
-        """See Observer."""
+        """Do nothing: metrics have no file."""
 
-    # ---- what is remembered, counted
+    # ---- counting
 
     def _fold(self) -> None:
-        """By the event loop, or by whoever wants to see the numbers."""
+        """Count the queued requests and batches. The event loop calls it, or a thread that wants the numbers."""
         with self._folding:
             groups: dict[tuple[str, str, str, Code], list[RequestRecord]] = collections.defaultdict(list)
             for record in _taken(self._answered):
@@ -109,7 +109,7 @@ class ServerMetrics:
         return model
 
     def _count(self, model: str, api: str, entrypoint: str, code: Code, records: list[RequestRecord]) -> None:
-        """As in theirs, only what succeeds has a latency."""
+        """Count requests. Only those that succeed have a latency, as in TensorFlow Serving."""
         self.request_count.add((model, code.name), len(records))
         if code is not Code.OK:
             return
@@ -143,18 +143,18 @@ class ServerMetrics:
     # ---- loads
 
     def loaded(self, model_path: str, seconds: float, ok: bool) -> None:
-        """A version was loaded, or failed to."""
+        """Count the load of a version, successful or not."""
         self.load_attempts.add((model_path, "success" if ok else "fail"))
         self.load_latency.add((model_path,), round(seconds * _MICROS))
 
     def warmed_up(self, model_path: str, seconds: float, records: int, error: StatusError | None) -> None:
-        """Records of a version were run."""
+        """Count the warmup of a version."""
         status = "OK" if error is None else error.to_string()
         self.warmup_latency.cell(model_path, status).add(seconds * _MICROS)
         self.warmup_records.add((model_path, status), records)
 
     def snapshot(self) -> Snapshot:
-        """Of this process; from any thread."""
+        """Return all values of this process. Any thread may call it."""
         self._fold()
         found = {one.family: one.values() for one in self._all}
         found[self._depth_family] = {(): (float(self._queue_depth()),)}
@@ -162,5 +162,5 @@ class ServerMetrics:
 
 
 def _taken(waiting: "collections.deque[Any]") -> list[Any]:
-    """Out of a deque that grows meanwhile."""
+    """Empty a deque that another thread may append to, and return its items."""
     return [waiting.popleft() for _ in range(len(waiting))]

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's --monitoring_config_file: a MonitoringConfig in protobuf's text format.
+"""Reads TensorFlow Serving's --monitoring_config_file: a MonitoringConfig in protobuf's text format.
 
 Source: tensorflow_serving/config/monitoring_config.proto.
 """
@@ -14,10 +14,10 @@ __all__ = ["read_metrics_path"]
 
 
 def read_metrics_path(path: Path) -> str | None:
-    """Where the file at `path` wants metrics to be served; None where it does not enable them.
+    """Return the URL path of the metrics that the file at `path` configures, or None if it does not enable them.
 
     Raises:
-        ConfigError: it cannot be read, or is no MonitoringConfig; the message names the file.
+        ConfigError: the file cannot be read, or is not a MonitoringConfig. The message names the file.
     """
     from google.protobuf import text_format  # type: ignore[import-untyped]
 
@@ -26,7 +26,7 @@ def read_metrics_path(path: Path) -> str | None:
     except OSError as error:
         raise ConfigError(f"monitoring config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"monitoring config {path}: is no text in UTF-8") from None
+        raise ConfigError(f"monitoring config {path}: is not UTF-8 text. Save it as UTF-8") from None
     except text_format.ParseError as error:
         raise ConfigError(f"monitoring config {path}: {error}") from None
     config = message.prometheus_config
@@ -35,7 +35,7 @@ def read_metrics_path(path: Path) -> str | None:
 
 @functools.cache
 def _message_class() -> Any:
-    """The message's class. tensorflow-serving-api leaves this one out, so it is described here."""
+    """Return the class of the message. tensorflow-serving-api does not include it, so it is described here."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto

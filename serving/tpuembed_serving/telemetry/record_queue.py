@@ -1,4 +1,4 @@
-"""Records of requests on their way from the event loop to a thread that makes something of them."""
+"""A queue of request records from the event loop to a thread that writes them."""
 
 import queue
 import threading
@@ -10,12 +10,12 @@ from tpuembed_serving.telemetry.request_record import RequestRecord
 __all__ = ["RecordQueue"]
 
 _MOST_WAITING: Final = 20_000
-"""Of a disk or a collector that stalls, more are not kept: the server goes on."""
+"""More records are dropped, so that a stalled disk or collector does not stop the server."""
 _MOST_AT_ONCE: Final = 500
 
 
 class RecordQueue:
-    """Gives `handle` all that waits, in order, and how many were dropped before."""
+    """Passes the queued records to `handle` in order, with the number of records that were dropped since its last call."""
 
     def __init__(self, name: str, handle: Callable[[Sequence[RequestRecord], int], None]) -> None:
         self._handle = handle
@@ -25,19 +25,19 @@ class RecordQueue:
         self._thread.start()
 
     def put(self, record: RequestRecord) -> None:
-        """From one thread; never waits."""
+        """Queue a record, or drop it if the queue is full. Never blocks. One thread calls it."""
         if self._queue.qsize() >= _MOST_WAITING:
             self._dropped += 1
         else:
             self._queue.put(record)
 
     def close(self) -> None:
-        """Return once everything is handled."""
+        """Handle all queued records, then stop the thread."""
         self._queue.put(None)
         self._thread.join()
 
     def _work(self) -> None:
-        told = 0
+        reported = 0
         more = True
         while more:
             batch = [self._queue.get()]
@@ -45,5 +45,5 @@ class RecordQueue:
                 batch.append(self._queue.get())
             more = batch[-1] is not None
             dropped = self._dropped
-            self._handle([record for record in batch if record is not None], dropped - told)
-            told = dropped
+            self._handle([record for record in batch if record is not None], dropped - reported)
+            reported = dropped

@@ -1,4 +1,4 @@
-"""What is remembered of one request while it is answered, for operators. Nothing is, unless the server has an observer."""
+"""The record of a request that observers receive. Records are kept only if the server has an observer."""
 
 import contextvars
 import itertools
@@ -24,8 +24,8 @@ __all__ = [
     "RequestRecord",
     "current_record",
     "name_request",
-    "observing",
     "sane_request_id",
+    "set_current_record",
     "stage_seconds",
 ]
 
@@ -40,24 +40,30 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 STAGES: Final = ("read", "parse", "queue", "run", "encode")
-"""Of a request: until its body is there; until it waits for a run, or to the end where it never does; until the run begins, and
-from its end until the event loop goes on; the model; the answer."""
+"""The stages of a request.
+
+- read: until its body has arrived.
+- parse: until it is queued, or until its end if it never is.
+- queue: until its batch starts, and from the batch's end until the event loop resumes.
+- run: the model.
+- encode: the answer.
+"""
 
 
 class RequestRecord:
-    """One request. Times are those of `time.perf_counter`, in seconds, unless they say otherwise.
+    """One request. Times are in seconds, by `time.perf_counter`.
 
     Attributes:
         entrypoint: REST or GRPC.
-        method: of HTTP, or of the service.
-        path: as it was sent, without what a URL must not show.
-        api: predict, classify, regress (REST) or Predict, ... (gRPC); empty for what has no such name.
-        model: as the request names it; empty where it names none.
-        version: that answered; None where none did.
-        rows: of the inputs; None where it never came to a run, or they do not agree about it.
-        request_id: the client's own, where it is sane.
-        headers: the request's, names in lower case.
-        code: of the answer; `status` is HTTP's, or the code's number.
+        method: the HTTP method, or the service's.
+        path: path and query as they were sent, or the path of the gRPC method.
+        api: predict, classify, regress (REST) or Predict, ... (gRPC); empty for other requests.
+        model: the model that the request names; empty if none.
+        version: the version that answered; None if none did.
+        rows: the rows of the inputs; None if it was not run, or if the inputs differ in it.
+        request_id: the client's request ID if it is valid, or a new one; empty before `ensure_request_id`.
+        headers: the request's headers, with names in lower case.
+        code: the status code of the answer; `status` is the HTTP status, or the code's number.
     """
 
     __slots__ = (
@@ -78,28 +84,28 @@ class RequestRecord:
         self._queue = self._run = 0.0
 
     def body(self, size: int) -> None:
-        """The request is there, with so many bytes."""
+        """Note that the body has arrived, and its size."""
         self.bytes_in, self.received = size, time.perf_counter()
 
     def ran(self, rows: int | None, queue: float, run: float) -> None:
-        """A run answered it, after so many seconds of waiting and running."""
+        """Note that the request was run, and the seconds that it waited and ran."""
         self.rows, self._queue, self._run, self._left = rows, queue, run, time.perf_counter()
 
     def answered(self, code: Code, status: int, size: int) -> None:
-        """The answer is there, with so many bytes."""
+        """Note the answer: its code, HTTP status and size."""
         self.code, self.status, self.bytes_out, self.ended = code, status, size, time.perf_counter()
 
     @property
     def has_run(self) -> bool:
-        """Whether a run answered it."""
+        """Returns True if the request was run."""
         return self._left > 0
 
     def request_header(self, name: bytes) -> bytes:
-        """The first header of that name, in lower case; empty where there is none."""
+        """Return the first header of that name (in lower case), or empty bytes."""
         return next((value for key, value in self.headers if key == name), b"")
 
     def ensure_request_id(self) -> str:
-        """The client's, or a new one."""
+        """Return the request ID: the client's if it is valid, else a new one."""
         if not self.request_id:
             self.request_id = sane_request_id(self.request_header(REQUEST_ID)) or os.urandom(8).hex()
         return self.request_id
@@ -109,7 +115,7 @@ _TIMES: Final = operator.attrgetter("started", "received", "_queue", "_run", "_l
 
 
 def stage_seconds(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
-    """[records, stages]: how long each stage of answered requests took; 0.0 for what one never came to."""
+    """Return the seconds of each stage of answered requests, [records, stages]. 0.0 for a stage that was not reached."""
     flat = np.fromiter(itertools.chain.from_iterable(map(_TIMES, records)), np.float64, 6 * len(records))
     started, received, queue, run, left, ended = flat.reshape(-1, 6).T
     has_run = left > 0
@@ -120,33 +126,33 @@ def stage_seconds(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
 
 
 class Observer(Protocol):
-    """Who looks at requests: counts them, logs them, traces them."""
+    """Counts, logs or traces requests."""
 
     wants_request_id: bool
 
     def finish(self, record: RequestRecord) -> None:
-        """A request was answered. Called by the event loop's thread, and quick."""
+        """Take the record of an answered request. The event loop's thread calls it, so it must be quick."""
 
     def close(self) -> None:
-        """No more requests come; what is not written yet is."""
+        """Write all queued records. No more requests follow."""
 
 
 _CURRENT: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("request_record", default=None)
 
 current_record = _CURRENT.get
-"""The record of the request that is being answered; None where nobody observes."""
+"""Returns the record of the request that this task answers, or None if the server has no observer."""
 
-observing = _CURRENT.set
-"""From here on, what this task and its children do belongs to a record."""
+set_current_record = _CURRENT.set
+"""Sets the record of this task and of its later children."""
 
 
 def name_request(model: str, api: str) -> None:
-    """What the request that is being answered asks of which model."""
+    """Store the model and the API of the current request in its record, if it has one."""
     record = _CURRENT.get()
     if record is not None:
         record.model, record.api = model, api
 
 
 def sane_request_id(value: bytes) -> str:
-    """A client's name for its request; empty where it is none that a log or a header should carry."""
+    """Return a client's request ID, or an empty string if a log or a header should not carry it."""
     return value.decode("ascii") if _SANE_ID.fullmatch(value) else ""

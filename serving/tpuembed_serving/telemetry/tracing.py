@@ -1,7 +1,7 @@
-"""Spans of requests and their stages, for OpenTelemetry; exported as the OTEL_* variables say.
+"""Exports OpenTelemetry spans of requests and their stages, as the OTEL_* environment variables configure.
 
-The spans of a request are made once it is answered, by a thread of their own: the event loop only keeps its times. Names and
-attributes follow OpenTelemetry's semantic conventions for HTTP servers and RPC.
+A thread creates the spans after the answer. The event loop only stores the times. Names and attributes follow
+OpenTelemetry's semantic conventions for HTTP servers and RPC.
 """
 
 import importlib.util
@@ -25,12 +25,12 @@ __all__ = ["Tracing", "check_tracing", "make_provider"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 5.0
-"""The exporter's own patience is half a minute, which is what many supervisors give a whole process to stop."""
+"""Much less than the exporter's own timeout of 30 s, in which many supervisors kill a stopping process."""
 _SERVICE: Final = "tpuembed-serving"
 _SERVER_FAULTS: Final = frozenset(
     {Code.UNKNOWN, Code.DEADLINE_EXCEEDED, Code.UNIMPLEMENTED, Code.INTERNAL, Code.UNAVAILABLE, Code.DATA_LOSS}
 )
-"""What a server span is an error for; a client's own fault is none."""
+"""Codes that mark a server span as an error. Errors of the client do not."""
 _HTTP, _GRPC = "http/protobuf", "grpc"
 _EXPORTERS: Final = {
     _HTTP: "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -39,7 +39,7 @@ _EXPORTERS: Final = {
 
 
 def check_tracing() -> None:
-    """Raise MissingExtraError or ConfigError where spans cannot be exported as the environment asks."""
+    """Raise MissingExtraError or ConfigError if spans cannot be exported as the environment configures."""
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp"):
         if not _is_there(package):
             raise MissingExtraError("serve --otel", package, "otel")
@@ -57,7 +57,7 @@ def _is_there(package: str) -> bool:
 def _exporter_name() -> str:
     name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     if name not in ("otlp", "console", "none"):
-        raise ConfigError(f"OTEL_TRACES_EXPORTER is {name}: this server exports by otlp, console or none")
+        raise ConfigError(f"OTEL_TRACES_EXPORTER is {name}, which is not supported. Set it to otlp, console or none")
     return name
 
 
@@ -65,21 +65,24 @@ def _protocol() -> str:
     for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         protocol = os.environ.get(variable)
         if protocol and protocol not in _EXPORTERS:
-            raise ConfigError(f"{variable} is {protocol}: this server speaks {_HTTP} and {_GRPC}")
+            raise ConfigError(f"{variable} is {protocol}, which is not supported. Set it to {_HTTP} or {_GRPC}")
         if protocol:
             return protocol
     return _HTTP
 
 
 def make_provider() -> "TracerProvider":
-    """As the environment says: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_*."""
+    """Return a provider configured by the environment variables of OpenTelemetry.
+
+    These are OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_* and OTEL_EXPORTER_*.
+    """
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
     named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     resource = Resource.create({} if named else {"service.name": _SERVICE})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # that would wait for the collector once more
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # True would wait for the collector again
     name = _exporter_name()
     if name == "console":
         provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter()))
@@ -90,7 +93,7 @@ def make_provider() -> "TracerProvider":
 
 
 class Tracing:
-    """An observer (see `observation`). A request belongs to the trace that its `traceparent` names, if it has one."""
+    """An observer (see `request_record`). A request joins the trace that its `traceparent` header names."""
 
     wants_request_id = False
 
@@ -103,22 +106,22 @@ class Tracing:
         self._records = RecordQueue("tracing", self._trace_all)
 
     def finish(self, record: RequestRecord) -> None:
-        """See Observer."""
+        """Queue the spans of a request."""
         self._records.put(record)
 
     def close(self) -> None:
-        """See Observer. What a collector does not take within seconds is lost: a server that stops does not wait for it."""
+        """Export the queued spans. Those that the collector does not accept within a few seconds are lost."""
         closing = threading.Thread(target=self._close, name="tracing-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
         if closing.is_alive():
-            logger.warning("the last traces are lost: their collector does not take them")
+            logger.warning("the last traces are lost: the collector did not accept them in %g s", _CLOSE_SECONDS)
 
     def _close(self) -> None:
         self._records.close()
         self._provider.shutdown()
 
-    def _trace_all(self, records: Sequence[RequestRecord], dropped: int) -> None:  # noqa: ARG002 - there is no span of none
+    def _trace_all(self, records: Sequence[RequestRecord], dropped: int) -> None:  # noqa: ARG002 - dropped records have no span
         offset = time.time_ns() - time.perf_counter_ns()
         for record, seconds in zip(records, stage_seconds(records).tolist(), strict=True):
             self._trace(record, seconds, offset)

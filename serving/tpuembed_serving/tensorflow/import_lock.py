@@ -1,6 +1,6 @@
-"""TensorFlow is imported by one thread at a time: two that begin at different modules of it deadlock on their locks.
+"""Makes the import of TensorFlow safe: by one thread at a time, and without a folder for temporary files.
 
-It is also imported where no folder for temporary files is: on a file system that is read-only all over.
+Two threads that import different modules of it first deadlock on their import locks.
 """
 
 import os
@@ -11,11 +11,11 @@ from typing import Final
 __all__ = ["IMPORTING_TENSORFLOW"]
 
 IMPORTING_TENSORFLOW: Final = threading.Lock()
-"""Held around an import that may be the first of TensorFlow, wherever that is not the main thread's."""
+"""Held around every import outside the main thread that may be the first of TensorFlow."""
 
 
 def _need_no_temporary_folder() -> None:
-    """TensorFlow imports absl's testing module, which fails without a folder that it never writes to in a server."""
+    """Set TEST_TMPDIR if no temporary folder exists. absl's testing module, which TensorFlow imports, fails without it."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

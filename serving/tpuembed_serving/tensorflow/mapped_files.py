@@ -1,7 +1,7 @@
-"""What the server can do for tables that are mapped: read them ahead of the first request, and have faults read one page.
+"""Speeds up mapped tables: reads them before the first request, or makes page faults read one page.
 
-A page of a mapping that is not in the page cache is read when it is first looked up, and with it as many as the disk's
-readahead says: megabytes, on some machines, for one row of a few hundred bytes.
+A page that is not in the page cache is read at its first lookup, and the disk's readahead reads more with it. On some
+machines that is megabytes for one row of a few hundred bytes.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 _MAPS: Final = Path("/proc/self/maps")
 _COPIED_BYTES: Final = 10 << 20
-"""TensorFlow's optimizer may make an ordinary constant, which is a copy, of a smaller table."""
+"""TensorFlow's optimizer may copy a smaller table into an ordinary constant."""
 
 
 class _Mapping(NamedTuple):
-    """A line of /proc/self/maps: see proc_pid_maps(5)."""
+    """A line of /proc/self/maps; see proc_pid_maps(5)."""
 
     start: int
     stop: int
@@ -35,12 +35,12 @@ class _Mapping(NamedTuple):
 
 
 def read_ahead(version_dir: Path, manifest: Manifest, on_read: Callable[[int], None]) -> None:
-    """Read every data file of tables into the page cache, and compare it with its checksum.
+    """Read every table file into the page cache, and compare it with its checksum.
 
-    `on_read` is told how many bytes were read; it may raise to give up.
+    `on_read` is called with the number of bytes of each read. It may raise to stop.
 
     Raises:
-        StatusError: a file is not what was exported.
+        StatusError: DATA_LOSS, a file differs from the exported one.
         OSError: a file cannot be read.
     """
     for stack in manifest.stacks:
@@ -49,21 +49,22 @@ def read_ahead(version_dir: Path, manifest: Manifest, on_read: Callable[[int], N
             raise StatusError(
                 Code.DATA_LOSS,
                 f"version {version_dir.name}: {stack.file}, which holds stack {stack.name!r}, has CRC32C {found:#010x} "
-                f"and the manifest says {stack.crc32c:#010x}; copy the version again or export it again",
+                f"and the manifest says {stack.crc32c:#010x}. Copy the version again or export it again",
             )
 
 
 def advise_random_access(files: Iterable[Path]) -> None:
-    """Have a fault in this process' mappings of `files` read no more than the page that is asked for.
+    """Make a page fault in this process's mappings of `files` read one page only.
 
-    The advice is to be on the mapping: `posix_fadvise` acts on an open file, and TensorFlow has closed its own.
+    This needs `madvise` on the mapping: `posix_fadvise` acts on an open file, and TensorFlow has closed its own.
     """
     mappings = list(_mappings())
     for path in files:
         status = path.stat()
         found = [one for one in mappings if (one.device, one.inode) == (status.st_dev, status.st_ino)]
         if not found and status.st_size > _COPIED_BYTES:
-            logger.warning("random access: no mapping of %s was found; the disk's own readahead stays", path.name)
+            text = "random access: %s is not mapped by this process. The disk's readahead stays on for it"
+            logger.warning(text, path.name)
         for mapping in found:
             _advise(mapping)
 
@@ -72,13 +73,13 @@ def _advise(mapping: _Mapping) -> None:
     size = mapping.stop - mapping.start
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(size), mmap.MADV_RANDOM):
-        logger.warning("random access: madvise: %s", os.strerror(ctypes.get_errno()))
+        logger.warning("random access: madvise failed: %s", os.strerror(ctypes.get_errno()))
 
 
 def _mappings() -> Iterator[_Mapping]:
     try:
         lines = _MAPS.read_text(errors="surrogateescape").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         addresses, _, _, device, inode = line.split()[:5]

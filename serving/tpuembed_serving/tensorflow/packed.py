@@ -1,4 +1,7 @@
-"""Named inputs by way of an export's signature `packed`: one matrix in and one out; each name costs as much as a lookup."""
+"""Runs named inputs through an export's signature `packed`, which takes one matrix and returns one.
+
+This is faster: each named input costs as much as a lookup.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -10,15 +13,15 @@ from tpuembed_serving.core.servable import Array, Signature
 
 __all__ = ["PackedCall", "is_worth_packing"]
 
-_PADDING = -1  # as the manifest has it: see PackedInput
+_PADDING = -1  # see PackedInput of the manifest
 
 Call = Callable[..., list[Array]]
 
 
 def is_worth_packing(manifest: Manifest | None, signature: Signature) -> bool:
-    """Whether the named `signature` has the outputs of `packed`, in one matrix.
+    """Returns True if the named `signature` has the outputs of `packed`, in one matrix.
 
-    A whole model has outputs of its own in both; most of its time is not that of names, and neither is faster (measured).
+    A whole model has its own outputs in both. It spends most of its time elsewhere, and neither is faster (measured).
     """
     return (
         manifest is not None
@@ -29,10 +32,10 @@ def is_worth_packing(manifest: Manifest | None, signature: Signature) -> bool:
 
 
 class PackedCall:
-    """Calls `packed` with the inputs of `serving_default`, and has its outputs."""
+    """Calls `packed` with the inputs of `serving_default`, and returns the outputs of `serving_default`."""
 
     def __init__(self, packing: Packing, signature: Signature, packed: Call, named: Call) -> None:
-        """`named` is what to call with inputs that do not fit, so that the graph says why."""
+        """Prepare the calls. `named` is called with inputs that do not fit `packed`, so that its graph reports the error."""
         order = {info.alias: index for index, info in enumerate(signature.inputs)}
         self._fixed = [(order[one.name], one.columns) for one in packing.inputs if one.columns is not None]
         self._lists = [order[one.name] for one in packing.inputs if one.columns is None]
@@ -41,7 +44,7 @@ class PackedCall:
         self._packed, self._named = packed, named
 
     def __call__(self, *inputs: Array) -> list[Array]:
-        """The outputs by name, in the signature's order."""
+        """Return the outputs in the signature's order."""
         matrix = self.matrix(inputs)
         if matrix is None:
             return self._named(*inputs)
@@ -49,7 +52,7 @@ class PackedCall:
         return [activations[:, one.start : one.stop].reshape(len(matrix), *one.shape) for one in self._outputs]
 
     def matrix(self, inputs: Sequence[Array]) -> Array | None:
-        """int64 [rows, columns]; None where the inputs do not fit into one."""
+        """Return the inputs as one int64 matrix [rows, columns], or None if they do not fit."""
         rows = count_rows(inputs)
         if rows is None or not self._fits(inputs):
             return None

@@ -1,8 +1,8 @@
-"""Loads a SavedModel into a TensorFlow session and runs its signatures. The only user of private TensorFlow names here.
+"""Loads a SavedModel into a TensorFlow session and runs its signatures. The only module here that uses private TensorFlow names.
 
-A TF1 session rather than `tf.saved_model.load`: a call through it costs a third of a signature call, and it lets the
-graph decide about a rank that differs from the signature's, as TensorFlow Serving does. `Session.run` and
-`Session.make_callable` refuse such a feed in Python; `_make_callable_from_options` hands it on.
+It uses a TF1 session, not `tf.saved_model.load`: a call costs a third of a signature call. As in TensorFlow Serving, the
+graph decides whether it accepts a rank that differs from the signature's. `Session.run` and `Session.make_callable`
+refuse such a feed in Python; `_make_callable_from_options` passes it on.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters,
 from tpuembed_serving.batching.policy import find_merging, with_padding
 from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.deadlines import remaining_seconds
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message
 from tpuembed_serving.models.versions import INDEX_FILE, check_files
@@ -42,23 +43,19 @@ logger = logging.getLogger(__name__)
 _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
 _SHORT = 0.9
-"""Of the timeout that callables have: a client that waits less than that has a run of its own timeout."""
+"""A client with less than this share of the callables' timeout left gets a run with its own timeout."""
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
-
-
-def _ignore(_: int) -> None:
-    """Nobody listens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a model's signatures are run.
+    """Options of the runs of a model's signatures.
 
     Attributes:
-        timeout_ms: after which TensorFlow gives up a run that may take any time; 0 is never.
-        threads: of TensorFlow's own pool, on which such runs are. All others stay on the thread that calls them, where a timeout
-            has no effect (TensorFlow looks at it when the run is over, measured), and spare the hand-over to the pool.
-        per_model_batching: whether the version's own batching parameters count.
+        timeout_ms: when TensorFlow cancels a run whose duration is not bounded by its inputs; 0 is never.
+        threads: the size of TensorFlow's pool, on which such runs happen. All other runs stay on the calling thread, which is
+            faster. A timeout has no effect there: TensorFlow checks it after the run (measured).
+        per_model_batching: whether the version's own batching parameters are used.
         may_read_disk: whether a run may wait for rows of mapped tables.
     """
 
@@ -80,7 +77,7 @@ class SavedModelServable:
         parameters: BatchingParameters | None,
         where: str,
     ) -> None:
-        """`where`: the model's folder and version, for messages."""
+        """Build the callables. `where` is the model's folder and version, for messages."""
         self._session, self._manifest = session, manifest
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
@@ -101,7 +98,7 @@ class SavedModelServable:
         self._prepare()
 
     def merging(self, signature: Signature) -> Merging | None:
-        """How requests of `signature` may share a run."""
+        """Return how requests of `signature` may be batched, or None if they may not."""
         with self._proving:
             if signature.name not in self._merging:
                 self._merging[signature.name] = self._find_merging(signature)
@@ -113,7 +110,7 @@ class SavedModelServable:
         return self._verdicts[name]
 
     def _has_marks(self) -> bool:
-        """Returns True if lookups are marked in the graph, which the proof then goes by."""
+        """Returns True if the graph marks its lookups for the proof."""
         graph = self._meta_graph.graph_def
         bodies = (graph.node, *(function.node_def for function in graph.library.function))
         return any(LOOKUP_SCOPE in node.name for body in bodies for node in body)
@@ -121,12 +118,12 @@ class SavedModelServable:
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
         if verdict.is_proven and self._manifest is not None and is_worth_packing(self._manifest, signature):
-            verdict = self._verdict("packed")  # which is what runs
-        # Exports of lookups that are older than the proof have no marks in their graphs. What they are, their manifest says.
+            verdict = self._verdict("packed")  # this one runs
+        # Exports that are older than the proof have no marks in their graphs. Their manifest says that they are lookups.
         is_older = self._manifest is not None and bool(self._manifest.features) and not self._has_marks()
         is_proven = verdict.is_proven or is_older
         if not is_proven and signature.inputs:
-            text = "%s: signature %s: requests do not share runs unless --enable-batching says so: %s"
+            text = "%s: signature %s: requests are not batched: %s. Give --enable-batching to batch them anyway"
             logger.warning(text, self._where, signature.name, verdict.reason)
         return find_merging(
             signature,
@@ -138,7 +135,7 @@ class SavedModelServable:
         )
 
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """The outputs for `inputs`; TensorFlow's errors come as StatusError."""
+        """Return the outputs for `inputs`. Raises StatusError for TensorFlow's errors."""
         try:
             seconds = remaining_seconds() if self._timeout_ms else None
             if seconds is not None and 1000 * seconds < _SHORT * self._timeout_ms:
@@ -146,11 +143,11 @@ class SavedModelServable:
             return [_as_array(value) for value in self._callable(signature)(*inputs)]
         except tf.errors.OpError as error:
             raise _status(error) from None
-        except UnicodeDecodeError as error:  # of the message, which quotes what the client sent; its code is lost
+        except UnicodeDecodeError as error:  # the message quotes the client's bytes; its code is lost
             raise invalid_argument(plain_message(error.object.decode("utf-8", "replace"))) from None
 
     def close(self) -> None:
-        """Cancel what still runs, free the variables, and let the garbage collector have the graph."""
+        """Cancel the current runs, and free the variables and the graph."""
         self._is_closing = True
         self._rest.join()
         self._callables.clear()
@@ -159,10 +156,10 @@ class SavedModelServable:
         _collect()
 
     def _prepare(self) -> None:
-        """Build the callables now, so that no request pays for it; one that cannot be built fails its own requests.
+        """Build the callables before the first request. One that cannot be built fails its own requests.
 
-        Of an export the others than `serving_default`, which are most of a load, are built while that is asked already. No
-        thread of a process that ends is to be in TensorFlow: this one is waited for.
+        An export's `serving_default` is built first and can be called at once. A thread builds the others, which take most
+        of the load time. `close` joins it, because a process must not exit while a thread is in TensorFlow.
         """
         callable_ones = [signature for signature in self.signatures.values() if signature.inputs]
         first = [one for one in callable_ones if self._manifest is None or one.name == "serving_default"]
@@ -172,7 +169,7 @@ class SavedModelServable:
         self._rest.start()
 
     def _build_last(self, signatures: Sequence[Signature]) -> None:
-        """Build these, and have no copy of the graph from then on: it may hold whole tables."""
+        """Build these, then drop the copy of the graph, which may hold whole tables."""
         self._build(signatures)
         for signature in self.signatures.values():
             self.merging(signature)
@@ -183,9 +180,9 @@ class SavedModelServable:
             try:
                 if not self._is_closing:
                     self._callable(signature)
-                    self.merging(signature)  # now, for the log
+                    self.merging(signature)  # logs its warning at load time
             except tf.errors.OpError as error:
-                logger.warning("signature %s cannot be called: %s", signature.name, error.message)
+                logger.warning("%s: signature %s cannot be called: %s", self._where, signature.name, error.message)
 
     def _callable(self, signature: Signature) -> Callable[..., list[Any]]:
         return self._callables.get(signature.name) or self._built(signature)
@@ -203,13 +200,13 @@ class SavedModelServable:
             return found
 
     def _packed_call(self, manifest: Manifest, signature: Signature) -> PackedCall:
-        """`signature` itself is made once it is needed, which is to refuse inputs: making one is most of a mapped load."""
+        """Return a call through `packed`. The callable of `signature` is built when inputs do not fit: that is slow."""
         named = functools.cache(lambda: self._make_callable(signature))
         packed = self._callable(self.signatures["packed"])
         return PackedCall(manifest.packing, signature, packed, lambda *inputs: named()(*inputs))
 
     def _run_within(self, seconds: float, signature: Signature, inputs: Sequence[Array]) -> list[Any]:
-        """A callable's timeout is its own, and to make one takes longer than a run."""
+        """Run without a callable, with this timeout: a callable's timeout is fixed, and building one is slower than a run."""
         graph = self._session.graph
         feeds = {
             graph.get_tensor_by_name(info.tensor)._as_tf_output(): array
@@ -237,24 +234,24 @@ def load(
     *,
     prewarm: bool = False,
     random_access: bool = False,
-    on_read: Callable[[int], None] = _ignore,
+    on_read: Callable[[int], None] = noop,
     options: RunOptions | None = None,
 ) -> SavedModelServable:
-    """Load the SavedModel at `version_dir`.
+    """Load the SavedModel at `version_dir`. Nothing is written there.
 
-    Tables that it maps are mapped from `version_dir`, wherever its graph says they are; nothing is written there.
+    Mapped tables are mapped from `version_dir`, whatever path the graph names.
 
     Args:
-        version_dir: its folder.
-        prewarm: read the files of mapped tables first, and compare them with their checksums.
-        random_access: have a fault in a mapped table read one page.
-        on_read: told how many bytes `prewarm` has just read; it may raise to give up.
-        options: how its signatures are run.
+        version_dir: the version's folder.
+        prewarm: whether to read the files of mapped tables first, and compare them with their checksums.
+        random_access: whether a page fault in a mapped table reads one page only.
+        on_read: called with the number of bytes of each read of `prewarm`. It may raise to stop.
+        options: how the signatures are run.
 
     Raises:
-        StatusError: it is incomplete, is not a SavedModel, or TensorFlow cannot load it.
+        StatusError: the version is incomplete, is not a SavedModel, or TensorFlow cannot load it.
     """
-    gc.freeze()  # what was there before, TensorFlow's half a million objects, is no garbage of this load
+    gc.freeze()  # exclude the existing objects, among them TensorFlow's half a million, from the collection below
     manifest = check_files(version_dir)
     mapped = manifest if manifest is not None and manifest.layout == "mmap" else None
     options = dataclasses.replace(options or RunOptions(), may_read_disk=mapped is not None and not prewarm)
@@ -294,7 +291,7 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
     config = config_pb2.ConfigProto(
         inter_op_parallelism_threads=-1 if on_caller else options.threads,
         intra_op_parallelism_threads=1,
-        use_per_session_threads=not on_caller,  # with it, -1 would be a pool of its own
+        use_per_session_threads=not on_caller,  # with True, -1 would create another pool
     )
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
@@ -307,7 +304,7 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
 
 
 def _mapped_graph(version_dir: Path, manifest: Manifest) -> bytes:
-    """The graph, with its tables mapped from `version_dir`."""
+    """Return the graph with its tables mapped from `version_dir`."""
     try:
         return mapped_from((version_dir / GRAPH_FILE).read_bytes(), manifest, version_dir.absolute())
     except ConfigError as error:
@@ -315,30 +312,30 @@ def _mapped_graph(version_dir: Path, manifest: Manifest) -> bytes:
 
 
 def _check_variables(version_dir: Path, meta_graph: Any) -> None:
-    """TensorFlow loads a graph whose variables are missing without a word; its first request then fails."""
+    """Raise NOT_FOUND if the variables are missing. TensorFlow would load the graph, and the first request would fail."""
     if (version_dir / INDEX_FILE).is_file():
         return
     for node in meta_graph.graph_def.node:
         if node.op in _VARIABLE_OPS:
             what = f"{INDEX_FILE} is missing though the graph has variables ({node.name})"
-            raise StatusError(Code.NOT_FOUND, f"version {version_dir.name}: {what}; write the version again")
+            raise StatusError(Code.NOT_FOUND, f"version {version_dir.name}: {what}. Write the version again")
 
 
 def _is_steady(graph: Any, manifest: Manifest | None) -> bool:
-    """Whether the time of a run depends on the shapes of its inputs alone: an export, without loops and calls of Python."""
+    """Returns True if only input shapes decide how long a run takes: an export without loops and Python functions."""
     nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
     return manifest is not None and not any(node.op in _LOOP_OPS or node.op in _PYTHON_OPS for node in nodes)
 
 
 def _shapes(definition: Any) -> list[list[int] | None]:
-    """Of all inputs and outputs."""
+    """Return the shapes of all inputs, then of all outputs."""
     infos = [info for _, info in (*sorted(definition.inputs.items()), *sorted(definition.outputs.items()))]
     shapes = [info.tensor_shape for info in infos]
     return [None if shape.unknown_rank else [dim.size for dim in shape.dim] for shape in shapes]
 
 
 def _as_array(value: Any) -> Array:
-    """A scalar string comes as bytes, which numpy would cut at trailing zeros."""
+    """Convert an output to an array. A scalar string needs dtype object: numpy would cut bytes at trailing zeros."""
     return np.array(value, dtype=object) if isinstance(value, bytes) else np.asarray(value)
 
 
@@ -351,7 +348,7 @@ def _without_path(status: StatusError, version_dir: Path) -> StatusError:
 
 
 def _collect() -> None:
-    """Collect everything, and then keep what is left out of later collections: a full one takes half a second with a model."""
+    """Collect all garbage, then exclude the rest from later collections: a full one takes half a second with a model."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

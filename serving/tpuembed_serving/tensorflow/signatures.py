@@ -1,4 +1,4 @@
-"""TensorFlow's SignatureDef to what the server knows of a signature. Importing this module imports TensorFlow."""
+"""Converts TensorFlow's SignatureDef to the server's `Signature`. Importing this module imports TensorFlow."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["signature_json", "signature_of"]
 
 
 def signature_of(name: str, definition: Any) -> Signature:
-    """The signature called `name`, of its SignatureDef."""
+    """Return the signature called `name` from its SignatureDef."""
     return Signature(name, _tensor_infos(definition.inputs), _tensor_infos(definition.outputs))
 
 
@@ -31,7 +31,7 @@ def _tensor_info(alias: str, info: Any) -> TensorInfo:
 
 
 def signature_json(definition: Any) -> dict[str, Any]:
-    """As protobuf's C++ printer writes a SignatureDef when told to print every field."""
+    """Return a SignatureDef as protobuf's C++ JSON printer writes it with every field."""
     return {
         "inputs": {alias: _info_json(definition.inputs[alias]) for alias in sorted(definition.inputs)},
         "outputs": {alias: _info_json(definition.outputs[alias]) for alias in sorted(definition.outputs)},

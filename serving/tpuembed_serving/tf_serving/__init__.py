@@ -1,4 +1,1 @@
-"""Forwards requests to a TensorFlow Serving server, behind the same APIs.
-
-It also prints how to start that server.
-"""
+"""Forwards requests to a TensorFlow Serving server, and prints how to start one."""

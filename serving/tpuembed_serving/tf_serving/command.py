@@ -1,4 +1,4 @@
-"""How TensorFlow Serving is started to serve the same models: its command, its config and a compose file, to copy.
+"""Prints how to serve the same models with TensorFlow Serving: a command, a models.config and a compose file.
 
 Flags: tensorflow_serving/model_servers/main.cc; the container's: tensorflow_serving/tools/docker/Dockerfile.
 """
@@ -27,10 +27,10 @@ _GRPC_PORT, _REST_PORT = 8500, 8501
 
 
 def tf_serving_files(settings: ServerSettings) -> str:
-    """A text of three parts, each after a line of `#` that says what it is: a command, a models.config, a compose file.
+    """Return a text of three parts, each after a line of `#`: a command, a models.config, a compose file.
 
-    What TensorFlow Serving has no flag for, and versions that map their tables from where it would not find them, are named
-    in comments.
+    Comments name the settings that TensorFlow Serving has no flag for, and the versions whose mapped tables it would not
+    find.
 
     Raises:
         ServingError: a model's folder cannot be read.
@@ -43,7 +43,7 @@ def tf_serving_files(settings: ServerSettings) -> str:
         f"# {_CONFIG}:",
         _models_config(settings.models, [model.base_path for model in settings.models]),
         f"# compose.yaml, with a {_CONFIG} of its own inside:",
-        # A dollar begins a variable of a compose file.
+        # A dollar sign begins a variable in a compose file.
         yaml.safe_dump(_compose(settings), sort_keys=False).rstrip().replace("$", "$$"),
     ]
     return "\n".join(parts) + "\n"
@@ -56,14 +56,14 @@ def _command(settings: ServerSettings) -> list[str]:
 
 
 def _flags(settings: ServerSettings) -> Iterator[str]:
-    """Of both the command and the container."""
+    """Yield the flags of both the command and the container."""
     yield f"--rest_api_timeout_in_ms={settings.rest_timeout_ms}"
     yield f"--file_system_poll_wait_seconds={max(1, round(settings.poll_seconds))}"
     yield f"--max_num_load_retries={settings.load.max_retries}"
     yield f"--load_retry_interval_micros={round(settings.load.retry_seconds * 1e6)}"
     yield "--enable_model_warmup=true"
     if settings.load.labels_for_unavailable or any(model.labels for model in settings.models):
-        yield "--allow_version_labels_for_unavailable_models=true"  # labels of a first config are refused without
+        yield "--allow_version_labels_for_unavailable_models=true"  # without it, labels of a first config are refused
     if settings.config_poll_seconds is not None:
         yield f"--model_config_file_poll_wait_seconds={max(1, round(settings.config_poll_seconds))}"
     if settings.batching.enabled:
@@ -73,7 +73,7 @@ def _flags(settings: ServerSettings) -> Iterator[str]:
 
 
 def _unknown(settings: ServerSettings) -> Iterator[str]:
-    """What is asked for here and cannot be there."""
+    """Yield notes about the settings that TensorFlow Serving does not have, or takes in another way."""
     asked = {
         "--workers": settings.workers > 1,
         "--prewarm": settings.prewarm,
@@ -83,15 +83,15 @@ def _unknown(settings: ServerSettings) -> Iterator[str]:
         "--max-body-bytes": settings.max_body_bytes is not None,
         "--host": settings.host not in ("0.0.0.0", "::"),
     }
-    words = {"--host": "it listens on all addresses; publish its ports on the one that you want"}
+    words = {"--host": "it listens on all addresses. Publish its ports on the address that you want"}
     for option in (option for option, is_asked in asked.items() if is_asked):
-        yield f"TensorFlow Serving has no {option}: {words.get(option, 'it goes without')}"
+        yield f"TensorFlow Serving has no {option}: {words.get(option, 'the option is ignored')}"
     if settings.batching.parameters is not None:
-        yield "add --batching_parameters_file=FILE, the file that --batching-parameters-file names here"
+        yield "add --batching_parameters_file=FILE with the file of --batching-parameters-file"
 
 
 def _mapped_elsewhere(model: ModelSettings) -> Iterator[str]:
-    """Versions whose tables are mapped from other folders than those they lie in, here or in the container."""
+    """Yield notes about versions that map their tables from other folders than their own, here or in the container."""
     for number, folder in sorted(_served(model).items()):
         try:
             mapped = {tensor.path for tensor in mapped_tensors((folder / GRAPH_FILE).read_bytes())}
@@ -102,7 +102,7 @@ def _mapped_elsewhere(model: ModelSettings) -> Iterator[str]:
             if any(place not in PurePosixPath(path).parents for path in mapped):
                 root = shlex.quote(str(place.parent))
                 yield (
-                    f"{model.name} version {number} does not map its tables from {place}; to serve it {where}: "
+                    f"{model.name} version {number} does not map its tables from {place}. To serve it {where}, run: "
                     f"tpuembed relocate {shlex.quote(str(folder))} {root}"
                 )
 
@@ -143,7 +143,7 @@ def _policy(policy: Any) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """In protobuf's text format; UTF-8 may stand there as it is."""
+    """Return a string literal of protobuf's text format, which allows UTF-8."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,7 +1,7 @@
-"""TensorFlow Serving as the runtime: models that run in another server, behind this one's APIs.
+"""Serves models that run in a TensorFlow Serving server.
 
-Which versions there are is asked once per poll; requests go on to the version that was the newest then. What a client sends is
-decoded and checked here, and sent on over gRPC.
+The versions are polled; a request runs on the newest version of the last poll. Requests are decoded and checked here,
+then forwarded over gRPC.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ logger = logging.getLogger(__name__)
 
 _POLL_TIMEOUT_SECONDS: Final = 5.0
 _MAX_LABELS: Final = 64
-"""Of a model, that are remembered: who asks for others waits for the other server."""
+"""The most labels cached for a model. A request with another label waits for the other server."""
 
 
-class States(Protocol):
-    """What `remote_calls.RemoteStates` does."""
+class StatusSource(Protocol):
+    """The interface of `remote_calls.RemoteStates`."""
 
     def versions(self, model: str) -> list[VersionStatus]:
-        """Every version, newest first."""
+        """Return every version, newest first."""
 
     def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Any]:
-        """Number and signatures of a version."""
+        """Return the number and the signatures of a version."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
 
 
 @dataclasses.dataclass
 class RemoteServable:
-    """A version of a model of the other server; see Servable."""
+    """A version in the other server; see Servable."""
 
     model: str
     version: int
@@ -49,20 +49,20 @@ class RemoteServable:
     signature_defs: Mapping[str, Any]
 
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """It runs elsewhere: see RemoteExecutor."""
+        """Raise NotImplementedError: RemoteExecutor runs it in the other server."""
         raise NotImplementedError
 
     def merging(self, signature: Signature) -> Merging | None:  # noqa: ARG002 - as Servable
-        """The other server batches."""
+        """Return None: the other server batches."""
         return None
 
     def close(self) -> None:
-        """Nothing of it is here."""
+        """Do nothing: the version is loaded in the other server."""
 
 
 @dataclasses.dataclass
 class _Model:
-    """What was last heard of a model; `fault` is why nothing was."""
+    """The result of the last poll of a model. `fault` is the error of a poll that failed."""
 
     statuses: Sequence[VersionStatus] = ()
     loaded: Mapping[int, RemoteServable] = dataclasses.field(default_factory=dict)
@@ -70,35 +70,35 @@ class _Model:
     fault: StatusError | None = None
 
 
-def _connect(target: str) -> States:
+def _connect(target: str) -> StatusSource:
     with IMPORTING_TENSORFLOW:
         from tpuembed_serving.grpc.remote_calls import RemoteStates
     return RemoteStates(target, _POLL_TIMEOUT_SECONDS)
 
 
 class RemoteModels:
-    """The models of the server at `target`, in the place of a ModelRepository."""
+    """The models of the server at `target`. Takes the place of a ModelRepository."""
 
     def __init__(
         self,
         names: Sequence[str],
         target: str,
         poll_seconds: float,
-        connect: Callable[[str], States] = _connect,
+        connect: Callable[[str], StatusSource] = _connect,
     ) -> None:
-        """`target`: HOST:PORT of TensorFlow Serving's gRPC API."""
+        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API."""
         self._target, self._poll_seconds, self._connect = target, poll_seconds, connect
-        self._states: States | None = None
+        self._states: StatusSource | None = None
         self._models = {name: _Model(fault=_not_reached(target)) for name in names}
-        self._stopping, self._looked = threading.Event(), threading.Event()
+        self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask, in the background."""
+        """Start polling in a background thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop polling and close the connection."""
         self._stopping.set()
         self._thread.join()
         if self._states is not None:
@@ -106,28 +106,28 @@ class RemoteModels:
 
     @property
     def ready(self) -> bool:
-        """Whether every model has an available version there."""
+        """Returns True if every model has an available version in the other server."""
         return all(model.loaded and model.fault is None for model in self._models.values())
 
     @property
     def loading(self) -> bool:
-        """Whether the other server was not asked yet."""
-        return not self._looked.is_set()
+        """Returns True until the first poll has ended."""
+        return not self._has_polled.is_set()
 
-    def wait_for_look(self, stopping: Callable[[], bool]) -> None:
-        """Return once the other server was asked, or where `stopping` says so."""
-        while not self._looked.wait(0.1) and not stopping():
+    def wait_for_first_poll(self, stopping: Callable[[], bool]) -> None:
+        """Block until the first poll has ended, or until `stopping` returns True."""
+        while not self._has_polled.wait(0.1) and not stopping():
             pass
 
     @contextlib.contextmanager
     def lease(self, name: str, version: int | None, label: str | None = None) -> Iterator[LoadedVersion]:
-        """A version to run requests on.
+        """Yield a version to run requests on.
 
         Raises:
-            StatusError: NOT_FOUND, it is not available there; INVALID_ARGUMENT, nothing has the label; UNAVAILABLE, the other
-                server does not answer.
+            StatusError: NOT_FOUND, the version is not available there; INVALID_ARGUMENT, the label is unknown; UNAVAILABLE,
+                the other server does not answer.
         """
-        model = self._heard_of(name)
+        model = self._find(name)
         if label is not None:
             version = self._labelled(name, model, label)
         number = max(model.loaded, default=None) if model and version is None else version
@@ -136,14 +136,16 @@ class RemoteModels:
             raise servable_not_found(name, version)
         yield LoadedVersion(servable.version, servable)
 
-    def _heard_of(self, name: str) -> "_Model | None":
+    def _find(self, name: str) -> "_Model | None":
         model = self._models.get(name)
         if model is not None and model.fault is not None:
-            raise StatusError(model.fault.code, model.fault.message)  # a new one: each keeps the frames it is raised in
+            raise StatusError(
+                model.fault.code, model.fault.message
+            )  # a copy: an exception keeps the frames that raise it
         return model
 
     def _labelled(self, name: str, model: _Model | None, label: str) -> int:
-        """The version that has a label; the other server is asked where that is not known, which takes a moment."""
+        """Return the version that has a label. Asks the other server if the label is not cached."""
         if model is None:
             raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
         if label not in model.labels:
@@ -155,46 +157,46 @@ class RemoteModels:
         return model.labels[label]
 
     def statuses(self, name: str) -> list[VersionStatus]:
-        """Every version, newest first; empty for a model that is not served here.
+        """Return every version, newest first. Empty for a model that is not served here.
 
         Raises:
             StatusError: UNAVAILABLE, the other server does not answer.
         """
-        model = self._heard_of(name)
+        model = self._find(name)
         return list(model.statuses) if model else []
 
     def labels(self) -> dict[str, dict[str, int]]:
-        """Every model -> its labels, as far as requests have asked for them."""
+        """Return the cached labels of every model. Only labels that requests have used are cached."""
         return {name: dict(model.labels) for name, model in self._models.items()}
 
     def reload(self, models: Sequence[ModelSettings]) -> None:  # noqa: ARG002 - as ModelRepository
-        """Refused: the other server has the config."""
+        """Raise UNIMPLEMENTED: the other server has the config."""
         raise StatusError(
-            Code.UNIMPLEMENTED, f"models run in TensorFlow Serving at {self._target}; reload its config there"
+            Code.UNIMPLEMENTED, f"models run in TensorFlow Serving at {self._target}. Reload its config there"
         )
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
             for name, model in self._models.items():
-                self._models[name] = self._ask(name, model)
-            self._looked.set()
+                self._models[name] = self._poll(name, model)
+            self._has_polled.set()
             self._stopping.wait(self._poll_seconds)
 
-    def _ask(self, name: str, before: _Model) -> _Model:
+    def _poll(self, name: str, before: _Model) -> _Model:
         try:
             if self._states is None:
                 self._states = self._connect(self._target)
-            return self._heard(self._states, name, before)
+            return self._query(self._states, name, before)
         except StatusError as error:
             fault = error
-        except Exception:  # the watch must outlive anything that another server says
-            logger.exception("model %s: TensorFlow Serving at %s cannot be asked", name, self._target)
+        except Exception:  # polling must survive any answer of the other server
+            logger.exception("model %s: the poll of TensorFlow Serving at %s failed", name, self._target)
             fault = _not_reached(self._target)
         if before.fault is None:
             logger.error("model %s: %s", name, fault.message)
         return _Model(fault=fault)
 
-    def _heard(self, states: States, name: str, before: _Model) -> _Model:
+    def _query(self, states: StatusSource, name: str, before: _Model) -> _Model:
         statuses = states.versions(name)
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
         loaded = {number: before.loaded.get(number) or self._servable(states, name, number) for number in available}
@@ -202,34 +204,34 @@ class RemoteModels:
             logger.info("model %s version %d is served by TensorFlow Serving at %s", name, number, self._target)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
-    def _labels(self, states: States, name: str, before: _Model) -> Iterator[tuple[str, int]]:
-        """Where the labels are now that were asked for; those that are no more are forgotten."""
+    def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:
+        """Yield the current versions of the cached labels. Labels that no longer exist are dropped."""
         for label in list(before.labels):
             with contextlib.suppress(StatusError):
                 yield label, states.definitions(name, None, label)[0]
 
-    def _servable(self, states: States, name: str, version: int) -> RemoteServable:
+    def _servable(self, states: StatusSource, name: str, version: int) -> RemoteServable:
         _, (signatures, in_json) = states.definitions(name, version)
         return RemoteServable(name, version, signatures, in_json)
 
 
 class Predictions(Protocol):
-    """What `remote_calls.RemotePredictions` does."""
+    """The interface of `remote_calls.RemotePredictions`."""
 
     async def run(
         self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
     ) -> list[Array]:
-        """The outputs."""
+        """Return the outputs."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
 
 
 class RemoteExecutor:
-    """Runs RemoteServables, in the place of a ModelExecutor; how many at once the other server decides, and refuses."""
+    """Runs RemoteServables. Takes the place of a ModelExecutor. The other server limits how many run at once."""
 
     def __init__(self, target: str, timeout_seconds: float, max_pending: int) -> None:
-        """At most `max_pending` requests are under way."""
+        """Prepare to call `target`. At most `max_pending` requests are in progress."""
         self._target, self._timeout_seconds, self._max_pending = target, timeout_seconds, max_pending
         self._pending = 0
         self._predictions: Predictions | None = None
@@ -237,17 +239,20 @@ class RemoteExecutor:
     async def run(
         self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
     ) -> list[Array]:
-        """The outputs of a RemoteServable; see ModelExecutor.
+        """Return the outputs of a RemoteServable; see ModelExecutor.
 
         Raises:
-            StatusError: the other server's; UNAVAILABLE, there is none or too many requests are under way.
+            StatusError: the other server's; UNAVAILABLE, it cannot be reached, or too many requests are in progress.
         """
         assert isinstance(servable, RemoteServable)
         if self._pending >= self._max_pending:
-            text = f"{self._pending} requests wait for TensorFlow Serving at {self._target}, and no more may"
+            text = f"too many requests wait for TensorFlow Serving at {self._target} (limit: {self._max_pending})"
             raise StatusError(Code.UNAVAILABLE, text)
         if self._predictions is None:
-            self._predictions = self._connect()
+            # RemoteModels has imported this module before the first signature.
+            from tpuembed_serving.grpc.remote_calls import RemotePredictions
+
+            self._predictions = RemotePredictions(self._target)
         self._pending += 1
         try:
             seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
@@ -255,18 +260,11 @@ class RemoteExecutor:
         finally:
             self._pending -= 1
 
-    def _connect(self) -> Predictions:
-        from tpuembed_serving.grpc.remote_calls import (
-            RemotePredictions,
-        )  # imported before by RemoteModels: no signature came without
-
-        return RemotePredictions(self._target)
-
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._predictions is not None:
             self._predictions.close()
 
 
 def _not_reached(target: str) -> StatusError:
-    return StatusError(Code.UNAVAILABLE, f"TensorFlow Serving at {target} was not asked yet")
+    return StatusError(Code.UNAVAILABLE, f"TensorFlow Serving at {target} was not polled yet")

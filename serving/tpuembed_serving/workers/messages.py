@@ -1,6 +1,6 @@
-"""What the processes of one server tell each other, and what their models' states come to together.
+"""The messages between the processes of one server, and how the states of their models are merged.
 
-A supervisor starts the workers. Each has a pair of connected sockets to it, over which these messages go, pickled.
+A supervisor starts the workers. A pair of connected sockets for each worker carries these messages, pickled.
 """
 
 import dataclasses
@@ -11,37 +11,37 @@ from typing import Any, Final
 
 from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.settings import ServerSettings
-from tpuembed_serving.workers.stopping import Stage
+from tpuembed_serving.workers.stopping import StopStage
 
 __all__ = [
     "CHECK",
     "RELOAD",
     "Answer",
     "Ask",
-    "Call",
     "Channel",
+    "Gather",
     "Listening",
     "Result",
     "Start",
     "States",
     "StopTo",
     "View",
-    "merged",
-    "together",
+    "merge_states",
+    "merge_statuses",
 ]
 
 CHECK: Final = "check"
-"""The topic of a Call whose payload is models: whether a worker would refuse them."""
+"""The topic of a Gather whose payload is models: a worker raises if it would refuse them."""
 RELOAD: Final = "reload"
-"""The topic of a Call whose payload is the models that workers serve from then on, also those that start later."""
+"""The topic of a Gather whose payload is the models to serve from then on, also by workers that start later."""
 
 Statuses = Mapping[str, Sequence[VersionStatus]]
-"""Model -> its versions, newest first."""
+"""The versions of each model, newest first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """To a worker, first: what to serve, and whether to load before it listens, as others answer meanwhile."""
+    """The first message to a worker: what to serve, and whether to load before it listens because others answer already."""
 
     settings: ServerSettings
     load_first: bool
@@ -49,7 +49,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """From a worker: its models' versions, and whether every model has one that is available."""
+    """From a worker: the versions of its models, and whether every model has an available one."""
 
     models: Statuses
     ready: bool
@@ -57,14 +57,14 @@ class States:
 
 @dataclasses.dataclass(frozen=True)
 class View(States):
-    """To every worker: the same of all workers together."""
+    """To every worker: the merged states of all workers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StopTo:
-    """To a worker: how far the stop is, once it is further than a lame duck."""
+    """To a worker: the stage of the stop, once it is beyond LAME_DUCK."""
 
-    stage: Stage
+    stage: StopStage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Listening:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """From a worker: ask all workers, itself too."""
+class Gather:
+    """From a worker: ask all workers, including itself."""
 
     number: int
     topic: str
@@ -83,7 +83,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """To a worker: what another one asks."""
+    """To a worker: a question of another worker, or of the supervisor."""
 
     number: int
     topic: str
@@ -92,7 +92,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """From a worker, to an Ask; `payload` may be an exception."""
+    """From a worker: the answer to an Ask. `payload` may be an exception."""
 
     number: int
     payload: Any
@@ -100,49 +100,52 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """To the worker that called: what those workers answered that live."""
+    """To the worker that sent the Gather: the answers of all running workers."""
 
     number: int
     payloads: tuple[Any, ...]
 
 
 class Channel:
-    """One end of a pair; messages of several threads do not mix."""
+    """One end of a pair of sockets. Several threads may send."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Raises OSError where the other end is gone."""
+        """Send a message. Raises OSError if the other end is closed."""
         with self._lock:
             self._connection.send(message)
 
     def receive(self) -> Any:
-        """The next message; raises EOFError or OSError where the other end is gone. One thread calls it."""
+        """Return the next message. Raises EOFError or OSError if the other end is closed. One thread calls it."""
         return self._connection.recv()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close this end."""
         self._connection.close()
 
 
-def together(workers: Collection[States]) -> View:
-    """What clients may rely on, whichever worker answers them."""
+def merge_states(workers: Collection[States]) -> View:
+    """Return the states that clients may rely on, whichever worker answers them."""
     names = sorted({name for worker in workers for name in worker.models})
-    models = {name: merged([worker.models.get(name, ()) for worker in workers]) for name in names}
+    models = {name: merge_statuses([worker.models.get(name, ()) for worker in workers]) for name in names}
     return View(models, bool(workers) and all(worker.ready for worker in workers))
 
 
-def merged(workers: Sequence[Sequence[VersionStatus]]) -> list[VersionStatus]:
-    """One model's versions, newest first, each as far as the worker is that is least far."""
+def merge_statuses(workers: Sequence[Sequence[VersionStatus]]) -> list[VersionStatus]:
+    """Return one model's versions, newest first, each in the earliest state that any worker reports."""
     by_number = [{status.version: status for status in statuses} for statuses in workers]
     numbers = sorted({number for statuses in by_number for number in statuses}, reverse=True)
     return [_least(number, [statuses.get(number) for statuses in by_number]) for number in numbers]
 
 
 def _least(number: int, found: Sequence[VersionStatus | None]) -> VersionStatus:
-    """A failure counts most. A worker that has not seen a version will load it, unless the others are done with it."""
+    """Return the merged status of a version.
+
+    A failure counts first. A worker that has not found the version yet will load it, unless the others already unload it.
+    """
     known = [status for status in found if status is not None]
     failed = next((status for status in known if status.error is not None), None)
     if failed is not None:

@@ -1,4 +1,4 @@
-"""A worker as its supervisor sees it: a process, and a channel whose messages become events."""
+"""The supervisor's end of a worker: its process, and a channel whose messages become events."""
 
 import dataclasses
 import queue
@@ -15,46 +15,47 @@ __all__ = ["Exited", "WorkerProcess"]
 
 
 class WorkerProcess:
-    """Puts (itself, message) for every message, and `Exited` at the end, into a queue."""
+    """Starts a worker. Puts (itself, message) for every message, and `Exited` at the end, into a queue."""
 
     def __init__(self, index: int, events: "queue.SimpleQueue[Any]") -> None:
         self.index = index
         self._events = events
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: the folder that the server is started in is no place for modules.
-            command = [sys.executable, "-P", "-m", "tpuembed_serving.workers.worker", str(index), str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._channel = Channel(Connection(ours.detach()))
+        own_end, worker_end = socket.socketpair()
+        with worker_end:
+            # -P: do not import modules from the current folder.
+            module = "tpuembed_serving.workers.worker"
+            command = [sys.executable, "-P", "-m", module, str(index), str(worker_end.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[worker_end.fileno()], stdin=subprocess.DEVNULL)
+        self._channel = Channel(Connection(own_end.detach()))
         threading.Thread(target=self._read, name=f"worker-{index}-reader", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process id."""
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Nothing happens where the process is gone: its exit is an event."""
+        """Send a message. Does nothing if the process has exited: its exit is an event."""
         try:
             self._channel.send(message)
         except OSError:
             return
 
     def terminate(self) -> None:
-        """SIGTERM: it begins its lame duck."""
+        """Send SIGTERM, on which the worker begins its lame duck stage."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self._process.kill()
 
     def close(self) -> int:
-        """After its exit: free what is left; the exit code, negative for a signal."""
+        """Close the channel of a process that has exited, and return its exit code. Negative for a signal."""
         self._channel.close()
         return self._process.wait()
 
     def _read(self) -> None:
-        """To the end of the channel, which is the end of the process: one that closed it alone is of no use."""
+        """Read until the channel ends, then wait for the exit. Kills a process whose messages cannot be read."""
         try:
             while True:
                 self._events.put((self, self._channel.receive()))
@@ -67,6 +68,6 @@ class WorkerProcess:
 
 @dataclasses.dataclass(frozen=True)
 class Exited:
-    """The event of a process that has ended."""
+    """The event that a process has exited."""
 
     process: WorkerProcess

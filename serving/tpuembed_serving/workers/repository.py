@@ -1,4 +1,4 @@
-"""The repository of one worker among several: it loads for itself, and speaks for all."""
+"""The model repository of one worker among several. It loads for this worker, and reports the states of all."""
 
 import threading
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ __all__ = ["WorkerRepository"]
 
 
 class WorkerRepository(ModelRepository):
-    """`statuses`, `ready` and `reload` are those of all workers; requests run on what this one has loaded."""
+    """`statuses`, `ready` and `reload` concern all workers. Requests run on the versions that this worker has loaded."""
 
     def __init__(self, link: WorkerLink, *args: Any, **options: Any) -> None:
-        """`args` and `options` are those of ModelRepository."""
+        """Connect the repository to `link`. `args` and `options` are those of ModelRepository."""
         self._link = link
         self._pushing = threading.Lock()
         super().__init__(*args, changed=self._push, **options)
@@ -26,15 +26,15 @@ class WorkerRepository(ModelRepository):
 
     @property
     def ready(self) -> bool:
-        """Whether every model has an available version in every worker."""
+        """Returns True if every model has an available version in every worker."""
         return self._link.view.ready
 
     def statuses(self, name: str) -> list[VersionStatus]:
-        """Every version, as far as the worker is that is least far."""
+        """Return every version, each in the earliest state that any worker reports."""
         return list(self._link.view.models.get(name, ()))
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
-        """See ModelRepository.reload; returns when every worker is done. What one of them refuses changes none."""
+        """Reload in all workers; see ModelRepository.reload. If one worker refuses `models`, none changes."""
         self._link.gather(CHECK, tuple(models))
         self._link.gather(RELOAD, tuple(models))
 

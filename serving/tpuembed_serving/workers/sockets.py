@@ -1,4 +1,4 @@
-"""Sockets to listen on: alone, or shared with other processes of the same server; and how one is closed without a loss."""
+"""Listening sockets: exclusive, or shared by the processes of one server. Closes them without losing a connection."""
 
 import contextlib
 import ctypes
@@ -18,13 +18,13 @@ _BACKLOG = 2048
 _SO_ATTACH_FILTER: Final = 26
 _TCP_INFO_BYTES: Final = 104
 _UNACKED_OFFSET: Final = 24
-"""Of tcpi_unacked in struct tcp_info (linux/tcp.h), which has the length of a listening socket's accept queue."""
+"""Offset of tcpi_unacked in struct tcp_info (linux/tcp.h): a listening socket's number of connections to accept."""
 _DROP_SYN: Final = struct.pack("HBBI" * 4, 0x30, 0, 0, 13, 0x45, 0, 1, 0x02, 0x06, 0, 0, 0, 0x06, 0, 0, 0xFFFFFFFF)
-"""A socket filter (linux/filter.h): load byte 13 of the TCP header, its flags; return 0, drop, if SYN is set, else keep all."""
+"""A socket filter (linux/filter.h): load byte 13 of the TCP header, the flags; drop the packet if SYN is set."""
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Returns a listening socket; port 0 is any free one, and `option` chooses another.
+    """Return a listening socket. Port 0 is any free port. `option` is the command line option that chooses another.
 
     Raises:
         ServingError: the port cannot be bound.
@@ -32,15 +32,17 @@ def bind(host: str, port: int, option: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=_family(host, port), backlog=_BACKLOG)
     except OSError as error:
-        # create_server puts the address into strerror; a resolver's error number is none of the system's.
+        # create_server puts the address into strerror. A resolver's error number is not an errno.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise ServingError(f"cannot listen on {host} port {port}: {reason}; choose another with {option}") from None
+        raise ServingError(
+            f"cannot listen on {host} port {port}: {reason}. Choose another port with {option}"
+        ) from None
 
 
 def bind_shared(host: str, port: int) -> socket.socket:
-    """Returns a socket that shares its port with others of this kind (SO_REUSEPORT), and takes connections once it listens.
+    """Return a bound socket that shares its port with others of this kind (SO_REUSEPORT). It does not listen yet.
 
-    Connections of the last server on this port may still be in TIME_WAIT: SO_REUSEADDR lets the port be bound all the same.
+    SO_REUSEADDR allows to bind the port while connections of the last server are still in TIME_WAIT.
 
     Raises:
         OSError: the port cannot be bound.
@@ -60,11 +62,11 @@ def bind_shared(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def reserve(host: str, port: int, option: str) -> Iterator[socket.socket]:
-    """Holds a port for sockets of `bind_shared`, for as long as the block runs; takes no connection itself.
+    """Reserve a port for sockets of `bind_shared` inside the block. The reserving socket accepts no connection.
 
-    Another server must not share the port. So it is first bound alone, which fails if anybody else has it, and is held before
-    that socket is closed. SO_REUSEADDR is taken back once the port is held: two sockets that both have it and do not listen
-    may have one port, and another server's first bind would succeed.
+    Another server must not share the port. So an exclusive bind comes first, which fails if the port is in use. The shared
+    socket is bound before the exclusive one is closed. SO_REUSEADDR is then unset: two sockets that have it and do not
+    listen may bind one port, so another server's bind would succeed.
 
     Raises:
         ServingError: see `bind`.
@@ -76,7 +78,7 @@ def reserve(host: str, port: int, option: str) -> Iterator[socket.socket]:
             held = bind_shared(*address)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
-            text = f"cannot share {host} port {address[1]}: {reason}; choose another with {option}"
+            text = f"cannot share {host} port {address[1]}: {reason}. Choose another port with {option}"
             raise ServingError(text) from None
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     with held:
@@ -84,22 +86,22 @@ def reserve(host: str, port: int, option: str) -> Iterator[socket.socket]:
 
 
 def listeners_of_port(port: int) -> list[socket.socket]:
-    """Returns copies of this process's sockets that listen on a port, whoever opened them; empty where /proc is missing."""
+    """Return copies of this process's sockets that listen on a port. Empty if /proc is missing."""
     found: list[socket.socket] = []
     try:
         descriptors = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     except OSError:
         return []
     for descriptor in descriptors:
-        if any(descriptor == one.fileno() for one in found):  # the number of the closed /proc/self/fd, used again
+        if any(descriptor == one.fileno() for one in found):  # reuses the number of the closed /proc/self/fd
             continue
         try:
             copy = os.dup(descriptor)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         try:
             one = socket.socket(fileno=copy)
-        except OSError:  # no socket
+        except OSError:  # not a socket
             os.close(copy)
             continue
         if _is_listener(one, port):
@@ -121,11 +123,11 @@ def _is_listener(one: socket.socket, port: int) -> bool:
 
 
 def refuse_new_connections(listener: socket.socket) -> None:
-    """Drop the first packet of every new connection from now on; those that have begun are completed and can be accepted.
+    """Drop the first packet of every new connection from now on. Connections that have begun can still be accepted.
 
-    A listening socket that is closed resets what it has not accepted, which clients have taken for connected. Once it drops
-    first packets and its queue is empty it can be closed without that. A client sends its first packet again after a second,
-    and then meets a closed port or another listening socket. Elsewhere than on Linux nothing is dropped.
+    Closing a listening socket resets its connections that are not accepted yet, though clients believe them connected.
+    With this filter and an empty queue, it can be closed without a reset. A client repeats its first packet after a second,
+    and then reaches a closed port or another listening socket. On other systems than Linux nothing is dropped.
     """
     if sys.platform != "linux":
         return
@@ -137,7 +139,7 @@ def refuse_new_connections(listener: socket.socket) -> None:
 
 
 def waiting_connections(listener: socket.socket) -> int:
-    """Returns how many connections of a listening socket wait to be accepted; 0 where the system does not say."""
+    """Return how many connections of a listening socket wait to be accepted, or 0 if the system does not report it."""
     try:
         found = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         return int(struct.unpack_from("I", found, _UNACKED_OFFSET)[0])

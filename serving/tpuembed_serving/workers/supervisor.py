@@ -1,7 +1,7 @@
-"""Starts worker processes that share the ports, starts anew those that die, and carries messages between them.
+"""Starts worker processes that share the ports, restarts those that exit, and forwards messages between them.
 
-Every worker has listening sockets of its own (SO_REUSEPORT), and the kernel shares connections out. With one inherited socket
-whoever wakes first takes all that wait: of 64 connections at once, 64 went to one of two workers, and 35 at most this way.
+Every worker has its own listening sockets (SO_REUSEPORT), and the kernel distributes the connections. With one inherited
+socket the first worker to wake takes all: of 64 connections at once, one of two workers got 64. This way it got at most 35.
 """
 
 import dataclasses
@@ -12,23 +12,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.workers.messages import (
     CHECK,
     RELOAD,
     Answer,
     Ask,
-    Call,
+    Gather,
     Listening,
     Result,
     Start,
     States,
     StopTo,
     View,
-    together,
+    merge_states,
 )
 from tpuembed_serving.workers.process import Exited, WorkerProcess
-from tpuembed_serving.workers.stopping import LAST_SECONDS, Stage
+from tpuembed_serving.workers.stopping import LAST_SECONDS, StopStage
 
 __all__ = ["Supervisor"]
 
@@ -37,17 +38,17 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _STEADY_SECONDS: Final = 60.0
-"""A worker that lived so long starts anew at once when it dies."""
+"""A worker that ran this long is restarted after the shortest pause."""
 
 
 @dataclasses.dataclass
 class _Slot:
-    """One of the N workers, through all the processes that it has been.
+    """One of the N workers: its current process and the restarts.
 
     Attributes:
-        process: None while it waits to be started.
-        states: of a living process; None until it tells.
-        start_at: when a new process is due, on the clock of `time.monotonic`.
+        process: None until its start is due.
+        states: the last report of the current process; None before the first.
+        start_at: when a new process is due, by `time.monotonic`.
     """
 
     index: int
@@ -61,7 +62,7 @@ class _Slot:
 
 @dataclasses.dataclass
 class _Question:
-    """A Call that is being answered: by whom it is still to be, and what the others said."""
+    """A Gather that is being answered: the workers that have not answered yet, and the answers so far."""
 
     reply: Callable[[tuple[Any, ...]], None]
     waiting: set[WorkerProcess]
@@ -69,7 +70,7 @@ class _Question:
 
 
 class Supervisor:
-    """Everything happens in the thread that calls `run`; `stop` and `reload` may be called from others."""
+    """Does its work in the thread that calls `run`. Other threads may call `stop` and `reload`."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Supervisor:
         on_listening: Callable[[], None],
         start: Callable[[int, "queue.SimpleQueue[Any]"], WorkerProcess] = WorkerProcess,
     ) -> None:
-        """`on_listening` is called once, when the first worker listens."""
+        """Prepare the workers. `on_listening` is called once, when the first worker listens."""
         self._settings, self._on_listening = settings, on_listening
         self._start_process = start
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -88,12 +89,12 @@ class Supervisor:
         self._stopping = False
         self._kill_at = float("inf")
 
-    def stop(self, stage: Stage = Stage.LAME_DUCK) -> None:
-        """Have `run` stop the workers as far as `stage`, and return once they have ended."""
+    def stop(self, stage: StopStage = StopStage.LAME_DUCK) -> None:
+        """Make `run` stop the workers up to `stage`, and return once they have exited."""
         self._events.put(_Stop(stage))
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
-        """Have every worker serve `models`; see ModelRepository.reload. Blocks."""
+        """Make every worker serve `models`; see ModelRepository.reload. Blocks."""
         for topic in (CHECK, RELOAD):
             replies: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
             self._events.put(_OwnCall(topic, tuple(models), replies.put))
@@ -102,7 +103,7 @@ class Supervisor:
                     raise answer
 
     def run(self) -> None:
-        """Until `stop` is called and every worker has exited."""
+        """Run the workers until `stop` is called and all have exited."""
         while not (self._stopping and all(slot.process is None for slot in self._slots)):
             self._start_due()
             try:
@@ -110,10 +111,10 @@ class Supervisor:
             except queue.Empty:
                 self._kill_overdue()
                 continue
-            self._heed(event)
+            self._handle(event)
 
     def _pause(self) -> float | None:
-        """Seconds until something is due; None where nothing is."""
+        """Return the seconds until the next start or kill is due, or None if none is."""
         due = [slot.start_at for slot in self._slots if slot.process is None and not self._stopping]
         soonest = min([self._kill_at, *due])
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
@@ -122,15 +123,12 @@ class Supervisor:
         now = time.monotonic()
         for slot in self._slots:
             if slot.process is None and not self._stopping and slot.start_at <= now:
-                self._start(slot, now)
+                load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
+                slot.process, slot.started_at = self._start_process(slot.index, self._events), now
+                slot.process.send(Start(self._settings, load_first))
+                slot.process.send(self._view)
 
-    def _start(self, slot: _Slot, now: float) -> None:
-        load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
-        slot.process, slot.started_at = self._start_process(slot.index, self._events), now
-        slot.process.send(Start(self._settings, load_first))
-        slot.process.send(self._view)
-
-    def _heed(self, event: Any) -> None:
+    def _handle(self, event: Any) -> None:
         match event:
             case _Stop(stage):
                 self._stop_workers(stage)
@@ -153,16 +151,16 @@ class Supervisor:
                 slot.listening = True
                 self._tell_view()
                 self._on_listening()
-                self._on_listening = _said
-            case Call(number, topic, payload):
+                self._on_listening = noop
+            case Gather(number, topic, payload):
                 self._ask_all(topic, payload, lambda payloads: process.send(Result(number, payloads)))
             case Answer(number, payload):
                 self._note_answer(process, number, payload)
 
     def _tell_view(self) -> None:
-        """Workers that do not listen yet count only where none does: they keep nobody from an answer."""
+        """Send the merged states to all workers. Workers that do not listen yet count only if none listens."""
         counted = [slot for slot in self._slots if slot.listening] or self._slots
-        self._view = together([slot.states for slot in counted if slot.states is not None])
+        self._view = merge_states([slot.states for slot in counted if slot.states is not None])
         for process in self._processes():
             process.send(self._view)
 
@@ -200,7 +198,7 @@ class Supervisor:
         slot.process, slot.states, slot.listening = None, None, False
         if self._stopping:
             if code:
-                logger.warning("worker %d %s while the server stopped", slot.index, _ended(code))
+                logger.warning("worker %d %s while the server was stopping", slot.index, _ended(code))
         else:
             self._plan_restart(slot, code)
         self._close_answered()
@@ -211,21 +209,21 @@ class Supervisor:
         if now - slot.started_at >= _STEADY_SECONDS:
             slot.pause = _FIRST_PAUSE_SECONDS
         slot.start_at = now + slot.pause
-        logger.error("worker %d %s; started anew in %g s", slot.index, _ended(code), slot.pause)
+        logger.error("worker %d %s. Restarting it in %g s", slot.index, _ended(code), slot.pause)
         slot.pause = min(2 * slot.pause, _LONGEST_PAUSE_SECONDS)
 
-    def _stop_workers(self, stage: Stage) -> None:
+    def _stop_workers(self, stage: StopStage) -> None:
         settings = self._settings
         seconds = LAST_SECONDS
-        if stage < Stage.CUT_OFF:
+        if stage < StopStage.CUT_OFF:
             seconds += settings.drain_seconds
-        if stage < Stage.DRAINING:
+        if stage < StopStage.DRAINING:
             seconds += settings.lame_duck_seconds
         self._kill_at = time.monotonic() + seconds
         for process in self._processes():
             if not self._stopping:
                 process.terminate()
-            if stage > Stage.LAME_DUCK:
+            if stage > StopStage.LAME_DUCK:
                 process.send(StopTo(stage))
         self._stopping = True
 
@@ -233,24 +231,20 @@ class Supervisor:
         if time.monotonic() >= self._kill_at:
             self._kill_at = float("inf")
             for process in self._processes():
-                logger.warning("worker %d does not end; it is killed", process.index)
+                logger.warning("worker %d does not exit in time. Killing it", process.index)
                 process.kill()
-
-
-def _said() -> None:
-    """Instead of what was called before."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stop:
-    """An event: how far the server is to stop."""
+    """An event: the stage that the stop is to reach."""
 
-    stage: Stage
+    stage: StopStage
 
 
 @dataclasses.dataclass(frozen=True)
 class _OwnCall:
-    """An event: what a thread of the supervisor asks all workers."""
+    """An event: a question of another thread to all workers."""
 
     topic: str
     payload: Any

@@ -1,4 +1,4 @@
-"""One of several processes of a server: `python -m tpuembed_serving.workers.worker INDEX FD`, started by its supervisor."""
+"""A worker process, which the supervisor starts: `python -m tpuembed_serving.workers.worker INDEX FD`."""
 
 import sys
 from multiprocessing.connection import Connection
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serve what the supervisor at the other end of file descriptor FD says, until SIGTERM or its end."""
+    """Serve the models that the supervisor sends over file descriptor FD, until SIGTERM or until the supervisor exits."""
     index, descriptor = (int(argument) for argument in sys.argv[1:])
     prepare_tensorflow()
     log_to_stderr(f"worker {index}: ")

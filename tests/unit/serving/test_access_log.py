@@ -21,7 +21,7 @@ from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.access_log import AccessLog
 from tpuembed_serving.telemetry.observers import check_telemetry
-from tpuembed_serving.telemetry.request_record import GRPC, RequestRecord, observing
+from tpuembed_serving.telemetry.request_record import GRPC, RequestRecord, set_current_record
 
 STAGES = ["read", "parse", "queue", "run", "encode"]
 
@@ -109,10 +109,10 @@ def test_a_model_that_is_not_there_is_named() -> None:
     models = ModelRepository([], FakeLoader(), poll_seconds=3600)
     service = PredictionService(models, ModelExecutor(threads=1, max_queued=1, timeout_seconds=10))
     one = record()
-    observing(one)
+    set_current_record(one)
     with pytest.raises(StatusError, match="not found"):
         service.lease(ModelSpec("unknown"))
-    observing(None)
+    set_current_record(None)
     assert one.model == "unknown"
 
 
@@ -146,4 +146,4 @@ def test_a_disk_that_fills_up_stops_nobody(tmp_path: Path, caplog: pytest.LogCap
     log.finish(record())
     log.finish(record())
     log.close()
-    assert "requests are not logged: [Errno 28] No space left on device" in caplog.text
+    assert "the access log cannot be written: [Errno 28] No space left on device" in caplog.text

@@ -47,7 +47,7 @@ def test_the_keys_themselves_are_not_kept() -> None:
     [
         ("", "has no key"),
         ("# nothing\n\n", "has no key"),
-        (f"{FIRST}\nshort\n", "line 2: a key has at least 16 characters"),
+        (f"{FIRST}\nshort\n", "line 2: a key needs at least 16 characters"),
         ("two words in a single line\n", "line 1"),
         ("schlüssel-0123456789\n", "not ASCII"),
     ],

@@ -51,27 +51,30 @@ def test_nothing_said_is_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_batch_size { value: 0 }", "max_batch_size is 0; give 1 or more"),
-        ("max_batch_size { }", "max_batch_size is 0; give 1 or more"),
-        ("max_enqueued_batches { value: 0 }", "max_enqueued_batches is 0; give 1 or more"),
-        ("num_batch_threads { value: -1 }", "num_batch_threads is -1; give 1 or more"),
-        ("batch_timeout_micros { value: -1 }", "batch_timeout_micros is -1; give 0 or more"),
-        ("max_batch_size { value: 8 } allowed_batch_sizes: [4, 2, 8]", "allowed_batch_sizes are 4, 2, 8; they must be"),
+        ("max_batch_size { value: 0 }", "max_batch_size is 0. Give 1 or more"),
+        ("max_batch_size { }", "max_batch_size is 0. Give 1 or more"),
+        ("max_enqueued_batches { value: 0 }", "max_enqueued_batches is 0. Give 1 or more"),
+        ("num_batch_threads { value: -1 }", "num_batch_threads is -1. Give 1 or more"),
+        ("batch_timeout_micros { value: -1 }", "batch_timeout_micros is -1. Give 0 or more"),
+        (
+            "max_batch_size { value: 8 } allowed_batch_sizes: [4, 2, 8]",
+            "allowed_batch_sizes are 4, 2, 8. Give increasing sizes above 0",
+        ),
         (
             "max_batch_size { value: 8 } allowed_batch_sizes: [0, 8]",
-            "allowed_batch_sizes are 0, 8; they must be above 0",
+            "allowed_batch_sizes are 0, 8. Give increasing sizes above 0",
         ),
-        ("max_batch_size { value: 8 } allowed_batch_sizes: [2, 4]", "is 4; it must be max_batch_size, 8"),
+        ("max_batch_size { value: 8 } allowed_batch_sizes: [2, 4]", "is 4. It must equal max_batch_size, 8"),
         (
             "max_batch_size { value: 8 } enable_large_batch_splitting { value: true } "
             "max_execution_batch_size { value: 4 } allowed_batch_sizes: [8]",
-            "is 8; it must be max_execution_batch_size, 4",
+            "is 8. It must equal max_execution_batch_size, 4",
         ),
         ("max_execution_batch_size { value: 4 }", "enable_large_batch_splitting is not true"),
         (
             "max_batch_size { value: 8 } enable_large_batch_splitting { value: true } "
             "max_execution_batch_size { value: 9 }",
-            "max_execution_batch_size is 9 and max_batch_size is 8",
+            "max_execution_batch_size is 9, and max_batch_size is 8",
         ),
         ("full_batch_scheduling_boost_micros { value: 1 }", "has no field named"),
         ("max_batch_size: 8", "1:"),
@@ -88,7 +91,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: st
 def test_a_model_does_not_decide_about_all(tmp_path: Path) -> None:
     assert read(tmp_path, "max_batch_size { value: 8 }", of_one_model=True).max_batch_size == 8
     for text in ("num_batch_threads { value: 2 }", 'thread_pool_name { value: "x" }'):
-        with pytest.raises(ConfigError, match=r"concerns all models; give it with --batching-parameters-file"):
+        with pytest.raises(ConfigError, match=r"concerns all models. Give it with --batching-parameters-file"):
             read(tmp_path, text, of_one_model=True)
 
 
@@ -96,14 +99,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_parameters(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is no text in UTF-8"):
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
         read_parameters(tmp_path / "binary")
 
 
 def test_parameters_without_batching_are_refused() -> None:
     for options in ({"parameters": BatchingParameters()}, {"per_model": True}):
         for enabled in (None, False):
-            with pytest.raises(ConfigError, match="give --enable-batching as well"):
+            with pytest.raises(ConfigError, match="Give --enable-batching as well"):
                 BatchingSettings(enabled=enabled, **options)
     assert [BatchingSettings(enabled=value).covers(is_proven=False) for value in (None, True, False)] == [
         False,

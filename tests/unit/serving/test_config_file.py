@@ -47,13 +47,13 @@ def config(path: Path, server: Server) -> ConfigFile:
 
 
 def test_what_is_followed_already_is_no_news(config: ConfigFile, server: Server, path: Path) -> None:
-    config.look()
+    config.poll()
     path.write_text(path.read_text(encoding="utf-8") + "\n# a remark\n", encoding="utf-8")
-    config.look()
+    config.poll()
     assert server.reloads == []
     write(path, "a", "b")
-    config.look()
-    config.look()
+    config.poll()
+    config.poll()
     assert server.reloads == [["a", "b"]]
 
 
@@ -61,16 +61,18 @@ def test_a_broken_file_is_said_once(
     config: ConfigFile, server: Server, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.write_text("model_config_list { confg {} }", encoding="utf-8")
-    config.look()
-    config.look()
+    config.poll()
+    config.poll()
     path.unlink()
-    config.look()
+    config.poll()
     broken, missing = caplog.messages
-    assert broken.startswith(f"{path}: not followed, the config before it goes on: config {path}, line 1, column 21: ")
+    assert broken.startswith(
+        f"{path}: not applied. The previous config stays in use. config {path}, line 1, column 21: "
+    )
     assert "cannot be read: No such file or directory" in missing
     assert server.reloads == []
     write(path, "b")
-    config.look()
+    config.poll()
     assert server.reloads == [["b"]]
 
 
@@ -80,17 +82,17 @@ def test_a_file_that_is_being_written_unloads_nothing(
     """A program that writes the file in place truncates it first. TensorFlow Serving keeps its models then, too."""
     for text in ("", "\n# models of the shop\n"):
         path.write_text(text, encoding="utf-8")
-        config.look()
+        config.poll()
     (refused,) = caplog.messages
     assert refused.endswith(
         f"config {path}: has no model_config_list. To serve no model, write: model_config_list {{}}"
     )
     assert server.reloads == []
     path.write_text("model_config_list {}", encoding="utf-8")
-    config.look()
+    config.poll()
     assert server.reloads == [[]]
     path.write_text("", encoding="utf-8")
-    config.look()
+    config.poll()
     assert server.reloads == [[]]
 
 
@@ -99,13 +101,13 @@ def test_what_the_server_refuses_is_tried_again(
 ) -> None:
     server.error = StatusError(Code.FAILED_PRECONDITION, "label")
     write(path, "b")
-    config.look()
-    config.look()
+    config.poll()
+    config.poll()
     assert server.reloads == [["b"], ["b"]]
-    assert caplog.messages == [f"{path}: not followed, the config before it goes on: label"]
+    assert caplog.messages == [f"{path}: not applied. The previous config stays in use. label"]
     server.error = None
-    config.look()
-    config.look()
+    config.poll()
+    config.poll()
     assert server.reloads == [["b"]] * 3
 
 
@@ -114,10 +116,10 @@ def test_models_that_do_not_load_are_the_servers_to_try_again(
 ) -> None:
     server.error = StatusError(Code.UNKNOWN, "1 model(s) did not become available")
     write(path, "b")
-    config.look()
-    config.look()
+    config.poll()
+    config.poll()
     assert server.reloads == [["b"]]
-    assert caplog.messages == [f"{path}: followed, but 1 model(s) did not become available"]
+    assert caplog.messages == [f"{path}: applied, but 1 model(s) did not become available"]
 
 
 def test_it_looks_by_itself_until_it_is_stopped(config: ConfigFile, server: Server, path: Path) -> None:

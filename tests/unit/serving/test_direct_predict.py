@@ -335,7 +335,7 @@ def test_limits_and_keys_hold(guarded: Running) -> None:
     found = answers(guarded.raw(*sent, request(BODY, CLOSE, key), pause=0.05))
     assert [int(status.split()[1]) for status, _, _ in found] == [200, 401, 400, 401, 400, 401, 200]
     assert guarded.by_asgi == 1, "the last; those without a key came no further than the door"
-    assert b"at most 2" in found[2][2]
+    assert b"The limit is 2" in found[2][2]
 
 
 def test_a_record_is_left_behind_once_the_request_waits(tmp_path: Path) -> None:

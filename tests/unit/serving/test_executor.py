@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from tests.unit.serving.doubles import DoublingServable
-from tpuembed_serving.batching import queue as batch_lane
+from tpuembed_serving.batching import queue as batch_queue
 from tpuembed_serving.batching import scheduler as executor
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.scheduler import ModelExecutor
@@ -182,8 +182,8 @@ def test_a_run_of_a_millisecond_stays_on_the_loops_thread_where_no_processor_is_
 
     async def scenario() -> None:
         await asyncio.gather(*(runner.run(servable, signature, X) for _ in range(2)))
-        lane = runner._lane(servable, signature)
-        lane._seconds = dict.fromkeys(lane._seconds, 0.001)
+        queue = runner._queue(servable, signature)
+        queue._seconds = dict.fromkeys(queue._seconds, 0.001)
         await asyncio.gather(*(runner.run(servable, signature, X) for _ in range(2)))
 
     asyncio.run(scenario())
@@ -404,7 +404,7 @@ def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
         for _ in range(5):
             found = await asyncio.gather(here.ask(100), here.ask(101), return_exceptions=True)
             assert all(isinstance(each, StatusError) for each in found)
-        assert time.monotonic() - started < 4 * Failing.SECONDS / batch_lane._SHARE_OF_FAILURES
+        assert time.monotonic() - started < 4 * Failing.SECONDS / batch_queue._SHARE_OF_FAILURES
 
     here.play(scenario)
 
@@ -412,7 +412,7 @@ def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
 def test_a_pause_ends_on_a_loop_whose_timers_are_early() -> None:
     """uvloop's are, by up to a millisecond: it rounds to whole ones."""
     servable = Failing(Merging(is_proven=True, id_ranges=(IdRange(0, 100),)))
-    servable.SECONDS = executor._BUSY_SECONDS * batch_lane._SHARE_OF_FAILURES / 2
+    servable.SECONDS = executor._BUSY_SECONDS * batch_queue._SHARE_OF_FAILURES / 2
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
 
@@ -509,14 +509,14 @@ def test_a_version_that_is_gone_leaves_nothing_behind() -> None:
         servable = Gated()
         servable.gate.set()
         asyncio.run(executor.run(servable, servable.signatures["serving_default"], X))
-        assert executor._lanes
+        assert executor._queues
         return weakref.ref(servable)
 
     gone = use()
     executor._pool.shutdown(wait=True)
     gc.collect()
     assert gone() is None
-    assert not executor._lanes
+    assert not executor._queues
 
 
 def test_short_steady_runs_stay_on_the_loops_thread() -> None:
@@ -530,8 +530,8 @@ def test_short_steady_runs_stay_on_the_loops_thread() -> None:
         return run(signature, inputs)
 
     async def scenario() -> None:
-        lane = here.executor._lane(here.servable, here.signature)
-        lane.expected_seconds = lambda requests: 1e-6  # type: ignore[method-assign]  # noqa: ARG005
+        queue = here.executor._queue(here.servable, here.signature)
+        queue.expected_seconds = lambda requests: 1e-6  # type: ignore[method-assign]  # noqa: ARG005
         here.servable.run = remember  # type: ignore[method-assign]
         assert await values(here.ask(1), here.ask(2)) == [[2], [4]]
         assert threads == {threading.get_ident()}

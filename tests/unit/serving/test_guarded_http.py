@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(guarded_http, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(guarded_http, "_CHECK_SECONDS", 0.05)
     running = Server(uvicorn.Config(app, http=protocol_class(LIMITS), log_level="critical", lifespan="off"))
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
@@ -96,7 +96,7 @@ def test_a_request_that_does_not_come_whole_is_answered_408_and_closed(server: S
         assert ask(server, content=b"abc").text == "3"
         answer = rest_of(slow)
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"did not come within 0.5 seconds" in answer
+    assert b"did not arrive within 0.5 seconds" in answer
 
 
 def test_a_client_that_drips_is_closed_too(server: Server) -> None:

@@ -56,7 +56,7 @@ def test_weights_are_padded_beside_their_ids(form: str) -> None:
 def test_a_weight_that_was_forgotten_is_no_padding() -> None:
     body = {"inputs": {"friends": [[1, 5], [2, 3]], "friends_weights": [[0.5], [1, 0.25]], "user": [7, 8]}}
     with pytest.raises(
-        StatusError, match="Row 0 has 2 values of friends and 1 of friends_weights; each value needs its"
+        StatusError, match=r"Row 0 has 2 values of friends and 1 of friends_weights\. Give each value a weight"
     ):
         decoded(body, WEIGHTED, PADDING["weighted"])
 

@@ -58,7 +58,7 @@ def test_a_port_that_another_server_shares_is_in_use(host: str, with_listeners: 
         port = held.getsockname()[1]
         if with_listeners:
             stack.enter_context(listening(host, port))
-        with pytest.raises(ServingError, match=f"^cannot listen on {host} port {port}: Address already in use; choose"):
+        with pytest.raises(ServingError, match=f"^cannot listen on {host} port {port}: Address already in use. Choose"):
             bind(host, port, "--port")
         with pytest.raises(ServingError, match="Address already in use"), reserve(host, port, "--port"):
             pass

@@ -16,7 +16,7 @@ from tpuembed.errors import ServingError
 from tpuembed_serving import server
 from tpuembed_serving.core.servable import Servable
 
-LOADING = "the server is loading; it answers once the first load of each configured model has ended, as /readyz says"
+LOADING = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
 SERVICES = ("tensorflow.serving.PredictionService", "PredictionService", "ModelService")
 REQUESTS = [
     ("POST", "/v1/models/{}:predict", BODY),
@@ -171,7 +171,7 @@ def test_a_port_of_a_server_that_does_not_listen_yet_is_in_use(
             )
             began = time.monotonic()
             with pytest.raises(
-                ServingError, match=f"cannot listen on .* port {ports[whose]}: Address already in use; "
+                ServingError, match=f"cannot listen on .* port {ports[whose]}: Address already in use. "
             ):
                 server.serve(settings)
             assert time.monotonic() - began < 5

@@ -16,7 +16,7 @@ from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, exponential, merged, to_text
+from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, exponential, merge_snapshots, to_text
 from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics
 from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
 from tpuembed_serving.telemetry.request_record import GRPC, REST, RequestRecord
@@ -71,7 +71,7 @@ def test_labels_of_any_text_come_back(name: str) -> None:
 
 def test_processes_add_up() -> None:
     counts, times = Family(":c", "counter", ("m",)), Family(":h", "histogram", (), (1.0,))
-    total = merged(
+    total = merge_snapshots(
         [
             {counts: {("a",): (1,), ("b",): (2,)}, times: {(): (0.5, 1, 0)}},
             {counts: {("a",): (10,)}, times: {(): (9.0, 0, 1)}},

@@ -96,7 +96,7 @@ SOUND = 'base_path: "/m" model_platform: "tensorflow"'
         ),
         (
             'model_platform: "tensorflow"\nbase_path: "s3://b/m"',
-            f"line 4, field {CONFIG}.base_path: Model m: only folders of this machine are served, not s3://b/m",
+            f"line 4, field {CONFIG}.base_path: Model m: base_path is s3://b/m. Only local folders are served",
         ),
         (
             'base_path: "/m"\nmodel_platform: "torch"',
@@ -118,11 +118,11 @@ SOUND = 'base_path: "/m" model_platform: "tensorflow"'
         ),
         (
             f"{SOUND}\nlogging_config {{ sampling_config {{ sampling_rate: 1 }} }}",
-            f"line 4, field {CONFIG}.logging_config: model m: requests are not logged by this server",
+            f"line 4, field {CONFIG}.logging_config: model m: this server does not log requests",
         ),
         (
             f"{SOUND}\nmodel_version_policy {{\n specific {{}} }}",
-            f"line 5, field {CONFIG}.model_version_policy.specific: no version is named",
+            f"line 5, field {CONFIG}.model_version_policy.specific: it names no version",
         ),
         (
             f"{SOUND}\nmodel_version_policy {{ latest {{ num_versions: -1 }} }}",
@@ -159,7 +159,7 @@ def test_an_open_brace_and_bytes_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^config {path}, line 1, column \d+: Expected"):
         read_models(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=f"^config {path}: is no text in UTF-8$"):
+    with pytest.raises(ConfigError, match=f"^config {path}: is not UTF-8 text. Save it as UTF-8$"):
         read_models(path)
     with pytest.raises(ConfigError, match=f"^config {path}.none: cannot be read: No such file or directory$"):
         read_models(Path(f"{path}.none"))

@@ -29,9 +29,9 @@ def test_what_is_wanted(policy: VersionPolicy, found: set[int], wanted: set[int]
 
 
 def test_policies_that_want_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="latest versions: 0 are asked for"):
+    with pytest.raises(ConfigError, match="latest versions: the count is 0"):
         LatestVersions(0)
-    with pytest.raises(ConfigError, match="specific versions: none is named"):
+    with pytest.raises(ConfigError, match="specific versions: the list is empty"):
         SpecificVersions(frozenset())
 
 
@@ -135,7 +135,7 @@ def test_a_specific_version_that_is_not_there_is_named_once(
     with caplog.at_level("WARNING"):
         model.poll()
         model.poll()
-    assert caplog.messages == ["model m: version 7, which its config names, is not in its folder"]
+    assert caplog.messages == ["model m: its config names version 7, which is not in its folder"]
     assert available(model) == {1}
 
 

@@ -211,7 +211,7 @@ def test_a_port_that_cannot_be_bound(tmp_path: Path) -> None:
     async def check() -> None:
         app = create_app(ServerSettings.for_model_dir(tmp_path), load=lambda _: DoublingServable())
         server = GrpcServer(app.service, app.repository)
-        with pytest.raises(ServingError, match=r"^cannot listen on 192\.0\.2\.1:1 for gRPC; choose another port"):
+        with pytest.raises(ServingError, match=r"^cannot listen on 192\.0\.2\.1:1 for gRPC. Choose another port"):
             await server.start("192.0.2.1", 1)
         await server.stop(1)
 

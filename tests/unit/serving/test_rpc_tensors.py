@@ -165,5 +165,5 @@ def test_more_elements_than_are_converted_at_once() -> None:
 
 
 def test_a_dtype_that_has_no_field_is_not_sent() -> None:
-    with pytest.raises(StatusError, match=r"^a tensor of type float8_e4m3fn cannot be sent$"):
+    with pytest.raises(StatusError, match=r"^tensors of type float8_e4m3fn cannot be sent$"):
         encode_tensor(np.zeros(1, np.uint8), "float8_e4m3fn", tensor_pb2.TensorProto())

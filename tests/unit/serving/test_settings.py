@@ -32,7 +32,7 @@ def test_a_number_out_of_range_is_named(tmp_path: Path, options: dict[str, Any])
 
 def test_models_need_names_that_differ(tmp_path: Path) -> None:
     model = ModelSettings(name="m", base_path=tmp_path)
-    with pytest.raises(ConfigError, match="m is given more than once"):
+    with pytest.raises(ConfigError, match=r"Given more than once: m$"):
         ServerSettings(models=(model, model))
     ServerSettings(models=())
     with pytest.raises(ConfigError, match="its name is empty"):

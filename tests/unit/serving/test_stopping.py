@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.unit.serving.doubles import DoublingServable, wait_for
 from tests.unit.serving.served import BODY, PREDICT, Served, predict_request
 from tpuembed_serving.core.servable import Merging, Signature
-from tpuembed_serving.workers.stopping import Stage, Stop, WorkerStop
+from tpuembed_serving.workers.stopping import Stop, StopStage, WorkerStop
 
 REQUEST = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: s\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 BY_ASGI = REQUEST.replace(b"host: s", b"host: s\r\nconnection: x")
@@ -28,21 +28,21 @@ GOOD = (200, {"predictions": [2, 4]})
 @pytest.mark.parametrize(
     ("signals", "stage"),
     [
-        ([], Stage.RUNNING),
-        ([signal.SIGTERM], Stage.LAME_DUCK),
-        ([signal.SIGINT], Stage.DRAINING),
-        ([signal.SIGTERM, signal.SIGTERM], Stage.DRAINING),
-        ([signal.SIGTERM, signal.SIGINT], Stage.DRAINING),
-        ([signal.SIGINT, signal.SIGTERM], Stage.DRAINING),
-        ([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], Stage.DRAINING),
-        ([signal.SIGINT, signal.SIGINT], Stage.CUT_OFF),
-        ([signal.SIGTERM, signal.SIGINT, signal.SIGINT], Stage.CUT_OFF),
-        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM], Stage.CUT_OFF),
+        ([], StopStage.RUNNING),
+        ([signal.SIGTERM], StopStage.LAME_DUCK),
+        ([signal.SIGINT], StopStage.DRAINING),
+        ([signal.SIGTERM, signal.SIGTERM], StopStage.DRAINING),
+        ([signal.SIGTERM, signal.SIGINT], StopStage.DRAINING),
+        ([signal.SIGINT, signal.SIGTERM], StopStage.DRAINING),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], StopStage.DRAINING),
+        ([signal.SIGINT, signal.SIGINT], StopStage.CUT_OFF),
+        ([signal.SIGTERM, signal.SIGINT, signal.SIGINT], StopStage.CUT_OFF),
+        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM], StopStage.CUT_OFF),
     ],
 )
-def test_stages(signals: list[int], stage: Stage) -> None:
+def test_stages(signals: list[int], stage: StopStage) -> None:
     stop = Stop()
-    heard: list[Stage] = []
+    heard: list[StopStage] = []
     if signals:
         stop.handle(signals[0])
     stop.call(lambda: heard.append(stop.stage))
@@ -56,12 +56,12 @@ def test_stages(signals: list[int], stage: Stage) -> None:
 def test_a_worker_goes_by_its_first_sigterm_and_its_supervisor() -> None:
     """A terminal's SIGINT and systemd's SIGTERM reach it as well."""
     stop = WorkerStop()
-    stages: list[Stage] = []
+    stages: list[StopStage] = []
     for step in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, Stage.DRAINING, signal.SIGINT, signal.SIGTERM,
-        Stage.CUT_OFF, Stage.LAME_DUCK,
+        signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, StopStage.DRAINING, signal.SIGINT, signal.SIGTERM,
+        StopStage.CUT_OFF, StopStage.LAME_DUCK,
     ):  # fmt: skip
-        if isinstance(step, Stage):
+        if isinstance(step, StopStage):
             stop.advance(step)
         else:
             stop.handle(step)
@@ -263,7 +263,7 @@ def test_what_cannot_be_finished_in_time_is_answered_503(serve: Serve, request_b
         if len(request_bytes) >= len(REQUEST):
             assert model.entered.wait(20)
         served.terminate()
-        text = "the server stops before this request is answered; send it to another one"
+        text = "the server is stopping. Send this request to another server"
         assert client.answer() == (503, {"error": text}, True)
         assert client.is_closed
         model.go_on.set()
@@ -276,7 +276,7 @@ def test_calls_that_cannot_be_finished_in_time_are_unavailable(serve: Serve) -> 
         call = channel.unary_unary(PREDICT).future(predict_request(), timeout=30)
         assert model.entered.wait(20)
         served.terminate()
-        text = "the server stops before this call is answered; send it to another one"
+        text = "the server is stopping. Send this call to another server"
         assert (call.code(), call.details()) == (grpc.StatusCode.UNAVAILABLE, text)
         model.go_on.set()
 

@@ -113,11 +113,11 @@ def test_an_export_that_maps_from_elsewhere_is_named_with_the_remedy(tmp_path: P
         assert not notes
         return
     (note,) = notes
-    assert note.endswith(f"in the container: tpuembed relocate {model_dir / '1'} /models/n")
+    assert note.endswith(f"in the container, run: tpuembed relocate {model_dir / '1'} /models/n")
     moved = CliRunner().invoke(cli, note.rpartition("tpuembed ")[2].split())
     assert moved.exit_code == 0, moved.output
     (note,) = [line for line in run(model_dir, "--name", "n", "--no-grpc").output.splitlines() if "relocate" in line]
-    assert note.endswith(f"to serve it here: tpuembed relocate {model_dir / '1'} {model_dir}")
+    assert note.endswith(f"To serve it here, run: tpuembed relocate {model_dir / '1'} {model_dir}")
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

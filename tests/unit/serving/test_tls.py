@@ -44,7 +44,7 @@ def test_what_belongs_together_is_taken(folder: Path) -> None:
     [
         ("one.crt", "two.key", None, "mismatch"),
         ("none", "one.key", None, "No such file"),
-        ("text", "one.key", None, "key without a password|in PEM form"),
+        ("text", "one.key", None, "key without a password|in PEM format"),
         ("one.crt", "locked.key", None, "the key has a password"),
         ("one.crt", "one.key", "text", "TLS client authorities .*text"),
         ("one.crt", "one.key", "none", "TLS client authorities .*none: No such file"),

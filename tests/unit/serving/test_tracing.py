@@ -141,7 +141,7 @@ def test_the_exporter_is_what_the_environment_says(monkeypatch: pytest.MonkeyPat
 )
 def test_what_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=f"{variable} is {value}: this server"):
+    with pytest.raises(ConfigError, match=f"{variable} is {value}, which is not supported"):
         check_tracing()
 
 

@@ -58,7 +58,7 @@ def write_manifest(path: Path, size: int) -> None:
 def test_a_version_needs_a_graph(tmp_path: Path) -> None:
     (tmp_path / "4").mkdir()
     with pytest.raises(
-        StatusError, match=r"^version 4: saved_model\.pb is missing; write the version again$"
+        StatusError, match=r"^version 4: saved_model\.pb is missing. Write the version again$"
     ) as caught:
         check_files(tmp_path / "4")
     assert caught.value.code is Code.NOT_FOUND
@@ -72,12 +72,12 @@ def test_what_a_manifest_names_must_be_there(tmp_path: Path) -> None:
     path = make_version(tmp_path, 5)
     write_manifest(path, size=16)
     data = path / "variables" / "variables.data-00000-of-00001"
-    with pytest.raises(StatusError, match=r"^version 5: .*which holds stack 'stack', is missing; export it again$"):
+    with pytest.raises(StatusError, match=r"^version 5: .*which holds stack 'stack', is missing. Export it again$"):
         check_files(path)
     data.parent.mkdir()
     for size in (23, 25):
         data.write_bytes(b"\0" * size)
-        with pytest.raises(StatusError, match=rf"has {size} bytes and the manifest says 24; export it again$"):
+        with pytest.raises(StatusError, match=rf"has {size} bytes and the manifest says 24. Export it again$"):
             check_files(path)
     data.write_bytes(b"\0" * 24)
     check_files(path)
@@ -89,4 +89,4 @@ def test_a_broken_manifest_is_refused_without_its_path(tmp_path: Path) -> None:
     (path / "assets.extra" / "tpuembed.json").write_text("{", encoding="utf-8")
     with pytest.raises(StatusError) as caught:
         check_files(path)
-    assert caught.value.message == "version 6: assets.extra/tpuembed.json is not a tpuembed manifest; export it again"
+    assert caught.value.message == "version 6: assets.extra/tpuembed.json is not a tpuembed manifest. Export it again"

@@ -1,7 +1,7 @@
-"""Whether requests of a SavedModel's signature may share a run: a proof from its graph, without running it.
+"""Proves from a SavedModel's graph, without running it, that requests of a signature can be batched.
 
-What has to be shown: the outputs of rows put behind each other are the outputs of these rows alone, put behind each other, and a
-run that succeeds is one in which each request alone would have. All inputs of a run have the same sizes but the first.
+The proof shows two things. The outputs of concatenated rows are the concatenated outputs of these rows alone. If a batch
+succeeds, each of its requests alone would succeed. All inputs of a batch have the same sizes except the first.
 """
 
 from tpuembed_serving.batching.row_proof.walk import Verdict, prove

@@ -1,10 +1,10 @@
-"""TensorFlow Serving's JSON, both ways: request bodies to arrays, arrays to response bodies.
+"""TensorFlow Serving's JSON: converts request bodies to arrays, and arrays to response bodies.
 
-document   bytes -> members, by orjson where it agrees with RapidJSON, else by `parser`
-requests   members + signature -> arrays, whole columns at once (`tensors`), or value by value to name an error
+document   bytes -> members, with orjson if it agrees with RapidJSON, else with `parser`
+requests   members + signature -> arrays, whole columns at once (`tensors`), or value by value to report an error
 examples   the same for classify and regress: members -> serialized tf.Examples, results -> bytes
-ragged     lists of different lengths, where the manifest of an export allows them
-responses  arrays -> bytes; `floats` holds the number format, `debug` the form of values in messages
+ragged     pads lists of different lengths if the manifest of an export allows it
+responses  arrays -> bytes; `floats` has the number format, `debug` the form of values in messages
 """
 
 from tpuembed_serving.http.json.document import Document, parse_document

@@ -1,4 +1,4 @@
-"""How TensorFlow Serving writes a JSON value into an error message (json_tensor.cc, JsonValueToDebugString)."""
+"""Writes a JSON value for an error message as TensorFlow Serving does (json_tensor.cc, JsonValueToDebugString)."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _SHORT_ESCAPES = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n
 
 
 def quote(text: str) -> str:
-    """A JSON string as RapidJSON writes it: only what must be escaped is."""
+    """Return a JSON string as RapidJSON writes it: escapes only the characters that require it."""
     return f'"{_ESCAPED.sub(_escape, text)}"' if _ESCAPED.search(text) else f'"{text}"'
 
 
@@ -22,7 +22,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def type_name(value: Any) -> str:
-    """RapidJSON's name of a value's type."""
+    """Return RapidJSON's name of a value's type."""
     if value is None:
         return "Null"
     if isinstance(value, bool):
@@ -35,14 +35,14 @@ def type_name(value: Any) -> str:
 
 
 def debug_string(value: Any) -> str:
-    """`value` as indented JSON, arrays on one line; no token is begun once 256 bytes are written."""
+    """Return `value` as indented JSON with arrays on one line. No token starts after 256 bytes."""
     writer = _LimitedWriter()
     writer.value(value, 0)
     return "".join(writer.parts)
 
 
 class _LimitedWriter:
-    """Writes tokens until the limit is passed."""
+    """Writes tokens until the limit is reached."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -53,7 +53,7 @@ class _LimitedWriter:
         return self._size >= _MAX_BYTES
 
     def _put(self, text: str) -> bool:
-        """Whether there was room for `text`."""
+        """Append `text`, and return True if the limit was not reached before."""
         if self._full:
             return False
         self.parts.append(text)
@@ -61,7 +61,7 @@ class _LimitedWriter:
         return True
 
     def value(self, value: Any, depth: int, prefix: str = "") -> bool:
-        """Write `prefix` and `value`, which lies inside `depth` containers; whether there was room for all of it."""
+        """Write `prefix` and `value`, which is inside `depth` containers. Returns True if all of it was written."""
         if isinstance(value, dict):
             return self._object(value, depth, prefix)
         if isinstance(value, list):
@@ -96,9 +96,9 @@ def _scalar(value: Any) -> str:
 
 
 def _double(value: float) -> str:
-    """The shortest digits that give `value` back, laid out as RapidJSON's `Prettify` does."""
+    """Return the shortest digits that read back as `value`, in the layout of RapidJSON's `Prettify`."""
     if not math.isfinite(value):
-        return ""  # the plain writer has no token for it
+        return ""  # RapidJSON's plain writer has no token for it
     sign, digits, exponent = _decimal(value)
     point = len(digits) + exponent
     if exponent >= 0 and point <= 21:
@@ -112,7 +112,7 @@ def _double(value: float) -> str:
 
 
 def _decimal(value: float) -> tuple[str, str, int]:
-    """Sign, significant digits and exponent: value = digits * 10 ** exponent."""
+    """Return sign, significant digits and exponent: value = digits * 10 ** exponent."""
     mantissa, _, exponent = f"{value!r}".lstrip("-").partition("e")
     whole, _, fraction = mantissa.partition(".")
     digits = (whole + fraction).lstrip("0")

@@ -1,4 +1,4 @@
-"""A request body as a JSON document: by a fast library where that agrees with RapidJSON, else by our own parser."""
+"""Parses a request body: with orjson if it agrees with RapidJSON, else with tpuembed's own parser."""
 
 import json
 import math
@@ -18,7 +18,7 @@ class Document(NamedTuple):
     """A parsed body.
 
     Attributes:
-        members: of the top-level object; of equal keys the first counts, here and below.
+        members: the members of the top-level object. Of equal keys the first counts, at every level.
     """
 
     members: dict[str, Any]
@@ -28,11 +28,11 @@ def parse_document(body: bytes, max_depth: int | None = None) -> Document:
     """Parse `body`.
 
     Args:
-        body: of a request.
-        max_depth: how deep it may be nested, where that is more than the fast parser takes; None is any depth.
+        body: the body of a request.
+        max_depth: the deepest nesting, if it is more than the fast parser's limit; None is no limit.
 
     Raises:
-        StatusError: it is not JSON, no object, or nested too deep.
+        StatusError: the body is not JSON, not an object, or nested too deeply.
     """
     root = _parse(body, max_depth)
     if not isinstance(root, dict):
@@ -41,12 +41,12 @@ def parse_document(body: bytes, max_depth: int | None = None) -> Document:
 
 
 def format_error(value: Any, text: str) -> StatusError:
-    """INVALID_ARGUMENT about a JSON value."""
+    """Return an INVALID_ARGUMENT error about a JSON value."""
     return invalid_argument(f"JSON Value: {debug_string(value)} {text}")
 
 
 def _parse(body: bytes, max_depth: int | None) -> Any:
-    """What orjson accepts it reads as RapidJSON does, but for repeated keys, of which it keeps the last."""
+    """Parse with orjson, unless a key may be repeated: orjson keeps the last value, and RapidJSON the first."""
     try:
         root = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -57,7 +57,7 @@ def _parse(body: bytes, max_depth: int | None) -> Any:
 
 
 def _count_members(root: dict[str, Any]) -> int:
-    """Members in plain sight. Each has a colon, so that as many colons in the body prove that no key is repeated."""
+    """Count the members at the known levels. As many colons in the body prove that no key is repeated."""
     count = len(root)
     for key, value in root.items():
         if key in _LISTS and type(value) is list:
@@ -68,22 +68,22 @@ def _count_members(root: dict[str, Any]) -> int:
 
 
 def _parse_loosely(body: bytes, max_depth: int | None) -> Any:
-    """By the standard library, told to do as RapidJSON does; what it refuses is left to our own parser.
+    """Parse with the standard library, configured to agree with RapidJSON. If it fails, parse with tpuembed's parser.
 
-    It knows NaN and Infinity, and stops after the first value. The one thing it accepts and RapidJSON does not, an
-    unpaired surrogate escape, must not be in the body.
+    It reads NaN and Infinity, and stops after the first value. Unlike RapidJSON, it accepts an unpaired surrogate escape,
+    so the body must not contain one.
     """
     try:
         root, _ = _LOOSE.raw_decode(body.decode("utf-8", "surrogateescape").lstrip(" \t\n\r"))
     except (ValueError, RecursionError):
         return parse(body, max_depth)
     if not isinstance(root, dict) or (max_depth is not None and _is_deeper(root, body, max_depth)):
-        return parse(body, max_depth)  # which refuses it
+        return parse(body, max_depth)  # to report the error
     return root
 
 
 def _is_deeper(root: Any, body: bytes, max_depth: int) -> bool:
-    """Returns True if `root`, which `body` says, is nested deeper. Python's parser has no limit of its own from 3.13 on."""
+    """Returns True if `root`, parsed from `body`, is nested deeper. From 3.13 on, Python's parser has no own limit."""
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return False
     level = [root]

@@ -1,7 +1,7 @@
-"""Classify and regress in JSON: tf.Examples from request bodies, results to answers (json_tensor.cc).
+"""Classify and regress in JSON: converts request bodies to tf.Examples, and results to answers (json_tensor.cc).
 
-An example is an object of features. It is written on the wire here: `example.proto` and `feature.proto` are small, and
-TensorFlow, which has their classes, may not be loaded yet when a request is refused.
+An example is an object of features. This module serializes it without TensorFlow, which may not be imported yet:
+`example.proto` and `feature.proto` are small.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from tpuembed.protobuf import bytes_field, varint
 from tpuembed_serving.core.classify_regress import Classification, InferenceResult
-from tpuembed_serving.core.status import StatusError, invalid_argument
+from tpuembed_serving.core.status import invalid_argument
 from tpuembed_serving.http.json.debug import quote, type_name
 from tpuembed_serving.http.json.document import Document, format_error
 from tpuembed_serving.http.json.floats import float_tokens
@@ -32,15 +32,15 @@ _KIND_OF_TYPE: dict[type, int] = {
 
 
 def decode_examples(document: Document) -> list[bytes]:
-    """The request's serialized tf.Examples, each with the request's context before its own features.
+    """Return the request's serialized tf.Examples, each with the request's context before its own features.
 
     Raises:
-        StatusError: there are none, or a value has no place in an example.
+        StatusError: there are no examples, or a value is not allowed in an example.
     """
     members = document.members
     context = _example(members["context"]) if "context" in members else b""
     if "examples" not in members:
-        # The word is the same where the method is regress.
+        # TensorFlow Serving's text names classify for regress too.
         raise format_error(members, "When method is classify, key 'examples' is expected and was not found")
     examples = members["examples"]
     if not isinstance(examples, list):
@@ -51,7 +51,7 @@ def decode_examples(document: Document) -> list[bytes]:
 
 
 def _example(value: Any) -> bytes:
-    """Example {features: 1 {feature: 1 map<key: 1, value: 2>}}; of equal keys the last counts, as a parser has it."""
+    """Serialize an Example {features: 1 {feature: 1 map<key: 1, value: 2>}}. Of equal keys, parsers keep the last."""
     if not isinstance(value, dict):
         raise invalid_argument(f"Example must be JSON object but got JSON {type_name(value)}")
     repeats = value.repeats if isinstance(value, JsonObject) else ()
@@ -67,7 +67,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _feature(name: str, content: Any) -> bytes:
-    """Feature {bytes_list: 1 | float_list: 2 | int64_list: 3}; none of them for an empty list."""
+    """Serialize a Feature {bytes_list: 1 | float_list: 2 | int64_list: 3}. An empty list sets none of them."""
     values = content if isinstance(content, list) else [content]
     if not values:
         return b""
@@ -83,14 +83,15 @@ def _fits(values: Sequence[int]) -> bool:
 
 
 def _checked_kind(name: str, values: Sequence[Any]) -> int:
-    """The kind that all values have; value by value, so that the first fault is the one that is reported."""
+    """Return the kind of all values. Checks value by value, so that the first error is reported."""
     kind = None
     for value in values:
         found = _KIND_OF_TYPE.get(type(value))
         if found is None or (isinstance(value, dict) and not is_base64_object(value)):
             raise invalid_argument(f"Feature: {name} has element with unexpected JSON type: {type_name(value)}")
         if kind is not None and found != kind:
-            raise _kind_error(name, kind)
+            text = f"Unexpected element type in feature: {name} expecting type: {_KIND_NAMES[kind]}"
+            raise invalid_argument(text)
         kind = found
         if isinstance(value, dict):
             base64_decode(value)
@@ -100,10 +101,6 @@ def _checked_kind(name: str, values: Sequence[Any]) -> int:
     return kind
 
 
-def _kind_error(name: str, kind: int) -> StatusError:
-    return invalid_argument(f"Unexpected element type in feature: {name} expecting type: {_KIND_NAMES[kind]}")
-
-
 def _bytes_list(values: Sequence[Any]) -> bytes:
     return b"".join(
         bytes_field(1, base64_decode(value) if isinstance(value, dict) else _bytes(value)) for value in values
@@ -111,7 +108,7 @@ def _bytes_list(values: Sequence[Any]) -> bytes:
 
 
 def _float_list(values: Sequence[float]) -> bytes:
-    """What is too large for a float becomes infinite."""
+    """Serialize a FloatList. Values that are too large for a float become infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bytes_field(1, np.array(values, np.float64).astype("<f4").tobytes())
 
@@ -124,7 +121,7 @@ _ENCODERS = {_BYTES_LIST: _bytes_list, _FLOAT_LIST: _float_list, _INT64_LIST: _i
 
 
 def encode_result(result: InferenceResult) -> bytes:
-    """The body of an answer."""
+    """Return the body of an answer."""
     if isinstance(result, Classification):
         rows = ", ".join(_classes(result))
         text = f'{{\n    "results": [{rows}\n    ]\n}}'
@@ -134,7 +131,7 @@ def encode_result(result: InferenceResult) -> bytes:
 
 
 def _classes(result: Classification) -> list[str]:
-    """One list of [label, score] per example."""
+    """Return one list of [label, score] per example."""
     labels = [quote(label.decode("utf-8", "surrogateescape")) for label in result.labels.ravel().tolist()]
     pairs = [f"[{label}, {score}]" for label, score in zip(labels, float_tokens(result.scores), strict=True)]
     count = result.labels.shape[1]

@@ -1,4 +1,4 @@
-"""Floating-point numbers as TensorFlow Serving writes them (json_tensor.cc, WriteDecimal)."""
+"""Writes floating-point numbers as TensorFlow Serving does (json_tensor.cc, WriteDecimal)."""
 
 import struct
 
@@ -10,15 +10,15 @@ __all__ = ["float_tokens"]
 
 _FULL_PRECISION = {np.dtype(np.float32): "%.9g ", np.dtype(np.float64): "%.17g "}
 _FEW = 16
-"""Up to here, one number after the other costs less than numpy's calls."""
+"""Up to this many numbers, a loop is faster than numpy's calls."""
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def float_tokens(array: Array) -> list[str]:
-    """One JSON token per element of a float32 or float64 array, in order.
+    """Return one JSON token per element of a float32 or float64 array, in order.
 
-    Six significant digits where they read back as the same number of the array's dtype, else as many as identify every
-    number of that dtype; ".0" is added where nothing shows that it is no integer.
+    A token has six significant digits if they read back as the same number of the dtype, else the full precision of the
+    dtype. ".0" is added to a token that looks like an integer.
     """
     if array.size <= _FEW and array.dtype == np.float32:
         return [_float32_token(value) for value in array.ravel().tolist()]
@@ -36,7 +36,7 @@ def float_tokens(array: Array) -> list[str]:
 def _float32_token(value: float) -> str:
     token = f"{value:.6g}"
     try:
-        # A number that rounds up to infinity is an error here.
+        # `pack` raises OverflowError if a number rounds up to infinity.
         if _FLOAT32.unpack(_FLOAT32.pack(float(token)))[0] != value:
             token = f"{value:.9g}"
     except OverflowError:
@@ -48,5 +48,5 @@ _FLOAT32 = struct.Struct("f")
 
 
 def _format(form: str, values: Array) -> list[str]:
-    """Every value by one printf-style form that ends in a space, in one call."""
+    """Format all values in one call, by a printf-style form that ends in a space."""
     return (form * values.size % tuple(values.tolist())).split()

@@ -1,9 +1,15 @@
-"""A JSON parser that accepts and refuses what TensorFlow Serving's does, with its messages and offsets.
+"""A JSON parser that accepts the same input as TensorFlow Serving's, with the same messages and offsets.
 
-Theirs is RapidJSON 1.1.0, iterative, with NaN and Infinity, stopping after the first complete value. Differences from
-strict JSON: NaN, Inf and Infinity are numbers; bytes after the value are ignored; strings need not be valid UTF-8 (here
-they carry such bytes as surrogate escapes); of a repeated key the first counts; nesting has no bound. Slow beside a
-library: it reads what a library refuses.
+TensorFlow Serving uses RapidJSON 1.1.0, iterative, with NaN and Infinity, and stops after the first value. Differences
+from strict JSON:
+
+- NaN, Inf and Infinity are numbers.
+- Bytes after the value are ignored.
+- Strings may be invalid UTF-8. Here such bytes become surrogate escapes.
+- Of a repeated key the first counts.
+- Nesting has no limit.
+
+This parser is slow. It only reads bodies that a library refuses.
 """
 
 import math
@@ -16,13 +22,13 @@ __all__ = ["JsonObject", "parse", "to_integer"]
 
 
 class JsonObject(dict[str, Any]):
-    """An object of which the first of two equal keys counts; the others are in `repeats`."""
+    """An object. Of equal keys the first counts; the others are in `repeats`."""
 
     repeats: tuple[tuple[str, Any], ...] = ()
 
     @property
     def repeated(self) -> bool:
-        """Whether a key came twice."""
+        """Returns True if a key was repeated."""
         return bool(self.repeats)
 
     def add(self, key: str, value: Any) -> None:
@@ -72,25 +78,25 @@ _STRUCTURAL = frozenset(b"]},:\0")
 
 
 def parse(body: bytes, max_depth: int | None = None) -> Any:
-    """The first JSON value of `body`; nested at most `max_depth` deep, None is any.
+    """Return the first JSON value of `body`. Its nesting is at most `max_depth`; None is no limit.
 
     Raises:
         StatusError: INVALID_ARGUMENT with RapidJSON's message and the byte offset, or with the depth.
     """
     if not body:
         raise invalid_argument("JSON Parse error: The document is empty")
-    return _Parser(body).document(math.inf if max_depth is None else max_depth)
+    return _JsonParser(body).document(math.inf if max_depth is None else max_depth)
 
 
-class _Parser:
-    """One pass over a body; `_at` is the offset of the next byte. A NUL byte ends the body."""
+class _JsonParser:
+    """Reads a body in one pass. `_at` is the offset of the next byte. A NUL byte ends the body."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body + b"\0"
         self._at = len(_BOM) if body.startswith(_BOM) else 0
 
     def document(self, max_depth: float) -> Any:
-        """The first value, read without recursion: the containers that are still open are on a stack."""
+        """Return the first value. Reads without recursion: open containers are on a stack."""
         if self._token() in _STRUCTURAL:
             self._fail(_EMPTY)
         value = self._value()
@@ -103,7 +109,7 @@ class _Parser:
             elif isinstance(child, list | JsonObject):
                 stack.append(child)
                 if len(stack) > max_depth:
-                    raise invalid_argument(f"the JSON is nested deeper than this server takes, {max_depth} levels")
+                    raise invalid_argument(f"the JSON is nested too deeply (limit: {max_depth} levels)")
         return value
 
     def _fail(self, message: str, at: int | None = None) -> NoReturn:
@@ -111,12 +117,12 @@ class _Parser:
         raise invalid_argument(f"JSON Parse error: {message} at offset: {offset}")
 
     def _token(self) -> int:
-        """Skip space; the byte that comes next, not taken."""
+        """Skip whitespace, and return the next byte without consuming it."""
         self._at = _match(_SPACE, self._body, self._at).end()
         return self._body[self._at]
 
     def _next_element(self, array: list[Any]) -> Any:
-        """Read one more element, or the end of the array; a container is returned just opened."""
+        """Read the next element or the end of the array. A container is returned empty."""
         token = self._token()
         if token == ord("]"):
             self._at += 1
@@ -129,7 +135,7 @@ class _Parser:
         return array[-1]
 
     def _next_member(self, container: JsonObject) -> Any:
-        """Read one more member, or the end of the object; a container is returned just opened."""
+        """Read the next member or the end of the object. A container is returned empty."""
         token = self._token()
         if token == ord("}"):
             self._at += 1
@@ -153,7 +159,7 @@ class _Parser:
         return key
 
     def _value(self) -> Any:
-        """A scalar, or a container just opened."""
+        """Read a scalar, or the beginning of a container, which is returned empty."""
         token = self._token()
         if token in _STRUCTURAL:
             self._fail(_INVALID_VALUE)
@@ -188,7 +194,7 @@ class _Parser:
         return value
 
     def _optional(self, begins: bytes, pattern: re.Pattern[bytes], error: str) -> bool:
-        """Take a number's fraction or exponent, if one begins here."""
+        """Read a number's fraction or exponent. Returns True if there was one."""
         if self._body[self._at] not in begins:
             return False
         match = pattern.match(self._body, self._at)
@@ -252,14 +258,14 @@ class _Parser:
 
 
 def _match(pattern: re.Pattern[bytes], body: bytes, at: int) -> re.Match[bytes]:
-    """The match of a pattern that matches everywhere, if only the empty bytes."""
+    """Return the match of a pattern that always matches, at least the empty bytes."""
     match = pattern.match(body, at)
     assert match is not None
     return match
 
 
 def to_integer(text: str) -> int | float:
-    """An integer that fits 64 bits, signed or not, or else a double."""
+    """Return an integer if it fits into 64 bits, signed or unsigned, else a double."""
     if len(text) <= 20:
         integer = int(text)
         if -(2**63) <= integer < 2**64:
@@ -268,7 +274,7 @@ def to_integer(text: str) -> int | float:
 
 
 def _common_prefix(text: bytes) -> int:
-    """How far `text` follows a number's beginning: RapidJSON reports the byte where it stopped."""
+    """Return how many bytes of `text` begin a special number. RapidJSON reports the byte after them."""
     signed = text.startswith(b"-")
     rest = text[signed:]
     return signed + max(sum(rest.startswith(word[: n + 1]) for n in range(len(word))) for word in (b"NaN", b"Infinity"))

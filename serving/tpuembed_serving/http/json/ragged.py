@@ -1,7 +1,7 @@
-"""Lists of ids of different lengths, which TensorFlow Serving's JSON does not have: made equal with padding.
+"""Pads lists of ids of different lengths, which TensorFlow Serving's JSON refuses.
 
-Only where the manifest of an export says that an input is such a list, and only in requests that are an error without it: what
-a rectangular request means never changes.
+Only inputs that the manifest of an export declares as lists are padded, and only in requests that are otherwise errors.
+So a rectangular request never changes its meaning.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ Padding = int | float | str
 
 
 def pad_ragged(document: Document, signature: Signature) -> Document | None:
-    """The request with lists of one length, where `decode_inputs` refused it; None where there is nothing to pad.
+    """Return a request that `decode_inputs` refused with its lists padded, or None if no list can be padded.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, the ids of a row and their weights are not equally many.
+        StatusError: INVALID_ARGUMENT, a row has another number of weights than ids.
     """
     pairs = zip(signature.inputs, signature.padding, strict=False)
     wanted = {info.alias: value for info, value in pairs if value is not None}
@@ -41,7 +41,7 @@ def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding]) -> An
         return None
     if len(signature.inputs) == 1 and not any(isinstance(row, dict) for row in rows):
         return _pad(rows, wanted[signature.inputs[0].alias])
-    if not all(type(row) is dict for row in rows):  # a JsonObject has a key twice, which is an error
+    if not all(type(row) is dict for row in rows):  # a JsonObject has a repeated key, which is an error
         return None
     columns = {alias: [row[alias] for row in rows] for alias in wanted if all(alias in row for row in rows)}
     padded = _pad_all(columns, wanted)
@@ -58,7 +58,7 @@ def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding]) -
 
 
 def _pad_all(columns: dict[str, Any], wanted: dict[str, Padding]) -> dict[str, list[list[Any]]]:
-    """Those of `columns` that are ragged, padded."""
+    """Return the ragged ones of `columns`, padded."""
     for alias in columns:
         if f"{alias}{_WEIGHTS}" in columns:
             _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"])
@@ -67,7 +67,7 @@ def _pad_all(columns: dict[str, Any], wanted: dict[str, Padding]) -> dict[str, l
 
 
 def _pad(rows: Any, value: Padding) -> list[list[Any]] | None:
-    """None where `rows` are no lists of values, or are of one length."""
+    """Return `rows` padded with `value`, or None if they are not lists of values or have one length."""
     if not _is_list_of_lists(rows):
         return None
     widest = max(map(len, rows))
@@ -83,10 +83,10 @@ def _is_list_of_lists(rows: Any) -> bool:
 
 
 def _check_weights(alias: str, ids: Any, weights: Any) -> None:
-    """Padding must not stand in for a weight that was forgotten."""
+    """Raise INVALID_ARGUMENT if a row lacks weights: padding must not hide it."""
     if not (_is_list_of_lists(ids) and _is_list_of_lists(weights)):
         return
     for index, (row, row_weights) in enumerate(zip(ids, weights, strict=False)):
         if len(row) != len(row_weights):
             sizes = f"{len(row)} values of {alias} and {len(row_weights)} of {alias}{_WEIGHTS}"
-            raise invalid_argument(f"Row {index} has {sizes}; each value needs its weight")
+            raise invalid_argument(f"Row {index} has {sizes}. Give each value a weight")

@@ -1,4 +1,4 @@
-"""A predict request, in row form ("instances") or columnar form ("inputs"), to the inputs of a signature."""
+"""Converts a predict request in row form ("instances") or columnar form ("inputs") to the inputs of a signature."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ __all__ = ["PredictInputs", "decode_inputs", "signature_name"]
 
 
 class PredictInputs(NamedTuple):
-    """Arrays in the order of the signature's inputs, and which form the answer takes."""
+    """The arrays in the order of the signature's inputs, and the form of the answer."""
 
     arrays: Sequence[Array]
     row_form: bool
 
 
 def signature_name(document: Document) -> str:
-    """The signature that the request names, or "".
+    """Return the signature that the request names, or "".
 
     Raises:
-        StatusError: the name is no string.
+        StatusError: the name is not a string.
     """
     name = document.members.get("signature_name", "")
     if not isinstance(name, str):
@@ -36,10 +36,10 @@ def signature_name(document: Document) -> str:
 
 
 def decode_inputs(document: Document, signature: Signature) -> PredictInputs:
-    """The signature's inputs as the request gives them.
+    """Return the signature's inputs from a request.
 
     Raises:
-        StatusError: they are missing, of another type, ragged, or not the signature's.
+        StatusError: an input is missing, unknown, ragged, or of another type.
     """
     members = document.members
     if "instances" in members and "inputs" in members:
@@ -65,7 +65,7 @@ def _decode_rows(document: Document, signature: Signature) -> Sequence[Array]:
 
 
 def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
-    """Whole columns at once; None where a row is not as the first promises."""
+    """Decode whole columns at once. Returns None if a row differs in form from the first."""
     inputs = signature.inputs
     if type(rows[0]) is not dict:
         array = fast_tensor(rows, inputs[0])
@@ -82,13 +82,13 @@ def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
             if array is None:
                 return None
             arrays.append(array)
-    except (KeyError, TypeError):  # another key, or a row that is no object
+    except (KeyError, TypeError):  # another key, or a row that is not an object
         return None
     return arrays
 
 
 def _int64_matrix(rows: list[Any], signature: Signature) -> Array | None:
-    """int64 [rows, inputs] where each value is one such number: the ids of a lookup, in one call instead of one per input."""
+    """Return int64 [rows, inputs] in one call if every value is an int64 scalar, as in lookups of ids. Otherwise None."""
     if signature.int64_row is None:
         return None
     values = list(map(signature.int64_row, rows))
@@ -105,7 +105,7 @@ def _is_row_object(value: Any) -> bool:
 
 
 class _RowDecoder:
-    """Element by element, in order, so that the first error is the one that TensorFlow Serving reports."""
+    """Decodes element by element in order, so that the first error is the one that TensorFlow Serving reports."""
 
     def __init__(self, inputs: Sequence[TensorInfo]) -> None:
         self._infos = {info.alias: info for info in inputs}
@@ -114,7 +114,7 @@ class _RowDecoder:
         self._shapes: dict[str, list[int]] = {}
 
     def decode(self, rows: list[Any]) -> list[Array]:
-        """One array per input, batch first."""
+        """Return one array per input, batch first."""
         add = self._add_object if _is_row_object(rows[0]) else self._add_value
         for index, row in enumerate(rows):
             add(index, row)
@@ -178,7 +178,7 @@ def _shape_text(shape: list[int]) -> str:
 
 
 def _missing_inputs(sent: list[str], wanted: list[str]) -> StatusError:
-    """What TensorFlow Serving's predict says (predict_util.cc) once a value stood for one of several inputs."""
+    """Return the error of TensorFlow Serving's predict (predict_util.cc) if a value was given for one of several inputs."""
     missing = ",".join(alias for alias in wanted if alias not in sent)
     return invalid_argument(
         f"input size does not match signature: {len(sent)}!={len(wanted)} len({{{','.join(sent)}}}) != "

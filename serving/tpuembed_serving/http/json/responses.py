@@ -1,6 +1,6 @@
-"""Tensors to the JSON that TensorFlow Serving writes, byte for byte (json_tensor.cc with RapidJSON's PrettyWriter).
+"""Writes tensors as JSON, byte for byte as TensorFlow Serving (json_tensor.cc with RapidJSON's PrettyWriter).
 
-Row form sets "arrays on one line" while it writes a row; columnar form never does, so its arrays take a line per value.
+Row form writes arrays inside a row on one line. Columnar form writes one line per value.
 """
 
 import base64
@@ -18,15 +18,15 @@ _INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint32", "ui
 
 
 def encode_error(message: str) -> bytes:
-    """The body of every answer that is not OK."""
+    """Return the body of an error."""
     return _to_bytes(f'{{\n    "error": {quote(message)}\n}}')
 
 
 def encode_outputs(outputs: Mapping[str, Array], signature: Signature, row_form: bool) -> bytes:
-    """The body of a predict answer: `outputs` by alias, for a row-form or a columnar request.
+    """Return the body of a predict answer: `outputs` by alias, in row form or columnar form.
 
     Raises:
-        StatusError: an output has no JSON form, or in row form no batch dimension that agrees with the others'.
+        StatusError: an output has no JSON form, or in row form another batch dimension than the others.
     """
     if not outputs:
         raise invalid_argument("Cannot convert empty tensor map to JSON")
@@ -66,7 +66,7 @@ def _batch_size(outputs: Mapping[str, Array]) -> int:
 
 
 def _row_values(alias: str, array: Array, dtype: str, named: bool) -> list[str]:
-    """One text per row, its lists on one line."""
+    """Return one text per row, with its lists on one line."""
     texts = _tokens(alias, array, dtype, containers=2 + named + array.ndim - 1)
     if array.shape[1:] == (1,):
         return [f"[{text}]" for text in texts]
@@ -86,7 +86,7 @@ def _columns(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
 
 
 def _column(alias: str, array: Array, dtype: str, containers: int) -> str:
-    """A tensor inside `containers` containers, every value and every bracket on a line of its own."""
+    """Return a tensor inside `containers` containers, with one line per value and bracket."""
     texts = _tokens(alias, array, dtype, containers + array.ndim)
     for axis in range(array.ndim - 1, -1, -1):
         outer = "\n" + "    " * (containers + axis)
@@ -97,13 +97,13 @@ def _column(alias: str, array: Array, dtype: str, containers: int) -> str:
 
 
 def _split(texts: list[str], shape: tuple[int, ...], axis: int) -> list[list[str]]:
-    """The texts of each list at depth `axis` of a tensor, in order."""
+    """Return the texts of each list at depth `axis` of a tensor, in order."""
     size = shape[axis]
     return [texts[start * size : (start + 1) * size] for start in range(math.prod(shape[:axis]))]
 
 
 def _tokens(alias: str, array: Array, dtype: str, containers: int) -> list[str]:
-    """One JSON token per element, in order; each lies inside `containers` containers."""
+    """Return one JSON token per element, in order. Each is inside `containers` containers."""
     if array.size == 0:
         return []
     if dtype in ("float", "double"):

@@ -1,4 +1,4 @@
-"""JSON values to tensors, with TensorFlow Serving's type rules, shapes and messages (json_tensor.cc)."""
+"""Converts JSON values to tensors, with TensorFlow Serving's type rules, shapes and messages (json_tensor.cc)."""
 
 import base64
 import itertools
@@ -14,10 +14,10 @@ from tpuembed_serving.http.json.document import format_error
 __all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "is_base64_object", "to_array"]
 
 MAX_RANK = 64
-"""Of a numpy array; TensorFlow's own limit is 254."""
+"""The limit of a numpy array; TensorFlow's own limit is 254."""
 
 _INT32 = range(-(2**31), 2**31)
-# The narrow integers are only held to 32 bits, and wrap.
+# Narrow integers are only checked for 32 bits, and wrap.
 _INT_RANGES = {
     "int8": _INT32,
     "int16": _INT32,
@@ -37,7 +37,7 @@ _LEAF_TYPES: dict[str, frozenset[type]] = {
 
 
 def fast_tensor(value: Any, info: TensorInfo) -> Array | None:
-    """`value` as a tensor where that is plain sailing; None where the careful way must decide, or explain."""
+    """Convert `value` at once. Returns None if it must be decoded value by value, perhaps to report an error."""
     types = _leaf_types(value)
     if not types or not types <= _LEAF_TYPES.get(info.dtype, frozenset()):
         return None
@@ -51,9 +51,9 @@ def fast_tensor(value: Any, info: TensorInfo) -> Array | None:
 
 
 def _leaf_types(value: Any) -> set[type]:
-    """The types of what lies in nested lists, or {list, ...} where they are not nested evenly.
+    """Return the types of the leaves of nested lists, or {list, ...} if the depth varies.
 
-    Looked at before numpy is: it takes true for 1, and a long string among many for a reason to make all as long.
+    Checked before numpy is called: numpy converts true to 1, and makes all strings as long as the longest.
     """
     level, types = [value], {type(value)}
     while types == {list}:
@@ -63,12 +63,12 @@ def _leaf_types(value: Any) -> set[type]:
 
 
 def _cast(array: Array, info: TensorInfo) -> Array | None:
-    """An array of numpy's choice of dtype as the input's dtype; None where a value does not fit."""
+    """Cast an array to the input's dtype. Returns None if a value does not fit."""
     if info.dtype in _FLOATS:
         return _to_float(array, info)
     if array.dtype == info.numpy_dtype:  # bool and int64
         return array
-    if array.dtype.kind not in "iu":  # of integers, some negative, some beyond int64
+    if array.dtype.kind not in "iu":  # a mix of negative integers and integers beyond int64
         return None
     allowed = _INT_RANGES[info.dtype]
     inside = int(array.min()) in allowed and int(array.max()) in allowed
@@ -76,13 +76,13 @@ def _cast(array: Array, info: TensorInfo) -> Array | None:
 
 
 def _to_float(array: Array, info: TensorInfo) -> Array:
-    """By way of double, as RapidJSON's GetFloat; what is too large becomes infinite."""
+    """Cast through double, as RapidJSON's GetFloat. Values that are too large become infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(np.float64).astype(info.numpy_dtype)
 
 
 def _fast_strings(value: Any) -> Array | None:
-    """A list of strings; anything else goes the careful way."""
+    """Convert a list of strings. Returns None for anything else."""
     if not isinstance(value, list) or isinstance(value[0], list):
         return None
     array = np.empty(len(value), dtype=object)
@@ -91,14 +91,14 @@ def _fast_strings(value: Any) -> Array | None:
 
 
 def is_base64_object(value: Any) -> bool:
-    """Whether `value` is {"b64": string} and nothing else."""
+    """Returns True if `value` is {"b64": string} and nothing else."""
     if not isinstance(value, dict) or len(value) != 1 or getattr(value, "repeated", False):
         return False
     return isinstance(value.get("b64"), str)
 
 
 def dense_shape(value: Any) -> list[int]:
-    """The shape that the first elements of nested lists have; [] for a value that is no list."""
+    """Return the shape that the first elements of nested lists have, or [] for a value that is not a list."""
     shape: list[int] = []
     while isinstance(value, list):
         shape.append(len(value))
@@ -111,7 +111,7 @@ def dense_shape(value: Any) -> list[int]:
 
 
 def fill(value: Any, shape: list[int], info: TensorInfo, leaves: list[Any], level: int = 0) -> None:
-    """Append the leaves of `value`, checked against `shape` and the dtype, to `leaves`.
+    """Check `value` against `shape` and the dtype, and append its leaves to `leaves`.
 
     Raises:
         StatusError: the lists are not rectangular, or a leaf is not of the dtype.
@@ -160,7 +160,7 @@ def _type_error(value: Any, info: TensorInfo) -> StatusError:
 
 
 def base64_decode(value: dict[str, Any]) -> bytes:
-    """The bytes of {"b64": string}. Space is ignored and padding may be left out, as `absl::Base64Unescape` has it."""
+    """Decode {"b64": string}. Whitespace is ignored and padding is optional, as in `absl::Base64Unescape`."""
     if not is_base64_object(value):
         raise format_error(value, "not formatted correctly for base64 data")
     text = "".join(value["b64"].split())
@@ -175,7 +175,7 @@ def base64_decode(value: dict[str, Any]) -> bytes:
 
 
 def to_array(leaves: list[Any], shape: list[int], info: TensorInfo) -> Array:
-    """Leaves that `fill` accepted, as a tensor."""
+    """Return leaves that `fill` accepted as a tensor."""
     if info.dtype == "string":
         strings = np.empty(len(leaves), dtype=object)
         strings[:] = leaves

@@ -128,7 +128,7 @@ def test_serving_a_version_names_the_command_that_serves_its_model(tmp_path: Pat
     version = exported(tmp_path, tables)
     shown = CliRunner().invoke(cli, ["serve", str(version), "--rest-port", "0"])
     assert shown.exit_code == 1
-    assert shown.stderr.rstrip().endswith(f"it is version 1; run: tpuembed serve {version.parent}")
+    assert shown.stderr.rstrip().endswith(f"It is version 1. Run: tpuembed serve {version.parent}")
     moved = version.rename(tmp_path / "my export")
     shown = CliRunner().invoke(cli, ["serve", str(moved), "--rest-port", "0"])
-    assert "put the model into a folder named by an integer" in shown.stderr
+    assert "Move the model into a folder named by an integer" in shown.stderr

@@ -10,18 +10,18 @@ import pytest
 from tests.unit.serving.doubles import wait_for
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.model import State, VersionStatus
-from tpuembed_serving.workers.link import Alone, WorkerLink
+from tpuembed_serving.workers.link import SingleProcess, WorkerLink
 from tpuembed_serving.workers.messages import (
     Answer,
     Ask,
-    Call,
     Channel,
+    Gather,
     Listening,
     Result,
     States,
     View,
-    merged,
-    together,
+    merge_states,
+    merge_statuses,
 )
 
 TORN = StatusError(Code.DATA_LOSS, "torn")
@@ -55,16 +55,16 @@ def status(version: int, state: State, error: StatusError | None = None) -> Vers
 def test_a_version_is_as_far_as_the_worker_that_is_least_far(
     workers: list[list[VersionStatus]], wanted: list[VersionStatus]
 ) -> None:
-    assert merged(workers) == wanted
-    assert merged(workers[::-1]) == wanted
+    assert merge_statuses(workers) == wanted
+    assert merge_statuses(workers[::-1]) == wanted
 
 
 def test_a_server_is_ready_once_every_worker_is() -> None:
     up = States({"m": [status(1, State.AVAILABLE)]}, ready=True)
     down = States({"m": [status(1, State.LOADING)], "n": []}, ready=False)
-    assert together([up, up]) == View({"m": [status(1, State.AVAILABLE)]}, ready=True)
-    assert together([up, down]) == View({"m": [status(1, State.LOADING)], "n": []}, ready=False)
-    assert together([]) == View({}, ready=False)
+    assert merge_states([up, up]) == View({"m": [status(1, State.AVAILABLE)]}, ready=True)
+    assert merge_states([up, down]) == View({"m": [status(1, State.LOADING)], "n": []}, ready=False)
+    assert merge_states([]) == View({}, ready=False)
 
 
 class Supervisor:
@@ -154,7 +154,7 @@ def test_one_that_does_not_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("tpuembed_serving.workers.link._ANSWER_SECONDS", 0.01)
     link, supervisor, _ = pair
     link.start()
-    with pytest.raises(StatusError, match=r"^a worker does not answer about metrics within 0\.01 s$"):
+    with pytest.raises(StatusError, match=r"^a worker did not answer about metrics within 0\.01 s$"):
         link.gather("metrics")
     call = supervisor.receive()
     supervisor.connection.send(Result(call.number, ()))
@@ -191,13 +191,13 @@ def test_one_exception_among_the_answers_is_raised(pair: Pair) -> None:
     link.start()
     thread, errors = ask_in_vain(link)
     call = supervisor.receive()
-    assert isinstance(call, Call)
+    assert isinstance(call, Gather)
     supervisor.connection.send(Result(call.number, (None, StatusError(Code.UNKNOWN, "no"))))
     thread.join()
     assert errors[0].to_string() == "UNKNOWN: no"
 
 
 def test_the_only_process_asks_itself() -> None:
-    peers = Alone()
-    peers.register("double", lambda number: 2 * number)
-    assert peers.gather("double", 4) == [8]
+    worker_group = SingleProcess()
+    worker_group.register("double", lambda number: 2 * number)
+    assert worker_group.gather("double", 4) == [8]

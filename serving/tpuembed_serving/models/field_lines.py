@@ -1,4 +1,4 @@
-"""Where the fields of a message in protobuf's text format stand: its parser forgets the lines that it read them from.
+"""Finds the lines of the fields of a message in protobuf's text format: its parser does not report them.
 
 Source: https://protobuf.dev/reference/protobuf/textformat-spec/
 """
@@ -17,10 +17,10 @@ _TOKEN = re.compile(
 
 
 def field_lines(text: str) -> dict[str, int]:
-    """Path of a field -> its line, from 1: `model_config_list`, `model_config_list.config[0].name`.
+    """Return the line (from 1) of each field by its path, such as `model_config_list.config[0].name`.
 
-    `text` was parsed before: what is no text format gives some lines and no error. A field of messages is found under its
-    name and with an index, whether it is repeated or not.
+    `text` must have been parsed before: text in another format gives wrong lines and no error. A message field is listed by
+    its name and with an index, whether it is repeated or not.
     """
     lines: dict[str, int] = {}
     scopes: list[_Scope] = [_Scope("")]
@@ -44,7 +44,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 class _Scope:
-    """A message that is being read: `path` is that of its field."""
+    """A message that is being read. `path` is the path of its field."""
 
     def __init__(self, path: str) -> None:
         self._prefix = f"{path}." if path else ""
@@ -52,12 +52,12 @@ class _Scope:
         self._counts: collections.Counter[str] = collections.Counter()
 
     def name(self, name: str, line: int, lines: dict[str, int]) -> None:
-        """A field's name (or an enumeration's value, which then names nothing that is asked for)."""
+        """Note the line of a field's name. A value of an enumeration is noted too, and never looked up."""
         self._field = name
         lines.setdefault(f"{self._prefix}{name}", line)
 
     def enter(self, line: int, lines: dict[str, int]) -> "_Scope":
-        """The message of the field that was named last; in a list, of the same field again."""
+        """Return the scope of the field that was named last. In a list, the same field is entered again."""
         path = f"{self._prefix}{self._field}"
         indexed = f"{path}[{self._counts[self._field]}]"
         self._counts[self._field] += 1

@@ -1,0 +1,7 @@
+"""A callback that does nothing."""
+
+__all__ = ["noop"]
+
+
+def noop(*_: object) -> None:
+    """Do nothing."""
