@@ -79,7 +79,8 @@ def choose(layer_options: LayerOptions) -> Backend:
         table.name for table in layer_options.tables if table.vocabulary_size > (layer_options.size_threshold or 0)
     }
     if accelerator is not None and large:
-        return _accelerated(accelerator, layer_options, large)
+        small = {table.name for table in layer_options.tables} - large
+        return MixedBackend(layer_options, small, accelerator) if small else accelerator(layer_options)
     _warn_without_effect(layer_options, strategy)
     return HostBackend(layer_options)
 
@@ -95,13 +96,6 @@ def _hardware(strategy: Any, asked: Any) -> str:
             "Leave it None, or pass UNSUPPORTED to replicate the tables."
         )
     return str(name or found or "UNSUPPORTED")
-
-
-def _accelerated(
-    accelerator: Callable[[LayerOptions], Backend], layer_options: LayerOptions, large: set[str]
-) -> Backend:
-    small = {table.name for table in layer_options.tables} - large
-    return MixedBackend(layer_options, small, accelerator) if small else accelerator(layer_options)
 
 
 def _warn_without_effect(layer_options: LayerOptions, strategy: Any) -> None:

@@ -157,17 +157,15 @@ class StepGuard:
                 "with all features, or set size_threshold to replicate small tables."
             )
         self._seen.add(call)
-        if layer is not None:
-            _check_loop(layer)
-        return True
-
-
-def _check_loop(layer: Any) -> None:
-    if layer.compute_dtype == "float16" or loss_scale(entry_optimizer(layer)) is not None:
-        raise TrainingError(
-            "TPUEmbedding: the loss is scaled (mixed_float16, a LossScaleOptimizer or loss_scale_factor). The accelerator's "
-            "optimizer cannot undo the scale. Use mixed_bfloat16 and an optimizer without loss_scale_factor."
+        scaled = layer is not None and (
+            layer.compute_dtype == "float16" or loss_scale(entry_optimizer(layer)) is not None
         )
+        if scaled:
+            raise TrainingError(
+                "TPUEmbedding: the loss is scaled (mixed_float16, a LossScaleOptimizer or loss_scale_factor). The accelerator's "
+                "optimizer cannot undo the scale. Use mixed_bfloat16 and an optimizer without loss_scale_factor."
+            )
+        return True
 
 
 def zeros(shapes: Sequence[Shape], features: Sequence[FeatureInput]) -> list[Tensor]:

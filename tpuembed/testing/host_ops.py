@@ -177,7 +177,7 @@ def _check_limit(table: str, what: str, counts: Array, limit: int) -> None:
     check(
         int(counts[worst]) <= limit,
         f"Sparse core {worst} gets {counts[worst]} {what} while the max {what} per sparse core is set to be {limit} for table "
-        f"{table}; raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig",
+        f"{table}. Raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig.",
     )
 
 
@@ -186,7 +186,7 @@ def _check_room(table: str, missing: int, size: int, allow_id_dropping: bool) ->
     check(
         allow_id_dropping or not missing,
         f"The max_ids_per_chip of table {table} is set to be {size} which is not going to fit all ids. The remaining id count "
-        f"is {missing}; raise max_ids_per_chip_per_sample, or set allow_id_dropping",
+        f"is {missing}. Raise max_ids_per_chip_per_sample, or set allow_id_dropping.",
     )
     if missing:
         logging.getLogger(__name__).warning("Table %s is dropping %d ids, its buffer holds %d", table, missing, size)
@@ -220,7 +220,7 @@ def _minibatches(ends: Array, owners: int, splits: int) -> Array:
     whole, divided = owners + 1, owners * buckets + 1
     check(
         len(ends) == divided or (len(ends) == whole and not splits),
-        f"counts of ids for {splits=} must be {whole} without minibatches, or {divided}; there are {len(ends)}",
+        f"counts of ids for {splits=} must be {whole} without minibatches, or {divided}. There are {len(ends)}.",
     )
     if len(ends) == whole:
         return np.stack([ends[:-1], ends[1:]], 1)[None]

@@ -269,10 +269,10 @@ def test_samples_are_read(tmp_path: Path, suffix: str) -> None:
         ("s.jsonl", b'{"a": true}', "line 1: 'a' must be integers, got [True]"),
         ("s.jsonl", b'{"a": Infinity}', "line 1: 'a' must be integers, got [inf]"),
         ("s.jsonl", b'{"a": 9223372036854775808}', "line 1: 'a' must be integers, got [9223372036854775808]"),
-        ("s.jsonl", b'{"a": "\xff"}', "s.jsonl: is no .jsonl file: 'utf-8' codec can't decode"),
+        ("s.jsonl", b'{"a": "\xff"}', "s.jsonl: is not a .jsonl file: 'utf-8' codec can't decode"),
         ("s.jsonl", b"[" * 100_000, "line 1 is not JSON: maximum recursion depth"),
-        ("s.csv", b"a\n1\n\xff\n", "s.csv: is no .csv file: 'utf-8' codec can't decode"),
-        ("s.csv", b"a\n" + b"1 " * 100_000, "s.csv: is no .csv file: field larger than field limit"),
+        ("s.csv", b"a\n1\n\xff\n", "s.csv: is not a .csv file: 'utf-8' codec can't decode"),
+        ("s.csv", b"a\n" + b"1 " * 100_000, "s.csv: is not a .csv file: field larger than field limit"),
         ("s.csv", b"a,b,a\n1,2,3\n", "its first line names a feature twice: ['a', 'b', 'a']"),
     ],
 )
