@@ -75,7 +75,7 @@ def wait_for_lookups(activations: Sequence[Tensor]) -> list[Tensor]:
     @tf.custom_gradient
     def gate(*given: Tensor) -> tuple[list[Tensor], Any]:
         def backward(*gradients: Tensor) -> list[Tensor]:
-            # Grappler keeps this op. It removes a lookup that only a control edge needs.
+            # Grappler keeps an assertion. It would remove a lookup that only a control edge depends on.
             found = tf.raw_ops.Assert(condition=tf.constant(True), data=given)
             with tf.control_dependencies([found]):
                 return [tf.identity(gradient) for gradient in gradients]

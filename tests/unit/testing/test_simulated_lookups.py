@@ -46,9 +46,9 @@ def test_an_exceeded_limit_names_table_count_and_limit(replicas: int) -> None:
     with simulated_tpu(replicas=replicas) as strategy:
         truth = one_table(strategy, of_one_owner, max_ids_per_partition=6, max_unique_ids_per_partition=3)
         np.testing.assert_allclose(truth[0], 8.0 * sum(of_one_owner) + 3 * np.arange(8))
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"Sparse core 0 gets 6 ids .* to be 5 for table t;"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"Sparse core 0 gets 6 ids .* to be 5 for table t\."):
             one_table(strategy, of_one_owner, max_ids_per_partition=5)
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"gets 3 unique ids .* to be 2 for table t;"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"gets 3 unique ids .* to be 2 for table t\."):
             one_table(strategy, of_one_owner, max_unique_ids_per_partition=2)
         # The kernel does not drop for these two; see tests/golden/sparse_core_ops, too_many.
         with pytest.raises(tf.errors.InvalidArgumentError, match="6 ids"):
