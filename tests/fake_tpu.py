@@ -11,7 +11,7 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v2
 
-from tpuembed.testing.topology import MadeUpCluster
+from tpuembed.testing.topology import FakeCluster
 
 __all__ = ["fake_tpu"]
 
@@ -20,5 +20,5 @@ __all__ = ["fake_tpu"]
 def fake_tpu(feature: str, replicas: int = 1, sparse_cores: int = 4) -> Iterator[Any]:
     """A graph, and a TPUStrategy in it whose TPUs have the embedding hardware `feature`: UNSUPPORTED, V1 or V2."""
     with tf.Graph().as_default(), mock.patch.object(tpu_embedding_v2.tpu_ops, "is_tpu_embedding_initialized", bool):
-        cluster = MadeUpCluster(feature, replicas, sparse_cores)
+        cluster = FakeCluster(feature, replicas, sparse_cores)
         yield tf.distribute.TPUStrategy(cluster, experimental_device_assignment=cluster.assignment())

@@ -1,6 +1,6 @@
 """Train embedding tables on TPUs with one Keras 3 layer, export them at any size, serve them on CPUs.
 
-Names are loaded when they are first used (PEP 562), so that `import tpuembed` imports no TensorFlow.
+Names are loaded when they are first used (PEP 562), so `import tpuembed` does not import TensorFlow.
 """
 
 import importlib
@@ -92,7 +92,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:
-        check_keras_backend()  # Keras imports the backend that it is told to
+        check_keras_backend()  # must run before Keras imports its backend
         if error.name not in ("tensorflow", "keras"):
             raise
         raise MissingExtraError(f"tpuembed.{name}", error.name, "tf") from None
@@ -101,5 +101,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, loaded or not."""
     return sorted(__all__)

@@ -1,21 +1,21 @@
-"""Every exception that tpuembed raises on purpose, one class per thing a caller can do about it.
+"""Every exception that tpuembed raises on purpose, one class per action of the caller.
 
     TpuEmbedError
     ├── ConfigError (ValueError)               fix the config, the option or the input it names
     ├── MissingExtraError (ImportError)        install the extra it names
-    ├── UnknownTableError (KeyError)           ask for one of the tables it lists
-    ├── RowRangeError (IndexError)             ask for rows inside the range it gives
+    ├── UnknownTableError (KeyError)           use one of the tables it lists
+    ├── RowRangeError (IndexError)             use rows inside the range it gives
     ├── CheckpointError
     │   ├── CheckpointNotFoundError            the path holds no checkpoint
-    │   ├── CheckpointFormatError              no reader recognises or supports what is there
+    │   ├── CheckpointFormatError              no reader recognises or supports the files
     │   ├── CheckpointCorruptError             the bytes contradict themselves: restore from another copy
     │   └── CheckpointMismatchError            the checkpoint is sound and disagrees with the config
-    ├── TrainingError (RuntimeError)           the training loop asks for what a table update cannot honour
+    ├── TrainingError (RuntimeError)           table updates do not support the training loop
     ├── ExportError                            the export could not be planned, streamed or committed
     │   └── WorkerError                        a worker process died or failed
     └── ServingError                           the server could not load, bind or run
 
-An error names the object, both sides of the disagreement and the remedy.
+An error names the object, both values and the remedy.
 """
 
 import re
@@ -43,31 +43,31 @@ __all__ = [
 class TpuEmbedError(Exception):
     """The root of the tree above."""
 
-    # AutoGraph re-raises an error from inside a tf.function as its own type only where this holds.
+    # AutoGraph re-raises an error from inside a tf.function with its own type only if this holds.
     __init__ = Exception.__init__
 
     def __str__(self) -> str:
-        """The message as it was given (a KeyError would print its repr)."""
+        """Return the message unchanged (a KeyError would return its repr)."""
         return str(self.args[0]) if self.args else ""
 
 
 class ConfigError(TpuEmbedError, ValueError):
-    """A config, an option or an input that cannot be honoured as given."""
+    """A config, an option or an input that is not supported as given."""
 
 
 class MissingExtraError(TpuEmbedError, ImportError):
     """A package that an optional part needs is not installed."""
 
     def __init__(self, purpose: str, package: str, extra: str) -> None:
-        """`purpose` needs the importable `package`, which `pip install tpuembed[extra]` brings."""
+        """Report that `purpose` needs the importable `package`, which `pip install tpuembed[extra]` installs."""
         super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'tpuembed[{extra}]'")
 
 
 class _OneLineError(TpuEmbedError):
-    """An error that may name what a file holds."""
+    """An error whose message may contain text from a file."""
 
     def __str__(self) -> str:
-        """The message in one printable line, whatever a damaged file holds for a name."""
+        """Return the message in one printable line, for any name in a damaged file."""
         return printable(super().__str__())
 
 
@@ -88,7 +88,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointFormatError(CheckpointError):
-    """Something is there, and no reader recognises or supports it."""
+    """Files exist, but no reader recognises or supports them."""
 
 
 class CheckpointCorruptError(CheckpointError):
@@ -96,15 +96,15 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The checkpoint is sound and disagrees with what the caller says about it."""
+    """The checkpoint is sound and disagrees with the caller's arguments."""
 
 
 class TrainingError(TpuEmbedError, RuntimeError):
-    """The training loop asks for something that a table update cannot honour."""
+    """Table updates do not support the training loop."""
 
 
 class ExportError(TpuEmbedError):
-    """The export could not be planned, streamed or committed; nothing became visible."""
+    """The export could not be planned, streamed or committed. Nothing became visible."""
 
 
 class WorkerError(ExportError):
@@ -116,11 +116,11 @@ class ServingError(TpuEmbedError):
 
 
 def printable(text: str) -> str:
-    """`text` in one line that does nothing to a terminal: line ends, escapes and the like as Python writes them."""
+    """Return `text` in one line that is safe for a terminal. Line ends and escapes are written as in Python."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def one_line(error: BaseException) -> str:
-    """The type of another package's error and the start of its message, without colours and line ends."""
+    """Return the type of another package's error and the start of its message, without colours and line ends."""
     message = re.sub(r"\x1b\[[0-9;]*m", "", str(error.args[0]) if error.args else str(error))
     return f"{type(error).__name__}: {' '.join(message.split())[:300]}"

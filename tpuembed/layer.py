@@ -1,4 +1,4 @@
-"""`TPUEmbedding`: the Keras 3 layer. It validates, picks one backend, and delegates."""
+"""`TPUEmbedding`: the Keras 3 layer. It validates its arguments, chooses one backend, and delegates to it."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpuembed.backends import Backend, Request, TakenGradients, choose, train
+from tpuembed.backends import Backend, LayerOptions, TakenGradients, choose, train
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.feature_input import FeatureInput, as_tensors
 from tpuembed.backends.table_state import TablesNode
@@ -33,33 +33,34 @@ __all__ = ["TPUEmbedding"]
 
 @keras.saving.register_keras_serializable(package="tpuembed")
 class TPUEmbedding(TableAccess, keras.layers.Layer):
-    """Looks features up in embedding tables that the layer trains itself, row by row.
+    """Looks up features in embedding tables that the layer trains itself, row by row.
 
-    Each table has its optimizer, its own or the layer's, which the layer applies whenever a gradient of its activations is
-    taken: in `fit`, or in a loop that asks for gradients of `trainable_variables`. One call is one update. The optimizer
-    given to `compile` trains the rest of the model. Weights of ids are data: no gradient flows to them.
+    Each table has an optimizer, its own or the layer's. The layer applies it when a gradient of its activations is
+    taken: in `fit`, or in a loop that computes gradients of `trainable_variables`. One call is one update. The
+    optimizer given to `compile` trains the rest of the model. Weights of ids are data: no gradient flows to them.
 
     Args:
         feature_config: a nested structure (dicts, lists, tuples) of FeatureConfig, tpuembed's or
             `tf.tpu.experimental.embedding`'s.
-        optimizer: for tables without their own: "sgd", "adagrad", "adagrad_momentum", "adam" or "ftrl", a tpuembed spec, a
-            `tf.tpu.experimental.embedding` optimizer, or a Keras 3 optimizer (whose learning rate stays live). None makes
-            such tables ordinary trainable variables without slots, which the model's optimizer trains, densely and slowly.
-        pipeline_execution_with_tensor_core: overlap lookups with dense computation; only accelerators can.
+        optimizer: for tables without their own: "sgd", "adagrad", "adagrad_momentum", "adam" or "ftrl", a tpuembed
+            spec, a `tf.tpu.experimental.embedding` optimizer, or a Keras 3 optimizer (whose learning rate stays live).
+            None makes such tables ordinary trainable variables without slots. The model's optimizer trains them,
+            densely and slowly.
+        pipeline_execution_with_tensor_core: overlap lookups with dense computation, on accelerators only.
         batch_size: one replica's examples, for features without an output_shape on an accelerator.
-        embedding_feature: None, or UNSUPPORTED to keep off the embedding accelerator.
-        sparse_core_embedding_config: `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`; only SparseCores use it.
-        size_threshold: on an accelerator, tables of at most so many rows are replicated; None replicates none.
+        embedding_feature: None, or UNSUPPORTED to avoid the embedding accelerator.
+        sparse_core_embedding_config: `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`, for SparseCores only.
+        size_threshold: on an accelerator, tables of at most this many rows are replicated. None replicates none.
         name, **kwargs: as for every Keras layer.
 
     Raises:
-        ConfigError: a config that cannot be honoured, by name.
+        ConfigError: a config is not supported. The message names it.
 
-    Source: `tfrs.layers.embedding.TPUEmbedding`, whose code runs with this layer in its place.
+    Source: `tfrs.layers.embedding.TPUEmbedding`. Code written for it runs with this layer.
     """
 
     saved_by_another = False
-    """Whether a layer that has this one writes its tables into weight files."""
+    """True if an enclosing layer writes this layer's tables into weight files."""
 
     def __init__(
         self,
@@ -75,14 +76,14 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(name=name, autocast=False, **kwargs)
-        self.supports_jit = False  # Keras would compile `fit` on a GPU, where an id outside the table goes unnoticed
+        self.supports_jit = False  # Keras would compile `fit` on a GPU, where an id outside the table does not fail
         if size_threshold is not None:
             check_count("TPUEmbedding: size_threshold", size_threshold, 0)
         features, table_names = features_from(feature_config)
         spec = None if optimizer is None else resolve_optimizer(optimizer)
         with tf.init_scope():
             updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
-        request = Request(
+        layer_options = LayerOptions(
             features=list(flatten(features)),
             optimizer=spec,
             updates=updates,
@@ -92,11 +93,11 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
             sparse_core_config=sparse_core_embedding_config,
             size_threshold=size_threshold,
         )
-        self._parts = _Parts(features, table_names, request, choose(request))
+        self._parts = _Parts(features, table_names, layer_options, choose(layer_options))
         self._create_weights(updates)
 
     def _create_weights(self, updates: Any) -> None:
-        """In the constructor: Keras builds symbolically, and what a checkpoint restored before that would be lost."""
+        """Create the weights in the constructor. Keras builds symbolically, and a checkpoint restored before that would be lost."""
         backend = self._parts.backend
         states = list(backend.states.values())
         self._tpu_embedding = TablesNode(
@@ -104,7 +105,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         )
         self._tpu_embedding.restore_rows = self.restore_saved
         trained_here = any(state.optimizer is not None for state in states)
-        # Keras counts, lists and freezes them as weights of the layer; they are adopted, not copied.
+        # Keras counts, lists and freezes them as weights of the layer. They are wrapped, not copied.
         self._table_weights = [
             keras.Variable(variable, trainable=trainable, autocast=False, name=variable.name.split(":")[0])
             for variable, trainable in backend.weights() + ([(updates, False)] if trained_here else [])
@@ -117,7 +118,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         self.built = True
 
     def build(self, input_shape: Any = None) -> None:
-        """Nothing is left to build. `input_shape`, the shape of each feature's ids, completes what calls know, and is checked."""
+        """Check `input_shape`, the shape of each feature's ids, and use it in calls. There is nothing to build."""
         if input_shape is not None:
             leaves = flatten_up_to(self._parts.features, input_shape, "build()'s input_shape")
             shapes = {path: tuple(tf.TensorShape(shape)) for path, _, shape in leaves}
@@ -127,7 +128,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, features: Any, weights: Any = None, serving_config: Any = None, **kwargs: Any) -> Any:
-        """`call`, as Keras calls it; ids may also be Python's integers and lists of them."""
+        """Run `call`, as Keras calls it. Ids may also be Python integers and lists of them."""
         given = as_tensors(self._parts.structure(serving_config), features, "features")
         if serving_config is not None:
             kwargs = {**kwargs, "serving_config": serving_config}
@@ -138,12 +139,14 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         """Look up `features` and combine their rows.
 
         Args:
-            features: the structure of `feature_config` with ids at its leaves: integer Tensors of any rank (looked up one
-                by one: [...] -> [..., dim]), SparseTensors of rank 2 or above or RaggedTensors of rank 2 (combined over
-                the last axis: [batch, hot] -> [batch, dim], or [batch, max_sequence_length, dim]). Float ids are cast.
-            weights: None, or the same structure with None or weights of the ids' kind at its leaves (sparse and ragged).
+            features: the structure of `feature_config` with ids at its leaves. Integer Tensors of any rank are looked
+                up one by one: [...] -> [..., dim]. SparseTensors of rank 2 or above and RaggedTensors of rank 2 are
+                combined over the last axis: [batch, hot] -> [batch, dim], or [batch, max_sequence_length, dim]. Float
+                ids are cast.
+            weights: None, or the same structure with None or weights of the ids' kind at its leaves (sparse and
+                ragged).
             serving_config: a nested structure of FeatureConfig over some of the layer's tables, to look up instead of
-                `feature_config`'s features; nothing is trained through it.
+                `feature_config`'s features. It trains nothing.
 
         Returns:
             The structure with float activations at its leaves.
@@ -156,23 +159,23 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         if serving_config is None and self.trainable and self._parts.backend.states:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
             activations = train(
-                self._parts.backend, inputs, dummy, self._parts.request.updates, self._parts.taken, self
+                self._parts.backend, inputs, dummy, self._parts.layer_options.updates, self._parts.taken, self
             )
         else:
             activations = self._parts.backend.lookup(inputs)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
     def compute_output_spec(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:  # noqa: ARG002
-        """The symbolic activations of symbolic `features`."""
+        """Return the symbolic activations of symbolic `features`."""
         structure = self._parts.structure(serving_config)
         inputs = _inputs(structure, features, None, {} if serving_config is not None else self._parts.input_shapes)
         return pack_like(structure, [keras.KerasTensor(i.output_shape(), self.compute_dtype) for i in inputs])
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """{TableConfig as it was passed: its variable, float32 [vocabulary_size, dim]}.
+        """Return {TableConfig as it was passed: its variable, float32 [vocabulary_size, dim]}.
 
-        Inside an export there are no variables: each table becomes the tensor that the export stores where it is used.
+        In an export there are no variables. Each table is a tensor that the export stores if it is used.
         """
         backend, states = self._parts.backend, self._parts.backend.states
         if isinstance(backend, DeferredBackend):
@@ -180,14 +183,14 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         return {table: states[name].variable for table, name in self._parts.table_names.items() if name in states}
 
     def checkpoint_config(self) -> dict[str, Any]:
-        """What checkpoints say of the layer: features, tables and their optimizers, as JSON values."""
+        """Return the layer's config for checkpoints: features, tables and their optimizers, as JSON values."""
         return self._parts.checkpoint_config()
 
     @contextlib.contextmanager
     def looking_up_in(self, source: TableSource) -> Iterator[None]:
-        """Inside, calls take their rows from `source`; the layer's own tables stay as they are."""
+        """Make calls take their rows from `source` inside the context. The layer's own tables do not change."""
         own = self._parts
-        self._parts = dataclasses.replace(own, backend=DeferredBackend(own.request.tables, source))
+        self._parts = dataclasses.replace(own, backend=DeferredBackend(own.layer_options.tables, source))
         try:
             yield
         finally:
@@ -196,31 +199,32 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
     # ---- saving
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        """Checkpoints know the tables by `_tpu_embedding` alone, and nothing of the dummy: as TFRS writes them.
+        """Return the children to save. A checkpoint has the tables only below `_tpu_embedding`, and no dummy, like
+        those of TFRS.
 
-        A SavedModel knows them as plain variables: that node's config and count cannot be written in a graph.
+        A SavedModel has the tables as plain variables, because a graph cannot hold the config and count of that node.
         """
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         hidden = ("_dummy", "_table_weights", *_KERAS_LISTS) if save_type == "checkpoint" else ("_tpu_embedding",)
         return {name: child for name, child in children.items() if name not in hidden}
 
     def get_config(self) -> dict[str, Any]:
-        """Everything but the weights. A live learning rate is written as the number that it is now."""
-        parts, request = self._parts, self._parts.request
+        """Return the config, without weights. A live learning rate is written as its current value."""
+        parts, layer_options = self._parts, self._parts.layer_options
         return {
             **{key: value for key, value in super().get_config().items() if key != "autocast"},
             "feature_config": features_to_dict(parts.features),
-            "optimizer": None if request.optimizer is None else optimizer_to_dict(request.optimizer),
-            "pipeline_execution_with_tensor_core": request.pipelining,
-            "batch_size": request.batch_size,
-            "sparse_core_embedding_config": sparse_core_config_to_dict(request.sparse_core_config),
-            "embedding_feature": getattr(request.embedding_feature, "name", request.embedding_feature),
-            "size_threshold": request.size_threshold,
+            "optimizer": None if layer_options.optimizer is None else optimizer_to_dict(layer_options.optimizer),
+            "pipeline_execution_with_tensor_core": layer_options.pipelining,
+            "batch_size": layer_options.batch_size,
+            "sparse_core_embedding_config": sparse_core_config_to_dict(layer_options.sparse_core_config),
+            "embedding_feature": getattr(layer_options.embedding_feature, "name", layer_options.embedding_feature),
+            "size_threshold": layer_options.size_threshold,
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "TPUEmbedding":
-        """The layer that `get_config` described."""
+        """Return the layer that `get_config` described."""
         objects = {
             "feature_config": feature_config_from_dict(config["feature_config"]),
             "sparse_core_embedding_config": sparse_core_config_from_dict(config.get("sparse_core_embedding_config")),
@@ -228,28 +232,28 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         return cls(**{**config, **objects})
 
     def save_own_variables(self, store: Any) -> None:
-        """Into `.weights.h5` and `.keras`: tables, slots, count of updates and config, by name."""
+        """Write tables, slots, count of updates and config into `.weights.h5` and `.keras`, by name."""
         if not self.saved_by_another:
             save_tables(store, self.named_variables(), int(self.updates.numpy()), self.checkpoint_config())
 
     def load_own_variables(self, store: Any) -> None:
-        """Assign what `save_own_variables` stored.
+        """Assign the arrays of `save_own_variables`.
 
         Raises:
             CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
         """
         if self.saved_by_another or not self._parts.backend.states:
-            return  # inside an export, whose checkpoint has the rows, there are no states
+            return  # an export has no states: it reads the rows from its checkpoint
         self.updates.assign(load_tables(store, self.name, self.named_variables()))
 
     def named_variables(self) -> dict[str, Any]:
-        """Name of a table, or `<table>/<slot>` -> its variable, float32 [rows, dim]."""
+        """Return {name of a table, or `<table>/<slot>`: its variable, float32 [rows, dim]}."""
         states = self._parts.backend.states.values()
         return {name: variable for state in states for name, variable in state.named_variables().items()}
 
     @property
     def updates(self) -> Any:
-        """The variable that counts the updates of the layer's tables, int64 []."""
+        """Return the variable that counts the updates of the layer's tables, int64 []."""
         return self._tpu_embedding.updates
 
 
@@ -258,24 +262,24 @@ _KERAS_LISTS = ("_trainable_variables", "_non_trainable_variables")
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """What the layer is made of, out of sight of Keras' and TensorFlow's attribute tracking."""
+    """The parts of the layer. A dataclass hides them from Keras' and TensorFlow's attribute tracking."""
 
     features: Any
     table_names: Mapping[Any, str]
-    request: Request
+    layer_options: LayerOptions
     backend: Backend
     taken: TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
 
     def checkpoint_config(self) -> dict[str, Any]:
-        """What a checkpoint says of the layer, so that an export needs no serving_config."""
+        """Return the layer's config for a checkpoint, so that an export needs no serving_config."""
         config = features_to_dict(self.features, for_checkpoint=True)
         for name, state in self.backend.states.items():
             config["tables"][name]["optimizer"] = None if state.optimizer is None else state.optimizer.static_dict()
         return config
 
     def structure(self, serving_config: Any) -> Any:
-        """The features to look up: the layer's own, or `serving_config`'s once its tables are known to be the layer's."""
+        """Return the features to look up: the layer's own, or `serving_config`'s, after a check that its tables are the layer's."""
         if serving_config is None:
             return self.features
         structure, _ = features_from(serving_config, self.table_names)
@@ -294,12 +298,12 @@ def _check_served(path: str, table: TableConfig, own: Mapping[str, TableConfig])
     if (table.vocabulary_size, table.dim) != (mine.vocabulary_size, mine.dim):
         raise ConfigError(
             f"serving_config feature {path!r}: table {table.name!r} is [{table.vocabulary_size}, {table.dim}] there "
-            f"and [{mine.vocabulary_size}, {mine.dim}] in the layer; make them equal"
+            f"and [{mine.vocabulary_size}, {mine.dim}] in the layer. Make them equal."
         )
 
 
 def _inputs(structure: Any, features: Any, weights: Any, shapes: Mapping[str, Any]) -> list[FeatureInput]:
-    """Every feature with its ids and weights, in walking order."""
+    """Return every feature with its ids and weights, in walking order."""
     leaves = list(flatten_up_to(structure, features, "features"))
     if weights is None:
         given: list[Any] = [None] * len(leaves)

@@ -1,14 +1,14 @@
-"""Ids and weights to activations: the one CPU lookup that layer, exporter and tests share.
+"""The CPU lookup, from ids and weights to activations. Layer, exporter and tests share it.
 
-A feature's ids, whatever their form, become one flat vector; its rows are gathered by the caller, from a table or from a
-stack of tables, together with other features' rows; `combine` then makes activations of the rows, and `spread` is its
-transpose, from gradients of activations to gradients of rows.
+A feature's ids, in any form, become one flat vector. The caller gathers the rows from a table or from a stack of
+tables, together with other features' rows. `combine` turns the rows into activations. `spread` is its transpose, from
+gradients of activations to gradients of rows.
 
-Formulas, over the ids i of one example with weights w_i (1 where none are given); an example without ids gives zeros:
+Formulas, over the ids i of one example with weights w_i (1 if none are given). An example without ids gives zeros:
     sum: Σ w_i row_i      mean: Σ w_i row_i / Σ w_i      sqrtn: Σ w_i row_i / sqrt(Σ w_i²)
 Source: `tf.nn.embedding_lookup_sparse`.
 
-An id outside its table does what its feature's out_of_vocabulary says. "zeros": row_i is zeros, and w_i counts in the
+An id outside its table follows its feature's out_of_vocabulary. "zeros": row_i is zeros, and w_i counts in the
 denominator. A row number: row_i is that row. "error": the lookup fails before any row is read, and names the id
 (`outside_shift`).
 """
@@ -49,29 +49,30 @@ NOWHERE: Final = 1 << 62
 """A row past the end of every table."""
 
 OUTSIDE: Final = "tpuembed_id_outside"
-"""The name of the operation that fails for an id outside its table; a server knows the message by it."""
+"""The name of the operation that fails for an id outside its table. A server recognizes the message by it."""
 
 NOT_FOR_XLA: Final = "traced_before_jit_compile__decorate_the_inner_function_with_jit_compile_too"
-"""The name of an operation that XLA has not, in what it must not compile: a function that was traced before is not traced again."""
+"""The name of an operation without an XLA kernel. It makes XLA fail on a function that was traced before, which is not
+traced again."""
 
 _NEGATIVE_ONE: Final = -(2**63)
-"""Stands for an id of -1 that is looked up, where DROPPED entries are there too."""
+"""Replaces an id of -1 that is looked up, if there are also DROPPED entries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupIds:
-    """One feature's ids, flattened to n of them.
+    """One feature's ids, flattened to a vector of n.
 
     Attributes:
-        ids: int64 [n]; `DROPPED` entries only where `droppable`.
+        ids: int64 [n], with `DROPPED` entries only if `droppable`.
         shape: int64 [r], the activation's shape without its last dimension.
-        static_shape: what is known of `shape` while tracing.
-        segments: int64 [n], the activation that each row adds to (negative: none); None where row k is activation k.
-        scale: float32 [n], the factor of each row; None for 1.
-        droppable: whether `ids` may hold `DROPPED`.
-        feature: its name, for messages.
-        policy: what an id outside the table does: "error", "zeros", or the row to take instead.
-        row_shape: int64 [r], the activations by example; None for `shape`, where that is so.
+        static_shape: the part of `shape` that is known while tracing.
+        segments: int64 [n], the activation that each row adds to (negative: none). None if row k is activation k.
+        scale: float32 [n], the factor of each row. None for 1.
+        droppable: True if `ids` may hold `DROPPED`.
+        feature: the feature's name, for messages.
+        policy: the policy for an id outside the table: "error", "zeros", or the row to take instead.
+        row_shape: int64 [r], the shape of the activations by example. None if it equals `shape`.
     """
 
     ids: Tensor
@@ -85,7 +86,8 @@ class LookupIds:
     row_shape: Tensor | None = None
 
     def within(self, start: int, stop: int) -> "LookupIds":
-        """These ids with those outside of [start, stop) as `policy` says; what "error" leaves there, `outside_shift` finds."""
+        """Return these ids after applying `policy` to those outside [start, stop). "error" keeps them for
+        `outside_shift` to find."""
         if self.policy == "error":
             return self
         outside = (self.ids < start) | (self.ids >= stop)
@@ -103,11 +105,11 @@ class LookupIds:
         )
 
     def row_ids(self) -> Tensor:
-        """int64 [n] to gather: dropped entries read row 0, which `combine` then ignores."""
+        """Return the int64 [n] to gather. Dropped entries read row 0, which `combine` ignores."""
         return tf.maximum(self.ids, 0) if self.droppable else self.ids
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Activations [*shape, dim] of gathered `rows` [n, dim]."""
+        """Return the activations [*shape, dim] of gathered `rows` [n, dim]."""
         if self.segments is None and self.droppable:
             rows = tf.where((self.ids >= 0)[:, None], rows, 0.0)
         if self.scale is not None:
@@ -117,7 +119,7 @@ class LookupIds:
         return self._shaped(rows)
 
     def spread(self, gradients: Tensor) -> Tensor:
-        """Row gradients [n, dim] of activation `gradients` [*shape, dim]; those of dropped entries mean nothing."""
+        """Return the row gradients [n, dim] of activation `gradients` [*shape, dim]. Those of dropped entries have no meaning."""
         rows = tf.reshape(gradients, [-1, gradients.shape[-1]])
         if self.segments is not None:
             rows = tf.gather(rows, tf.maximum(self.segments, 0))
@@ -132,18 +134,19 @@ class LookupIds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaddedIds(LookupIds):
-    """Ids of a [batch, hot] matrix, combined by one reduction over `hot` (no scatter): the serving form.
+    """Ids of a [batch, hot] matrix, combined by one reduction over `hot` (no scatter). Serving uses this form.
 
     Attributes:
         hot: scalar, the width of the matrix.
-        sequence: keep the rows apart: the activation is [batch, hot, dim].
+        sequence: True keeps the rows separate. The activation is [batch, hot, dim].
     """
 
     hot: Tensor
     sequence: bool
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Activations of `rows` [batch * hot, dim]; a dropped row is replaced, not multiplied: it may hold NaN."""
+        """Return the activations of `rows` [batch * hot, dim]. A dropped row is replaced, not multiplied, because it
+        may hold NaN."""
         rows = tf.where((self.ids >= 0)[:, None], rows, 0.0)
         if self.scale is not None:
             rows *= self.scale[:, None]
@@ -152,7 +155,7 @@ class PaddedIds(LookupIds):
         return self._shaped(rows)
 
     def spread(self, gradients: Tensor) -> Tensor:
-        """Row gradients [batch * hot, dim] of activation `gradients`: each example's for each of its ids."""
+        """Return the row gradients [batch * hot, dim] of activation `gradients`: each example's gradient for each of its ids."""
         if self.sequence:
             return super().spread(gradients)
         dim = gradients.shape[-1]
@@ -165,7 +168,7 @@ class PaddedIds(LookupIds):
 
 
 def pad_ids(ids: Tensor, weights: Tensor | None, combiner: str, max_sequence_length: int = 0) -> PaddedIds:
-    """The lookup of an int64 [batch, hot] matrix padded with `DROPPED`, with float32 weights of the same shape."""
+    """Return the lookup of an int64 [batch, hot] matrix padded with `DROPPED`, with float32 weights of the same shape."""
     if max_sequence_length:
         padding = tf.fill([tf.shape(ids)[0], max_sequence_length], tf.constant(DROPPED, tf.int64))
         ids = tf.concat([ids, padding], 1)[:, :max_sequence_length]
@@ -186,7 +189,7 @@ def pad_ids(ids: Tensor, weights: Tensor | None, combiner: str, max_sequence_len
 
 
 def _padded_scale(ids: Tensor, weights: Tensor | None, combiner: str) -> Tensor | None:
-    """float32 [batch, hot]: w over its example's denominator."""
+    """Return float32 [batch, hot]: w over its example's denominator."""
     if combiner == "sum" and weights is None:
         return None
     present = tf.not_equal(ids, DROPPED)
@@ -211,26 +214,28 @@ def flatten_ids(
     policy: str | int = "error",
     densify: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None,
 ) -> LookupIds:
-    """One training feature: dense ids are looked up one by one, sparse and ragged ids are combined over their last axis.
+    """Return the lookup of one training feature. Dense ids are looked up one by one. Sparse and ragged ids are combined
+    over their last axis.
 
     Args:
         ids: integer Tensor of any rank, SparseTensor of rank 2 or above, or RaggedTensor of rank 2.
         weights: None, or the same kind of tensor with the same ids' positions (sparse and ragged only).
         path: the feature, for messages.
-        label: what the message of an id outside the table calls the feature; `path` where it is empty.
+        label: the feature's name in the message of an id outside the table. Empty for `path`.
         combiner: sum, mean or sqrtn.
-        max_sequence_length: above 0: [batch, max_sequence_length, dim], cut and zero-padded, instead of combining.
-        output_shape: the activation's leading shape, to check and to complete what tracing knows; ragged examples are
-            laid out in it, and kept as sequences where it has room for several rows of each.
-        input_shape: what is known of the ids' shape from elsewhere, to check and to complete in the same way.
-        validate: drop negative ids, and check that the weights stand where the ids stand. With another `policy` than "error",
-            ids below -1 are outside of the table, and kept.
-        policy: what `within` does with ids outside of the table.
-        densify: gives sparse or ragged ids and their weights as dense tensors [..., hot], padded with `DROPPED`, for programs
-            that are compiled for one shape; None to keep them as they are.
+        max_sequence_length: above 0, the rows are not combined but returned as [batch, max_sequence_length, dim], cut
+            and zero-padded.
+        output_shape: the activation's leading shape, to check and to complete the shape known while tracing. Ragged
+            activations are reshaped to it. They are kept as sequences if it has space for several rows of each example.
+        input_shape: the known part of the ids' shape, to check and to complete in the same way.
+        validate: drop negative ids, and check that weights and ids have the same positions. With another `policy` than
+            "error", ids below -1 count as outside the table and are kept.
+        policy: the policy of `within` for ids outside the table.
+        densify: returns sparse or ragged ids and their weights as dense tensors [..., hot], padded with `DROPPED`, for
+            programs that are compiled for one shape. None keeps them as they are.
 
     Raises:
-        ConfigError: a combination without meaning; the message names the feature.
+        ConfigError: the arguments contradict each other. The message names the feature.
     """
     if densify is not None and isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
         length = max_sequence_length
@@ -238,10 +243,10 @@ def flatten_ids(
             length = length or _ragged_length(ids.shape[0], output_shape, path)
         flat: LookupIds = _flatten_padded(*densify(ids, weights), combiner, length, policy)
     elif isinstance(ids, tf.SparseTensor):
-        flat = _flatten_sparse(ids, weights, path, combiner, max_sequence_length, _Kept(validate, policy))
+        flat = _flatten_sparse(ids, weights, path, combiner, max_sequence_length, _KeepRule(validate, policy))
     elif isinstance(ids, tf.RaggedTensor):
         length = max_sequence_length or _ragged_length(ids.shape[0], output_shape, path)
-        flat = _flatten_ragged(ids, weights, path, combiner, length, _Kept(validate, policy))
+        flat = _flatten_ragged(ids, weights, path, combiner, length, _KeepRule(validate, policy))
     else:
         flat = _flatten_dense(ids, weights, path, max_sequence_length)
     flat = dataclasses.replace(flat, feature=label or path, policy=policy)
@@ -257,10 +262,10 @@ def flatten_ids(
 
 
 def _flatten_padded(ids: Tensor, weights: Tensor | None, combiner: str, length: int, policy: str | int) -> PaddedIds:
-    """Dense ids [..., hot], with weights of the same shape, combined over the last axis or kept as sequences."""
+    """Return the lookup of dense ids [..., hot] with weights of the same shape, combined over the last axis or as sequences."""
     if policy == "error":
         ids = tf.maximum(ids, DROPPED)
-    if ids.shape.rank == 2:  # not reshaped: the number of examples would be forgotten
+    if ids.shape.rank == 2:  # not reshaped, which would lose the number of examples
         return pad_ids(ids, weights, combiner, length)
     matrices = [None if dense is None else tf.reshape(dense, [-1, _last(dense)]) for dense in (ids, weights)]
     flat = pad_ids(matrices[0], matrices[1], combiner, length)
@@ -274,41 +279,41 @@ def _last(dense: Tensor) -> Tensor:
 def _flatten_dense(ids: Tensor, weights: Tensor | None, path: str, max_sequence_length: int) -> LookupIds:
     if weights is not None:
         raise ConfigError(
-            f"feature {path!r}: weights were given for dense ids, which are not combined; drop the weights"
+            f"feature {path!r}: weights were given for dense ids, which are not combined. Drop the weights."
         )
     if max_sequence_length:
         raise ConfigError(
-            f"feature {path!r}: max_sequence_length needs sparse or ragged ids; dense ids keep their shape"
+            f"feature {path!r}: max_sequence_length needs sparse or ragged ids. Dense ids keep their shape. Drop it."
         )
     shape = tf.shape(ids, tf.int64)
     return LookupIds(ids=tf.reshape(ids, [-1]), shape=shape, static_shape=tuple(ids.shape))
 
 
-class _Kept(NamedTuple):
-    """Which sparse and ragged ids are looked up: see `flatten_ids`."""
+class _KeepRule(NamedTuple):
+    """The rule for which sparse and ragged ids are looked up. See `flatten_ids`."""
 
     validate: bool
     policy: str | int
 
     def mask(self, ids: Tensor) -> Tensor | None:
-        """bool, of the shape of `ids`; None for all."""
+        """Return a bool tensor of the shape of `ids`, True for those to keep. Returns None to keep all."""
         if not self.validate:
             return None
         return ids >= 0 if self.policy == "error" else tf.not_equal(ids, DROPPED)
 
 
 def _flatten_sparse(
-    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, kept: _Kept
+    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, kept: _KeepRule
 ) -> LookupIds:
     rank = ids.shape.rank
     if rank is None or rank < 2:
-        raise ConfigError(f"feature {path!r}: sparse ids must have rank 2 or above, got {rank}")
+        raise ConfigError(f"feature {path!r}: sparse ids must have rank 2 or above, got {rank}.")
     if weights is not None and not isinstance(weights, tf.SparseTensor):
         raise ConfigError(
-            f"feature {path!r}: the ids are sparse, the weights are {type(weights).__name__}; make both sparse"
+            f"feature {path!r}: the ids are sparse, the weights are {type(weights).__name__}. Make both sparse."
         )
     if max_sequence_length and rank != 2:
-        raise ConfigError(f"feature {path!r}: max_sequence_length needs sparse ids of rank 2, got rank {rank}")
+        raise ConfigError(f"feature {path!r}: max_sequence_length needs sparse ids of rank 2, got rank {rank}.")
     shape = tf.cast(ids.dense_shape[:-1], tf.int64)
     strides = tf.math.cumprod(shape, exclusive=True, reverse=True)
     segments = tf.reduce_sum(ids.indices[:, :-1] * strides, 1)
@@ -320,13 +325,13 @@ def _flatten_sparse(
 
 
 def _flatten_ragged(
-    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, kept: _Kept
+    ids: Any, weights: Any, path: str, combiner: str, max_sequence_length: int, kept: _KeepRule
 ) -> LookupIds:
     if ids.shape.rank != 2 or ids.ragged_rank != 1:
-        raise ConfigError(f"feature {path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}")
+        raise ConfigError(f"feature {path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}.")
     if weights is not None and not isinstance(weights, tf.RaggedTensor):
         raise ConfigError(
-            f"feature {path!r}: the ids are ragged, the weights are {type(weights).__name__}; make both ragged"
+            f"feature {path!r}: the ids are ragged, the weights are {type(weights).__name__}. Make both ragged."
         )
     segments = tf.cast(ids.value_rowids(), tf.int64)
     starts = tf.cast(tf.gather(ids.row_starts(), segments), tf.int64)
@@ -340,7 +345,7 @@ def _flatten_ragged(
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """Sparse or ragged ids: n values, the example of each, its position there, its weight; the examples' shape."""
+    """Sparse or ragged ids: n values, the example of each, its position there, its weight, and the examples' shape."""
 
     ids: Tensor
     segments: Tensor
@@ -351,16 +356,16 @@ class _Entries:
 
 
 def _same_positions(weights: Tensor, where: Tensor, ids_where: Tensor, path: str, validate: bool) -> Tensor:
-    """float32 `weights`, checked to stand at the same positions as the ids."""
+    """Return float32 `weights`, after a check that they have the same positions as the ids."""
     if not validate or where is ids_where:
         return tf.cast(weights, tf.float32)
-    message = f"feature {path!r}: the weights do not stand where the ids stand"
+    message = f"feature {path!r}: the weights and the ids have different positions"
     check = tf.debugging.assert_equal(tf.cast(where, tf.int64), tf.cast(ids_where, tf.int64), message)
     with tf.control_dependencies([check] if check is not None else []):
         return tf.cast(weights, tf.float32)
 
 
-def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length: int, kept: _Kept) -> LookupIds:
+def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length: int, kept: _KeepRule) -> LookupIds:
     ids, segments = entries.ids, entries.segments
     droppable = kept.validate or max_sequence_length > 0
     if droppable and not kept.validate:
@@ -368,7 +373,7 @@ def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length:
     if max_sequence_length:
         if entries.weights is not None:
             raise ConfigError(
-                f"feature {path!r}: weights have no meaning with max_sequence_length or an output_shape of sequences; drop one"
+                f"feature {path!r}: weights have no meaning with max_sequence_length or an output_shape of sequences. Drop one."
             )
         keep = entries.positions < max_sequence_length
         segments = tf.where(keep, segments * max_sequence_length + entries.positions, -1)
@@ -390,7 +395,7 @@ def _segmented(entries: _Entries, path: str, combiner: str, max_sequence_length:
 
 
 def _segment_scale(entries: _Entries, segments: Tensor, combiner: str) -> Tensor | None:
-    """float32 [n]: w over its example's denominator."""
+    """Return float32 [n]: w over its example's denominator."""
     if combiner == "sum":
         return entries.weights
     weights = entries.weights if entries.weights is not None else tf.ones_like(entries.ids, tf.float32)
@@ -401,10 +406,10 @@ def _segment_scale(entries: _Entries, segments: Tensor, combiner: str) -> Tensor
 
 
 def _ragged_length(batch: int | None, output_shape: tuple[int | None, ...] | None, path: str) -> int:
-    """The rows of each ragged example that `output_shape` has room for; 0 where it asks for one combined row.
+    """Return how many rows of each ragged example fit into `output_shape`. Returns 0 if it needs one combined row.
 
-    Source: `serving_embedding_lookup`, which reads an output_shape of as many rows as there are examples as combined rows, one
-    of a multiple as sequences.
+    Source: `serving_embedding_lookup`. It reads an output_shape with as many rows as examples as combined rows, and one
+    with a multiple of them as sequences.
     """
     if output_shape is None:
         return 0
@@ -414,19 +419,19 @@ def _ragged_length(batch: int | None, output_shape: tuple[int | None, ...] | Non
     if len(output_shape) > 1:
         raise ConfigError(
             f"feature {path!r}: output_shape {output_shape} of {batch or 'an unknown number of'} ragged examples may mean "
-            "combined rows or sequences; make both known (tf.ensure_shape), or set max_sequence_length instead"
+            "combined rows or sequences. Make both shapes known (tf.ensure_shape), or set max_sequence_length instead."
         )
     return 0
 
 
 def _product(shape: tuple[int | None, ...]) -> int | None:
-    """The size of a shape; None where a dimension is unknown."""
+    """Return the size of a shape. Returns None if a dimension is unknown."""
     known = [size for size in shape if size is not None]
     return math.prod(known) if len(known) == len(shape) else None
 
 
 def _laid_out(flat: LookupIds, output_shape: tuple[int | None, ...]) -> LookupIds:
-    """Ragged activations in `output_shape` where it has as many; as they are where they do not fit."""
+    """Return ragged activations reshaped to `output_shape`, or unchanged if the sizes differ."""
     if _product(flat.static_shape) is None or _product(flat.static_shape) != _product(output_shape):
         return flat
     return dataclasses.replace(
@@ -435,12 +440,12 @@ def _laid_out(flat: LookupIds, output_shape: tuple[int | None, ...]) -> LookupId
 
 
 def _leading(flat: LookupIds, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """The activation's leading shape of combined ids of `input_shape`: without the last axis, or with its length."""
+    """Return the leading shape of the activations of combined ids of `input_shape`: without the last axis, or with its length."""
     return (*input_shape[:-1], *flat.static_shape[max(len(input_shape) - 1, 0) :])
 
 
 def _completed(flat: LookupIds, wanted: tuple[int | None, ...], what: str) -> LookupIds:
-    """`flat` with what `wanted` knows of its shape, checked now or, where tracing does not know, when it runs."""
+    """Return `flat` with its shape completed by `wanted`. The sizes are checked now if known, else when the graph runs."""
     known = flat.static_shape
     merged = merged_shape(known, wanted, what)
     new = [(index, size) for index, size in enumerate(wanted) if size is not None and known[index] is None]
@@ -454,15 +459,15 @@ def _completed(flat: LookupIds, wanted: tuple[int | None, ...], what: str) -> Lo
 
 
 def merged_shape(known: tuple[int | None, ...], wanted: tuple[int | None, ...], what: str) -> tuple[int | None, ...]:
-    """What two shapes of one activation know together, without its last dimension.
+    """Return the known sizes of two shapes of one activation, merged, without its last dimension.
 
     Raises:
-        ConfigError: they contradict each other; the message starts with `what`.
+        ConfigError: they contradict each other. The message starts with `what`.
     """
     if not tf.TensorShape(known).is_compatible_with(wanted):
         raise ConfigError(
-            f"{what}: the ids give activations of {known}; a combined feature has its ids' shape without the last "
-            "dimension, a dense one its ids' shape; make them equal"
+            f"{what}: the ids give activations of {known}. A combined feature has its ids' shape without the last "
+            "dimension, a dense one its ids' shape. Make them equal."
         )
     return tuple(tf.TensorShape(known).merge_with(wanted))
 
@@ -470,7 +475,7 @@ def merged_shape(known: tuple[int | None, ...], wanted: tuple[int | None, ...], 
 def gather_grouped(
     features: Sequence[LookupIds], groups: Sequence[str], gather: Callable[[str, Tensor], Tensor]
 ) -> list[Tensor]:
-    """Activations of `features`, with one `gather(group, ids [n]) -> rows [n, dim]` per group instead of per feature."""
+    """Return the activations of `features`, with one `gather(group, ids [n]) -> rows [n, dim]` per group instead of per feature."""
     activations: list[Tensor] = [None] * len(features)
     for group in dict.fromkeys(groups):
         members = [index for index, name in enumerate(groups) if name == group]
@@ -482,11 +487,11 @@ def gather_grouped(
     return activations
 
 
-# ---- ids outside of their tables
+# ---- ids outside their tables
 
 
 class Span(NamedTuple):
-    """The ids of a table that are there: [start, stop)."""
+    """The valid ids of a table: [start, stop)."""
 
     table: str
     start: int
@@ -499,7 +504,7 @@ _DIGITS: Final = len(str(-(2**63))) + len(_OF_ROW) + len(str(2**31))
 
 
 def outside_texts(feature: str, span: Span) -> tuple[str, str]:
-    """What stands before the id and behind the row in the sentence for an id outside of `span`: 199 characters in all at most."""
+    """Return the message for an id outside `span`, as the texts before the id and after the row: at most 199 characters in all."""
     remedy = "; correct the id or set out_of_vocabulary"
     if len(feature) + len(span.table) > _room_for_names(span, remedy):
         remedy = ""
@@ -526,19 +531,20 @@ def _shortened(name: str, room: int) -> str:
 
 
 def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
-    """`function` as one node of the graphs that call it, for what no request is expected to take."""
+    """Return `function` as one node of the graphs that call it, for a branch that no request is expected to take."""
     return tf.function(
         function, input_signature=specs, autograph=False, experimental_attributes={"_noinline": True}
     ).get_concrete_function()
 
 
 def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tensor:
-    """int64 0, made of the ids of all `features`, each of which is known to be in its span; fails for the first that is not.
+    """Return int64 0, which depends on the ids of all `features` being in their spans. Fails for the first id that is
+    not.
 
-    Should a runtime strip the assertion, it is NOWHERE: added to ids, it makes their gather fail.
+    If a runtime strips the assertion, the result is NOWHERE. Added to ids, it makes their gather fail.
 
     Raises:
-        InvalidArgumentError: outside of graphs; with the sentence alone.
+        InvalidArgumentError: outside of graphs, with the message alone.
     """
     if tf.executing_eagerly():
         _raise_outside(features, spans)
@@ -547,19 +553,19 @@ def outside_shift(features: Sequence[LookupIds], spans: Sequence[Span]) -> Tenso
     highest = tf.stack([tf.reduce_max(feature.ids) for feature in features])
     starts, stops = np.array([_least(*pair) for pair in zip(features, spans, strict=True)]), [s.stop for s in spans]
     inside = tf.reduce_all((lowest >= starts) & (highest < np.array(stops)))
-    arguments = [argument for feature in features for argument in _told(feature)]
+    arguments = [argument for feature in features for argument in _message_inputs(feature)]
 
-    def succeed(*arguments: Tensor) -> Tensor:  # noqa: ARG001 - as the other branch is called
+    def succeed(*arguments: Tensor) -> Tensor:  # noqa: ARG001 - the arguments of the other branch
         return tf.constant(0, tf.int64)
 
     def fail(*arguments: Tensor) -> Tensor:
-        message = _sentence(features, spans, arguments)
-        # The raw op: `tf.debugging.Assert` wraps it in a branch.
+        message = _outside_message(features, spans, arguments)
+        # The raw op, because `tf.debugging.Assert` wraps it in a branch.
         with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[message], name=OUTSIDE)]):
             return tf.constant(NOWHERE, tf.int64)
 
     specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
-    # The raw op too: `tf.cond` costs a step an operation for each argument of the branch that is not taken.
+    # The raw op, because `tf.cond` costs a step one operation per argument of the branch that is not taken.
     found = tf.raw_ops.If(
         cond=inside,
         input=arguments,
@@ -577,9 +583,9 @@ def _raise_outside(features: Sequence[LookupIds], spans: Sequence[Span]) -> None
         outside = (ids < span.start) | (ids >= span.stop)
         if outside.any() and (outside & (ids != DROPPED if feature.droppable else True)).any():
             error = tf.errors.InvalidArgumentError(
-                None, None, _sentence([feature], [span], _told(feature)).numpy().decode()
+                None, None, _outside_message([feature], [span], _message_inputs(feature)).numpy().decode()
             )
-            error._keras_call_info_injected = True  # Keras adds the arguments of the call, line by line, to others
+            error._keras_call_info_injected = True  # Keras adds the arguments of the call to other errors, line by line
             raise error
 
 
@@ -594,16 +600,16 @@ def _lowest(feature: LookupIds, span: Span) -> Tensor:
     return tf.reduce_min(ids)
 
 
-def _told(feature: LookupIds) -> list[Tensor]:
-    """What `_sentence` needs of a feature: ids, the activation of each where that is not its own, and the activations' shape."""
+def _message_inputs(feature: LookupIds) -> list[Tensor]:
+    """Return the inputs of the message: ids, the activation of each id if it is not its own, and the activations' shape."""
     shape = feature.shape if feature.row_shape is None else feature.row_shape
     return [feature.ids, *([] if feature.segments is None else [tf.cast(feature.segments, tf.int64)]), shape]
 
 
-def _sentence(features: Sequence[LookupIds], spans: Sequence[Span], arguments: Sequence[Tensor]) -> Tensor:
-    """The sentence for the first id that is outside, a string; `arguments` are what `_told` gave.
+def _outside_message(features: Sequence[LookupIds], spans: Sequence[Span], arguments: Sequence[Tensor]) -> Tensor:
+    """Return the message for the first id outside its span, a string tensor. `arguments` are those of all features.
 
-    Few operations: TensorFlow optimizes them all at a model's first request, though none is expected to be run.
+    It uses few operations, because TensorFlow optimizes them all at a model's first request.
     """
     given = iter(arguments)
     ids, places, per_row = [], [], []

@@ -1,4 +1,4 @@
-"""What goes into the tables of a live layer besides training: rows, whole tables, and the tables of a checkpoint."""
+"""Writes into the tables of a live layer, besides training: rows, whole tables, and the tables of a checkpoint."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -29,11 +29,11 @@ class LiveTables:
     """The tables that a layer holds in memory.
 
     Attributes:
-        layer: its name.
-        states: by table name; at least one.
+        layer: the layer's name.
+        states: table name -> TableState, at least one.
         updates: the variable that counts the layer's updates.
-        writing: gives the context in which rows may be written.
-        fetch: to be called before rows are read.
+        writing: returns a context in which rows may be written.
+        fetch: must be called before rows are read.
     """
 
     layer: str
@@ -43,10 +43,10 @@ class LiveTables:
     fetch: Callable[[], None] = lambda: None
 
     def state(self, table: str) -> TableState:
-        """The table of that name.
+        """Return the state of `table`.
 
         Raises:
-            UnknownTableError: the layer has none.
+            UnknownTableError: the layer has no such table.
         """
         if table not in self.states:
             raise UnknownTableError(
@@ -55,10 +55,10 @@ class LiveTables:
         return self.states[table]
 
     def variable(self, table: str, slot: str | None) -> Any:
-        """The variable of a table, or of one of its slots.
+        """Return the variable of a table, or of one of its slots.
 
         Raises:
-            UnknownTableError: there is none.
+            UnknownTableError: there is no such table or slot.
         """
         state = self.state(table)
         if slot is None:
@@ -74,13 +74,13 @@ class HasTables(Protocol):
     """A layer whose tables can be written.
 
     Attributes:
-        name: the layer's.
+        name: the layer's name.
     """
 
     name: str
 
     def live_tables(self, doing: str) -> LiveTables:
-        """The tables in memory, for `doing`; raises ConfigError where they cannot be written."""
+        """Return the tables in memory, for `doing`. Raises ConfigError if they cannot be written."""
 
 
 class TableAccess:
@@ -91,19 +91,19 @@ class TableAccess:
     _tpu_embedding: Any
 
     def live_tables(self, doing: str) -> LiveTables:
-        """The tables in memory, for `doing`.
+        """Return the tables in memory, for `doing`.
 
         Raises:
-            ConfigError: the layer holds none, or tables cannot be written where this is called from.
+            ConfigError: the layer holds no tables, or they cannot be written from here.
         """
         if not self._parts.backend.states:
             raise ConfigError(
-                f"layer {self.name!r}: {doing}: inside an export it holds no tables; give the export another checkpoint"
+                f"layer {self.name!r}: {doing}: the layer holds no tables inside an export. Give the export another checkpoint."
             )
         in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if in_replica or not tf.executing_eagerly():
             raise ConfigError(
-                f"layer {self.name!r}: {doing} writes tables at once; call it outside of tf.function and strategy.run"
+                f"layer {self.name!r}: {doing} writes tables eagerly. Call it outside tf.function and strategy.run."
             )
         backend = self._parts.backend
         return LiveTables(self.name, backend.states, self._tpu_embedding.updates, backend.writing, backend.fetch)
@@ -114,14 +114,15 @@ class TableAccess:
         Args:
             table: its name.
             start: the first row.
-            values: [n, dim] of float32, or of float16 or bfloat16, which float32 holds exactly. They are data: NaN and
-                infinity are written as they are.
-            slot: as the optimizer calls it: accumulators, momenta, velocities, linears.
+            values: [n, dim] of float32, or of float16 or bfloat16, which convert to float32 exactly. NaN and infinity
+                are written unchanged.
+            slot: the optimizer's name of it: accumulators, momenta, velocities, linears.
 
         Raises:
             UnknownTableError: there is no such table or slot. (Also a KeyError.)
-            RowRangeError: rows outside the table. (Also an IndexError.)
-            ConfigError: values of another shape or dtype; or called in a graph, where nothing would be written.
+            RowRangeError: rows are outside the table. (Also an IndexError.)
+            ConfigError: the values have another shape or dtype, or the call is in a graph, where nothing would be
+                written.
         """
         live = self.live_tables("assign_rows")
         variable, config = live.variable(table, slot), live.state(table).config
@@ -132,10 +133,10 @@ class TableAccess:
             _write_pieces(variable, int(start), rows, config.dim)
 
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
-        """Copy `embedding_table` into a table, slots untouched.
+        """Copy `embedding_table` into a table. Its slots do not change.
 
-        TFRS' layer takes the given variable for its own from then on, in silence does nothing for a table that it does not
-        know, and off the TPU fails. Here the table's variable stays what it was, and has other rows.
+        TFRS' layer keeps the given variable, silently ignores an unknown table, and fails off the TPU. This layer keeps
+        the table's variable and changes its rows.
 
         Args:
             table: a TableConfig as it was passed to the layer, one of the same name, or the name itself.
@@ -143,7 +144,7 @@ class TableAccess:
 
         Raises:
             UnknownTableError: the layer has no such table.
-            ConfigError: another shape or dtype than the table's.
+            ConfigError: the shape or dtype differs from the table's.
         """
         passed = (name for config, name in self._parts.table_names.items() if config is table)
         name = next(passed, getattr(table, "name", table))
@@ -151,8 +152,8 @@ class TableAccess:
         shape = _shape(f"layer {self.name!r}: table {name!r}: embedding_table", embedding_table)
         if shape != (config.vocabulary_size, config.dim):
             raise ConfigError(
-                f"layer {self.name!r}: table {name!r} is [{config.vocabulary_size}, {config.dim}], and embedding_table is "
-                f"{list(shape)}; write a part of the table with assign_rows"
+                f"layer {self.name!r}: table {name!r} is [{config.vocabulary_size}, {config.dim}]. embedding_table is "
+                f"{list(shape)}. Write a part of the table with assign_rows."
             )
         self.assign_rows(name, 0, embedding_table)
 
@@ -166,13 +167,13 @@ class TableAccess:
         lossy: bool = False,
         **options: Any,
     ) -> "RestoreReport":
-        """Stream tables of a checkpoint of any format into this layer; see `tpuembed.restore_tables`."""
+        """Stream tables of a checkpoint of any format into this layer. See `tpuembed.restore_tables`."""
         from tpuembed.restore import restore_tables
 
         return restore_tables(self, path, tables, slots, resize=resize, lossy=lossy, **options)
 
     def restore_saved(self, path: str, tables: Iterable[str]) -> None:
-        """Restore `tables` from a checkpoint that has them where TensorFlow does not look; see `restore.restore_saved`."""
+        """Restore `tables` whose keys in the checkpoint are not those of TensorFlow. See `restore.restore_saved`."""
         from tpuembed.restore import restore_saved
 
         restore_saved(self, path, {table: table for table in tables})
@@ -182,26 +183,26 @@ def _shape(where: str, values: Any) -> tuple[int, ...]:
     try:
         return tuple(np.shape(values))
     except ValueError:
-        raise ConfigError(f"{where} has rows of different lengths; give a matrix") from None
+        raise ConfigError(f"{where} has rows of different lengths. Give a matrix.") from None
 
 
 def _checked_rows(where: str, values: Any, dim: int) -> Any:
-    """`values` as something with slices, of float rows [n, dim]."""
+    """Return `values` as float rows [n, dim] that can be sliced."""
     values = values.value if isinstance(values, keras.Variable) else values
     rows = values if hasattr(values, "shape") and hasattr(values, "dtype") else np.asarray(values)
     dtype = getattr(rows.dtype, "name", str(rows.dtype))
     if len(rows.shape) != 2 or rows.shape[1] != dim:
-        raise ConfigError(f"{where} takes rows [n, {dim}], got {list(rows.shape)}; reshape them")
+        raise ConfigError(f"{where} takes rows [n, {dim}], got {list(rows.shape)}. Reshape them.")
     if dtype not in _EXACT_IN_FLOAT32:
-        raise ConfigError(f"{where} is float32, and the rows are {dtype}; convert them with astype('float32')")
+        raise ConfigError(f"{where} is float32. The rows are {dtype}. Convert them with astype('float32').")
     return rows
 
 
 def _check_range(where: str, start: Any, count: int, rows: int) -> None:
     if isinstance(start, bool) or not hasattr(start, "__index__"):
-        raise ConfigError(f"{where}: start must be an integer, got {start!r}")
+        raise ConfigError(f"{where}: start must be an integer, got {start!r}.")
     if not 0 <= start <= rows - count:
-        raise RowRangeError(f"{where}: rows [{start}, {start + count}) are not inside its {rows} rows; check start")
+        raise RowRangeError(f"{where}: rows [{start}, {start + count}) are not inside its {rows} rows. Check start.")
 
 
 def _write_pieces(variable: Any, start: int, rows: Any, dim: int) -> None:
@@ -211,5 +212,5 @@ def _write_pieces(variable: Any, start: int, rows: Any, dim: int) -> None:
 
 
 def _piece(rows: Any, first: int, stop: int) -> Any:
-    """Rows [first, stop); of a variable gathered, because slicing one may read it all."""
+    """Return rows [first, stop). A variable is gathered, because slicing one may read it all."""
     return tf.gather(local(rows), tf.range(first, stop)) if isinstance(rows, tf.Variable) else rows[first:stop]

@@ -102,7 +102,7 @@ def test_tfrs_steps_trace_on_tpus() -> None:
     assert "SendTPUEmbeddingGradients" in trace("V1")
     assert "SendTPUEmbeddingGradients" not in trace("UNSUPPORTED")
     with pytest.raises(
-        ConfigError, match="give the FeatureConfig an output_shape"
+        ConfigError, match="Give the FeatureConfig an output_shape"
     ):  # as TensorFlow's own class wants it
         trace("V2")
 

@@ -54,9 +54,9 @@ def _apply(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """SparseCores' `apply(gradients)` with `change(apply, gradients)` in its place."""
     from tpuembed.backends import sparsecore
 
-    real = sparsecore._Step.apply
+    real = sparsecore._SparseCoreStep.apply
     return mock.patch.object(
-        sparsecore._Step, "apply", lambda step, gradients: change(lambda given: real(step, given), gradients)
+        sparsecore._SparseCoreStep, "apply", lambda step, gradients: change(lambda given: real(step, given), gradients)
     )
 
 
@@ -78,12 +78,12 @@ def _lookup(change: Callable[[Any, Callable[[], Any]], Any]) -> AbstractContextM
     """SparseCores' `lookup()` with `change(step, lookup)` in its place, but where Keras only asks for shapes."""
     from tpuembed.backends import sparsecore
 
-    real = sparsecore._Step.lookup
+    real = sparsecore._SparseCoreStep.lookup
 
     def lookup(step: Any) -> Any:
         return real(step) if step._shapes_only is not None else change(step, lambda: real(step))
 
-    return mock.patch.object(sparsecore._Step, "lookup", lookup)
+    return mock.patch.object(sparsecore._SparseCoreStep, "lookup", lookup)
 
 
 def _looked_up_twice() -> AbstractContextManager[Any]:

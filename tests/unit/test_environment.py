@@ -20,7 +20,7 @@ def test_another_keras_is_refused(variable: str, value: str) -> None:
     environ = {**os.environ, variable: value}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=120)
     assert variable in done.stdout, done.stderr
-    assert "unset it" in done.stdout
+    assert "Unset it" in done.stdout
 
 
 def test_two_tensorflows_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,8 +146,8 @@ def test_features_of_one_group_share_one_gather() -> None:
     [
         (tf.constant([1]), tf.constant([1.0]), {}, "weights were given for dense ids"),
         (tf.constant([1]), None, {"max_sequence_length": 2}, "needs sparse or ragged ids"),
-        (RAGGED, WEIGHTS.to_sparse(), {}, "make both ragged"),
-        (RAGGED.to_sparse(), WEIGHTS, {}, "make both sparse"),
+        (RAGGED, WEIGHTS.to_sparse(), {}, "Make both ragged"),
+        (RAGGED.to_sparse(), WEIGHTS, {}, "Make both sparse"),
         (RAGGED, WEIGHTS, {"max_sequence_length": 2}, "weights have no meaning with max_sequence_length"),
         (RAGGED, None, {"output_shape": (3,)}, r"output_shape \(3,\): the ids give activations of \(4,\)"),
         (RAGGED.to_sparse(), None, {"output_shape": (4, 2)}, r"output_shape \(4, 2\): the ids give"),
@@ -163,5 +163,5 @@ def test_a_combination_without_meaning_is_refused_by_name(
 
 def test_weights_that_stand_elsewhere_are_refused() -> None:
     moved = tf.ragged.constant([[0.5, 2.0], [1.0], [3.0], [0.25, 0.0]], dtype=tf.float32)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="do not stand where the ids stand"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="have different positions"):
         _activations(RAGGED, moved, "sum")

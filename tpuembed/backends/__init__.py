@@ -1,4 +1,4 @@
-"""Where tables live and who updates them: one backend per hardware path, chosen once."""
+"""The backends: one per hardware path. A backend owns the tables of a layer and updates them."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,103 +11,101 @@ from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.gradient_trap import TakenGradients
 from tpuembed.backends.host import HostBackend
+from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.mixed import MixedBackend
 from tpuembed.backends.replicas import check_strategy
-from tpuembed.backends.request import Request
 from tpuembed.backends.sparsecore import SparseCoreBackend
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.backends.tpu_v1 import TpuV1Backend
-from tpuembed.backends.training import Step, train
+from tpuembed.backends.training import TrainingStep, train
 from tpuembed.errors import ConfigError
 from tpuembed.runtime.environment import check_environment
 from tpuembed.runtime.table_scope import current_source
 
-__all__ = ["Backend", "Request", "TakenGradients", "choose", "train"]
+__all__ = ["Backend", "LayerOptions", "TakenGradients", "choose", "train"]
 
 
 class Backend(Protocol):
-    """What a hardware path does for the layer.
+    """The interface of a hardware path.
 
     Attributes:
-        states: table name -> its variables; empty where the layer holds none.
+        states: table name -> its variables. Empty if the layer holds no variables.
     """
 
     states: Mapping[str, TableState]
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """What a checkpoint holds: name -> variable or node."""
+        """Return the children of the layer's checkpoint node: name -> variable or node."""
 
     def layouts(self) -> dict[str, StackLayout]:
-        """Table -> where it lies in a stack; tables without an entry are saved in row order."""
+        """Return {table: its layout in a stack}. Tables without an entry are saved in row order."""
 
     def writing(self) -> AbstractContextManager[None]:
-        """A context in which rows of the tables in `states` may be written."""
+        """Return a context in which rows of the tables in `states` may be written."""
 
     def fetch(self) -> None:
-        """Called before rows of the tables in `states` are read by `table_rows.read_rows`."""
+        """Copy the tables to the hosts. Called before `table_rows.read_rows` reads rows of the tables in `states`."""
 
     def weights(self) -> list[tuple[Any, bool]]:
-        """The variables that are Keras weights of the layer, and whether the user's optimizer trains them."""
+        """Return (variable, True if the user's optimizer trains it) for every Keras weight of the layer."""
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Any]:
-        """Activations of `features`."""
+        """Return the activations of `features`."""
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> Step:
-        """A training step of `features`, all of whose tables have an optimizer; `train` runs it."""
-
-
-_ACCELERATORS: Mapping[str, Callable[[Request], Backend]] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> TrainingStep:
+        """Return a training step of `features`, which `train` runs. Every table of `features` has an optimizer."""
 
 
-def choose(request: Request) -> Backend:
-    """The backend of the current `tf.distribute` strategy and scope: the only place that asks for the hardware.
+_ACCELERATORS: Mapping[str, Callable[[LayerOptions], Backend]] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}
+
+
+def choose(layer_options: LayerOptions) -> Backend:
+    """Return the backend for the current `tf.distribute` strategy and scope. Only this function looks at the hardware.
 
     Raises:
-        ConfigError: the strategy is not supported, the hardware that `embedding_feature` asks for is not there, or the
+        ConfigError: the strategy is not supported, the hardware that `embedding_feature` names is missing, or the
             installation cannot work.
     """
     check_environment()
     source = current_source()
     if source is not None:
-        return DeferredBackend(request.tables, source)
+        return DeferredBackend(layer_options.tables, source)
     strategy = tf.distribute.get_strategy()
     check_strategy()
-    accelerator = _ACCELERATORS.get(_hardware(strategy, request.embedding_feature))
-    large = {table.name for table in request.tables if table.vocabulary_size > (request.size_threshold or 0)}
+    accelerator = _ACCELERATORS.get(_hardware(strategy, layer_options.embedding_feature))
+    large = {
+        table.name for table in layer_options.tables if table.vocabulary_size > (layer_options.size_threshold or 0)
+    }
     if accelerator is not None and large:
-        return _accelerated(accelerator, request, large)
-    _warn_without_effect(request, strategy)
-    return HostBackend(request)
+        small = {table.name for table in layer_options.tables} - large
+        return MixedBackend(layer_options, small, accelerator) if small else accelerator(layer_options)
+    _warn_without_effect(layer_options, strategy)
+    return HostBackend(layer_options)
 
 
 def _hardware(strategy: Any, asked: Any) -> str:
-    """V1 or V2; UNSUPPORTED where tables are replicated: on a TPU without an accelerator, and off the TPU."""
+    """Return "V1", "V2", or "UNSUPPORTED" if the tables are replicated (on a TPU without an accelerator, and without a TPU)."""
     found = embedding_feature(strategy) if is_tpu_strategy(strategy) else None
     name = getattr(asked, "name", asked)
     if name not in (None, "UNSUPPORTED", found):
-        there = f"TPUs with embedding hardware {found}" if found else "no TPU"
+        hardware = f"TPUs with embedding hardware {found}" if found else "no TPU"
         raise ConfigError(
-            f"TPUEmbedding: embedding_feature={name} asks for TPU hardware, and there is {there} under "
-            f"{type(strategy).__name__}; leave it None, or pass UNSUPPORTED to replicate the tables"
+            f"TPUEmbedding: embedding_feature={name} needs that TPU hardware. {type(strategy).__name__} has {hardware}. "
+            "Leave it None, or pass UNSUPPORTED to replicate the tables."
         )
     return str(name or found or "UNSUPPORTED")
 
 
-def _accelerated(accelerator: Callable[[Request], Backend], request: Request, large: set[str]) -> Backend:
-    small = {table.name for table in request.tables} - large
-    return MixedBackend(request, small, accelerator) if small else accelerator(request)
-
-
-def _warn_without_effect(request: Request, strategy: Any) -> None:
+def _warn_without_effect(layer_options: LayerOptions, strategy: Any) -> None:
     given = {
-        "pipeline_execution_with_tensor_core": request.pipelining,
-        "batch_size": request.batch_size,
-        "sparse_core_embedding_config": request.sparse_core_config,
+        "pipeline_execution_with_tensor_core": layer_options.pipelining,
+        "batch_size": layer_options.batch_size,
+        "sparse_core_embedding_config": layer_options.sparse_core_config,
     }
     for option in (option for option, value in given.items() if value):
         warnings.warn(
-            f"TPUEmbedding: {option} has no effect under {type(strategy).__name__.lstrip('_')}: no embedding accelerator is used",
+            f"TPUEmbedding: {option} has no effect under {type(strategy).__name__.lstrip('_')}: no embedding accelerator is used.",
             stacklevel=5,
         )

@@ -1,4 +1,4 @@
-"""What the two embedding accelerators share: their configs in TensorFlow's terms, and the checks of a call."""
+"""Code that both embedding accelerators share: configs as TensorFlow objects, and the checks of a call."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tpuembed.backends.activation_shapes import Shape
 from tpuembed.backends.feature_input import FeatureInput
-from tpuembed.backends.request import Request
+from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.row_optimizers import learning_rate
 from tpuembed.backends.table_state import CheckedSlots, check_saved_names, filled, table_initializer
 from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, loss_scale, resolve_optimizer
@@ -39,32 +39,36 @@ MAX_VOCABULARY_SIZE = 2**31 - 1
 # ---- configs
 
 
-def bind_features(request: Request) -> tuple[list[Any], dict[str, Optimizer]]:
-    """(TensorFlow's FeatureConfig of every feature, without output_shape; table name -> the spec that trains it).
+def bind_features(layer_options: LayerOptions) -> tuple[list[Any], dict[str, Optimizer]]:
+    """Return (TensorFlow's FeatureConfig of every feature, without output_shape; table name -> the spec that trains
+    it).
 
-    A live learning rate becomes a callable that reads the layer's count of updates, one per optimizer: tables with equal
-    optimizers can be stacked, those with different callables cannot.
+    A live learning rate becomes a callable that reads the layer's count of updates. There is one callable per
+    optimizer, because TensorFlow stacks only tables with equal optimizers.
     """
     bound: dict[int, Optimizer] = {}
     specs: dict[str, Optimizer] = {}
     tables: dict[str, TableConfig] = {}
-    for table in request.tables:
-        chosen = table.optimizer if table.optimizer is not None else request.optimizer
+    for table in layer_options.tables:
+        chosen = table.optimizer if table.optimizer is not None else layer_options.optimizer
         if chosen is None:
             raise ConfigError(
-                f"table {table.name!r}: an embedding accelerator trains its tables itself; give the table or the layer an optimizer"
+                f"table {table.name!r}: it has no optimizer. An embedding accelerator trains its tables itself. "
+                "Give the table or the layer an optimizer."
             )
         specs[table.name] = resolve_optimizer(chosen)
         if id(chosen) not in bound:
-            bound[id(chosen)] = _with_checked_slots(_bind_rate(specs[table.name], request.updates))
+            bound[id(chosen)] = _with_checked_slots(_bind_rate(specs[table.name], layer_options.updates))
         initializer = ShardInitializer(table_initializer(table))
         tables[table.name] = dataclasses.replace(table, optimizer=bound[id(chosen)], initializer=initializer)
-    check_saved_names({name: spec.slots for name, spec in specs.items()})  # TensorFlow's classes say no table's name
+    check_saved_names(
+        {name: spec.slots for name, spec in specs.items()}
+    )  # TensorFlow's own error does not name the table
     features = [
         dataclasses.replace(
             config, table=tables[config.table.name], name=config.name or path or "feature", output_shape=None
         )
-        for path, config in request.features
+        for path, config in layer_options.features
     ]
     return list(features_to_tf(features)), specs
 
@@ -81,17 +85,17 @@ def _with_checked_slots(spec: Optimizer) -> Optimizer:
 
 
 class ShardInitializer:
-    """An initializer called once per shard, whose random rows differ from shard to shard.
+    """An initializer that is called once per shard and gives each shard other random rows.
 
-    Keras' initializers give the same numbers at every call: each shard of a table would begin as a copy of the first.
+    Keras initializers return the same numbers at every call, so every shard would start as a copy of the first one.
     """
 
     def __init__(self, initializer: Any) -> None:
-        """`initializer(shape, dtype=...)` gives rows; one of Keras is given another seed at every call."""
+        """Wrap `initializer(shape, dtype=...)`. A Keras initializer gets another seed at every call."""
         self._initializer, self._calls = initializer, itertools.count()
 
     def __call__(self, shape: Any, dtype: Any = None) -> Tensor:
-        """Rows [*shape] of the next shard."""
+        """Return the rows [*shape] of the next shard."""
         rows: Tensor = filled(self._seeded(next(self._calls)), shape, dtype)
         return rows
 
@@ -106,12 +110,12 @@ class ShardInitializer:
 
 
 def check_tables(tables: Sequence[TableConfig], hardware: str) -> None:
-    """Raise ConfigError for a table that no accelerator can hold."""
+    """Raise ConfigError if a table has more rows than an accelerator can hold."""
     for table in tables:
         if table.vocabulary_size > MAX_VOCABULARY_SIZE:
             raise ConfigError(
-                f"table {table.name!r}: {table.vocabulary_size} rows; {hardware} takes ids as int32, so at most "
-                f"{MAX_VOCABULARY_SIZE}: split the table"
+                f"table {table.name!r}: it has {table.vocabulary_size} rows. {hardware} takes ids as int32, so a table has at most "
+                f"{MAX_VOCABULARY_SIZE} rows. Split the table."
             )
 
 
@@ -119,84 +123,87 @@ def check_tables(tables: Sequence[TableConfig], hardware: str) -> None:
 
 
 class StepGuard:
-    """Checks where a layer on an accelerator is called: once per step, inside of `strategy.run`."""
+    """Checks where a layer on an accelerator is called: once per step, inside `strategy.run`."""
 
     def __init__(self, paths: Sequence[str], hardware: str) -> None:
-        """For a layer of the features at `paths`, created under the current strategy, that lives on `hardware`."""
+        """Guard a layer on `hardware`, created under the current strategy, with the features at `paths`."""
         self._strategy, self._paths, self._hardware = tf.distribute.get_strategy(), list(paths), hardware
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def enter(self, features: Sequence[FeatureInput], layer: Any = None) -> bool:
-        """Whether a step is being traced; False where Keras only asks for shapes.
+        """Return True while a step is traced, False while Keras computes shapes only.
 
         Raises:
-            TrainingError: the call is not part of a step of the layer's strategy, is the step's second one, has not the
-                layer's own features, or its loss may be scaled.
+            TrainingError: the call is outside a step of the layer's strategy, is the second one of the step, has other
+                features than the layer, or its loss may be scaled.
         """
         if [feature.path for feature in features] != self._paths:
             raise TrainingError(
-                f"TPUEmbedding: a serving_config looks tables up on the host, and the layer's are in {self._hardware}; build the "
-                "layer without a TPUStrategy, restore a checkpoint, and look up there"
+                f"TPUEmbedding: a serving_config needs tables on the host. This layer's tables are in {self._hardware}. "
+                "Build the layer without a TPUStrategy, restore a checkpoint, and call it there."
             )
         if in_symbolic_scope():
-            return False  # also where Keras builds a model at its first call, inside of the step
+            return False  # true also while Keras builds a model at its first call, inside the step
         call = tpu_call()
         if call is None:
             raise TrainingError(
-                f"TPUEmbedding: the layer was created under {type(self._strategy).__name__}, its tables are in {self._hardware}, "
-                f"and it is called under {type(tf.distribute.get_strategy()).__name__} outside of strategy.run; call it in "
-                "strategy.run, or build the layer without a TPUStrategy and restore a checkpoint to look up on the host"
+                f"TPUEmbedding: called outside strategy.run, under {type(tf.distribute.get_strategy()).__name__}. The layer was "
+                f"created under {type(self._strategy).__name__}, and its tables are in {self._hardware}. Call it inside "
+                "strategy.run. To look up on the host, build the layer without a TPUStrategy and restore a checkpoint."
             )
         if call in self._seen:
             raise TrainingError(
-                f"TPUEmbedding: called twice in one step, and {self._hardware} takes one batch per step; call the layer once "
-                "with all features, or set size_threshold so that small tables are replicated"
+                f"TPUEmbedding: called twice in one step. {self._hardware} takes one batch per step. Call the layer once "
+                "with all features, or set size_threshold to replicate small tables."
             )
         self._seen.add(call)
-        if layer is not None:
-            _check_loop(layer)
+        scaled = layer is not None and (
+            layer.compute_dtype == "float16" or loss_scale(entry_optimizer(layer)) is not None
+        )
+        if scaled:
+            raise TrainingError(
+                "TPUEmbedding: the loss is scaled (mixed_float16, a LossScaleOptimizer or loss_scale_factor). The accelerator's "
+                "optimizer cannot undo the scale. Use mixed_bfloat16 and an optimizer without loss_scale_factor."
+            )
         return True
 
 
-def _check_loop(layer: Any) -> None:
-    if layer.compute_dtype == "float16" or loss_scale(entry_optimizer(layer)) is not None:
-        raise TrainingError(
-            "TPUEmbedding: mixed_float16, a LossScaleOptimizer and loss_scale_factor scale the loss, which the accelerator's "
-            "optimizer cannot undo; use mixed_bfloat16 and an optimizer without loss_scale_factor"
-        )
-
-
 def zeros(shapes: Sequence[Shape], features: Sequence[FeatureInput]) -> list[Tensor]:
-    """Activations without values, where only their shapes are asked for."""
+    """Return zeros of the activations' shapes, for calls in which Keras computes shapes only."""
     return [tf.zeros((*shape, feature.config.table.dim)) for shape, feature in zip(shapes, features, strict=True)]
 
 
 def given_weights(features: Sequence[FeatureInput]) -> list[Any] | None:
-    """The weights as TensorFlow's classes take them: None where no feature has any."""
+    """Return the weights as TensorFlow's classes take them: None if no feature has weights."""
     weights = [feature.weights for feature in features]
     return None if all(weight is None for weight in weights) else weights
 
 
 def check_ids(feature: FeatureInput) -> None:
-    """Raise ConfigError for what no accelerator takes: weights or sequences of dense ids, and ids that are no integers."""
+    """Raise ConfigError for inputs that no accelerator takes: dense ids with weights or as sequences, and ids that are
+    not integers."""
     dense = not isinstance(feature.ids, tf.SparseTensor | tf.RaggedTensor)
     if dense and feature.weights is not None:
         raise ConfigError(
-            f"feature {feature.path!r}: weights were given for dense ids, which are not combined; drop the weights"
+            f"feature {feature.path!r}: weights were given for dense ids, which are not combined. Drop the weights."
         )
     if dense and feature.config.max_sequence_length:
         raise ConfigError(
-            f"feature {feature.path!r}: max_sequence_length needs sparse or ragged ids; dense ids keep their shape"
+            f"feature {feature.path!r}: max_sequence_length needs sparse or ragged ids. Dense ids keep their shape. Drop it."
         )
     if not feature.ids.dtype.is_integer:
-        raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {feature.ids.dtype.name}")
+        raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {feature.ids.dtype.name}.")
 
 
 # ---- checkpoints
 
 
 def saved_variables(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Checkpoint name -> variable of {table or stack: {"parameters" and slot names: variable}}: `<name>`, `<name>/<slot>`."""
+    """Return {`<name>` or `<name>/<slot>`: variable}, the names in a checkpoint.
+
+    Args:
+        tables: table or stack -> {"parameters" and slot names: variable}.
+    """
     return {
         name if role == "parameters" else f"{name}/{role}": variable
         for name, variables in tables.items()

@@ -1,7 +1,8 @@
-"""The shapes of activations on an accelerator, whose program is compiled for one batch: each must be known while it is traced.
+"""The shapes of activations on an accelerator. Its program is compiled for one batch, so each shape must be known while
+tracing.
 
-What is known comes from a feature's output_shape, else from the layer's batch_size, `build` and the ids; it is the shape of one
-replica's activations, without their last dimension.
+The shape comes from a feature's output_shape, else from the layer's batch_size, `build` and the ids. It is the shape of
+one replica's activations, without their last dimension.
 """
 
 from collections.abc import Sequence
@@ -17,14 +18,17 @@ Shape = tuple[int, ...]
 
 
 def configured_shape(config: FeatureConfig, batch_size: int | None) -> Shape | None:
-    """What the layer's arguments say, where that is a whole shape; of sparse, ragged or rank-1 ids without an output_shape."""
+    """Return the shape that the layer's arguments give, or None if a size is unknown.
+
+    Without an output_shape, ids count as sparse, ragged or of rank 1.
+    """
     length = (config.max_sequence_length,) if config.max_sequence_length else ()
     shape = (None, *length) if config.output_shape is None else config.output_shape
     return _whole(_with_batch(shape, config, batch_size))
 
 
 def activation_shapes(features: Sequence[FeatureInput], batch_size: int | None) -> list[Shape]:
-    """The leading shape of every activation.
+    """Return the leading shape of every activation.
 
     Raises:
         ConfigError: a shape is unknown, or arguments and ids contradict each other.
@@ -39,15 +43,14 @@ def _activation_shape(feature: FeatureInput, batch_size: int | None) -> Shape:
     whole = _whole(merged)
     if whole is None:
         raise ConfigError(
-            f"feature {feature.path!r}: the shape {merged} of its activations is not known while tracing, and an accelerator "
-            "needs it; give the FeatureConfig an output_shape (of one replica), the layer a batch_size, or batch with "
-            "drop_remainder=True"
+            f"feature {feature.path!r}: the shape {merged} of its activations is not known while tracing. An accelerator needs it. "
+            "Give the FeatureConfig an output_shape (of one replica) or the layer a batch_size, or batch with drop_remainder=True."
         )
     return whole
 
 
 def _with_batch(shape: tuple[int | None, ...], config: FeatureConfig, batch_size: int | None) -> tuple[int | None, ...]:
-    """`shape` of `batch_size` examples, unless the feature's output_shape says how many."""
+    """Return `shape` with `batch_size` examples, unless the feature's output_shape gives their number."""
     says = config.output_shape is not None and config.output_shape[:1] != (None,)
     return shape if says or batch_size is None else (batch_size, *shape[1:])
 
@@ -58,10 +61,10 @@ def _whole(shape: tuple[int | None, ...]) -> Shape | None:
 
 
 def check_same_shapes(features: Sequence[FeatureInput], shapes: Sequence[Shape], first: Sequence[Shape]) -> None:
-    """Raise ConfigError where a call has other `shapes` than the `first` ones, for which the accelerator was set up."""
+    """Raise ConfigError if `shapes` differ from the `first` ones, for which the accelerator was set up."""
     for feature, shape, known in zip(features, shapes, first, strict=True):
         if shape != known:
             raise ConfigError(
-                f"feature {feature.path!r}: its activations are of shape {shape} here, and the accelerator was set up for "
-                f"{known}; give the FeatureConfig an output_shape (of one replica), and every batch as many examples"
+                f"feature {feature.path!r}: its activations have shape {shape}. The accelerator was set up for {known}. "
+                "Give the FeatureConfig an output_shape (of one replica), and every batch as many examples."
             )

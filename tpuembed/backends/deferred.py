@@ -1,4 +1,5 @@
-"""No tables at all: rows come from the exporter's stacked variables (see `tpuembed.runtime.table_scope`)."""
+"""The backend of a layer that is being exported. Rows come from the exporter's stacked variables (see
+`tpuembed.runtime.table_scope`)."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,46 +20,46 @@ Tensor = Any
 
 
 class DeferredBackend:
-    """A layer that is being exported: it looks up, and is never trained."""
+    """A layer that is being exported: it looks up and is never trained."""
 
     def __init__(self, tables: Sequence[TableConfig], source: TableSource) -> None:
-        """Tell `source` which tables the layer needs."""
+        """Register the layer's tables with `source`."""
         self.states: Mapping[str, TableState] = {}
         self._source = source
         for table in tables:
             source.register(table)
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """None."""
+        """Return {}: the layer holds no variables."""
         return {}
 
     def layouts(self) -> dict[str, StackLayout]:
-        """None."""
+        """Return {}: the layer holds no tables."""
         return {}
 
     def writing(self) -> AbstractContextManager[None]:
-        """Rows are written in place."""
+        """Return a context that does nothing: rows are written in place."""
         return nullcontext()
 
     def fetch(self) -> None:
-        """Rows are read in place."""
+        """Do nothing: rows are read in place."""
 
     def weights(self) -> list[tuple[Any, bool]]:
-        """None."""
+        """Return []: the layer holds no variables."""
         return []
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
-        """Activations of `features`."""
-        # Weights that nobody compares with the ids may be another row's.
+        """Return the activations of `features`."""
+        # Weights that are not compared with the ids may belong to another row.
         is_checked = all(each.weights is None or each.config.validate_weights_and_indices for each in features)
         with tf.name_scope(LOOKUP_SCOPE) if is_checked else nullcontext():
             flat = [feature.flatten() for feature in features]
             return self._source.lookup(flat, [feature.table for feature in features])
 
     def table(self, name: str) -> Any:
-        """A whole table, as `embedding_tables` gives it."""
+        """Return a whole table, as `embedding_tables` gives it."""
         return self._source.table(name)
 
     def begin(self, features: Sequence[FeatureInput], layer: Any) -> Any:
-        """Never called: no table here has an optimizer to train it."""
+        """Raise AssertionError: the tables of this backend have no optimizer, so it is never called."""
         raise AssertionError((features, layer))

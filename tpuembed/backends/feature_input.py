@@ -1,4 +1,4 @@
-"""One feature of one call, as the caller gave it, and its ids made ready for a lookup off the accelerator."""
+"""One feature of one call, and its ids prepared for a lookup outside the accelerator."""
 
 import dataclasses
 import math
@@ -20,10 +20,12 @@ _EXACT_INTEGERS = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.f
 
 
 def as_tensors(structure: Any, features: Any, what: str) -> Any:
-    """`features` with Python's numbers, and lists of them, made tensors: Keras layers take none as they are.
+    """Return `features` with Python numbers, and lists of them, converted to tensors. Keras layers do not take them as
+    they are.
 
     Raises:
-        ConfigError: another structure than `structure`, or lists of different lengths; the message calls them `what`.
+        ConfigError: `features` has another structure than `structure`, or lists differ in length. The message calls
+            them `what`.
     """
     leaves = [(path, leaf) for path, _, leaf in flatten_up_to(structure, features, what)]
     if not any(_is_python(leaf) for _, leaf in leaves):
@@ -32,7 +34,7 @@ def as_tensors(structure: Any, features: Any, what: str) -> Any:
 
 
 def _is_python(leaf: Any) -> bool:
-    """Whether `leaf` is a number of Python, or lists of numbers."""
+    """Return True if `leaf` is a Python number, or lists of numbers."""
     if isinstance(leaf, list | tuple):
         return all(_is_python(item) or isinstance(item, np.number) for item in leaf)
     return isinstance(leaf, int | float) and not isinstance(leaf, bool)
@@ -43,7 +45,7 @@ def _as_tensor(path: str, leaf: Any) -> Any:
         values = np.asarray(leaf)
     except ValueError:
         raise ConfigError(
-            f"feature {path!r}: lists of different lengths; pass tf.ragged.constant(ids, dtype=tf.int64)"
+            f"feature {path!r}: lists of different lengths. Pass tf.ragged.constant(ids, dtype=tf.int64)."
         ) from None
     return tf.constant(values.astype(np.int64) if values.dtype.kind == "i" or not values.size else values)
 
@@ -53,11 +55,11 @@ class FeatureInput:
     """A leaf of the layer's call.
 
     Attributes:
-        path: where the feature stands in the structure, for messages.
+        path: the path of the feature in the structure, for messages.
         config: its FeatureConfig.
         ids: a Tensor, SparseTensor or RaggedTensor.
         weights: of the same kind, or None.
-        input_shape: what `build` was told of the ids' shape, or None.
+        input_shape: the ids' shape that `build` was given, or None.
     """
 
     path: str
@@ -68,14 +70,14 @@ class FeatureInput:
 
     @property
     def table(self) -> str:
-        """The name of its table."""
+        """Return the name of its table."""
         return self.config.table.name
 
     def flatten(self) -> LookupIds:
-        """The ids as the CPU lookup takes them.
+        """Return the ids as the CPU lookup takes them.
 
         Raises:
-            ConfigError: ids or weights that cannot be looked up, by the feature's name.
+            ConfigError: the ids or weights cannot be looked up. The message names the feature.
         """
         policy = self.config.out_of_vocabulary
         assert policy is not None, "a FeatureConfig takes its table's"
@@ -94,7 +96,8 @@ class FeatureInput:
         )
 
     def output_shape(self) -> tuple[int | None, ...]:
-        """What is known of the activations' shape before a lookup: output_shape's, then build()'s, then the ids'.
+        """Return the known part of the activations' shape before a lookup: output_shape's, then build()'s, then the
+        ids'.
 
         Raises:
             ConfigError: they contradict each other.
@@ -115,7 +118,8 @@ class FeatureInput:
 
 
 def _may_be_laid_out(shape: tuple[int | None, ...], output_shape: tuple[int | None, ...]) -> bool:
-    """Whether ragged activations of `shape` may fill `output_shape`, as combined rows or as sequences; the lookup decides."""
+    """Return True if ragged activations of `shape` may fill `output_shape`, as combined rows or as sequences. The
+    lookup decides."""
     if None in shape or None in output_shape:
         return len(output_shape) > len(shape)
     rows, room = (math.prod(size for size in sizes if size is not None) for sizes in (shape, output_shape))
@@ -123,45 +127,45 @@ def _may_be_laid_out(shape: tuple[int | None, ...], output_shape: tuple[int | No
 
 
 def _tensor_ids(path: str, ids: Any) -> Any:
-    """`ids` as a tensor of known rank, or as they are where they are one of any kind, or symbolic."""
+    """Return `ids` as a tensor of known rank. Composite and symbolic tensors are returned as they are."""
     if ids is None:
-        raise ConfigError(f"feature {path!r}: no ids were given; pass a tensor for every feature")
+        raise ConfigError(f"feature {path!r}: no ids were given. Pass a tensor for every feature.")
     if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor | keras.KerasTensor):
         ids = tf.convert_to_tensor(ids)
     if not isinstance(ids, keras.KerasTensor) and ids.shape.rank is None:
-        raise ConfigError(f"feature {path!r}: the rank of its ids is unknown; set their shape (tf.ensure_shape)")
+        raise ConfigError(f"feature {path!r}: the rank of its ids is unknown. Set their shape (tf.ensure_shape).")
     return ids
 
 
 def _integer_ids(path: str, config: FeatureConfig, ids: Any) -> Any:
-    """`ids` as int64 of their own kind.
+    """Return `ids` as int64, of the same kind of tensor.
 
-    Keras traces some models with float inputs, so a float type is no error, unless it cannot hold every id of the table.
-    Float ids that are no row numbers fail when they are looked up.
+    Keras traces some models with float inputs. So a float type is accepted if it can hold every id of the table. Float
+    ids that are not row numbers fail when they are looked up.
     """
     ids = _tensor_ids(path, ids)
     dtype, shape = ids.dtype, ids.shape
     if not (dtype.is_integer or dtype.is_floating):
-        raise ConfigError(f"feature {path!r}: ids must be integers, got {dtype.name}")
+        raise ConfigError(f"feature {path!r}: ids must be integers, got {dtype.name}.")
     if dtype.is_floating and config.table.vocabulary_size > _EXACT_INTEGERS.get(dtype, 0):
         raise ConfigError(
             f"feature {path!r}: {dtype.name} cannot hold every id of table {config.table.name!r} "
-            f"({config.table.vocabulary_size} rows); pass integer ids"
+            f"({config.table.vocabulary_size} rows). Pass integer ids."
         )
     if dtype == tf.uint64:
-        ids = _map_values(lambda values: tf.minimum(values, tf.int64.max), ids)  # else the highest turn negative
+        ids = _map_values(lambda values: tf.minimum(values, tf.int64.max), ids)  # otherwise the highest become negative
     if dtype.is_floating:
         ids = _map_values(lambda values: _whole(path, values), ids)
     cast = tf.cast(ids, tf.int64)
     if isinstance(ids, tf.SparseTensor):
-        cast.set_shape(shape)  # which a cast forgets
+        cast.set_shape(shape)  # a cast drops it
     return cast
 
 
 def _whole(path: str, values: Any) -> Any:
-    """Float `values` as int64, which fail where one is NaN, infinite, negative or fractional.
+    """Return float `values` as int64. The step fails if one is NaN, infinite, negative or fractional.
 
-    XLA drops the check: there such an id is one outside of every table.
+    XLA drops the check. There, such an id counts as outside the table.
     """
     wide = tf.cast(values, tf.float64)
     whole = (wide >= 0) & (wide < 2.0**63) & tf.equal(wide, tf.floor(wide))

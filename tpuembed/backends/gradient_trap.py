@@ -1,7 +1,7 @@
-"""The gradient trap: how a layer learns the gradients of its activations and applies its own optimizer to them.
+"""The gradient trap: a layer receives the gradients of its activations and applies its own optimizer to them.
 
-The activations are made a function of one dummy weight. Whoever asks for the dummy's gradient (every optimizer does: it is
-trainable) hands the activations' gradients to the layer, which updates its tables and answers zero.
+The activations are made a function of one dummy weight. The dummy is trainable, so every optimizer computes its
+gradient. That computation passes the activations' gradients to the layer, which updates its tables and returns zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,34 +18,36 @@ __all__ = ["TakenGradients", "gradient_trap"]
 Tensor = Any
 
 _TWICE = (
-    "TPUEmbedding: a second gradient was taken through one call of the layer (a persistent tape?), which would update the tables "
-    "twice; ask for all gradients in one tape.gradient(loss, [a, b]) call"
+    "TPUEmbedding: a second gradient was taken through one call of the layer (a persistent tape?). It would update the tables "
+    "twice. Compute all gradients in one tape.gradient(loss, [a, b]) call."
 )
 _IN_BRANCH = (
-    "TPUEmbedding: the layer is called inside of tf.cond, tf.switch_case or a loop, and the gradient is taken outside of it, which "
-    "TensorFlow cannot trace; take the gradient inside too, or call the layer before, with all ids, and choose activations"
+    "TPUEmbedding: the layer is called inside tf.cond, tf.switch_case or a loop, and the gradient is taken outside it. TensorFlow "
+    "cannot trace that. Take the gradient inside too, or call the layer before, with all ids, and choose activations."
 )
 _SAVED = (
-    "TPUEmbedding: a SavedModel does not train its tables: it has neither their live learning rates nor their strategy; build the "
-    "layer, restore a checkpoint, and train that"
+    "TPUEmbedding: a SavedModel cannot train its tables. It has neither their live learning rates nor their strategy. Build the "
+    "layer, restore a checkpoint, and train that."
 )
 _REMEMBERED = 64
 
 
 class TakenGradients:
-    """Which calls gave a gradient, where only the running step knows: call and gradient were traced apart, each once.
+    """The calls whose gradient was already taken, where call and gradient are traced apart and only the running step
+    knows.
 
-    Each such call draws a number, which its gradient finds among the last ones that gradients were taken of, or puts there.
+    Each such call draws a random number. Its gradient fails if that number is among the last ones taken, and adds it
+    otherwise.
     """
 
     def __init__(self) -> None:
-        """Nothing was taken."""
+        """Start with no numbers taken."""
         with tf.init_scope():
             self._numbers = tf.Variable(tf.zeros([_REMEMBERED], tf.int64), trainable=False, name="gradients_taken")
             self._section = tf.CriticalSection(name="gradients_taken")
 
     def draw(self) -> Tensor | None:
-        """int64 scalar, another one whenever the graph runs; None in loops where call and gradient are traced together."""
+        """Return an int64 scalar that differs at every run of the graph. Returns None if call and gradient are traced together."""
         if tf.executing_eagerly() or in_xla_context() or tpu_call() is not None or is_op_determinism_enabled():
             return None
         return tf.raw_ops.RandomUniformInt(
@@ -53,9 +55,9 @@ class TakenGradients:
         )
 
     def take(self, number: Tensor) -> Sequence[Any]:
-        """Ops that fail where the call of that `number` gave a gradient before.
+        """Return ops that fail if the gradient of the call with this `number` was taken before.
 
-        In a critical section, because two gradients that a graph has of functions are not in an order there.
+        The ops run in a critical section, because TensorFlow does not order two gradients of functions in one graph.
         """
         return [self._section.execute(lambda: self._take(number), exclusive_resource_access=False)]
 
@@ -75,25 +77,26 @@ def gradient_trap(
     apply_gradients: Callable[[Sequence[Tensor]], Sequence[Any]],
     taken: TakenGradients,
 ) -> Sequence[Tensor]:
-    """`lookup()`, such that taking a gradient through it runs `apply_gradients(gradients)` once.
+    """Return `lookup()`. Taking a gradient through it runs `apply_gradients(gradients)` once.
 
     Args:
         dummy: the weight that the activations are made to depend on.
-        lookup: gives the activations.
-        apply_gradients: gets one gradient per activation, of its shape; gives the update ops.
-        taken: the layer's calls that gave a gradient.
+        lookup: returns the activations.
+        apply_gradients: takes one gradient per activation, of its shape. Returns the update ops.
+        taken: the calls of the layer whose gradient was taken.
 
     Raises:
-        TrainingError: on a second gradient through one call, which would apply the update twice. (Where only the running step
-            knows, an InvalidArgumentError of the same words.) On the gradient of a branch or loop that has the call.
+        TrainingError: on a second gradient through one call, which would apply the update twice. If only the running
+            step knows, an InvalidArgumentError with the same text. Also on the gradient of a branch or loop that
+            contains the call.
     """
     here, number = _graph(), taken.draw()
     graphs: list[Any] = []
 
     def backward(*gradients: Tensor) -> Tensor:
-        # A traced call may be differentiated in several graphs, each of which runs for a call of its own.
+        # A traced call may be differentiated in several graphs. Each of them runs for its own call.
         graph = _graph()
-        if in_save_context():  # which traces the gradients' functions too
+        if in_save_context():  # saving traces the functions of the gradients too
             return _zeros_after([tf.debugging.Assert(tf.constant(False), [_SAVED])], dummy)
         if graph is not None and differentiates_control_flow():
             raise TrainingError(_IN_BRANCH)
@@ -113,10 +116,11 @@ def gradient_trap(
 
 
 def _zeros_after(updates: Sequence[Any], dummy: Tensor) -> Tensor:
-    """Zeros that depend on `updates`: in a nested tf.function an op that no gradient depends on is pruned.
+    """Return zeros that depend on `updates`. In a nested tf.function, TensorFlow prunes ops that no gradient depends
+    on.
 
-    A placeholder, which no optimizer of graphs replaces by the constant that it is: folded into the user's optimizer, as
-    Adam's, a constant zero loses its dependencies, and with them the updates.
+    The zeros are a placeholder, because Grappler folds a constant into the user's optimizer (Adam's, for one). A folded
+    constant loses its dependencies, and with them the updates.
     """
     with tf.control_dependencies(list(updates)):
         return tf.raw_ops.PlaceholderWithDefault(input=tf.zeros_like(dummy), shape=dummy.shape)

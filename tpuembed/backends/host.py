@@ -1,4 +1,4 @@
-"""Tables in host or GPU memory: gathered from, and updated row by row, where the rest of the model runs."""
+"""Tables in host or GPU memory: looked up and updated row by row, where the rest of the model runs."""
 
 import dataclasses
 import re
@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.replicas import check_same_strategy, check_strategy, gather_replicas
-from tpuembed.backends.request import Request
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState, create_table
@@ -22,61 +22,62 @@ from tpuembed.lookup import LookupIds, Span, gather_grouped, outside_shift
 __all__ = ["HostBackend"]
 
 Tensor = Any
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")  # of operations; a table may be called anything
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")  # the characters that operation names cannot have
 
 
 class HostBackend:
-    """Tables as plain variables, a copy in each replica. A step's cost grows with the rows touched, not with the table."""
+    """Tables as plain variables, one copy per replica. The cost of a step grows with the rows touched, not with the table."""
 
-    def __init__(self, request: Request) -> None:
-        """Allocate the tables of `request`.
+    def __init__(self, layer_options: LayerOptions) -> None:
+        """Allocate the tables of `layer_options`.
 
         Raises:
-            ConfigError: an optimizer asks for what only the embedding accelerator does.
+            ConfigError: an option needs the embedding accelerator.
         """
         self.states: Mapping[str, TableState] = {
-            table.name: create_table(table, request.optimizer) for table in request.tables
+            table.name: create_table(table, layer_options.optimizer) for table in layer_options.tables
         }
         for state in self.states.values():
             _check_supported(state)
-        self._updates = request.updates
+        self._updates = layer_options.updates
         self._strategy = tf.distribute.get_strategy()
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """Tables and slots by name."""
+        """Return tables and slots by name."""
         return {name: variable for state in self.states.values() for name, variable in state.named_variables().items()}
 
     def layouts(self) -> dict[str, StackLayout]:
-        """None: rows lie in order."""
+        """Return {}: rows are stored in order."""
         return {}
 
     def writing(self) -> AbstractContextManager[None]:
-        """Rows are written in place."""
+        """Return a context that does nothing: rows are written in place."""
         return nullcontext()
 
     def fetch(self) -> None:
-        """Rows are read in place."""
+        """Do nothing: rows are read in place."""
 
     def weights(self) -> list[tuple[Any, bool]]:
-        """Every variable, and whether the user's optimizer trains it."""
+        """Return every variable, and True if the user's optimizer trains it."""
         return [
             (v, state.optimizer is None) for state in self.states.values() for v in state.named_variables().values()
         ]
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
-        """Activations of `features`, untouched by any gradient trap."""
+        """Return the activations of `features`, without a gradient trap."""
         self.check_called_where_created()
         return self.gather_rows(self.flat_ids(features), [feature.table for feature in features])
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
-        """A training step of `features`, all of whose tables have an optimizer."""
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_HostStep":
+        """Return a training step of `features`, all of whose tables have an optimizer."""
         self.check_called_where_created()
-        return _Step(self, features, layer)
+        return _HostStep(self, features, layer)
 
     def flat_ids(self, features: Sequence[FeatureInput]) -> list[LookupIds]:
-        """The ids of `features`, those outside of their tables as their policies say.
+        """Return the ids of `features`. Ids out of vocabulary are treated by their feature's policy.
 
-        All are known to be rows before one of them is looked up or trained. Where a gather does not fail, "error" gives NaN.
+        All ids are checked before the first one is looked up or trained. On hardware whose gather does not fail,
+        "error" gives NaN.
         """
         spans = [Span(feature.table, 0, feature.config.table.vocabulary_size) for feature in features]
         flat = [feature.flatten().within(0, span.stop) for feature, span in zip(features, spans, strict=True)]
@@ -86,13 +87,13 @@ class HostBackend:
             return [dataclasses.replace(one, ids=tf.identity(one.ids)) for one in flat]
 
     def check_called_where_created(self) -> None:
-        """Raise TrainingError in a TPU's program without the tables, ConfigError under an unsupported strategy."""
+        """Raise TrainingError in a TPU program without the tables, ConfigError under an unsupported strategy."""
         check_strategy()
         if tpu_call() is not None:
             check_same_strategy(self._strategy)
 
     def gather_rows(self, ids: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
-        """Activations of flat `ids`, each in its table."""
+        """Return the activations of flat `ids`, each looked up in its table."""
         return gather_grouped(ids, tables, self._gather)
 
     def _gather(self, table: str, ids: Tensor) -> Tensor:
@@ -101,14 +102,15 @@ class HostBackend:
         name = "lookup_" + _NOT_IN_NAMES.sub("_", local(variable).name.split(":")[0])
         if tf.executing_eagerly() and state.optimizer is not None:  # `tf.gather` drops the name here
             rows = tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=tf.float32, name=name)
-        else:  # and tells the graph which variable it reads, which an export of the graph needs to know
+        else:  # `tf.gather` records which variable it reads. An export of the graph needs that
             rows = tf.gather(variable, ids, name=name)
         return _nan_outside(rows, ids, state.config.vocabulary_size) if unchecked_gathers() else rows
 
     def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool) -> list[Any]:
-        """Apply the table's optimizer to ids [n] (duplicates allowed, negative ones dropped) and gradients [n, dim].
+        """Apply the table's optimizer to ids [n] and their gradients [n, dim]. Duplicate ids are allowed, negative ones
+        are dropped.
 
-        `droppable` is False where no id is negative: those whose lookup would have failed.
+        `droppable` is False if no id is negative, because the lookup would have failed.
         """
         state = self.states[table]
         assert state.optimizer is not None, "a table without an optimizer is never trapped"
@@ -121,8 +123,8 @@ class HostBackend:
         return update(state.optimizer, rate, local(state.variable), slots, unique, summed)
 
 
-class _Step:
-    """One call of the layer: what it looked up, and how the gradients that come back are applied."""
+class _HostStep:
+    """One call of the layer: the ids it looked up, and the update from their gradients."""
 
     def __init__(self, backend: HostBackend, features: Sequence[FeatureInput], layer: Any) -> None:
         self._backend, self._tables = backend, [feature.table for feature in features]
@@ -141,18 +143,18 @@ class _Step:
             members = [index for index, name in enumerate(self._tables) if name == table]
             ids = tf.concat([self._features[index].ids for index in members], 0)
             of_rows = tf.concat([rows[index] for index in members], 0)
-            if scale is not None:  # a step that overflowed touches no row, as the dense optimizer then skips it too
+            if scale is not None:  # an overflowed step touches no row; the dense optimizer skips it too
                 ids, of_rows = tf.where(finite, ids, -1), tf.where(finite, of_rows / scale, 0.0)
             droppable = scale is not None or any(self._features[index].droppable for index in members)
             updates += self._backend.update(table, ids, of_rows, droppable)
         return updates
 
     def _loss_scale(self) -> Tensor | None:
-        """What the optimizer multiplied the loss with."""
+        """Return the factor that the optimizer multiplied the loss with, or None."""
         if self._compute_dtype == "float16" and self._optimizer is None:
             raise TrainingError(
-                "TPUEmbedding: under mixed_float16 a loop of your own may scale the loss, which the layer cannot see; compile "
-                "the model with its LossScaleOptimizer, or use mixed_bfloat16"
+                "TPUEmbedding: under mixed_float16 a custom training loop may scale the loss. The layer cannot see the factor. "
+                "Compile the model with its LossScaleOptimizer, or use mixed_bfloat16."
             )
         return loss_scale(self._optimizer)
 
@@ -160,16 +162,16 @@ class _Step:
 def _check_supported(state: TableState) -> None:
     if state.config.quantization_config is not None:
         raise ConfigError(
-            f"table {state.config.name!r}: quantization_config is not applied off the embedding accelerator yet; drop it"
+            f"table {state.config.name!r}: quantization_config is applied on an embedding accelerator only. Drop it."
         )
     if state.optimizer is not None and not state.optimizer.use_gradient_accumulation:
         raise ConfigError(
-            f"table {state.config.name!r}: use_gradient_accumulation=False is a shortcut of the embedding accelerator; here "
-            "duplicates are always summed; leave it True"
+            f"table {state.config.name!r}: use_gradient_accumulation=False is supported on an embedding accelerator only. "
+            "This backend always sums the gradients of duplicate ids. Leave it True."
         )
 
 
 def _nan_outside(rows: Tensor, ids: Tensor, vocabulary_size: int) -> Tensor:
-    """`rows` with NaN for ids outside the table: loud, where another row would be silently wrong."""
+    """Return `rows` with NaN for ids outside the table. Without NaN, the lookup would return another row silently."""
     inside = (ids >= 0) & (ids < vocabulary_size)
     return tf.where(inside[:, None], rows, float("nan"))

@@ -1,4 +1,4 @@
-"""Small tables replicated, large ones in the accelerator, behind one layer."""
+"""A layer with small tables replicated and large ones in the accelerator."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.host import HostBackend
-from tpuembed.backends.request import Request
+from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.errors import ConfigError
@@ -18,36 +18,38 @@ Tensor = Any
 
 
 class MixedBackend:
-    """Two backends, each with some of the tables; checkpoints hold their tables side by side."""
+    """Two backends, each with some of the tables. A checkpoint holds the tables of both."""
 
-    def __init__(self, request: Request, small: set[str], accelerator: Callable[[Request], Any]) -> None:
-        """Replicate the tables named in `small`; `accelerator` makes the backend of the others."""
+    def __init__(
+        self, layer_options: LayerOptions, small: set[str], accelerator: Callable[[LayerOptions], Any]
+    ) -> None:
+        """Replicate the tables named in `small`. `accelerator` makes the backend of the others."""
         self._small = small
-        self._replicated = HostBackend(_part(request, lambda table: table in small))
-        self._accelerated = accelerator(_part(request, lambda table: table not in small))
+        self._replicated = HostBackend(_part(layer_options, lambda table: table in small))
+        self._accelerated = accelerator(_part(layer_options, lambda table: table not in small))
         self.states: Mapping[str, TableState] = {**self._replicated.states, **self._accelerated.states}
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """Those of both.
+        """Return the children of both backends.
 
         Raises:
-            ConfigError: two would be saved under one name.
+            ConfigError: two children have one name.
         """
         small, large = self._replicated.checkpoint_children(), self._accelerated.checkpoint_children()
         for name in small.keys() & large.keys():
             raise ConfigError(
-                f"table {name!r}: it is replicated, and tables in the accelerator are stacked and saved under that name too; "
-                "rename it"
+                f"table {name!r}: it is replicated, and a stack of tables in the accelerator is saved under the same name. "
+                "Rename the table."
             )
         return {**small, **large}
 
     def layouts(self) -> dict[str, StackLayout]:
-        """The accelerator's."""
+        """Return the accelerator's layouts."""
         layouts: dict[str, StackLayout] = self._accelerated.layouts()
         return layouts
 
     def writing(self) -> AbstractContextManager[None]:
-        """Rows written inside are in the accelerator afterwards."""
+        """Return a context. Rows written inside it are in the accelerator when it ends."""
         writing: AbstractContextManager[None] = self._accelerated.writing()
         return writing
 
@@ -56,23 +58,23 @@ class MixedBackend:
         self._accelerated.fetch()
 
     def weights(self) -> list[tuple[Any, bool]]:
-        """The replicated tables."""
+        """Return the variables of the replicated tables."""
         return self._replicated.weights()
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
-        """Activations of `features`, each where its table lives."""
+        """Return the activations of `features`, each looked up by its table's backend."""
         small, large = self._divide(features)
         is_small = [self._is_small(feature) for feature in features]
-        # A step may look up free tables beside the others; the accelerator would take that for a second call.
+        # A step may also look up tables that the user trains. The accelerator would count that as a second call.
         return _merge(is_small, self._replicated.lookup(small), self._accelerated.lookup(large) if large else [])
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
-        """A step of both."""
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_MixedStep":
+        """Return a step of both backends."""
         small, large = self._divide(features)
         steps = [
             backend.begin(part, layer) for backend, part in ((self._replicated, small), (self._accelerated, large))
         ]
-        return _Step([self._is_small(feature) for feature in features], *steps)
+        return _MixedStep([self._is_small(feature) for feature in features], *steps)
 
     def _divide(self, features: Sequence[FeatureInput]) -> tuple[list[FeatureInput], list[FeatureInput]]:
         small = [feature for feature in features if self._is_small(feature)]
@@ -82,8 +84,8 @@ class MixedBackend:
         return feature.table in self._small
 
 
-class _Step:
-    """A step of each backend, whose answers are put in the features' order."""
+class _MixedStep:
+    """A step of each backend. Their activations are returned in the order of the features."""
 
     def __init__(self, is_small: Sequence[bool], small: Any, large: Any) -> None:
         self._is_small, self._small, self._large = is_small, small, large
@@ -102,6 +104,6 @@ def _merge(is_small: Sequence[bool], small: Sequence[Tensor], large: Sequence[Te
     return [next(answers[which]) for which in is_small]
 
 
-def _part(request: Request, belongs: Callable[[str], bool]) -> Request:
-    features = [(path, feature) for path, feature in request.features if belongs(feature.table.name)]
-    return dataclasses.replace(request, features=features)
+def _part(layer_options: LayerOptions, belongs: Callable[[str], bool]) -> LayerOptions:
+    features = [(path, feature) for path, feature in layer_options.features if belongs(feature.table.name)]
+    return dataclasses.replace(layer_options, features=features)

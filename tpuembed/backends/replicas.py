@@ -1,7 +1,7 @@
 """Several replicas of one model, each with its copy of every table (`tf.distribute.MirroredStrategy`).
 
-Every replica gathers the ids and gradients of all of them and makes the same update on its own copy, so that the copies stay
-equal bit by bit and a row is updated once, whichever replicas looked it up.
+Every replica gathers the ids and gradients of all replicas and makes the same update on its own copy. So the copies
+stay equal bit by bit, and each row is updated once.
 """
 
 from typing import Any
@@ -19,22 +19,22 @@ _SUPPORTED = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
 
 
 def check_strategy() -> None:
-    """Raise ConfigError unless tables are trained right under the current strategy: one of those that are tested.
+    """Raise ConfigError unless the current strategy is one of the tested ones, which train tables correctly.
 
-    A subclass is another strategy. Under a ParameterServerStrategy the steps of several workers would overwrite each
-    other's rows.
+    A subclass counts as another strategy. Under a ParameterServerStrategy, several workers would overwrite each other's
+    rows.
     """
     strategy = tf.distribute.get_strategy()
     if not tf.distribute.has_strategy() or type(strategy) in _SUPPORTED or is_tpu_strategy(strategy):
         return
     raise ConfigError(
-        f"TPUEmbedding: {type(strategy).__module__}.{type(strategy).__name__} is not supported; use no strategy, a "
-        "tf.distribute.OneDeviceStrategy, a tf.distribute.MirroredStrategy or a tf.distribute.TPUStrategy"
+        f"TPUEmbedding: {type(strategy).__module__}.{type(strategy).__name__} is not supported. Use no strategy, a "
+        "tf.distribute.OneDeviceStrategy, a tf.distribute.MirroredStrategy or a tf.distribute.TPUStrategy."
     )
 
 
 def gather_replicas(ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """ids [n] and gradients [n, dim] of all replicas together; n may differ from replica to replica."""
+    """Return the ids [n] and gradients [n, dim] of all replicas, concatenated. n may differ between replicas."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return ids, gradients
@@ -46,8 +46,8 @@ def check_same_strategy(created: tf.distribute.Strategy) -> None:
     current = tf.distribute.get_strategy()
     if current is not created:
         raise TrainingError(
-            f"TPUEmbedding: the layer was created under {_describe(created)} and is trained under {_describe(current)}; "
-            "create it inside the scope of the strategy that trains it"
+            f"TPUEmbedding: the layer was created under {_describe(created)} and is trained under {_describe(current)}. "
+            "Create it inside the scope of the strategy that trains it."
         )
 
 

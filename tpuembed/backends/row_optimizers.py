@@ -1,7 +1,8 @@
-"""The table optimizers' rules, applied to the rows that a step touched: each row once, duplicates summed.
+"""The update rules of the table optimizers. They apply to the rows that a step touched, each once, with duplicates
+summed.
 
-Every backend off the accelerator applies these; they are the rules that the accelerator itself applies.
-Source: tensorflow/core/protobuf/tpu/optimization_parameters.proto.
+Every backend outside the accelerator applies them. The accelerator applies the same rules. Source:
+tensorflow/core/protobuf/tpu/optimization_parameters.proto.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,7 @@ def _adam(
 
 
 def _rest(beta: float) -> float:
-    """1 - beta of a TPU, whose hyper-parameters are float32: near 1, that is another number than the rounded 1 - beta."""
+    """Return 1 - beta as a TPU computes it, in float32. Near 1, this differs from the rounded 1 - beta."""
     return float(np.float32(1.0) - np.float32(beta))
 
 
@@ -86,10 +87,11 @@ RULES: Mapping[str, Rule] = {
 
 
 def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
-    """float32 scalar: the constant, the schedule at `step` updates, or what the callable returns now.
+    """Return a float32 scalar: the constant, the schedule at `step` updates, or the callable's current value.
 
     Raises:
-        TrainingError: the callable returns a number of Python or numpy while a function is traced, where it would be frozen.
+        TrainingError: the callable returned a Python or numpy number while a function is traced. Tracing would freeze
+            it.
     """
     rate = spec.learning_rate
     if not callable(rate):
@@ -100,8 +102,8 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
     if not (tf.is_tensor(value) or tf.executing_eagerly()):
         kind = "numpy" if isinstance(value, np.generic | np.ndarray) else "Python"
         raise TrainingError(
-            f"{spec.kind}: the learning_rate callable returned the {kind} number {value!r}, which tracing would freeze; "
-            "return a tensor, or keep the rate in a tf.Variable"
+            f"{spec.kind}: the learning_rate callable returned the {kind} number {value!r}. Tracing would freeze it. "
+            "Return a tensor, or keep the rate in a tf.Variable."
         )
     return tf.cast(tf.convert_to_tensor(value), tf.float32)
 
@@ -113,13 +115,13 @@ def _schedule_class() -> Any:
 
 
 def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) -> tuple[Tensor, Tensor]:
-    """(unique ids [u], their summed gradients [u, dim]) of ids [n] and gradients [n, dim].
+    """Return (unique ids [u], their summed gradients [u, dim]) of ids [n] and gradients [n, dim].
 
-    Negative ids are dropped; where there can be none (`droppable` is False) nothing is copied to do so.
+    Negative ids are dropped. If there can be none (`droppable` is False), nothing is copied to drop them.
 
-    Under XLA the shapes stay static, and a spare slot carries the id `rows`, which XLA's scatter drops.
-    (There, `tf.unique` of a dynamic shape is silently wrong. A function that was traced before, and is then called by one that
-    XLA compiles, is not traced again: the op without a kernel in XLA makes that an error.)
+    Under XLA the shapes stay static, and an unused place carries the id `rows`, which XLA's scatter drops. `tf.unique`
+    with a dynamic shape is silently wrong under XLA. A function that was traced before is not traced again when XLA
+    compiles its caller. An op without an XLA kernel makes that an error.
     """
     if in_xla_context():
         return _dedupe_static(ids, gradients, rows)
@@ -135,19 +137,21 @@ def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) ->
 def _dedupe_static(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     order = tf.argsort(ids, stable=True)
     ids, gradients = tf.gather(ids, order), tf.gather(gradients, order)
-    starts = tf.concat([tf.ones_like(ids[:1], tf.bool), tf.not_equal(ids[1:], ids[:-1])], 0)  # none of no ids
+    starts = tf.concat(
+        [tf.ones_like(ids[:1], tf.bool), tf.not_equal(ids[1:], ids[:-1])], 0
+    )  # of size 0 if there are no ids
     segments = tf.cumsum(tf.cast(starts, tf.int32)) - 1
     unique = tf.math.unsorted_segment_max(ids, segments, tf.size(ids))
-    # A segment that no id belongs to has the lowest integer, and so counts as dropped too.
+    # A segment without ids has the lowest integer, so it counts as dropped too.
     return tf.where(unique >= 0, unique, rows), tf.math.unsorted_segment_sum(gradients, segments, tf.size(ids))
 
 
 def update_rows(
     spec: Optimizer, rate: Tensor, table: Any, slots: Sequence[Any], ids: Tensor, gradients: Tensor
 ) -> list[Any]:
-    """Apply the rule to the rows `ids` [u] (unique) of the variable `table` and its `slots`; the update ops.
+    """Apply the rule to the rows `ids` [u] (unique) of the variable `table` and its `slots`. Returns the update ops.
 
-    Gathers and scatters only: a dense read of a variable that was gathered from copies the whole table.
+    It only gathers and scatters: a dense read of a variable that was gathered from copies the whole table.
     """
     variables = [table, *slots]
     current = [tf.raw_ops.ResourceGather(resource=v.handle, indices=ids, dtype=tf.float32) for v in variables]
@@ -162,9 +166,10 @@ def update_rows(
 def update_every_row(
     spec: Optimizer, rate: Tensor, table: Any, slots: Sequence[Any], ids: Tensor, gradients: Tensor
 ) -> list[Any]:
-    """The rule on the whole table, with a gradient of zero for rows that are not in `ids`: non-lazy Adam.
+    """Apply the rule to the whole table, with a zero gradient for rows that are not in `ids` (non-lazy Adam). Returns
+    the update ops.
 
-    Costs several times the table, in time and in memory.
+    This needs several times the table's size, in time and in memory.
     """
     variables = [table, *slots]
     dense = tf.scatter_nd(ids[:, None], gradients, tf.constant(table.shape.as_list(), tf.int64))
@@ -174,7 +179,7 @@ def update_every_row(
 
 
 def _updated(spec: Optimizer, rate: Tensor, gradients: Tensor, current: Sequence[Tensor]) -> list[Tensor]:
-    """The new rows of the table and of its slots."""
+    """Return the new rows of the table and of its slots."""
     rows, *slots = current
     new_rows, *new_slots = RULES[spec.kind](spec, rate, _clipped(spec, gradients), _decayed(spec, rate, rows), *slots)
     return [_bounded(new_rows, spec.clip_weight_min, spec.clip_weight_max), *new_slots]

@@ -1,8 +1,8 @@
-"""TPU v5p and v6e: stacked tables, sharded over SparseCores, looked up and trained by them.
+"""TPU v5p and v6e: tables are stacked, sharded over SparseCores, and looked up and trained by them.
 
-The hosts turn a batch's ids into the form that SparseCores take (CSR); the lookup keeps it for the update. All through
-`tf.tpu.experimental.embedding.TPUEmbeddingV2`, whose stacks, padding and rotation `stacked_table` undoes where rows are
-read or written.
+The hosts convert a batch's ids to CSR, the format of SparseCores. The lookup keeps the CSR for the update. All of it
+uses `tf.tpu.experimental.embedding.TPUEmbeddingV2`. `stacked_table` undoes its stacking, padding and rotation when rows
+are read or written.
 """
 
 import math
@@ -23,7 +23,7 @@ from tpuembed.backends.accelerator import (
 )
 from tpuembed.backends.activation_shapes import activation_shapes, check_same_shapes, configured_shape
 from tpuembed.backends.feature_input import FeatureInput
-from tpuembed.backends.request import Request
+from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.stacked_table import StackedTable, StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import LAYOUTS, SparseCoreEngine, sparse_cores_per_chip, traced_outside_of_loops
@@ -35,7 +35,7 @@ __all__ = ["SparseCoreBackend", "check_loop"]
 Tensor = Any
 
 _HARDWARE = "the TPU's SparseCores"
-# What TensorFlow accepts and its SparseCore ops do not get.
+# Options that TensorFlow accepts and does not pass to its SparseCore ops.
 _IGNORED: Mapping[str, Any] = {
     "clip_weight_min": None,
     "clip_weight_max": None,
@@ -49,30 +49,32 @@ _IGNORED: Mapping[str, Any] = {
 
 
 class SparseCoreBackend:
-    """Stacks of tables in SparseCore memory; a checkpoint holds them as they are, with their layouts."""
+    """Stacks of tables in SparseCore memory. A checkpoint holds the stacks unchanged, with their layouts."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, layer_options: LayerOptions) -> None:
         """Allocate the tables.
 
         Raises:
-            ConfigError: a table, feature or optimizer that SparseCores cannot honour.
+            ConfigError: SparseCores do not support a table, a feature or an optimizer.
         """
-        check_tables(request.tables, _HARDWARE)
-        features, specs = bind_features(request)
+        check_tables(layer_options.tables, _HARDWARE)
+        features, specs = bind_features(layer_options)
         _check_optimizers(specs)
         strategy = tf.distribute.get_strategy()
         cores = sparse_cores_per_chip(strategy)
-        self._built_for = [_output_shape(path, config, request.batch_size, cores) for path, config in request.features]
-        for theirs, shape, (_, config) in zip(features, self._built_for, request.features, strict=True):
-            theirs.output_shape = tf.TensorShape(shape)
-            theirs.out_of_vocabulary = config.out_of_vocabulary
-        self.engine = SparseCoreEngine(features, request.pipelining, request.sparse_core_config)
-        self.engine.limit_ids({table.name: _limits(table) for table in request.tables})
+        self._built_for = [
+            _output_shape(path, config, layer_options.batch_size, cores) for path, config in layer_options.features
+        ]
+        for tf_feature, shape, (_, config) in zip(features, self._built_for, layer_options.features, strict=True):
+            tf_feature.output_shape = tf.TensorShape(shape)
+            tf_feature.out_of_vocabulary = config.out_of_vocabulary
+        self.engine = SparseCoreEngine(features, layer_options.pipelining, layer_options.sparse_core_config)
+        self.engine.limit_ids({table.name: _limits(table) for table in layer_options.tables})
         self.states: Mapping[str, TableState] = {
-            table.name: self._state(table, specs[table.name]) for table in request.tables
+            table.name: self._state(table, specs[table.name]) for table in layer_options.tables
         }
-        self._batch_size, self._pipelining = request.batch_size, request.pipelining
-        self._guard = StepGuard([path for path, _ in request.features], _HARDWARE)
+        self._batch_size, self._pipelining = layer_options.batch_size, layer_options.pipelining
+        self._guard = StepGuard([path for path, _ in layer_options.features], _HARDWARE)
 
     def _state(self, table: Any, spec: Optimizer) -> TableState:
         layout = self.engine.layout(table.name)
@@ -81,36 +83,37 @@ class SparseCoreBackend:
         return TableState(table, spec, views.pop("parameters"), views)
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """The stacks by name, and the layouts of the tables in them."""
+        """Return the stacks by name, and the layouts of the tables in them."""
         return {LAYOUTS: self.engine.layouts_node, **saved_variables(self.engine.tables)}
 
     def layouts(self) -> dict[str, StackLayout]:
-        """Where each table lies in its stack."""
+        """Return the layout of each table in its stack."""
         return {table: self.engine.layout(table) for table in self.states}
 
     def writing(self) -> AbstractContextManager[None]:
-        """Rows are written in place."""
+        """Return a context that does nothing: rows are written in place."""
         return nullcontext()
 
     def fetch(self) -> None:
-        """Rows are read in place."""
+        """Do nothing: rows are read in place."""
 
     def weights(self) -> list[tuple[Any, bool]]:
-        """None that Keras could hold."""
+        """Return []: SparseCore tables are not Keras weights."""
         return []
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
-        """Activations of `features`."""
+        """Return the activations of `features`."""
         entered = self._guard.enter(features)
-        return _Step(self.engine, features, self._shapes_only(features, entered)).lookup()
+        return _SparseCoreStep(self.engine, features, self._shapes_only(features, entered)).lookup()
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
-        """A training step of `features`."""
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_SparseCoreStep":
+        """Return a training step of `features`."""
         entered = self._guard.enter(features, layer)
-        return _Step(self.engine, features, self._shapes_only(features, entered))
+        return _SparseCoreStep(self.engine, features, self._shapes_only(features, entered))
 
     def _shapes_only(self, features: Sequence[FeatureInput], entered: bool) -> list[Tensor] | None:
-        """None in a step, once the shapes of its activations are known to be those that the layer was built for."""
+        """Return zeros if Keras computes shapes only. Returns None in a step, after checking that the activations have
+        the built shapes."""
         shapes = activation_shapes(features, self._batch_size)
         check_same_shapes(features, shapes, self._built_for)
         if entered and self._pipelining:
@@ -118,8 +121,8 @@ class SparseCoreBackend:
         return None if entered else zeros(shapes, features)
 
 
-class _Step:
-    """One call of the layer: what the lookup leaves for the update, and zeros where Keras only asks for shapes."""
+class _SparseCoreStep:
+    """One call of the layer. The lookup keeps state for the update. If Keras computes shapes only, the activations are zeros."""
 
     def __init__(
         self, engine: SparseCoreEngine, features: Sequence[FeatureInput], shapes_only: list[Tensor] | None = None
@@ -141,35 +144,31 @@ class _Step:
 
 
 def check_loop() -> None:
-    """Refuse a pipelined step that is traced outside of a loop: TensorFlow overlaps the steps of a loop, and compiles no other.
-
-    Raises:
-        TrainingError: there is no loop around the body of `strategy.run`.
-    """
+    """Raise TrainingError if a pipelined step is traced outside a loop. TensorFlow overlaps the steps of a loop only."""
     if traced_outside_of_loops():
         raise TrainingError(
-            "TPUEmbedding: pipeline_execution_with_tensor_core=True needs a loop around strategy.run, whose steps overlap; write "
-            "`for _ in tf.range(steps): strategy.run(...)` inside of the tf.function, with neither a condition (as fit has) "
-            "nor another tf.function between, or build the layer without it"
+            "TPUEmbedding: pipeline_execution_with_tensor_core=True needs a loop around strategy.run, whose steps overlap. Write "
+            "`for _ in tf.range(steps): strategy.run(...)` inside the tf.function, with no condition (as fit has) and no "
+            "other tf.function between them, or build the layer without that option."
         )
 
 
 def _output_shape(path: str, config: Any, batch_size: int | None, cores: int) -> tuple[int, ...]:
     if config.max_sequence_length:
         raise ConfigError(
-            f"feature {path!r}: max_sequence_length is not supported by {_HARDWARE}; pad the ids to a dense [batch, length] "
-            "matrix and set output_shape=(batch, length), or set size_threshold so that its table is replicated"
+            f"feature {path!r}: max_sequence_length is not supported by {_HARDWARE}. Pad the ids to a dense [batch, length] "
+            "matrix and set output_shape=(batch, length), or set size_threshold to replicate its table."
         )
     shape = configured_shape(config, batch_size)
     if shape is None:
         raise ConfigError(
-            f"feature {path!r}: {_HARDWARE} need the shape of its activations when the layer is built; give the FeatureConfig "
-            "an output_shape (of one replica), or the layer a batch_size"
+            f"feature {path!r}: {_HARDWARE} need the shape of its activations when the layer is built. Give the FeatureConfig "
+            "an output_shape (of one replica), or the layer a batch_size."
         )
     if math.prod(shape) % cores:
         raise ConfigError(
-            f"feature {path!r}: {cores} SparseCores of a chip cannot share the {math.prod(shape)} samples of its activations "
-            f"{shape}; make the batch of one replica a multiple of {cores}"
+            f"feature {path!r}: its activations {shape} have {math.prod(shape)} samples. The {cores} SparseCores of a chip cannot "
+            f"share them evenly. Make the batch of one replica a multiple of {cores}."
         )
     return shape
 
@@ -180,8 +179,8 @@ def _check_optimizers(specs: Mapping[str, Optimizer]) -> None:
             value = getattr(spec, option, default)
             if value != default:
                 raise ConfigError(
-                    f"table {table!r}: {type(spec).__name__}({option}={value!r}) is not supported by {_HARDWARE}; leave it "
-                    f"{default!r}, or set size_threshold so that the table is replicated"
+                    f"table {table!r}: {type(spec).__name__}({option}={value!r}) is not supported by {_HARDWARE}. Leave it "
+                    f"{default!r}, or set size_threshold to replicate the table."
                 )
 
 
@@ -194,9 +193,9 @@ def _check_kinds(features: Sequence[FeatureInput]) -> None:
         ids = feature.ids
         if isinstance(ids, tf.SparseTensor) and ids.shape.rank != 2:
             raise ConfigError(
-                f"feature {feature.path!r}: sparse ids of rank {ids.shape.rank}; {_HARDWARE} take rank 2: reshape them to "
-                "[examples, ids] in the input pipeline and set output_shape"
+                f"feature {feature.path!r}: sparse ids have rank {ids.shape.rank}. {_HARDWARE} take rank 2. Reshape them to "
+                "[examples, ids] in the input pipeline and set output_shape."
             )
         if isinstance(ids, tf.RaggedTensor) and (ids.shape.rank != 2 or ids.ragged_rank != 1):
-            raise ConfigError(f"feature {feature.path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}")
+            raise ConfigError(f"feature {feature.path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}.")
         check_ids(feature)

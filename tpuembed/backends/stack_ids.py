@@ -1,6 +1,6 @@
-"""Ids made ready for SparseCores, on the host: they take ids for rows of a stack, and check none.
+"""Ids prepared on the host for SparseCores, which read them as rows of a stack and check none of them.
 
-An id outside of its table would be looked up, and trained, in padding, in another table, or in memory beyond.
+An id outside its table would read and train padding, another table, or memory beyond the stack.
 """
 
 from collections.abc import Sequence
@@ -26,26 +26,26 @@ def ids_inside(
     combiner: str = "sum",
     table: str = "",
 ) -> tuple[Any, Any]:
-    """Ids of a table of `rows` rows, and weights of their kind, as the layer's policy wants them.
+    """Return the ids as rows of a table, and their weights, after the feature's out_of_vocabulary policy.
 
-    Negative ids of sparse and ragged features are dropped where `validate`; where `policy` is not "error", those of -1. Another id
-    outside of the table does what `policy` says. "error" fails the step on the host, before anything is looked up or trained, as it
-    does off the TPU; and so do ragged ids that are not of `samples` examples. Ragged ids become sparse ones, because TensorFlow's
-    class before 2.20 fails on ragged weights.
+    If `validate`, negative ids of sparse and ragged features are dropped. With a `policy` other than "error", only -1
+    is dropped. Other ids outside the table follow `policy`. "error" fails the step on the host, before any lookup or
+    update. Ragged ids for another number of examples than `samples` fail too. Ragged ids become sparse, because
+    TensorFlow before 2.20 fails on ragged weights.
 
-    With "zeros", ids outside of the table are gone, and the weights are each row's share: the combiner's denominator, which those
-    ids count in, is in them, so the combiner of what is returned is sum. Dense ids then become sparse.
+    With "zeros", ids outside the table are removed, and dense ids become sparse. The removed ids count in the
+    combiner's denominator. So each weight becomes its row's share, and the returned ids are combined by sum.
 
     Args:
         ids: integers, a Tensor, a SparseTensor or a RaggedTensor of rank 2.
-        weights: of the ids' kind, or None.
-        name: the feature's, for messages.
-        rows: of the table, without padding.
-        samples: activations of the feature, of one replica.
+        weights: the same kind of tensor as the ids, or None.
+        name: the feature's name, for messages.
+        rows: the rows of the table, without padding.
+        samples: the activations of the feature, of one replica.
         validate: the feature's validate_weights_and_indices.
         policy: the feature's out_of_vocabulary.
-        combiner: the table's.
-        table: its name, for messages.
+        combiner: the table's combiner.
+        table: the table's name, for messages.
     """
     where = (name, Span(table or name, 0, rows))
     if isinstance(ids, tf.Tensor):
@@ -61,7 +61,7 @@ def ids_inside(
     if isinstance(ids, tf.RaggedTensor):
         checks.append(_miscounted(ids, name, samples))
         ids, weights = ids.to_sparse(), None if weights is None else weights.to_sparse()
-    if validate and not ids.dtype.is_unsigned:  # of which the highest would turn negative
+    if validate and not ids.dtype.is_unsigned:  # the highest unsigned ids would become negative
         keep = tf.cast(ids.values, tf.int64) >= 0 if policy == "error" else tf.not_equal(_wide(ids.values), DROPPED)
         ids, weights = tf.sparse.retain(ids, keep), None if weights is None else tf.sparse.retain(weights, keep)
     if policy == "zeros":
@@ -73,7 +73,7 @@ def ids_inside(
 
 
 def _wide(values: Tensor) -> Tensor:
-    """int64 of any integers; those beyond it become its highest, which is no row."""
+    """Return any integers as int64. Larger ones become its maximum, which is not a row."""
     return tf.cast(tf.minimum(values, tf.int64.max) if values.dtype == tf.uint64 else values, tf.int64)
 
 
@@ -87,7 +87,7 @@ def _replaced(values: Tensor, rows: int, row: str | int) -> Tensor:
 
 
 def _without_outside(ids: Any, weights: Any, rows: int, samples: int, combiner: str) -> tuple[Any, Any]:
-    """Sparse ids that are rows, and the share that each has in its example's activation."""
+    """Return the sparse ids inside the table, and the share of each in its example's activation."""
     wide = _wide(ids.values)
     given = tf.ones_like(wide, tf.float32) if weights is None else tf.cast(weights.values, tf.float32)
     if combiner != "sum":
@@ -100,7 +100,7 @@ def _without_outside(ids: Any, weights: Any, rows: int, samples: int, combiner: 
 
 
 def _outside(values: Tensor, places: Tensor, feature: str, span: Span) -> Any:
-    """Asked of the ids' own type, before TensorFlow makes int32 of it."""
+    """Return an assertion that fails if a value is outside the table. It checks the ids before TensorFlow casts them to int32."""
     wide = tf.cast(values, tf.int64)
     outside = ~_is_inside(wide, span.stop)
     found = [tf.boolean_mask(tensor, outside)[:1] for tensor in (values, places)]
@@ -110,7 +110,7 @@ def _outside(values: Tensor, places: Tensor, feature: str, span: Span) -> Any:
 
 
 def _miscounted(ids: Any, name: str, samples: int) -> Any:
-    message = f"feature {name!r}: ragged ids for {samples} activations of one replica must be of as many examples, they are of"
+    message = f"feature {name!r}: ragged ids must have {samples} examples, one per activation of one replica. They have"
     return tf.debugging.Assert(tf.equal(ids.nrows(), samples), [message, ids.nrows()])
 
 
@@ -119,22 +119,23 @@ def _checked(values: Tensor, *checks: Any) -> Tensor:
         return tf.identity(values)
 
 
-_ALIGN = 8  # an owner's ids begin at multiples of it
+_ALIGN = 8  # each SparseCore's ids begin at multiples of it
 
 
 def ids_with_room(ends: Sequence[Tensor], stack: str, size: int) -> list[Tensor]:
-    """`ends`, which fail the step where the ids do not fit into the buffer: TensorFlow's op says so without the stack's name.
+    """Return `ends` with a check that the ids fit into the buffer. The error of TensorFlow's op does not name the
+    stack.
 
     Args:
-        ends: of every SparseCore of a TPU, [owners + 1]: where the ids of each owner begin and end.
-        stack: its name.
-        size: ids that the buffer of one TPU holds.
+        ends: for every SparseCore of a TPU, [owners + 1]: the ends of the ids of each owner.
+        stack: the name of the stack.
+        size: the ids that the buffer of one TPU holds.
     """
     counts = tf.concat([of_core[1:] - of_core[:-1] for of_core in ends], 0)
     starts = tf.cumsum((counts + _ALIGN - 1) // _ALIGN * _ALIGN, exclusive=True)
     taken = tf.reduce_max(starts + counts)
     message = (
-        f"tables of stack {stack!r}: the ids of one replica's batch do not fit into a buffer of {size} places; raise "
+        f"tables of stack {stack!r}: the ids of one replica's batch do not fit into a buffer of {size} places. Raise "
         "max_ids_per_chip_per_sample of the SparseCoreEmbeddingConfig, or set its allow_id_dropping. Places needed, and ids:"
     )
     room = tf.debugging.Assert(taken <= size, [message, taken, tf.reduce_sum(counts)])

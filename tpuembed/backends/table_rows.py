@@ -1,4 +1,4 @@
-"""Rows of a table in memory, written in place: no table is copied, and none is made twice."""
+"""Reads and writes of a table's rows in place, without a copy of the table."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,21 +16,22 @@ __all__ = ["PIECE_BYTES", "initial_pieces", "piece_rows", "read_rows", "write_ro
 Array = np.ndarray[Any, Any]
 
 PIECE_BYTES: Final = 16 << 20
-"""Rows are moved in pieces of about so many bytes."""
+"""Rows are moved in pieces of about this many bytes."""
 
 _INITIALIZER_COPIES: Final = 4  # Keras holds three copies of what it makes; the fourth is the last piece, being written
 
 
 def piece_rows(dim: int) -> int:
-    """How many float32 rows [dim] make a piece."""
+    """Return how many float32 rows [dim] make a piece."""
     return max(1, PIECE_BYTES // (4 * dim))
 
 
 def write_rows(variable: Any, start: int, values: Any) -> None:
-    """Overwrite rows [start, start + n) of `variable`, [rows, dim], with `values`, float32 [n, dim]; in every replica's copy.
+    """Overwrite rows [start, start + n) of `variable`, [rows, dim], with `values`, float32 [n, dim]. Writes every
+    replica's copy.
 
-    A scatter, because assigning to a slice copies the whole table once it has been trained.
-    Source: PrepareToUpdateVariable and EnsureSparseVariableAccess in tensorflow/core/kernels/training_op_helpers.h.
+    It scatters, because assigning to a slice copies the whole table once it has been trained. Source:
+    PrepareToUpdateVariable and EnsureSparseVariableAccess in tensorflow/core/kernels/training_op_helpers.h.
 
     Raises:
         ConfigError: the variable's rows cannot be written from the host.
@@ -45,9 +46,9 @@ def write_rows(variable: Any, start: int, values: Any) -> None:
 
 
 def read_rows(variable: Any, start: int, stop: int) -> Array:
-    """Rows [start, stop) of `variable`, float32 [stop - start, dim], out of its first copy.
+    """Return rows [start, stop) of `variable`, float32 [stop - start, dim], from its first copy.
 
-    A gather, because slicing a table copies it once it has been trained.
+    It gathers, because slicing a table copies it once it has been trained.
     """
     if hasattr(variable, "read_rows"):  # in an accelerator
         rows: Array = variable.read_rows(start, stop)
@@ -60,18 +61,19 @@ def _copies(variable: Any) -> tuple[Any, ...]:
     for copy in copies:
         if not hasattr(copy, "handle") or copy.shape != variable.shape:
             raise ConfigError(
-                f"variable {variable.name!r}: a {type(variable).__name__} cannot be written row by row; restore it with "
-                "tf.train.Checkpoint under the strategy that made it"
+                f"variable {variable.name!r}: a {type(variable).__name__} cannot be written row by row. Restore it with "
+                "tf.train.Checkpoint under the strategy that made it."
             )
     return tuple(copies)
 
 
 def initial_pieces(state: TableState, slot: str | None, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-    """(first row, rows float32 [n, dim]) of what rows [start, stop) of a new table, or of one of its slots, begin with.
+    """Yield (first row, float32 [n, dim]) of the initial values of rows [start, stop) of a new table, or of one of its
+    slots.
 
-    The default initializer and slots are made piece by piece, all copies of it together about PIECE_BYTES. Another
-    initializer may depend on the table's shape or on its seed's order, so it is asked for the whole table, of which
-    [start, stop) is cut.
+    The default initializer and slots are made piece by piece, all copies together about PIECE_BYTES. Another
+    initializer may depend on the table's shape or on the order of random numbers. So it makes the whole table, and
+    [start, stop) is cut from it.
     """
     config = state.config
     step = -(-piece_rows(config.dim) // _INITIALIZER_COPIES)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.saved_places import kept_by_keras, saved_keys
+from tpuembed.backends.checkpoint_keys import saved_keys, tables_with_keras_slots
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_config import Trackable, resolve_optimizer
 from tpuembed.backends.tf_tpu import saved_layouts
@@ -36,7 +36,7 @@ class TableState:
 
     Attributes:
         config: its TableConfig.
-        optimizer: what trains it; None where the user's own optimizer does.
+        optimizer: the spec that trains it. None if the user's own optimizer does.
         variable: float32 [vocabulary_size, dim].
         slots: slot name -> float32 [vocabulary_size, dim].
     """
@@ -47,13 +47,13 @@ class TableState:
     slots: Mapping[str, Any]
 
     def named_variables(self) -> dict[str, Any]:
-        """Checkpoint name -> variable: the table by its name, a slot as `<table>/<slot>`."""
+        """Return {checkpoint name: variable}. A table has its own name, a slot `<table>/<slot>`."""
         slots = {f"{self.config.name}/{slot}": variable for slot, variable in self.slots.items()}
         return {self.config.name: self.variable, **slots}
 
 
 def create_table(config: TableConfig, layer_optimizer: Any) -> TableState:
-    """Allocate the table and its slots, each once (`add_weight` would hold a table two or three times meanwhile).
+    """Allocate the table and its slots, each once. (`add_weight` would hold two or three copies of a table meanwhile.)
 
     Raises:
         ConfigError: the initializer gives another shape, or the optimizer cannot train a table.
@@ -80,7 +80,7 @@ def _create_slots(config: TableConfig, optimizer: Optimizer, table: Any) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class CheckedSlots:
-    """A user's slot_variable_creation_fn, whose answer is looked at: TensorFlow's classes take any.
+    """A user's slot_variable_creation_fn, with a check of its result. TensorFlow's classes accept any result.
 
     Attributes:
         create: the user's function.
@@ -89,10 +89,10 @@ class CheckedSlots:
     create: Callable[..., Any]
 
     def __call__(self, table: Any, slots: Sequence[str], initializers: Sequence[Any]) -> dict[str, Any]:
-        """{slot: variable} for the variable `table`.
+        """Return {slot: variable} for the variable `table`.
 
         Raises:
-            ConfigError: no variable for every slot, as large as the table and of its kind.
+            ConfigError: a slot has no variable of the table's size and class.
         """
         made = self.create(table, list(slots), list(initializers))
         for slot in slots:
@@ -100,7 +100,7 @@ class CheckedSlots:
             if not isinstance(found, type(table)) or found.shape != table.shape or found.dtype != tf.float32:
                 raise ConfigError(
                     f"table {table.name.split(':')[0]!r}: slot_variable_creation_fn must return a float32 variable of shape "
-                    f"{tuple(table.shape)} for {slot!r}, a {type(table).__name__} as the table is; got {found!r}"
+                    f"{tuple(table.shape)} for {slot!r}, a {type(table).__name__} like the table. It returned {found!r}."
                 )
         return {slot: made[slot] for slot in slots}
 
@@ -112,7 +112,7 @@ def _variable(name: str, initial_value: Any, trainable: bool) -> Any:
 
 
 def initial_rows(config: TableConfig) -> Any:
-    """The rows that a new table begins with: float32 [vocabulary_size, dim].
+    """Return the initial rows of a new table, float32 [vocabulary_size, dim].
 
     Raises:
         ConfigError: the initializer gives another shape or dtype.
@@ -121,14 +121,14 @@ def initial_rows(config: TableConfig) -> Any:
     rows = tf.convert_to_tensor(filled(table_initializer(config), shape, tf.float32))
     if tuple(rows.shape) != shape or rows.dtype != tf.float32:
         raise ConfigError(
-            f"table {config.name!r}: its initializer gave {rows.dtype.name} {tuple(rows.shape)}, "
-            f"the table is float32 {shape}; fix the initializer"
+            f"table {config.name!r}: its initializer gave {rows.dtype.name} {tuple(rows.shape)}. "
+            f"The table is float32 {shape}. Fix the initializer."
         )
     return rows
 
 
 def filled(initializer: Any, shape: Sequence[int], dtype: Any) -> Any:
-    """`initializer`'s rows. Keras' own hold them up to three times; in a graph an op takes over its input's memory."""
+    """Return the rows of `initializer`. Keras initializers hold up to three copies. In a graph, an op reuses its input's memory."""
     is_small = 4 * math.prod(shape) < _LARGE_BYTES
     if is_small or not tf.executing_eagerly() or type(initializer).__module__.split(".")[0] != "keras":
         return initializer(shape, dtype=dtype)
@@ -138,7 +138,7 @@ def filled(initializer: Any, shape: Sequence[int], dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def _no_constant_folding() -> Iterator[None]:
-    """Inside, a graph is not run once more to see whether it is a constant: all inputs of a seeded initializer are."""
+    """Disable constant folding. It would run the graph of a seeded initializer twice, because all its inputs are constants."""
     option = "constant_folding"
     before = tf.config.optimizer.get_experimental_options().get(option, True)
     tf.config.optimizer.set_experimental_options({option: False})
@@ -149,7 +149,7 @@ def _no_constant_folding() -> Iterator[None]:
 
 
 def table_initializer(config: TableConfig) -> Any:
-    """What fills a new table: `initializer(shape, dtype=...)`."""
+    """Return the initializer of a new table: `initializer(shape, dtype=...)`."""
     value = config.initializer
     if value is None:
         return keras.initializers.TruncatedNormal(0.0, 1.0 / math.sqrt(config.dim))
@@ -166,24 +166,25 @@ _TAKEN: Final = {
 
 
 def check_saved_names(slots: Mapping[str, Iterable[str]]) -> None:
-    """Raise ConfigError where two variables of {table: its slots} would be saved under one name.
+    """Raise ConfigError if two variables of {table: its slots} would be saved under one name.
 
-    Weight files write "/" as "|"; some names are the layer's own there, in its checkpoints, or in HDF5.
+    Weight files write "/" as "|". Some names are reserved for the layer in weight files, checkpoints or HDF5.
     """
     taken = dict(_TAKEN)
     for name in (name for table in slots for name in (table, *(f"{table}/{slot}" for slot in slots[table]))):
         saved = name.replace("/", "|")
         if saved in taken:
-            raise ConfigError(f"table or slot {name!r} would be saved over {taken[saved]}; rename the table")
+            raise ConfigError(f"table or slot {name!r} would be saved over {taken[saved]}. Rename the table.")
         taken[saved] = repr(name)
 
 
 class TablesNode(Trackable):
-    """The checkpoint node `_tpu_embedding`: children `<table>` and `<table>/<slot>`, as TFRS and TensorFlow name them.
+    """The checkpoint node `_tpu_embedding`, with children `<table>` and `<table>/<slot>`, as TFRS and TensorFlow name
+    them.
 
-    The layer's config (JSON) and its count of updates are attributes of the node itself, so that a checkpoint without
-    them (TFRS) restores into the layer, and a TFRS layer finds all its variables in ours. The config says once more where
-    tables lie in SparseCores: a reader of a wrong layout that fits its stack would give other rows, and not notice.
+    The layer's config (JSON) and its count of updates are attributes of the node. So a checkpoint without them (TFRS)
+    restores into the layer, and a TFRS layer finds all its variables in a checkpoint of the layer. The config repeats
+    the SparseCore layouts. With a wrong layout that fits its stack, a reader would silently read other rows.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class TablesNode(Trackable):
         layouts: Mapping[str, StackLayout],
         updates: Any,
     ) -> None:
-        """Raise ConfigError where two variables would be saved under one name."""
+        """Raise ConfigError if two variables would be saved under one name."""
         check_saved_names({state.config.name: state.slots for state in states})
         self._layouts = dict(layouts)
         said = {"layouts": {table: dataclasses.asdict(layout) for table, layout in layouts.items()}} if layouts else {}
@@ -208,14 +209,14 @@ class TablesNode(Trackable):
             self._track_trackable(child, name)
 
     def _checkpoint_adapter(self, path: str) -> None:
-        """Called before a checkpoint's variables are put into ours.
+        """Restore rows by number before TensorFlow restores the other variables of the checkpoint.
 
-        One that was written on other hardware has rows at other places, in tensors that may well have the same names and
-        shapes: TensorFlow would restore them permuted. Such rows are restored by their numbers instead. Slots that a Keras
-        optimizer kept TensorFlow would leave out; they are restored here too.
+        A checkpoint from other hardware has rows at other positions, in tensors that may have the same names and
+        shapes. TensorFlow would restore them permuted. TensorFlow would also leave out slots that a Keras optimizer
+        saved. Both are restored here.
         """
         self._rows_lie_elsewhere = saved_layouts(path) != self._layouts
-        tables = self._tables if self._rows_lie_elsewhere else kept_by_keras(saved_keys(path), self._slots)
+        tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(saved_keys(path), self._slots)
         if tables and self.restore_rows is not None:
             self.restore_rows(path, tables)
 
@@ -224,7 +225,7 @@ class TablesNode(Trackable):
 
     @property
     def table_names(self) -> set[str]:
-        """The layer's tables."""
+        """Return the names of the layer's tables."""
         return set(json.loads(self._config)["tables"])
 
     def _serialize_to_tensors(self) -> dict[str, Any]:

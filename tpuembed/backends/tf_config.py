@@ -1,4 +1,4 @@
-"""Configs to and from TensorFlow's and Keras' own objects; the only backend module that uses their private names."""
+"""Conversion of configs to and from TensorFlow's and Keras' own objects. Only this backend module uses their private names."""
 
 import dataclasses
 import math
@@ -54,22 +54,22 @@ Trackable = tf.__internal__.tracking.Trackable
 
 
 def in_xla_context() -> bool:
-    """Whether the ops being built will be compiled by XLA."""
+    """Return True if XLA will compile the ops that are being built."""
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def unchecked_gathers() -> bool:
-    """Whether a gather outside the table goes unnoticed: XLA clamps the id, a GPU answers zeros."""
+    """Return True if a gather outside the table does not fail: XLA clamps the id, a GPU returns zeros."""
     return in_xla_context() or bool(tf.config.list_physical_devices("GPU"))
 
 
 def entry_optimizer(layer: Any) -> Any:
-    """The optimizer of the compiled model whose call reached `layer`; None in a loop of the user's own."""
+    """Return the optimizer of the compiled model whose call reached `layer`. Returns None in a custom training loop."""
     return getattr(layer._get_call_context().entry_layer, "optimizer", None)
 
 
 def loss_scale(optimizer: Any) -> Any:
-    """The factor that `optimizer` put on this step's loss; None where it put none."""
+    """Return the factor that `optimizer` multiplied this step's loss with, or None."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
         return tf.cast(tf.convert_to_tensor(scale), tf.float32)
@@ -77,9 +77,9 @@ def loss_scale(optimizer: Any) -> Any:
 
 
 def local(variable: Any) -> Any:
-    """The copy of a mirrored variable that belongs to the running replica; outside of replicas, the first one."""
+    """Return the running replica's copy of a mirrored variable. Outside of replicas, return the first copy."""
     if not hasattr(variable, "_values") or tpu_util.enclosing_tpu_context() is not None:
-        return variable  # in a TPU's program the mirrored variable itself stands for the copy of the TPU it runs on
+        return variable  # in a TPU program, the mirrored variable itself stands for its TPU's copy
     return variable._primary if tf.distribute.in_cross_replica_context() else variable._get()
 
 
@@ -87,24 +87,24 @@ def local(variable: Any) -> Any:
 
 
 def features_from(structure: Any, served: Mapping[Any, str] | None = None) -> tuple[Any, dict[Any, str]]:
-    """A nested structure of FeatureConfig, ours or TensorFlow's, as ours.
+    """Convert a nested structure of FeatureConfig, tpuembed's or TensorFlow's, to tpuembed's.
 
     Args:
-        structure: what the user passed.
-        served: {TableConfig as it was passed: table name} of the layer that a serving_config is for: there, a TensorFlow
-            table without a name is known by being the layer's own object.
+        structure: the structure that the user passed.
+        served: {TableConfig as it was passed: table name} of the layer, if `structure` is a serving_config. There, a
+            TensorFlow table without a name must be the layer's own object.
 
     Returns:
-        (the structure with our FeatureConfig at its leaves, {TableConfig as the caller passed it: table name}).
-        A TensorFlow table without a name gets TensorFlow's own, `table_<i>` by order of first use, and a warning.
+        (the structure with tpuembed's FeatureConfig at its leaves, {TableConfig as the caller passed it: table name}).
+            A TensorFlow table without a name gets TensorFlow's own, `table_<i>` by order of first use, and a warning.
 
     Raises:
-        ConfigError: a leaf is no FeatureConfig, two TableConfigs share a name (those of `served` may, where they are
-            equal), or a served table has none.
+        ConfigError: a leaf is not a FeatureConfig, two TableConfigs share a name (in a serving_config, equal ones may),
+            or a table of a serving_config has no name.
     """
     leaves = list(flatten(structure))
     if not leaves:
-        raise ConfigError("feature_config is empty; name at least one feature")
+        raise ConfigError("feature_config is empty. Name at least one feature.")
     tables: dict[int, tuple[Any, TableConfig]] = {}
     features = [_feature_from(path, leaf, tables, served) for path, leaf in leaves]
     _check_names([table for _, table in tables.values()], equal_allowed=served is not None)
@@ -115,7 +115,7 @@ def _feature_from(
     path: str, leaf: Any, tables: dict[int, tuple[Any, TableConfig]], served: Mapping[Any, str] | None
 ) -> FeatureConfig:
     if not isinstance(leaf, FeatureConfig | _embedding.FeatureConfig):
-        raise ConfigError(f"feature {path!r}: expected a FeatureConfig, got {leaf!r}")
+        raise ConfigError(f"feature {path!r}: expected a FeatureConfig, got {leaf!r}.")
     if id(leaf.table) not in tables:
         tables[id(leaf.table)] = (leaf.table, _table_from(path, leaf.table, len(tables), served))
     table = tables[id(leaf.table)][1]
@@ -132,20 +132,21 @@ def _feature_from(
 
 
 def _table_name(path: str, table: Any, index: int, served: Mapping[Any, str] | None) -> str:
-    """The name of TensorFlow's `table`; without one, TensorFlow's own by order of first use in the layer's features."""
+    """Return the name of TensorFlow's `table`. Without one, return TensorFlow's own, by order of first use in the
+    layer's features."""
     if table.name is not None:
         return str(table.name)
     if served is not None:
         if table not in served:
             raise ConfigError(
-                f"serving_config feature {path!r}: its TableConfig has no name and is not one that the layer was built with; "
-                f"give it the name of the table that is meant: {', '.join(sorted(served.values()))}"
+                f"serving_config feature {path!r}: its TableConfig has no name and is not one that the layer was built with. "
+                f"Name one of the layer's tables: {', '.join(sorted(served.values()))}."
             )
         return served[table]
     name = f"table_{index}"
     warnings.warn(
-        f"a TableConfig without a name is called {name!r}, by its place among the features: adding a feature that sorts "
-        "earlier would rename it, and checkpoints are keyed by that name; give it one",
+        f"a TableConfig without a name is called {name!r}, by its place among the features. Adding a feature that sorts "
+        "earlier would rename it, and checkpoints use that name as a key. Give it a name.",
         stacklevel=6,
     )
     return name
@@ -156,9 +157,9 @@ def _table_from(path: str, table: Any, index: int, served: Mapping[Any, str] | N
         return table
     name = _table_name(path, table, index, served)
     if getattr(table, "dtype", tf.float32) != tf.float32:
-        raise ConfigError(f"table {name!r}: dtype {table.dtype.name} is not supported: tables train in float32")
+        raise ConfigError(f"table {name!r}: dtype {table.dtype.name} is not supported. Tables train in float32.")
     if getattr(table, "layout", None) is not None:
-        raise ConfigError(f"table {name!r}: layout is decided by the hardware and cannot be set here; drop it")
+        raise ConfigError(f"table {name!r}: layout cannot be set, because the hardware determines it. Drop it.")
     quantization = table.quantization_config
     if quantization is not None:
         quantization = QuantizationConfig(quantization.num_buckets, quantization.lower, quantization.upper)
@@ -174,7 +175,7 @@ def _table_from(path: str, table: Any, index: int, served: Mapping[Any, str] | N
 
 
 def _unless_default(initializer: Any, dim: int) -> Any:
-    """None for the initializer that TensorFlow fills in, which is also ours."""
+    """Return None for TensorFlow's default initializer, which is also tpuembed's default."""
     config = initializer.get_config() if hasattr(initializer, "get_config") else {}
     default = {"mean": 0.0, "stddev": 1.0 / math.sqrt(dim), "seed": None}
     is_default = type(initializer).__name__ == "TruncatedNormal" and default.items() <= config.items()
@@ -186,16 +187,17 @@ def _check_names(tables: list[TableConfig], equal_allowed: bool) -> None:
     for table in tables:
         other = by_name.setdefault(table.name, table)
         if other != table:
-            raise ConfigError(f"two different tables are called {table.name!r}: {other} and {table}; rename one")
+            raise ConfigError(f"two different tables are called {table.name!r}: {other} and {table}. Rename one.")
         if other is not table and not equal_allowed:
             raise ConfigError(
-                f"two tables are called {table.name!r}: features have a TableConfig of that name each; give them the same "
-                "object to share its rows, or rename one"
+                f"two tables are called {table.name!r}: several features have their own TableConfig of that name. Give them the "
+                "same object to share its rows, or rename one."
             )
 
 
 def features_to_tf(structure: Any) -> Any:
-    """A nested structure of our FeatureConfig as `tf.tpu.experimental.embedding` objects; shared tables stay shared."""
+    """Convert a nested structure of tpuembed's FeatureConfig to `tf.tpu.experimental.embedding` objects. Shared tables
+    stay shared."""
     tables: dict[str, Any] = {}
     out = []
     for _, feature in flatten(structure):
@@ -224,14 +226,14 @@ def _table_to_tf(table: TableConfig) -> Any:
 
 
 def features_to_dict(structure: Any, for_checkpoint: bool = False) -> dict[str, Any]:
-    """`feature_config_to_dict` of features whose tables hold Keras or TensorFlow objects.
+    """Return `feature_config_to_dict` of features whose tables hold Keras or TensorFlow objects.
 
     Args:
-        structure: nested structure of our FeatureConfig.
+        structure: nested structure of tpuembed's FeatureConfig.
         for_checkpoint: leave out initializers and optimizers, which reading a checkpoint does not need.
 
     Raises:
-        ConfigError: an initializer that only exists as Python code, or a structure that JSON would change.
+        ConfigError: an initializer exists only as Python code, or JSON would change the structure.
     """
     if not for_checkpoint:
         check_plain(structure)
@@ -250,9 +252,9 @@ def _plain_table(table: TableConfig, for_checkpoint: bool) -> TableConfig:
 
 
 def _plain_initializer(table: TableConfig) -> Any:
-    """A Keras initializer's dict; TensorFlow's own initializers have the same names and arguments.
+    """Return a Keras initializer's dict. TensorFlow's own initializers have the same names and arguments.
 
-    But for constants: TensorFlow lays their values out in the table, Keras spreads them over it.
+    Constants differ: TensorFlow fills the table with the values in order, Keras broadcasts them.
     """
     value = table.initializer
     if type(value).__module__.endswith("init_ops_v2"):
@@ -266,12 +268,12 @@ def _plain_initializer(table: TableConfig) -> Any:
 
 
 def sparse_core_config_to_dict(config: Any) -> dict[str, Any] | None:
-    """A `SparseCoreEmbeddingConfig` as JSON values."""
+    """Return a `SparseCoreEmbeddingConfig` as JSON values."""
     return None if config is None else dataclasses.asdict(config)
 
 
 def sparse_core_config_from_dict(value: Mapping[str, Any] | None) -> Any:
-    """The `SparseCoreEmbeddingConfig` that `sparse_core_config_to_dict` wrote."""
+    """Return the `SparseCoreEmbeddingConfig` that `sparse_core_config_to_dict` wrote."""
     return None if value is None else _embedding.SparseCoreEmbeddingConfig(**value)
 
 
@@ -284,7 +286,7 @@ _TF_CLASSES: Mapping[type[Optimizer], Any] = {
     Adam: _embedding.Adam,
     FTRL: _embedding.FTRL,
 }
-# What a row-wise rule cannot do, or Keras does to every row.
+# Options that a row-wise rule does not support, or that Keras applies to every row.
 _KERAS_REFUSED = (
     "weight_decay",
     "clipnorm",
@@ -301,39 +303,39 @@ _KERAS_ADAGRAD_EPSILON = 1e-7  # Keras' default; the TPU rule has no epsilon
 
 
 def resolve_optimizer(value: Any) -> Optimizer:
-    """A table optimizer, however it was given, as our spec.
+    """Return a table optimizer, given in any form, as tpuembed's spec.
 
     Args:
-        value: a name, a dict, our spec, a `tf.tpu.experimental.embedding` optimizer, or a Keras 3 SGD, Adagrad,
-            Adam or Ftrl, whose learning rate then stays live: the spec reads it at every update.
+        value: a name, a dict, a tpuembed spec, a `tf.tpu.experimental.embedding` optimizer, or a Keras 3 SGD, Adagrad,
+            Adam or Ftrl. The learning rate of a Keras optimizer stays live: the spec reads it at every update.
 
     Raises:
-        ConfigError: an optimizer or a hyper-parameter that the tables cannot honour, by name.
+        ConfigError: the tables do not support the optimizer or a hyper-parameter. The message names it.
     """
     if isinstance(value, str | Mapping | Optimizer):
         return optimizer_from(_with_live_schedule(value))
-    for ours, theirs in _TF_CLASSES.items():
-        if type(value) is theirs:
-            return _from_tf(ours, value)
+    for spec_class, tf_class in _TF_CLASSES.items():
+        if type(value) is tf_class:
+            return _from_tf(spec_class, value)
     if isinstance(value, keras.optimizers.Optimizer):
         return _from_keras(value)
-    remedy = "pass a name such as adagrad, a tpuembed spec, a tf.tpu.experimental.embedding or a Keras 3 optimizer"
+    remedy = "Pass a name such as adagrad, a tpuembed spec, a tf.tpu.experimental.embedding or a Keras 3 optimizer."
     if type(value).__module__.split(".")[0] == "tf_keras":
-        remedy = "tf_keras optimizers work on Keras 2 only; pass the Keras 3 one"
-    raise ConfigError(f"table optimizer {type(value).__name__}: not supported; {remedy}")
+        remedy = "tf_keras optimizers work on Keras 2 only. Pass the Keras 3 one."
+    raise ConfigError(f"table optimizer {type(value).__name__}: not supported. {remedy}")
 
 
-def _from_tf(ours: type[Optimizer], value: Any) -> Optimizer:
+def _from_tf(spec_class: type[Optimizer], value: Any) -> Optimizer:
     if value.low_dimensional_packing_status:
-        raise ConfigError(f"{type(value).__name__}: low_dimensional_packing_status is not supported; leave it False")
-    names = [field.name for field in dataclasses.fields(ours) if field.name != "clipvalue"]
+        raise ConfigError(f"{type(value).__name__}: low_dimensional_packing_status is not supported. Leave it False.")
+    names = [field.name for field in dataclasses.fields(spec_class) if field.name != "clipvalue"]
     fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
     bounds = (value.clip_gradient_min, value.clip_gradient_max)
-    return ours(**fields, clipvalue=None if bounds == (None, None) else bounds)
+    return spec_class(**fields, clipvalue=None if bounds == (None, None) else bounds)
 
 
 def optimizer_to_dict(spec: Optimizer) -> dict[str, Any]:
-    """The spec as JSON values: a schedule as Keras writes it, another live learning rate as the number it has now."""
+    """Return the spec as JSON values. A schedule is written as Keras writes it, another live learning rate as its current value."""
     out = spec.static_dict()
     if isinstance(spec.learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         out["learning_rate"] = {"schedule": keras.optimizers.schedules.serialize(spec.learning_rate)}
@@ -343,7 +345,7 @@ def optimizer_to_dict(spec: Optimizer) -> dict[str, Any]:
 
 
 def _with_live_schedule(value: Any) -> Any:
-    """A dict of `optimizer_to_dict` with its schedule made an object again."""
+    """Return a dict of `optimizer_to_dict` with its schedule converted back to an object."""
     rate = value.get("learning_rate") if isinstance(value, Mapping) else None
     if not isinstance(rate, Mapping) or "schedule" not in rate:
         return value
@@ -351,35 +353,37 @@ def _with_live_schedule(value: Any) -> Any:
 
 
 def optimizer_to_tf(spec: Optimizer) -> Any:
-    """Our spec as the `tf.tpu.experimental.embedding` optimizer of the same rule.
+    """Convert the spec to the `tf.tpu.experimental.embedding` optimizer with the same rule.
 
     Raises:
-        ConfigError: no accelerator has it (FTRL from an accumulator of zero).
+        ConfigError: no accelerator supports it (FTRL with an initial accumulator of zero).
     """
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     if isinstance(spec, SGD):
-        del fields["slot_variable_creation_fn"]  # TensorFlow's has no slots
+        del fields["slot_variable_creation_fn"]  # TensorFlow's SGD has no slots
     try:
-        theirs = _TF_CLASSES[type(spec)](**fields)
+        optimizer = _TF_CLASSES[type(spec)](**fields)
     except ValueError as error:
-        raise ConfigError(f"optimizer {spec.kind}: not supported by embedding accelerators: {error}") from None
-    theirs.low_dimensional_packing_status = 0  # TensorFlow's False is not the enum that its own proto takes
-    return theirs
+        raise ConfigError(
+            f"optimizer {spec.kind}: not supported by embedding accelerators. TensorFlow: {error}"
+        ) from None
+    optimizer.low_dimensional_packing_status = 0  # TensorFlow's False is not the enum that its own proto takes
+    return optimizer
 
 
 def _from_keras(value: Any) -> Optimizer:
     kind = type(value).__name__
     if kind not in _KERAS_TRANSLATORS:
-        raise ConfigError(f"Keras optimizer {kind}: the tables know {', '.join(_KERAS_TRANSLATORS)}; pass one of them")
+        raise ConfigError(f"Keras optimizer {kind}: not supported. Pass one of {', '.join(_KERAS_TRANSLATORS)}.")
     for name in _KERAS_REFUSED:
         given = getattr(value, name, None)
         if given:
-            raise ConfigError(f"Keras {kind}: {name}={given!r} cannot be applied to table rows; leave it unset")
+            raise ConfigError(f"Keras {kind}: {name}={given!r} cannot be applied to table rows. Leave it unset.")
     return _KERAS_TRANSLATORS[kind](value, learning_rate=_live_rate(value), clipvalue=value.clipvalue)
 
 
 def _live_rate(optimizer: Any) -> Any:
-    """The optimizer's schedule, or a callable that reads its learning rate when an update runs."""
+    """Return the optimizer's schedule, or a callable that reads its learning rate when an update runs."""
     rate = optimizer._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return rate
@@ -393,7 +397,7 @@ def _keras_sgd(_: Any, **common: Any) -> Optimizer:
 def _keras_adagrad(value: Any, **common: Any) -> Optimizer:
     if value.epsilon != _KERAS_ADAGRAD_EPSILON:
         raise ConfigError(
-            f"Keras Adagrad: epsilon={value.epsilon!r} cannot be applied: the table rule has none; leave the default"
+            f"Keras Adagrad: epsilon={value.epsilon!r} is not supported, because the table rule has none. Leave the default."
         )
     return Adagrad(initial_accumulator_value=value.initial_accumulator_value, **common)
 

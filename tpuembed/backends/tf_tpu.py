@@ -1,6 +1,6 @@
-"""What the TPU backends need of TensorFlow's insides: hardware, replication, and its mid-level classes.
+"""TensorFlow's internals that the TPU backends need: hardware, replication, and its mid-level classes.
 
-With `tf_config` and `tf_stacks`, the only backend modules that use private names.
+Only `tf_config`, `tf_stacks` and this backend module use private names.
 """
 
 import contextlib
@@ -40,25 +40,25 @@ LAYOUTS = "_sparse_core_table_layouts"
 
 
 def is_tpu_strategy(strategy: Any) -> bool:
-    """Whether `strategy` runs its replicas on TPUs."""
+    """Return True if `strategy` runs its replicas on TPUs."""
     return isinstance(strategy, tf.distribute.TPUStrategy | tf.distribute.experimental.TPUStrategy)
 
 
 def embedding_feature(strategy: Any) -> str:
-    """ "V1", "V2" (SparseCore) or "UNSUPPORTED": what the TPUs of `strategy` have for embeddings."""
+    """Return the embedding hardware of the TPUs of `strategy`: "V1", "V2" (SparseCore) or "UNSUPPORTED"."""
     name: str = strategy.extended.tpu_hardware_feature.embedding_feature.name
     return name
 
 
 def sparse_cores_per_chip(strategy: Any) -> int:
-    """SparseCores of one chip; 4 where the runtime does not say, as TensorFlow assumes."""
+    """Return the SparseCores of one chip. If the runtime does not report them, return 4, as TensorFlow assumes."""
     return int(strategy.extended.tpu_hardware_feature.num_embedding_devices_per_chip) or 4
 
 
 def densify_on_host(ids: Any, weights: Any) -> tuple[Tensor, Tensor | None]:
-    """Sparse or ragged ids, and float32 weights, as dense tensors padded with -1, made on the TPU's host.
+    """Return sparse or ragged ids, and float32 weights, as dense tensors padded with -1. The TPU's host makes them.
 
-    The number of ids differs from batch to batch, and a TPU's program is compiled for one shape.
+    The number of ids differs from batch to batch, but a TPU program is compiled for one shape.
     """
     dense = [tpu_replication.outside_compilation(_densify, ids, -1)]
     if weights is not None:
@@ -74,28 +74,30 @@ def _densify(values: Any, padding: float) -> Tensor:
 
 
 def tpu_call() -> Any:
-    """The body of `strategy.run` that is being traced for TPUs, as an object that tells bodies apart; None outside."""
+    """Return an object that identifies the body of `strategy.run` that is being traced for TPUs. Returns None outside."""
     return next((context for graph in _graphs() if (context := _tpu_context(graph)) is not None), None)
 
 
 def traced_outside_of_loops() -> bool:
-    """Whether a body of `strategy.run` is being traced for TPUs that is no step of a loop (`tf.range`, `tf.while_loop`).
+    """Return True if a body of `strategy.run` is traced for TPUs outside the steps of a loop (`tf.range`,
+    `tf.while_loop`).
 
-    A loop inside of the body is part of one step. A condition or another function between loop and body makes it none either:
-    TensorFlow's pass looks for the loop whose body holds the ops (FindOwningWhileOp in embedding_pipelining.cc).
+    A loop inside the body does not count: it is part of one step. A condition or another function between the loop and
+    the body counts as outside. TensorFlow's pass looks for the loop whose body holds the ops (FindOwningWhileOp in
+    embedding_pipelining.cc).
     """
     holding = next((graph for graph in _graphs() if _tpu_context(graph) is not None), None)
     return holding is not None and not isinstance(holding, control_flow_v2_func_graphs.WhileBodyFuncGraph)
 
 
 def differentiates_control_flow() -> bool:
-    """Whether the gradient of a branch of `tf.cond`, or of the body of a loop, is being traced, or of a function called there."""
+    """Return True if the gradient of a `tf.cond` branch or of a loop's body is being traced, also in a function called there."""
     kinds = (cond_v2._CondGradFuncGraph, while_v2._WhileBodyGradFuncGraph)
     return any(isinstance(graph, kinds) for graph in ops._default_graph_stack.stack)
 
 
 def _graphs() -> Iterator[Any]:
-    """The graph that is being traced, the one around it, and so on."""
+    """Yield the graph that is being traced, the one around it, and so on."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
         yield graph
@@ -110,9 +112,11 @@ def _tpu_context(graph: Any) -> Any:
 
 
 class HostShards(tpu_embedding_v2.TPUEmbeddingVariable):
-    """Rows of one table (or slot) in the memory of the TPU's hosts, which a checkpoint is written from and read into.
+    """Rows of one table (or slot) in the memory of the TPU's hosts. A checkpoint is written from them and read into
+    them.
 
-    The rows that train are in the TPUs' memory: whoever restores a checkpoint must load them from here.
+    Training changes the rows in the TPUs' memory. After a checkpoint is restored, the TPUs must load the rows from
+    here.
     """
 
     loaded: Callable[[], None] | None = None
@@ -122,7 +126,7 @@ class HostShards(tpu_embedding_v2.TPUEmbeddingVariable):
         return {name: lambda name=name, make=make: self._loading(make(name)) for name, make in factories.items()}
 
     def _loading(self, saveables: Sequence[Any]) -> Sequence[Any]:
-        """The saveables of all hosts; restoring the last one loads what was restored into the TPUs."""
+        """Return the saveables of all hosts. Restoring the last one loads the restored rows into the TPUs."""
         last = saveables[-1]
         restore = last.restore
 
@@ -138,15 +142,15 @@ class HostShards(tpu_embedding_v2.TPUEmbeddingVariable):
 
 
 class HardwareEngine(tpu_embedding_v2.TPUEmbedding):
-    """TensorFlow's handle of the V1 accelerator, with its tables made before the shapes of a batch are known.
+    """TensorFlow's handle of the V1 accelerator, whose tables exist before the shapes of a batch are known.
 
-    A checkpoint restored before the first batch then finds its variables.
+    So a checkpoint that is restored before the first batch finds its variables.
     """
 
     def __init__(self, features: Sequence[Any], pipelining: bool) -> None:
-        """Create the tables of TensorFlow's `features`, each of whose tables has its optimizer."""
+        """Create the tables of TensorFlow's `features`. Each table has its optimizer."""
         super().__init__(list(features), None, pipelining)
-        self._verify_output_shapes_on_enqueue = False  # the layer's own checks know shapes that TensorFlow refuses
+        self._verify_output_shapes_on_enqueue = False  # the layer's own checks accept shapes that TensorFlow refuses
         self.tables: Mapping[str, Mapping[str, Any]] = super()._create_variables_and_slots()
         for variables in self.tables.values():
             for variable in variables.values():
@@ -157,19 +161,19 @@ class HardwareEngine(tpu_embedding_v2.TPUEmbedding):
         return self.tables
 
     def start(self, output_shapes: Sequence[tuple[int, ...]]) -> None:
-        """Give the accelerator its configuration: one replica's activations, without their last dimension."""
+        """Configure the accelerator with the shapes of one replica's activations, without their last dimension."""
         if not self._built:
             with tf.init_scope():
                 self.build([tf.TensorShape((*shape, 1)) for shape in output_shapes])
 
     @property
     def configuration(self) -> Any:
-        """The TPUEmbeddingConfiguration proto, once started."""
+        """Return the TPUEmbeddingConfiguration proto, once started."""
         return self._config_proto
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """What is written to the hosts' variables inside is in the TPUs afterwards, beside what was there."""
+        """Return a context. It fetches the tables at its start. At its end it loads the hosts' variables into the TPUs."""
         self.fetch()
         try:
             yield
@@ -182,13 +186,13 @@ class HardwareEngine(tpu_embedding_v2.TPUEmbedding):
 
 
 class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
-    """TensorFlow's handle of the SparseCores, with its tables made when it is."""
+    """TensorFlow's handle of the SparseCores. It creates its tables at once."""
 
     def __init__(self, features: Sequence[Any], pipelining: bool, config: Any) -> None:
         """Create the tables of TensorFlow's `features`, whose output_shapes are known.
 
         Raises:
-            ConfigError: two stacks, or a stack and a slot, have one name.
+            ConfigError: two stacks, or a stack and a slot, have one name, or the shards do not match the layouts.
         """
         super().__init__(list(features), None, pipelining, config)
         self._given = config
@@ -200,21 +204,21 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
 
     @property
     def tables(self) -> Mapping[str, Mapping[str, Any]]:
-        """stack -> {"parameters" and slot names: variable, sharded over the devices}."""
+        """Return {stack: {"parameters" and slot names: variable, sharded over the devices}}."""
         variables: Mapping[str, Mapping[str, Any]] = self._variables
         return variables
 
     @property
     def layouts_node(self) -> Any:
-        """The checkpoint node that holds the layouts of all tables."""
+        """Return the checkpoint node that holds the layouts of all tables."""
         return self._lookup_dependency(LAYOUTS)
 
     def layout(self, table: str) -> StackLayout:
-        """Where `table` lies in its stack."""
+        """Return the layout of `table` in its stack."""
         return StackLayout.of(self.embedding_layouts[table])
 
     def _preprocess_features(self, **arguments: Any) -> Any:
-        """On the host, which makes of ids what SparseCores take."""
+        """Check the ids and apply their policies, then convert them. Runs on the host."""
         given = list(zip(arguments["flat_features"], arguments["flat_inputs"], arguments["flat_weights"], strict=True))
         checked = [self._inside(feature, ids, weights) for (_, feature), ids, weights in given]
         inputs = {
@@ -232,7 +236,7 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     def _get_csr_wrapped_coo_from_sorted_coo_tensor(
         self, replicas: int, per_sample: int, minibatches: int, coos: Mapping[str, Any], *others: Any
     ) -> Any:
-        """On the host too: ids go into a buffer of one size, `per_sample` times the samples of a TPU."""
+        """Check that the ids fit, then write them into a buffer of `per_sample` times the samples of a TPU. Runs on the host."""
         if not self._sparse_core_embedding_config.allow_id_dropping:
             coos = {stack: self._with_room(stack, per_sample, *coo) for stack, coo in coos.items()}
         return super()._get_csr_wrapped_coo_from_sorted_coo_tensor(replicas, per_sample, minibatches, coos, *others)
@@ -242,10 +246,10 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
         return rows, columns, gains, ids_with_room(ends, stack, size)
 
     def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
-        """Set the ids and unique ids that a SparseCore takes from another one per step, by table.
+        """Set how many ids and unique ids a SparseCore takes from another one per step, by table.
 
-        A stack takes the sum of its tables', 256 for a table that does not say; what the SparseCoreEmbeddingConfig says of
-        the stack goes first.
+        A stack takes the sum of its tables' limits, with 256 for a table without one. The SparseCoreEmbeddingConfig
+        takes precedence.
         """
         targets = (self._table_to_max_ids_per_sparse_core, self._table_to_max_unique_ids_per_sparse_core)
         given = (
@@ -260,13 +264,13 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
 
 
 def policy_of(feature: Any) -> str | int:
-    """What TensorFlow's `feature` does with ids outside of its table: an attribute that the layer gives it."""
+    """Return the out_of_vocabulary policy of TensorFlow's `feature`, an attribute that the layer sets."""
     policy: str | int = getattr(feature, "out_of_vocabulary", "error")
     return policy
 
 
 def _summed(feature: Any) -> Any:
-    """TensorFlow's `feature` as its ids are combined: what `ids_inside` makes of those that may be zeros is summed."""
+    """Return TensorFlow's `feature` with combiner sum if its policy is zeros, because `ids_inside` returns weighted shares then."""
     if policy_of(feature) != "zeros":
         return feature
     summed = copy.copy(feature)
@@ -280,7 +284,7 @@ def _shapes(variable: Any) -> list[Any]:
 
 
 def saved_layouts(path: str) -> dict[str, StackLayout]:
-    """Table -> where it lies in its stack, as the checkpoint at `path` says; empty where no SparseCores wrote it."""
+    """Return {table: its layout in a stack} of the checkpoint at `path`. Empty if no SparseCores wrote it."""
     reader = tf.train.load_checkpoint(path)
     keys = [key for key in reader.get_variable_to_shape_map() if f"{LAYOUTS}/." in key]
     layouts: dict[str, StackLayout] = {}

@@ -1,7 +1,8 @@
-"""TPU v2 to v4: tables sharded over the memories of the TPUs, looked up and trained by their embedding accelerator.
+"""TPU v2 to v4: tables are sharded over the memories of the TPUs. Their embedding accelerator looks them up and trains
+them.
 
-A step enqueues its ids on the hosts, receives activations in the replicated program, and sends their gradients back; the
-accelerator applies the optimizer that its configuration names. All through `tf.tpu.experimental.embedding.TPUEmbedding`.
+The hosts enqueue the ids of a step. The replicated program receives the activations and sends their gradients back. The
+accelerator applies the configured optimizer. All of it uses `tf.tpu.experimental.embedding.TPUEmbedding`.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from tpuembed.backends.accelerator import (
 )
 from tpuembed.backends.activation_shapes import Shape, activation_shapes, check_same_shapes
 from tpuembed.backends.feature_input import FeatureInput
-from tpuembed.backends.request import Request
+from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import HardwareEngine
@@ -39,39 +40,39 @@ _layers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 class AcceleratorTable:
-    """A table, or a slot of one, in the accelerator's memory, read and written through the hosts' copy of it."""
+    """A table, or a slot of one, in the accelerator's memory. It is read and written through the hosts' copy."""
 
     dtype = tf.float32
 
     def __init__(self, engine: HardwareEngine, variable: Any) -> None:
-        """`variable` is the hosts' copy: consecutive rows on each host."""
+        """Wrap `variable`, the hosts' copy, with consecutive rows on each host."""
         self._engine, self._variable = engine, variable
         self.shape = variable.shape
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """float32 [rows, dim], fetched from the accelerator."""
+        """Return float32 [rows, dim], fetched from the accelerator."""
         self._engine.fetch()
         return np.concatenate([shard.numpy() for shard in self._variable.variables])
 
     def read_rows(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Rows [start, stop) as the hosts have them: after a `fetch`, as the accelerator had them."""
+        """Return rows [start, stop) of the hosts' copy. After a `fetch`, they equal the accelerator's rows."""
         parts = [shard[low:high].numpy() for shard, low, high in self._parts(start, stop)]
         return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), np.float32)
 
     def assign(self, values: Any) -> None:
-        """Put float32 [rows, dim] into the accelerator."""
+        """Write float32 [rows, dim] into the accelerator."""
         with self._engine.writing():
             self.assign_rows(0, np.asarray(values))
 
     def assign_rows(self, start: int, values: np.ndarray[Any, Any]) -> None:
-        """Write the rows [start, start + len(values)) on the hosts; the engine's `writing` takes them to the accelerator."""
+        """Write the rows [start, start + len(values)) on the hosts. The engine's `writing` loads them into the accelerator."""
         done = 0
         for shard, low, high in self._parts(start, start + len(values)):
             shard[low:high].assign(values[done : done + high - low])
             done += high - low
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """(a host's variable, its first and last row) for each host that has some of the rows [start, stop), in order."""
+        """Yield (a host's variable, its first row, its last row) for each host with some of the rows [start, stop), in order."""
         begin = 0
         for shard in self._variable.variables:
             end = begin + shard.shape[0]
@@ -82,27 +83,27 @@ class AcceleratorTable:
 
 
 class TpuV1Backend:
-    """Tables in the accelerator; a checkpoint holds them in row order, as slices of one tensor."""
+    """Tables in the accelerator. A checkpoint holds them in row order, as slices of one tensor."""
 
-    def __init__(self, request: Request) -> None:
-        """Allocate the tables on the hosts; the accelerator gets them with the first batch's shapes.
+    def __init__(self, layer_options: LayerOptions) -> None:
+        """Allocate the tables on the hosts. The accelerator gets them when the shapes of the first batch are known.
 
         Raises:
-            ConfigError: a table or optimizer that the accelerator cannot honour.
-            TrainingError: another layer has the accelerator.
+            ConfigError: the accelerator does not support a table or an optimizer.
+            TrainingError: another layer uses the accelerator.
         """
         strategy = tf.distribute.get_strategy()
-        check_tables(request.tables, _HARDWARE)
-        _check_policies(request)
-        features, specs = bind_features(request)
-        _claim(strategy, self)
-        self.engine = HardwareEngine(features, request.pipelining)
+        check_tables(layer_options.tables, _HARDWARE)
+        _check_policies(layer_options)
+        features, specs = bind_features(layer_options)
+        _reserve(strategy, self)
+        self.engine = HardwareEngine(features, layer_options.pipelining)
         self.states: Mapping[str, TableState] = {
-            table.name: self._state(table, specs[table.name]) for table in request.tables
+            table.name: self._state(table, specs[table.name]) for table in layer_options.tables
         }
-        self._batch_size = request.batch_size
+        self._batch_size = layer_options.batch_size
         self._first_shapes: list[Shape] = []
-        self._guard = StepGuard([path for path, _ in request.features], _HARDWARE)
+        self._guard = StepGuard([path for path, _ in layer_options.features], _HARDWARE)
         self._names = itertools.count(1)
 
     def _state(self, table: Any, spec: Any) -> TableState:
@@ -110,15 +111,15 @@ class TpuV1Backend:
         return TableState(table, spec, views.pop("parameters"), views)
 
     def checkpoint_children(self) -> dict[str, Any]:
-        """The hosts' variables by name, and TensorFlow's object, whose save callback fetches them from the accelerator."""
+        """Return the hosts' variables by name, and TensorFlow's object, whose save callback fetches them from the accelerator."""
         return {"_engine": self.engine, **saved_variables(self.engine.tables)}
 
     def layouts(self) -> dict[str, StackLayout]:
-        """None: rows lie in order."""
+        """Return {}: rows are stored in order."""
         return {}
 
     def writing(self) -> AbstractContextManager[None]:
-        """Rows written inside are in the accelerator afterwards."""
+        """Return a context. Rows written inside it are in the accelerator when it ends."""
         return self.engine.writing()
 
     def fetch(self) -> None:
@@ -126,29 +127,30 @@ class TpuV1Backend:
         self.engine.fetch()
 
     def weights(self) -> list[tuple[Any, bool]]:
-        """None that Keras could hold."""
+        """Return []: the accelerator's tables are not Keras weights."""
         return []
 
     def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
-        """Activations of `features`."""
+        """Return the activations of `features`."""
         entered, shapes = self._guard.enter(features), self._shapes(features)
         if not entered:
             return zeros(shapes, features)
         return self.dequeue(self._enqueue(features, shapes))
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_Step":
-        """A training step of `features`."""
+    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_TpuV1Step":
+        """Return a training step of `features`."""
         entered, shapes = self._guard.enter(features, layer), self._shapes(features)
         name = self._enqueue(features, shapes) if entered else None
-        return _Step(self, name, zeros(shapes, features) if name is None else None)
+        return _TpuV1Step(self, name, zeros(shapes, features) if name is None else None)
 
     def _shapes(self, features: Sequence[FeatureInput]) -> list[Shape]:
         return activation_shapes(features, self._batch_size)
 
     def _enqueue(self, features: Sequence[FeatureInput], shapes: list[Shape]) -> str:
-        """Hand the ids to the accelerator; the name under which it gives their activations.
+        """Enqueue the ids of `features`. Returns the name under which `dequeue` returns their activations.
 
-        Always as training: a pass over the graph makes it inference where no gradients are sent under the same name.
+        It always enqueues for training. A graph pass changes that to inference if no gradients are sent under the same
+        name.
         """
         _check_kinds(features)
         self._first_shapes = self._first_shapes or shapes
@@ -159,12 +161,12 @@ class TpuV1Backend:
         return name
 
     def dequeue(self, name: str) -> list[Tensor]:
-        """The activations of what was enqueued under `name`."""
+        """Return the activations of the features that were enqueued under `name`."""
         return list(self.engine.dequeue(name=name))
 
 
-class _Step:
-    """One call of the layer; `name` ties its three parts together, None where Keras only asks for shapes."""
+class _TpuV1Step:
+    """One call of the layer. `name` connects its three parts. It is None if Keras computes shapes only."""
 
     def __init__(self, backend: TpuV1Backend, name: str | None, shapes_only: list[Tensor] | None) -> None:
         self._backend, self._name, self._shapes_only = backend, name, shapes_only
@@ -179,31 +181,31 @@ class _Step:
         return []
 
 
-def _claim(strategy: Any, backend: TpuV1Backend) -> None:
+def _reserve(strategy: Any, backend: TpuV1Backend) -> None:
     if _layers.get(strategy.extended, lambda: None)() is not None:
         raise TrainingError(
-            f"TPUEmbedding: another layer of this TPUStrategy already has {_HARDWARE}, which holds the tables of one; put "
-            "all features into one layer, or pass embedding_feature=UNSUPPORTED to the other, whose tables are then replicated"
+            f"TPUEmbedding: another layer of this TPUStrategy already uses {_HARDWARE}, which holds the tables of one layer. Put "
+            "all features into one layer, or pass embedding_feature=UNSUPPORTED to the other to replicate its tables."
         )
     _layers[strategy.extended] = weakref.ref(backend)
 
 
-def _check_policies(request: Request) -> None:
-    for path, config in request.features:
+def _check_policies(layer_options: LayerOptions) -> None:
+    for path, config in layer_options.features:
         if config.out_of_vocabulary != "error":
             raise ConfigError(
-                f"feature {path!r}: out_of_vocabulary={config.out_of_vocabulary!r} is not supported by {_HARDWARE}; map such ids "
-                "in the input pipeline, or set size_threshold so that its table is replicated"
+                f"feature {path!r}: out_of_vocabulary={config.out_of_vocabulary!r} is not supported by {_HARDWARE}. Map such ids "
+                "in the input pipeline, or set size_threshold to replicate its table."
             )
 
 
 def _check_kinds(features: Sequence[FeatureInput]) -> None:
-    """The accelerator takes dense ids with sparse or with ragged ones, not with both."""
+    """Raise ConfigError if some ids are sparse and others ragged. The accelerator takes dense ids with one of these kinds."""
     kinds = {type(feature.ids).__name__: feature.path for feature in features}
     if "SparseTensor" in kinds and "RaggedTensor" in kinds:
         raise ConfigError(
-            f"feature {kinds['SparseTensor']!r} has sparse ids, feature {kinds['RaggedTensor']!r} ragged ones, and "
-            f"{_HARDWARE} takes one of these kinds per call; convert one in the input pipeline"
+            f"feature {kinds['SparseTensor']!r} has sparse ids, and feature {kinds['RaggedTensor']!r} has ragged ids. "
+            f"{_HARDWARE} takes one of these kinds per call. Convert one in the input pipeline."
         )
     for feature in features:
         check_ids(feature)

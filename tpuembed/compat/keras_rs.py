@@ -1,6 +1,6 @@
-"""keras-rs' embedding layer: `import keras_rs` becomes `from tpuembed.compat import keras_rs`.
+"""keras-rs' embedding layer: replace `import keras_rs` by `from tpuembed.compat import keras_rs`.
 
-`keras_rs.layers.DistributedEmbedding` and its configs are there by that name, and without `layers`.
+`DistributedEmbedding` and its configs are in `keras_rs.layers`, and also in `keras_rs` itself.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.compat import module
-from tpuembed.compat.divided import DividedEmbedding, divide
 from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
 from tpuembed.compat.keras_rs_inputs import prepare
+from tpuembed.compat.partitioned_layer import PartitionedEmbedding, place_features
 from tpuembed.config import FeatureConfig as LayerFeature
 from tpuembed.config.structure import check_plain, flatten, map_leaves
 from tpuembed.errors import ConfigError
@@ -30,24 +30,24 @@ _SPARSECORE, _DEFAULT = "sparsecore", "default_device"
 
 
 @keras.saving.register_keras_serializable(package="tpuembed.compat.keras_rs")
-class DistributedEmbedding(DividedEmbedding):
-    """Looks features up in tables, each placed on the TPU's embedding hardware or beside the rest of the model.
+class DistributedEmbedding(PartitionedEmbedding):
+    """Looks up features in tables. Each table is placed on the TPU's embedding hardware or with the rest of the model.
 
-    Every table is trained by its own optimizer, wherever it is placed; the optimizer of `compile` trains the rest. Dense ids
-    of [batch, ids] are combined, as sparse and ragged ones are. An export finds the tables whatever their placement.
+    Every table is trained by its own optimizer, in any placement. The optimizer of `compile` trains the rest. Dense ids
+    [batch, ids] are combined, like sparse and ragged ones. An export finds the tables in any placement.
 
     Args:
         feature_configs: a nested structure of FeatureConfig, or of `tf.tpu.experimental.embedding.FeatureConfig`, whose
             tables are placed as "auto".
-        table_stacking: "auto", or None to keep every table by itself; only SparseCores stack tables.
-        update_stats: only False.
+        table_stacking: "auto", or None for one stack per table. Only SparseCores stack tables.
+        update_stats: must be False.
         optimizer: for tables without their own.
         pipeline_execution_with_tensor_core: overlap lookups with dense computation.
-        sparse_core_embedding_config: TensorFlow's, with TensorFlow's feature configs.
+        sparse_core_embedding_config: TensorFlow's config, used with TensorFlow's feature configs.
         **kwargs: as for every Keras layer.
 
     Raises:
-        ConfigError: a config that cannot be honoured, by name.
+        ConfigError: a config is not supported. The message names it.
 
     Source: `keras_rs.layers.DistributedEmbedding` on its TensorFlow backend.
     """
@@ -73,16 +73,16 @@ class DistributedEmbedding(DividedEmbedding):
             pipeline_execution_with_tensor_core,
             sparse_core_embedding_config,
         )
-        ours = _is_ours(feature_configs)
-        _check_config_kind(ours, self._options)
-        division = divide(feature_configs, lambda config: _place(config, ours))
+        own_configs = _uses_own_configs(feature_configs)
+        _check_config_kind(own_configs, self._options)
+        placement = place_features(feature_configs, lambda config: _place(config, own_configs))
         configs = dict(flatten(feature_configs))
         _check_optimizers(configs, optimizer)
-        _check_names(configs if ours else {})
-        parts = {place: division.part(place, configs) for place in (_SPARSECORE, _DEFAULT)}
+        _check_names(configs if own_configs else {})
+        parts = {place: placement.part(place, configs) for place in (_SPARSECORE, _DEFAULT)}
         makers = {_SPARSECORE: self._on_hardware, _DEFAULT: self._on_default_device}
-        self._set_parts(division, {place: makers[place](part) for place, part in parts.items() if part})
-        self._configs = _Configs(configs, ours, _unchangeable(parts[_SPARSECORE]))
+        self._set_parts(placement, {place: makers[place](part) for place, part in parts.items() if part})
+        self._configs = _Configs(configs, own_configs, _unchangeable(parts[_SPARSECORE]))
 
     def _on_hardware(self, features: dict[str, Any]) -> TPUEmbedding:
         options = self._options
@@ -102,38 +102,38 @@ class DistributedEmbedding(DividedEmbedding):
     # ---- lookup
 
     def preprocess(self, inputs: Any, weights: Any = None, training: bool = False) -> dict[str, Any]:  # noqa: ARG002
-        """`inputs` and `weights` together, by placement, as `call` also takes them; optional.
+        """Return `inputs` and `weights` by placement, in a form that `call` also takes. Calling it is optional.
 
         Raises:
-            ConfigError: their structure is not that of `feature_configs`.
+            ConfigError: their structure differs from `feature_configs`.
         """
-        division = self._division.value
-        given = {"inputs": division.unpack(as_tensors(division.structure, inputs, "inputs"), "inputs")}
+        placement = self._placement.value
+        given = {"inputs": placement.unpack(as_tensors(placement.structure, inputs, "inputs"), "inputs")}
         if weights is not None:
-            given["weights"] = division.unpack(as_tensors(division.structure, weights, "weights"), "weights")
+            given["weights"] = placement.unpack(as_tensors(placement.structure, weights, "weights"), "weights")
         return {
             _PREPROCESSED: {
-                place: {what: division.part(place, leaves) for what, leaves in given.items()} for place in self._places
+                place: {what: placement.part(place, leaves) for what, leaves in given.items()} for place in self._places
             }
         }
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, inputs: Any, weights: Any = None, **kwargs: Any) -> Any:
-        """`call`, as Keras calls it; ids and weights may also be numbers of Python and lists of them."""
+        """Run `call`, as Keras calls it. Ids and weights may also be Python numbers and lists of them."""
         if isinstance(inputs, Mapping) and _PREPROCESSED in inputs:
             return super().__call__(inputs, *(() if weights is None else (weights,)), **kwargs)
-        structure = self._division.value.structure
+        structure = self._placement.value.structure
         given = () if weights is None else (as_tensors(structure, weights, "weights"),)
         return super().__call__(as_tensors(structure, inputs, "inputs"), *given, **kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:
-        """The structure of `feature_configs` with activations at its leaves.
+        """Return the structure of `feature_configs` with activations at its leaves.
 
         Args:
-            inputs: that structure with ids at its leaves, or what `preprocess` gave.
+            inputs: that structure with ids at its leaves, or the result of `preprocess`.
             weights: None, or the same structure with weights of the ids' kind and shape.
-            training: has no effect: tables are trained where a gradient is taken.
+            training: has no effect. Tables are trained when a gradient is taken.
         """
         ids, given = self._leaves(inputs, weights, training)
         pairs = {path: self._configs.prepare(path, ids[path], None if given is None else given[path]) for path in ids}
@@ -152,53 +152,54 @@ class DistributedEmbedding(DividedEmbedding):
         return ids, {path: leaf for part in parts for path, leaf in part["weights"].items()}
 
     def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:
-        """The symbolic activations of symbolic `inputs`."""
+        """Return the symbolic activations of symbolic `inputs`."""
         ids, _ = self._leaves(inputs, weights, training)
-        if not self._configs.ours:
+        if not self._configs.own_configs:
             return self._specs(ids)
         specs = {
             path: keras.KerasTensor(self._configs.output_shape(path, ids[path].shape[0]), self.compute_dtype)
             for path in ids
         }
-        return self._division.value.pack(specs)
+        return self._placement.value.pack(specs)
 
-    def compute_output_shape(self, input_shapes: Any) -> Any:  # noqa: ARG002 - the configs say it
-        """The output_shape of every feature, with the batch of all replicas."""
-        if not self._configs.ours:
+    def compute_output_shape(self, input_shapes: Any) -> Any:  # noqa: ARG002 - the configs give it
+        """Return the output_shape of every feature, with the batch of all replicas."""
+        if not self._configs.own_configs:
             raise ConfigError(
-                f"layer {self.name!r}: TensorFlow's feature configs do not tell the shape of their outputs"
+                f"layer {self.name!r}: TensorFlow's feature configs do not give the shape of their outputs. "
+                "Use tpuembed.compat.keras_rs.FeatureConfig."
             )
-        return map_leaves(lambda config: config.output_shape, self._division.value.structure)
+        return map_leaves(lambda config: config.output_shape, self._placement.value.structure)
 
     # ---- tables
 
     def get_embedding_tables(self) -> dict[str, Any]:
-        """{table name: numpy float32 [vocabulary_size, dim]}, wherever the tables are."""
+        """Return {table name: numpy float32 [vocabulary_size, dim]}, in any placement."""
         return {name: variable.numpy() for name, variable in self.table_variables().items()}
 
     def set_embedding_tables(self, tables: Mapping[str, Any]) -> None:
-        """Overwrite tables; those that are not named stay as they are, and so do slots.
+        """Overwrite tables. Other tables, and all slots, stay unchanged.
 
         Args:
             tables: {table name: float32 [vocabulary_size, dim]}.
 
         Raises:
             UnknownTableError: the layer has no such table.
-            ConfigError: another shape or dtype than the table's.
+            ConfigError: the shape or dtype differs from the table's.
         """
-        homes = {name: self._home(name) for name in tables}
+        layers_by_table = {name: self._layer_of(name) for name in tables}
         for name, values in tables.items():
-            homes[name].update_embedding_table(name, values)
+            layers_by_table[name].update_embedding_table(name, values)
 
     # ---- saving
 
     def get_config(self) -> dict[str, Any]:
-        """Everything but the weights. A table that features share stands once, under `tables`."""
-        if not self._configs.ours:
+        """Return the config, without weights. A table that features share is written once, under `tables`."""
+        if not self._configs.own_configs:
             raise ConfigError(
-                f"layer {self.name!r}: TensorFlow's feature configs cannot be written; use tpuembed.compat.keras_rs.FeatureConfig"
+                f"layer {self.name!r}: TensorFlow's feature configs cannot be written. Use tpuembed.compat.keras_rs.FeatureConfig."
             )
-        structure = self._division.value.structure
+        structure = self._placement.value.structure
         check_plain(structure)
         tables = list({id(config.table): config.table for _, config in flatten(structure)}.values())
         order = {id(table): index for index, table in enumerate(tables)}
@@ -212,7 +213,7 @@ class DistributedEmbedding(DividedEmbedding):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DistributedEmbedding":
-        """The layer that `get_config` described."""
+        """Return the layer that `get_config` described."""
         rest = dict(config)
         tables = [TableConfig.from_config(table) for table in rest.pop("tables")]
         return cls(_features_from(rest.pop("feature_configs"), tables), **rest)
@@ -220,7 +221,7 @@ class DistributedEmbedding(DividedEmbedding):
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What the layer was asked for besides its features."""
+    """The layer's arguments besides its features."""
 
     table_stacking: Any
     optimizer: Any
@@ -228,7 +229,7 @@ class _Options:
     sparse_core_config: Any
 
     def sparse_core(self) -> Any:
-        """TensorFlow's config of SparseCores; None for its defaults."""
+        """Return TensorFlow's config of SparseCores. None takes its defaults."""
         if self.table_stacking is None and embedding_feature(tf.distribute.get_strategy()) == "V2":
             return tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig(disable_table_stacking=True)
         return self.sparse_core_config
@@ -243,14 +244,20 @@ class _Options:
 
 @dataclasses.dataclass(frozen=True)
 class _Configs:
-    """The features by path; `ours` where they are this module's; those whose ids the hardware takes `unchanged`."""
+    """The features by path.
+
+    Attributes:
+        features: path -> FeatureConfig, this module's or TensorFlow's.
+        own_configs: True if they are this module's.
+        unchanged: the paths of the features whose ids the hardware takes only as they are.
+    """
 
     features: Mapping[str, Any]
-    ours: bool
+    own_configs: bool
     unchanged: frozenset[str]
 
     def prepare(self, path: str, ids: Any, weights: Any) -> tuple[Any, Any]:
-        if not self.ours:
+        if not self.own_configs:
             return ids, weights
         return prepare(self.features[path], ids, weights, path in self.unchanged)
 
@@ -261,59 +268,59 @@ class _Configs:
 def _check_options(table_stacking: Any, update_stats: bool) -> None:
     if update_stats:
         raise ConfigError(
-            "DistributedEmbedding: update_stats=True needs keras-rs on JAX; `tpuembed doctor` counts a sample"
+            "DistributedEmbedding: update_stats=True needs keras-rs on JAX. `tpuembed doctor` counts the ids of a sample."
         )
     if table_stacking not in ("auto", None):
         raise ConfigError(
-            f"DistributedEmbedding: table_stacking={table_stacking!r}: TensorFlow stacks tables by itself; pass 'auto', or "
-            "None to stack none"
+            f"DistributedEmbedding: table_stacking={table_stacking!r} is not supported, because TensorFlow chooses the stacks. "
+            "Pass 'auto', or None to stack no tables."
         )
 
 
-def _is_ours(structure: Any) -> bool:
-    """Whether the features are this module's; TensorFlow's otherwise."""
+def _uses_own_configs(structure: Any) -> bool:
+    """Return True if the features are this module's, False if they are TensorFlow's."""
     leaves = [leaf for _, leaf in flatten(structure)]
-    ours = [isinstance(leaf, FeatureConfig) for leaf in leaves]
+    own_configs = [isinstance(leaf, FeatureConfig) for leaf in leaves]
     if not leaves:
-        raise ConfigError("DistributedEmbedding: feature_configs is empty; name at least one feature")
-    if any(ours) and not all(ours):
+        raise ConfigError("DistributedEmbedding: feature_configs is empty. Name at least one feature.")
+    if any(own_configs) and not all(own_configs):
         raise ConfigError(
             "DistributedEmbedding: feature_configs mixes tpuembed.compat.keras_rs.FeatureConfig with "
-            f"{type(leaves[ours.index(False)]).__name__}; use one kind"
+            f"{type(leaves[own_configs.index(False)]).__name__}. Use one kind."
         )
-    return any(ours)
+    return any(own_configs)
 
 
-def _check_config_kind(ours: bool, options: _Options) -> None:
-    if ours and options.sparse_core_config is not None:
+def _check_config_kind(own_configs: bool, options: _Options) -> None:
+    if own_configs and options.sparse_core_config is not None:
         raise ConfigError(
-            "DistributedEmbedding: sparse_core_embedding_config goes with TensorFlow's feature configs; here a TableConfig has "
-            "max_ids_per_partition and max_unique_ids_per_partition, and the layer table_stacking"
+            "DistributedEmbedding: sparse_core_embedding_config is for TensorFlow's feature configs. Set max_ids_per_partition "
+            "and max_unique_ids_per_partition of the TableConfig, and table_stacking of the layer."
         )
-    if not ours and options.table_stacking != "auto":
+    if not own_configs and options.table_stacking != "auto":
         raise ConfigError(
-            "DistributedEmbedding: table_stacking goes with tpuembed.compat.keras_rs.FeatureConfig; with TensorFlow's, set "
-            "disable_table_stacking of its SparseCoreEmbeddingConfig"
+            "DistributedEmbedding: table_stacking is for tpuembed.compat.keras_rs.FeatureConfig. With TensorFlow's configs, set "
+            "disable_table_stacking of the SparseCoreEmbeddingConfig."
         )
 
 
-def _place(config: Any, ours: bool) -> str:
-    """Where the feature's table goes. An export takes the rows from a checkpoint, so there no hardware is asked for."""
-    wanted = config.table.placement if ours else "auto"
+def _place(config: Any, own_configs: bool) -> str:
+    """Return the place of the feature's table. In an export the rows come from a checkpoint, so the hardware does not matter."""
+    wanted = config.table.placement if own_configs else "auto"
     if wanted == _DEFAULT or current_source() is not None:
         return _DEFAULT
     strategy = tf.distribute.get_strategy()
     found = is_tpu_strategy(strategy) and embedding_feature(strategy) in ("V1", "V2")
     if wanted == _SPARSECORE and not found:
         raise ConfigError(
-            f"table {config.table.name!r}: placement 'sparsecore' needs a TPUStrategy over TPUs with embedding hardware, and the "
-            f"layer is created under {type(strategy).__name__}; use 'auto' to place it there only where it is"
+            f"table {config.table.name!r}: placement 'sparsecore' needs a TPUStrategy over TPUs with embedding hardware. The "
+            f"layer is created under {type(strategy).__name__}. Use 'auto' to place it on that hardware only if it exists."
         )
     return _SPARSECORE if found else _DEFAULT
 
 
 def _unchangeable(on_hardware: Mapping[str, Any]) -> frozenset[str]:
-    """Those of the features `on_hardware` whose ids must be arguments of the step: all, before SparseCores."""
+    """Return the features `on_hardware` whose ids must be unchanged arguments of the step: all of them, before SparseCores."""
     if not on_hardware or embedding_feature(tf.distribute.get_strategy()) != "V1":
         return frozenset()
     return frozenset(on_hardware)
@@ -323,23 +330,23 @@ def _check_optimizers(configs: Mapping[str, Any], optimizer: Any) -> None:
     for config in configs.values():
         if optimizer is None and getattr(config, "table", None) is not None and config.table.optimizer is None:
             raise ConfigError(
-                f"table {config.table.name!r}: neither it nor the layer has an optimizer; give one of them one"
+                f"table {config.table.name!r}: neither it nor the layer has an optimizer. Give one of them an optimizer."
             )
 
 
 def _check_names(configs: Mapping[str, FeatureConfig]) -> None:
-    """Raise ConfigError where two tables have one name; a table of TensorFlow's may have none."""
+    """Raise ConfigError if two different tables have one name. TensorFlow's tables may have no name."""
     tables: dict[str, TableConfig] = {}
     for config in configs.values():
         if tables.setdefault(config.table.name, config.table) != config.table:
             raise ConfigError(
-                f"two different tables are called {config.table.name!r}: {tables[config.table.name]} and {config.table}; "
-                "rename one"
+                f"two different tables are called {config.table.name!r}: {tables[config.table.name]} and {config.table}. "
+                "Rename one."
             )
 
 
 def _layer_features(features: Mapping[str, Any], shape: Any) -> dict[str, Any]:
-    """The features in tpuembed's words, with `shape(config)` for output_shape; tables stay shared."""
+    """Return the features as tpuembed's configs, with `shape(config)` as output_shape. Tables stay shared."""
     if not all(isinstance(config, FeatureConfig) for config in features.values()):
         return dict(features)
     tables = {id(config.table): config.table.to_layer() for config in features.values()}
@@ -354,14 +361,14 @@ def _per_replica_shape(config: FeatureConfig) -> tuple[int | None, ...]:
     batch, *others = config.output_shape[:-1]
     if batch is not None and batch % replicas:
         raise ConfigError(
-            f"feature {config.name!r}: output_shape {config.output_shape} has the batch of all {replicas} replicas, and {batch} "
-            "cannot be divided among them; make it a multiple"
+            f"feature {config.name!r}: output_shape {config.output_shape} has the batch of all {replicas} replicas. {batch} "
+            f"examples cannot be divided among them. Make the batch a multiple of {replicas}."
         )
     return (None if batch is None else batch // replicas, *others)
 
 
 def _features_from(node: Any, tables: list[TableConfig]) -> Any:
-    """The structure of FeatureConfig that `get_config` wrote."""
+    """Return the structure of FeatureConfig that `get_config` wrote."""
     if isinstance(node, Mapping) and isinstance(node.get("table"), int):
         return FeatureConfig(**{**node, "table": tables[node["table"]]})
     if isinstance(node, Mapping):

@@ -1,4 +1,4 @@
-"""Tables and features as keras-rs configures them."""
+"""keras-rs' configs of tables and features."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Shape = tuple[int | None, ...]
 
 
 def _default_initializer() -> Any:
-    """A new one for each table: with a seed in common, tables of one shape would begin as copies of each other."""
+    """Return a new initializer for each table. With a shared seed, tables of one shape would start as copies of each other."""
     return keras.initializers.VarianceScaling(mode="fan_out")
 
 
@@ -32,18 +32,18 @@ class TableConfig:
         vocabulary_size: rows.
         embedding_dim: columns.
         initializer: a Keras initializer or its name.
-        optimizer: what trains this table: "sgd", "adagrad", "adam" or "ftrl", a Keras 3 optimizer of these, or what else
-            `TPUEmbedding` takes; None for the layer's.
-        combiner: how the rows of one example are reduced: mean, sum or sqrtn.
-        placement: "sparsecore" for the TPU's embedding hardware, "default_device" for where the rest of the model is,
-            "auto" for the first where it is there.
+        optimizer: "sgd", "adagrad", "adam" or "ftrl", a Keras 3 optimizer of these, or another optimizer that
+            `TPUEmbedding` takes. None takes the layer's.
+        combiner: the reduction of the rows of one example: mean, sum or sqrtn.
+        placement: "sparsecore" for the TPU's embedding hardware, "default_device" for the device of the rest of the
+            model, "auto" for the first if it exists.
         max_ids_per_partition: the ids of one step that a SparseCore takes from another one's samples.
         max_unique_ids_per_partition: the same, each id counted once.
 
     Raises:
-        ConfigError: a field that cannot be honoured, by name.
+        ConfigError: a field is not supported. The message names it.
 
-    Source: `keras_rs.layers.TableConfig`, whose fields and defaults these are.
+    Source: `keras_rs.layers.TableConfig`. The fields and defaults are its own.
     """
 
     name: str
@@ -68,11 +68,11 @@ class TableConfig:
         self.to_layer()
 
     def __hash__(self) -> int:
-        """By the fields that are always hashable; equality looks at all of them."""
+        """Hash the fields that are always hashable. Equality compares all fields."""
         return hash((self.name, self.vocabulary_size, self.embedding_dim))
 
     def to_layer(self) -> LayerTable:
-        """The same table, in tpuembed's words."""
+        """Return the same table as tpuembed's config."""
         return LayerTable(
             vocabulary_size=self.vocabulary_size,
             dim=self.embedding_dim,
@@ -85,7 +85,7 @@ class TableConfig:
         )
 
     def get_config(self) -> dict[str, Any]:
-        """The fields, as JSON values."""
+        """Return the fields, as JSON values."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **fields,
@@ -95,7 +95,7 @@ class TableConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "TableConfig":
-        """The table that `get_config` described."""
+        """Return the table that `get_config` described."""
         read = keras.saving.deserialize_keras_object
         optimizer = config["optimizer"]
         if isinstance(optimizer, Mapping) and "class_name" in optimizer:
@@ -117,16 +117,16 @@ class FeatureConfig:
 
     Attributes:
         name: a label.
-        table: the TableConfig; features that share it share its rows.
-        input_shape: of the ids, with the batch of all replicas: (batch,) or (batch, ids); of ragged ids the most that an
-            example keeps, the rest is cut.
-        output_shape: of the activations: (batch, embedding_dim), or (batch, ids, embedding_dim) for ids that are not
-            combined.
+        table: the TableConfig. Features that share it share its rows.
+        input_shape: the shape of the ids, with the batch of all replicas: (batch,) or (batch, ids). For ragged ids, the
+            maximum that an example keeps. The rest is cut.
+        output_shape: the shape of the activations: (batch, embedding_dim), or (batch, ids, embedding_dim) for ids that
+            are not combined.
 
     Raises:
-        ConfigError: shapes that contradict the table or each other.
+        ConfigError: the shapes contradict the table or each other.
 
-    Source: `keras_rs.layers.FeatureConfig`, whose fields these are.
+    Source: `keras_rs.layers.FeatureConfig`. The fields are its own.
     """
 
     name: str
@@ -155,23 +155,23 @@ class FeatureConfig:
             )
         if not (_agree(out[:-1], given) or self.combined):
             raise ConfigError(
-                f"feature {self.name!r}: ids of input_shape {given} give {(*given[:1], dim)}, combined, or {(*given, dim)}; "
-                f"output_shape is {out}"
+                f"feature {self.name!r}: output_shape is {out}. Ids of input_shape {given} give {(*given[:1], dim)} if combined, "
+                f"else {(*given, dim)}. Make output_shape one of them."
             )
 
     @property
     def combined(self) -> bool:
-        """Whether the ids of an example give one activation together."""
+        """Return True if the ids of an example are combined into one activation."""
         return len(self.input_shape) == 2 and _agree(self.output_shape[:-1], self.input_shape[:1])
 
     def get_config(self) -> dict[str, Any]:
-        """The fields, as JSON values."""
+        """Return the fields, as JSON values."""
         shapes = {"input_shape": list(self.input_shape), "output_shape": list(self.output_shape)}
         return {"name": self.name, "table": self.table.get_config(), **shapes}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "FeatureConfig":
-        """The feature that `get_config` described."""
+        """Return the feature that `get_config` described."""
         return cls(**{**config, "table": TableConfig.from_config(config["table"])})
 
 

@@ -1,6 +1,6 @@
-"""Ids and weights as keras-rs takes them, made into what `TPUEmbedding` takes.
+"""Conversion of ids and weights from keras-rs' form to that of `TPUEmbedding`.
 
-The difference: keras-rs combines the ids of a dense [batch, ids], `TPUEmbedding` those of sparse and ragged ids alone.
+keras-rs combines dense ids [batch, ids]. `TPUEmbedding` combines only sparse and ragged ids.
 """
 
 from typing import Any
@@ -17,16 +17,16 @@ Tensor = Any
 
 
 def prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool = False) -> tuple[Tensor, Tensor]:
-    """(ids, weights) of one feature for `TPUEmbedding`; weights may be None.
+    """Return (ids, weights) of one feature for `TPUEmbedding`. Weights may be None.
 
     Args:
-        config: the feature's.
-        ids, weights: as they were given.
-        unchanged: whether the hardware takes nothing but the arguments of a step.
+        config: the feature's config.
+        ids, weights: the feature's arguments of `call`.
+        unchanged: True if the hardware takes only the unchanged arguments of a step.
 
     Raises:
-        ConfigError: ids or weights of another shape than the config's, or that would have to be changed, by the feature's
-            name.
+        ConfigError: the shape of ids or weights differs from the config's, or they would have to be changed. The
+            message names the feature.
     """
     if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
         ids = tf.convert_to_tensor(ids)
@@ -35,8 +35,8 @@ def prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool
         return ids, weights
     if unchanged:
         raise ConfigError(
-            f"feature {config.name!r}: TPUs v2 to v4 take ids as they come from the input pipeline; make a tf.RaggedTensor of "
-            "dense [batch, ids] there, cut longer examples there, and set input_shape (batch, None)"
+            f"feature {config.name!r}: TPUs v2 to v4 take ids as they come from the input pipeline. In the pipeline, convert dense "
+            "[batch, ids] to a tf.RaggedTensor and cut longer examples. Then set input_shape (batch, None)."
         )
     if tpu_call() is None:
         return _prepared(config, ids, weights)
@@ -60,15 +60,13 @@ def _prepared(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tens
         ids = ids[:, None]
     if config.combined:
         return _as_ragged(ids), None if weights is None else _as_ragged(_like(config, ids, weights))
-    if (
-        ids.shape.rank == 1 and config.table.combiner == "sum"
-    ):  # of one row, the others are that row whatever its weight
+    if ids.shape.rank == 1 and config.table.combiner == "sum":  # other combiners return the row itself for any weight
         return _as_ragged(ids[:, None]), _as_ragged(_like(config, ids, weights)[:, None])
     return ids, None if ids.shape.rank == 1 else weights
 
 
 def _as_ragged(values: Tensor) -> Tensor:
-    """[batch, n] as rows of n each: what is known of the shape stays known, as a TPU's program needs it."""
+    """Return [batch, n] as ragged rows of n each. Known sizes stay known, because a TPU program needs them."""
     rows, length = (
         known if known is not None else tf.shape(values, tf.int64)[axis] for axis, known in enumerate(values.shape)
     )
@@ -80,12 +78,13 @@ def _limit(config: FeatureConfig) -> int | None:
 
 
 def _lacks_an_axis(config: FeatureConfig, ids: Tensor) -> bool:
-    """Whether dense ids [batch] are given for an input_shape (batch, 1)."""
+    """Return True if dense ids [batch] are given for an input_shape (batch, 1)."""
     return ids.shape.rank == 1 and len(config.input_shape) == 2 and config.input_shape[1] == 1
 
 
 def _check_shape(config: FeatureConfig, ids: Tensor) -> None:
-    """Compare `ids` with input_shape. The batch may be another; ids [batch] are [batch, 1]; sparse ids may be narrower."""
+    """Raise ConfigError if `ids` do not match input_shape. The batch may differ, ids [batch] count as [batch, 1],
+    sparse ids may be narrower."""
     shape, wanted = tuple(ids.shape), config.input_shape
     if _lacks_an_axis(config, ids):
         return
@@ -94,7 +93,7 @@ def _check_shape(config: FeatureConfig, ids: Tensor) -> None:
     wrong = [pair for pair in sizes if None not in pair and (pair[0] > pair[1] if sparse else pair[0] != pair[1])]
     if len(shape) != len(wanted) or wrong:
         raise ConfigError(
-            f"feature {config.name!r}: ids of shape {shape}, and its input_shape is {wanted}; make them agree but for the batch"
+            f"feature {config.name!r}: its ids have shape {shape}. Its input_shape is {wanted}. Make all sizes but the batch equal."
         )
 
 
@@ -102,6 +101,6 @@ def _like(config: FeatureConfig, ids: Tensor, weights: Tensor) -> Tensor:
     weights = tf.convert_to_tensor(weights)
     if not weights.shape.is_compatible_with(ids.shape):
         raise ConfigError(
-            f"feature {config.name!r}: weights of shape {tuple(weights.shape)} for ids of shape {tuple(ids.shape)}; make them equal"
+            f"feature {config.name!r}: weights have shape {tuple(weights.shape)}, ids {tuple(ids.shape)}. Make them equal."
         )
     return weights

@@ -1,4 +1,4 @@
-"""What a user states about tables, features, optimizers and serving: frozen, valid once built, free of TensorFlow."""
+"""The configs of tables, features, optimizers and serving: frozen, valid once built, free of TensorFlow."""
 
 from tpuembed.config.optimizers import (
     FTRL,

@@ -1,4 +1,4 @@
-"""The checks that config classes share; each failure names the object, the value and the remedy."""
+"""Checks that the config classes share. Each error names the object, the value and the remedy."""
 
 import difflib
 import math
@@ -13,7 +13,7 @@ _SHOWN: Final = 30
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A closing remedy: the nearest of `known`, or all of them, or as many as one reads."""
+    """Return the remedy that ends a message: the nearest of `known`, else the list of them, cut to a readable length."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
     shown = ", ".join(names[:_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _SHOWN else "")
@@ -35,7 +35,7 @@ def check_name(where: str, value: object) -> None:
 
 
 def check_count(where: str, value: object, minimum: int = 1, maximum: int = 2**63 - 1) -> None:
-    """Raise ConfigError unless `value` is an integer (no bool, no float) from `minimum` to `maximum`."""
+    """Raise ConfigError unless `value` is an integer (not a bool or a float) from `minimum` to `maximum`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ConfigError(f"{where} must be an integer, got {value!r}")
     if value.__index__() < minimum:

@@ -1,6 +1,6 @@
-"""Table optimizers as data: which rule, with which hyper-parameters. The rules themselves are in `backends`.
+"""Table optimizers as data: the rule and its hyper-parameters. `backends` has the rules themselves.
 
-Names, defaults and slot names are those of `tf.tpu.experimental.embedding`; formulas are those that TPUs apply, from
+Names, defaults and slot names are those of `tf.tpu.experimental.embedding`. The formulas are those of TPUs, from
 tensorflow/core/protobuf/tpu/optimization_parameters.proto.
 """
 
@@ -17,16 +17,17 @@ __all__ = ["FTRL", "OPTIMIZERS", "SGD", "Adagrad", "AdagradMomentum", "Adam", "O
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What all specs have. An update sums the gradients g of a row's duplicates, clips, decays, applies the rule, clips.
+    """The base of all specs. An update sums the gradients g of a row's duplicates, clips, decays, applies the rule,
+    clips.
 
     Attributes:
-        learning_rate: a number; or a callable of no arguments, read at every update; or a Keras
+        learning_rate: a number, a callable without arguments that is read at every update, or a Keras
             `LearningRateSchedule`, evaluated at the layer's own count of updates.
         use_gradient_accumulation: sum the gradients of duplicate ids before the rule is applied, once per row.
-        clipvalue: bounds of each element of the summed gradient: c for (-c, c), or (min, max), None for no bound.
+        clipvalue: bounds of each element of the summed gradient: c for (-c, c), or (min, max). None for no bound.
         weight_decay_factor: w -= weight_decay_factor * w, for rows that a step touched, before the rule.
         multiply_weight_decay_factor_by_learning_rate: decay by weight_decay_factor * learning_rate instead.
-        clip_weight_min, clip_weight_max: bounds of the weights after the update; None for no bound.
+        clip_weight_min, clip_weight_max: bounds of the weights after the update. None for no bound.
         slot_variable_creation_fn: called with (table variable, slot names, slot initializers), returns {slot name: variable}.
     """
 
@@ -43,7 +44,7 @@ class Optimizer:
     slot_variable_creation_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field; a subclass adds its own. Integers and numpy's numbers become floats, as table rows are."""
+        """Check every field, and convert integers and numpy numbers to float. A subclass adds its own checks."""
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _as_float(getattr(self, field.name)))
         if not callable(self.learning_rate):
@@ -59,7 +60,7 @@ class Optimizer:
             raise ConfigError(f"{self.kind}: clipvalue needs use_gradient_accumulation, as on the TPU")
 
     def _bounds(self) -> tuple[float | None, float | None] | None:
-        """`clipvalue` as (min, max)."""
+        """Return `clipvalue` as (min, max)."""
         value = self.clipvalue
         if value is None:
             return None
@@ -69,21 +70,21 @@ class Optimizer:
         return -value, value
 
     def slot_initial_value(self, slot: str) -> float:
-        """The value that every element of `slot` starts from."""
+        """Return the initial value of every element of `slot`."""
         return getattr(self, "initial_accumulator_value", 0.0) if slot == "accumulators" else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"kind": ..., hyper-parameter: value}` without defaults; a field that is code cannot be written and raises."""
+        """Return `{"kind": ..., hyper-parameter: value}` without defaults. Raises ConfigError for a field that is code."""
         for name in ("learning_rate", "slot_variable_creation_fn"):
             if callable(getattr(self, name)):
                 raise ConfigError(
-                    f"{self.kind}: a callable {name} cannot be saved in a config; "
-                    "rebuild the layer in code and restore its weights"
+                    f"{self.kind}: a callable {name} cannot be saved in a config. "
+                    "Rebuild the layer in code and restore its weights."
                 )
         return self.static_dict()
 
     def static_dict(self) -> dict[str, Any]:
-        """`to_dict` without the fields that are code: what a checkpoint says of the optimizer that wrote it."""
+        """Return `to_dict` without the fields that are code. A checkpoint holds it as the optimizer that wrote it."""
         fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         kept = {name: value for name, (value, default) in fields.items() if name == "learning_rate" or value != default}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
@@ -91,7 +92,7 @@ class Optimizer:
 
 
 def _as_float(value: Any) -> Any:
-    """A number as a Python float; anything else, a bool among it, as it is."""
+    """Return a number as a Python float. Other values, including bools, are returned unchanged."""
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
 
 
@@ -189,7 +190,7 @@ class FTRL(Optimizer):
 
     With p(a) = a^(-learning_rate_power), a' = a + g^2 and d = p(a') - p(a):
         l = l + g - d w / learning_rate;  w = (clamp(l, -l1, l1) - l) / ((p(a') + beta) / learning_rate + 2 l2)
-    and with `multiply_linear_by_learning_rate`, where l holds learning_rate times as much:
+    With `multiply_linear_by_learning_rate`, l holds learning_rate times as much:
         l = l + learning_rate g - d w;  w = (clamp(l, -lr l1, lr l1) - l) / (p(a') + 2 lr l2 + beta)
     Source besides the proto: McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013, algorithm 1.
     """
@@ -215,14 +216,14 @@ class FTRL(Optimizer):
         if self.initial_accumulator_value == 0.0 and not self.allow_zero_accumulator:
             raise ConfigError("ftrl: initial_accumulator_value 0 needs allow_zero_accumulator=True")
         if self.weight_decay_factor is not None:
-            raise ConfigError("ftrl: weight_decay_factor has no agreed meaning here; use l2_regularization_strength")
+            raise ConfigError("ftrl: weight_decay_factor is not supported. Use l2_regularization_strength.")
 
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adagrad, AdagradMomentum, Adam, FTRL)}
 
 
 def optimizer_from(value: str | Mapping[str, Any] | Optimizer) -> Optimizer:
-    """The spec that `value` names: a spec, a string such as "adagrad", or what `Optimizer.to_dict` gave."""
+    """Return the spec for `value`: a spec, a string such as "adagrad", or the result of `Optimizer.to_dict`."""
     if isinstance(value, Optimizer):
         return value
     if isinstance(value, str):

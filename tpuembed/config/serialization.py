@@ -1,4 +1,4 @@
-"""Configs to and from dicts, JSON and YAML."""
+"""Conversion of configs to and from dicts, JSON and YAML."""
 
 import dataclasses
 import json
@@ -18,10 +18,10 @@ _FEATURE_KEYS = tuple(field.name for field in dataclasses.fields(FeatureConfig))
 
 
 def load_mapping(source: str | Path | Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    """The mapping that `source` holds: itself, or the content of a .yaml, .yml or .json file.
+    """Return `source` if it is a mapping, else the content of the .yaml, .yml or .json file.
 
     Raises:
-        ConfigError: the file is missing, does not parse, or holds no mapping. The message calls it `what`.
+        ConfigError: the file is missing, cannot be parsed, or holds no mapping. The message calls it `what`.
     """
     if isinstance(source, Mapping):
         return source
@@ -36,21 +36,21 @@ def load_mapping(source: str | Path | Mapping[str, Any], what: str) -> Mapping[s
             json.loads(text, object_pairs_hook=_unique_pairs) if path.suffix == ".json" else _yaml().load_unique(text)
         )
     except ValueError as error:
-        raise ConfigError(f"{what} {path}: does not parse: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{what} {path}: cannot be parsed: {' '.join(str(error).split())}") from None
     if not isinstance(parsed, Mapping):
         raise ConfigError(f"{what} {path}: expected a mapping at the top, got {type(parsed).__name__}")
     return parsed
 
 
 def _yaml() -> Any:
-    """The YAML library costs as much to import as the rest of the configs, which most programs write in Python."""
+    """Import YAML on first use. It costs as much as the other config modules, and most programs write configs in Python."""
     from tpuembed.config import yaml_files
 
     return yaml_files
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; the same refusal."""
+    """Return a JSON object as a dict. Raises ValueError if a key is given twice."""
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
@@ -59,7 +59,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def feature_config_to_dict(features: Any) -> dict[str, Any]:
-    """`{"tables": {name: ...}, "features": <same nesting, tables by name>}`, JSON values throughout."""
+    """Return `{"tables": {name: ...}, "features": <same nesting, tables by name>}`, as JSON values."""
     tables: dict[str, TableConfig] = {}
     for path, feature in flatten(features):
         if not isinstance(feature, FeatureConfig):
@@ -70,10 +70,11 @@ def feature_config_to_dict(features: Any) -> dict[str, Any]:
 
 
 def feature_config_from_dict(value: str | Path | Mapping[str, Any]) -> Any:
-    """The nested structure of FeatureConfig that `feature_config_to_dict` wrote, from a dict or a YAML/JSON file.
+    """Return the nested structure of FeatureConfig that `feature_config_to_dict` wrote, from a dict or a YAML/JSON
+    file.
 
     Raises:
-        ConfigError: an unknown key, a feature of an unknown table, or a field out of range.
+        ConfigError: a key is unknown, a feature has an unknown table, or a field is out of range.
     """
     mapping = load_mapping(value, "feature config")
     check_keys("feature config", mapping, ("tables", "features"))
@@ -92,7 +93,7 @@ def _table_from_dict(name: str, fields: Any) -> TableConfig:
     if missing:
         raise ConfigError(f"{where}: missing {' and '.join(missing)}")
     if fields.get("name", name) != name:
-        raise ConfigError(f"{where}: its own name says {fields['name']!r}; make them equal")
+        raise ConfigError(f"{where}: its field name is {fields['name']!r}. Make them equal.")
     quantization = fields.get("quantization_config")
     if isinstance(quantization, Mapping):
         try:
@@ -116,7 +117,7 @@ def _features_from(node: Any, tables: Mapping[str, TableConfig], path: str) -> A
 
 
 def dump_config(config: Mapping[str, Any], path: str | Path) -> None:
-    """Write a config's dict form to `path`, as JSON where it ends in .json and as YAML elsewhere."""
+    """Write a config's dict to `path`, as JSON if it ends in .json, else as YAML."""
     path = Path(path)
     text = json.dumps(config, indent=2) if path.suffix == ".json" else _yaml().dump(config)
     path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a server answers: which features, from which tables, combined how."""
+"""The config of a signature: its features, their tables, and how their rows are combined."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -18,14 +18,14 @@ INPUTS = ("id", "ids")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingTable:
-    """What the checkpoint does not say about a table, or must agree with.
+    """Values of a table that the checkpoint does not have, or must agree with.
 
     Attributes:
-        vocabulary_size: rows; None to take the checkpoint's.
-        dim: columns; None to take the checkpoint's.
-        combiner: for its features that name none; None to take the checkpoint's, or mean.
-        quantization_config: what its activations were quantized to in training, or the fields of that in a mapping; None to
-            take the checkpoint's, or no quantization.
+        vocabulary_size: rows. None takes the checkpoint's.
+        dim: columns. None takes the checkpoint's.
+        combiner: for features without their own. None takes the checkpoint's, or mean.
+        quantization_config: the quantization of its activations in training, or a mapping of its fields. None takes the
+            checkpoint's, or no quantization.
     """
 
     vocabulary_size: int | None = None
@@ -49,12 +49,14 @@ class ServingFeature:
 
     Attributes:
         table: the table's name in the checkpoint.
-        input: "id" for int64 [batch], one row each; "ids" for int64 [batch, hot], padded with -1 and combined.
-        combiner: sum, mean or sqrtn; None to take the table's. Of one row ("id") each of them is that row.
-        weighted: a second input `<feature>_weights`, float32 [batch, hot], weighs the ids.
-        max_sequence_length: above 0, the rows are not combined: [batch, max_sequence_length, dim], zero-padded.
-        out_of_vocabulary: "error" to fail the request, "zeros" for a row of zeros, or the row to take instead. None to take the
-            checkpoint's: that of its feature of the same name and table, else that of the table, else error.
+        input: "id" for int64 [batch], one row each. "ids" for int64 [batch, hot], padded with -1 and combined.
+        combiner: sum, mean or sqrtn. None takes the table's. For one row ("id") each of them gives that row.
+        weighted: adds a second input `<feature>_weights`, float32 [batch, hot], with weights of the ids.
+        max_sequence_length: above 0, the rows are not combined. The output is [batch, max_sequence_length, dim],
+            zero-padded.
+        out_of_vocabulary: "error" fails the request, "zeros" gives a row of zeros, a row number gives that row. None
+            takes the checkpoint's: that of its feature with the same name and table, else that of the table, else
+            error.
     """
 
     table: str
@@ -84,15 +86,15 @@ class ServingFeature:
         }
         for clash, present in clashes.items():
             if present:
-                raise ConfigError(f"serving feature of table {self.table!r}: {clash} has no meaning; drop one")
+                raise ConfigError(f"serving feature of table {self.table!r}: {clash} has no meaning. Drop one.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """The features of an export's signature and, where the checkpoint is silent, its tables.
+    """The features of an export's signature, and its tables if the checkpoint does not describe them.
 
     Raises:
-        ConfigError: no feature, or two inputs of one name.
+        ConfigError: there is no feature, or two inputs have one name.
     """
 
     features: Mapping[str, ServingFeature]
@@ -100,7 +102,7 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         if not self.features:
-            raise ConfigError("serving_config: features is empty; name at least one")
+            raise ConfigError("serving_config: features is empty. Name at least one.")
         for name, feature in self.features.items():
             check_name("serving_config: feature", name)
             if feature.weighted and f"{name}_weights" in self.features:
@@ -110,10 +112,10 @@ class ServingConfig:
 
     @classmethod
     def parse(cls, source: Any) -> "ServingConfig":
-        """From a YAML or JSON path, a dict, a nested structure of FeatureConfig, or a ServingConfig.
+        """Return the config for a YAML or JSON path, a dict, a nested structure of FeatureConfig, or a ServingConfig.
 
         Raises:
-            ConfigError: an unknown key (the nearest known one is named), or a value out of range.
+            ConfigError: a key is unknown (the message names the nearest known one), or a value is out of range.
         """
         if isinstance(source, cls):
             return source
@@ -129,7 +131,7 @@ class ServingConfig:
 
     @classmethod
     def from_features(cls, features: Any) -> "ServingConfig":
-        """From a nested structure of FeatureConfig; names on the way to a feature are joined with "/"."""
+        """Return the config for a nested structure of FeatureConfig. The path of a feature, joined with "/", is its name."""
         served: dict[str, ServingFeature] = {}
         tables: dict[str, ServingTable] = {}
         for path, feature in flatten(features):
@@ -151,20 +153,20 @@ class ServingConfig:
         return cls(features=served, tables=tables)
 
     def only_tables(self, names: Iterable[str]) -> "ServingConfig":
-        """The part of this config whose features look up in `names`."""
+        """Return the part of this config whose features look up in the tables `names`."""
         keep = set(names)
         features = {name: feature for name, feature in self.features.items() if feature.table in keep}
         if not features:
             raise ConfigError(
-                f"serving_config: no feature looks up in {', '.join(sorted(keep))}; add one or ask for other tables"
+                f"serving_config: no feature uses {', '.join(sorted(keep))}. Add one, or choose other tables."
             )
         return ServingConfig(features=features, tables={k: v for k, v in self.tables.items() if k in keep})
 
     def only_features(self, names: Iterable[str]) -> "ServingConfig":
-        """The part of this config that is the features `names`.
+        """Return the part of this config with the features `names`.
 
         Raises:
-            ConfigError: there is no feature of such a name.
+            ConfigError: there is no feature of that name.
         """
         names = list(names)
         for name in names:
@@ -175,7 +177,7 @@ class ServingConfig:
         return ServingConfig(features=features, tables={k: v for k, v in self.tables.items() if k in used})
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `parse` reads, without default values."""
+        """Return the mapping that `parse` reads, without default values."""
         return {
             "features": {name: _non_default(feature) for name, feature in self.features.items()},
             "tables": {name: _non_default(table) for name, table in self.tables.items()},
@@ -183,7 +185,7 @@ class ServingConfig:
 
 
 def _is_plain_mapping(source: Any) -> bool:
-    """True unless a FeatureConfig stands somewhere in it."""
+    """Return True if `source` is a mapping without a FeatureConfig in it."""
     return isinstance(source, Mapping) and not any(isinstance(leaf, FeatureConfig) for _, leaf in flatten(source))
 
 
@@ -192,8 +194,8 @@ def _section(mapping: Mapping[str, Any], key: str, cls: Any) -> dict[str, Any]:
     if not isinstance(section, Mapping):
         raise ConfigError(f"serving_config: {key} must be a mapping, got {section!r}")
     for name in section:
-        if not isinstance(name, str):  # YAML reads 1, on and null as other things than text
-            raise ConfigError(f"serving_config: {key}: {name!r} is no text; put the name in quotes")
+        if not isinstance(name, str):  # YAML reads 1, on and null as other types than text
+            raise ConfigError(f"serving_config: {key}: {name!r} is not text. Put the name in quotes.")
     return {name: _entry(f"serving_config: {key}: {name}", fields, cls) for name, fields in section.items()}
 
 

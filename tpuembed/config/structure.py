@@ -1,6 +1,6 @@
 """Nested structures of features: dicts, lists, tuples and named tuples, walked in one order with a path per leaf.
 
-Dict keys are walked sorted, as `tf.nest` does: table numbers and checkpoints do not depend on insertion order.
+Dict keys are walked sorted, as `tf.nest` does. So table numbers and checkpoints do not depend on insertion order.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """(key, child) pairs of a container in walking order; None for a leaf."""
+    """Return (key, child) pairs of a container in walking order. Returns None for a leaf."""
     if isinstance(node, Mapping):
         return [(str(key), node[key]) for key in sorted(node, key=str)]
     if isinstance(node, list | tuple):
@@ -23,7 +23,7 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) pairs; the keys of a path are joined with "/"."""
+    """Yield (path, leaf) pairs. The keys of a path are joined with "/"."""
     children = _children(structure)
     if children is None:
         yield path, structure
@@ -33,10 +33,10 @@ def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def flatten_up_to(shallow: Any, deep: Any, what: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, leaf of `shallow`, what stands there in `deep`).
+    """Yield (path, leaf of `shallow`, the subtree of `deep` at that path).
 
     Raises:
-        ConfigError: `deep` lacks or adds an entry; the message calls it `what` and gives both sides.
+        ConfigError: `deep` lacks or adds an entry. The message calls it `what` and gives both sides.
     """
     children = _children(shallow)
     if children is None:
@@ -60,25 +60,25 @@ def _keys(children: list[tuple[str, Any]]) -> str:
 
 
 def check_plain(structure: Any) -> None:
-    """Raise ConfigError for what JSON would give back as something else: keys that are no strings, named tuples."""
+    """Raise ConfigError for a structure that JSON would change: keys that are not strings, named tuples."""
     if hasattr(structure, "_fields"):
-        raise ConfigError(f"a structure with a named tuple ({type(structure).__name__}) cannot be written; use a dict")
+        raise ConfigError(f"a structure with a named tuple ({type(structure).__name__}) cannot be written. Use a dict.")
     if isinstance(structure, Mapping):
         for key in structure:
             if not isinstance(key, str):
-                raise ConfigError(f"a structure with the key {key!r} cannot be written; use string keys")
+                raise ConfigError(f"a structure with the key {key!r} cannot be written. Use string keys.")
     for _, child in _children(structure) or ():
         check_plain(child)
 
 
 def pack_like(structure: Any, leaves: list[T]) -> Any:
-    """`structure` with its leaves replaced, in walking order."""
+    """Return `structure` with its leaves replaced, in walking order."""
     remaining = iter(leaves)
     return map_leaves(lambda _: next(remaining), structure)
 
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
-    """`structure` with `function` applied to every leaf, in walking order; dicts keep their own key order."""
+    """Return `structure` with `function` applied to every leaf, in walking order. Dicts keep their own key order."""
     children = _children(structure)
     if children is None:
         return function(structure)

@@ -1,4 +1,4 @@
-"""Tables and the features that look rows up in them."""
+"""The configs of tables and of the features that look up rows in them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ __all__ = [
 
 COMBINERS = ("sum", "mean", "sqrtn")
 OUT_OF_VOCABULARY = ("error", "zeros")
-"""What an id outside its table does, besides the row that it is looked up as instead."""
+"""The policies for an id outside its table. A row number is the third policy: that row is looked up instead."""
 
 
 def check_out_of_vocabulary(where: str, value: object, rows: int | None = None) -> None:
-    """Raise ConfigError unless `value` is one of OUT_OF_VOCABULARY or a row, of `rows` where that is known."""
+    """Raise ConfigError unless `value` is one of OUT_OF_VOCABULARY or a row number, below `rows` if that is given."""
     if isinstance(value, str):
         if value not in OUT_OF_VOCABULARY:
             choices = ", ".join((*OUT_OF_VOCABULARY, "<row>"))
@@ -32,7 +32,7 @@ def check_out_of_vocabulary(where: str, value: object, rows: int | None = None) 
     check_count(f"{where}: out_of_vocabulary", value, 0)
     if rows is not None and value >= rows:  # type: ignore[operator]
         raise ConfigError(
-            f"{where}: out_of_vocabulary row {value} is outside the table of {rows} rows; choose a row below {rows}, or zeros"
+            f"{where}: out_of_vocabulary row {value} is outside the table of {rows} rows. Choose a row below {rows}, or zeros."
         )
 
 
@@ -54,7 +54,7 @@ class QuantizationConfig:
 
     @classmethod
     def parse(cls, value: Any) -> "QuantizationConfig":
-        """From its fields in a mapping, as configs are written, or from itself."""
+        """Return the config for a mapping of its fields, or `value` itself if it is one."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -67,7 +67,7 @@ class QuantizationConfig:
 
     @property
     def quantum(self) -> float:
-        """The step from one level to the next."""
+        """Return the step from one level to the next."""
         return (self.upper - self.lower) / (self.num_buckets - 1)
 
 
@@ -78,22 +78,22 @@ class TableConfig:
     Attributes:
         vocabulary_size: rows.
         dim: columns.
-        name: what checkpoints and exports are keyed by; unique among the tables of a layer.
+        name: the key of the table in checkpoints and exports. It is unique among the tables of a layer.
         combiner: how the rows of one sparse or ragged example are reduced: sum, mean or sqrtn.
-        initializer: None for a normal distribution cut at two standard deviations of 1/sqrt(dim); or a Keras
-            initializer, its name or its serialized dict; or a callable of `(shape, dtype=...)`.
-        optimizer: overrides the layer's for this table: a name, a tpuembed spec, a
-            `tf.tpu.experimental.embedding` optimizer or a Keras 3 optimizer.
+        initializer: None for a normal distribution cut at two standard deviations of 1/sqrt(dim). Else a Keras
+            initializer, its name or its serialized dict, or a callable of `(shape, dtype=...)`.
+        optimizer: overrides the layer's for this table. A name, a tpuembed spec, a `tf.tpu.experimental.embedding`
+            optimizer or a Keras 3 optimizer.
         quantization_config: simulated quantization of the activations during training.
-        max_ids_per_partition: on SparseCores, the ids of one step that one of them takes from another one's samples for
-            this table; None for TensorFlow's default, 256. A stack of tables takes the sum of theirs.
+        max_ids_per_partition: on SparseCores, the ids of one step that one SparseCore takes from another one's samples
+            for this table. None takes TensorFlow's default, 256. A stack of tables takes the sum of its tables' limits.
         max_unique_ids_per_partition: the same, each id counted once.
-        out_of_vocabulary: for its features that do not say: "error", "zeros" or a row, as FeatureConfig has it.
+        out_of_vocabulary: the policy of features without their own: "error", "zeros" or a row, see FeatureConfig.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
 
-    Source: `tf.tpu.experimental.embedding.TableConfig`, whose keyword names these are.
+    Source: `tf.tpu.experimental.embedding.TableConfig`. The keyword names are its own.
     """
 
     vocabulary_size: int
@@ -125,7 +125,7 @@ class TableConfig:
             )
 
     def __hash__(self) -> int:
-        """By the fields that are always hashable; equality looks at all of them."""
+        """Hash the fields that are always hashable. Equality compares all fields."""
         return hash((self.name, self.vocabulary_size, self.dim))
 
     def _check_optimizer(self) -> None:
@@ -141,7 +141,7 @@ class TableConfig:
             raise ConfigError(f"table {self.name!r}: initializer must be a name, a dict or a callable, got {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as JSON values; the layer writes initializers as Keras dicts."""
+        """Return the fields that differ from their defaults, as JSON values. The layer writes initializers as Keras dicts."""
         out: dict[str, Any] = {"vocabulary_size": int(self.vocabulary_size), "dim": int(self.dim), "name": self.name}
         out["combiner"] = self.combiner
         if self.initializer is not None:
@@ -171,19 +171,19 @@ class FeatureConfig:
 
     Attributes:
         table: the TableConfig.
-        name: a label for messages; the feature's place in the nested structure is what it is known by.
-        max_sequence_length: 0 to combine the rows of an example; above 0 to keep them as a sequence,
-            cut or zero-padded to this length (sparse and ragged ids only).
-        output_shape: the activation's shape without `dim`, where the input does not tell it.
+        name: a label for messages. A feature is identified by its place in the nested structure.
+        max_sequence_length: 0 combines the rows of an example. Above 0, the rows are kept as a sequence, cut or
+            zero-padded to this length (sparse and ragged ids only).
+        output_shape: the activation's shape without `dim`, if the input does not give it.
         validate_weights_and_indices: drop negative sparse and ragged ids instead of failing on them.
-        out_of_vocabulary: what an id outside the table does. "error" fails the step and names the id. "zeros": the id counts,
-            its row is zeros, and it trains nothing. A row number: that row is looked up, and trained, instead. None for the
-            table's; the attribute is then the table's.
+        out_of_vocabulary: the policy for an id outside the table. "error" fails the step and names the id. "zeros": the
+            id counts, its row is zeros, and it trains nothing. A row number: that row is looked up, and trained,
+            instead. None takes the table's, and the attribute then holds the table's.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
 
-    Source: `tf.tpu.experimental.embedding.FeatureConfig`, whose keyword names these are.
+    Source: `tf.tpu.experimental.embedding.FeatureConfig`. The keyword names are its own.
     """
 
     table: TableConfig
@@ -222,7 +222,7 @@ class FeatureConfig:
         return shape
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as JSON values; the table by its name."""
+        """Return the fields that differ from their defaults, as JSON values. The table is given by its name."""
         out: dict[str, Any] = {"table": self.table.name}
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
@@ -234,5 +234,5 @@ class FeatureConfig:
 
 
 def _plain_policy(value: Any) -> str | int:
-    """An out_of_vocabulary as JSON has it: a row may be of numpy."""
+    """Return an out_of_vocabulary as a JSON value. A row may be a numpy integer."""
     return value if isinstance(value, str) else int(value)

@@ -1,4 +1,4 @@
-"""YAML in which no key is given twice."""
+"""Reads and writes YAML. Refuses a key that is given twice."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ __all__ = ["dump", "load_unique"]
 
 
 def load_unique(text: str) -> Any:
-    """What `text` holds.
+    """Return the value of `text`.
 
     Raises:
-        ValueError: it does not parse, or a mapping has a key twice, of which the second would silently win.
+        ValueError: it cannot be parsed, or a mapping has a key twice. The second one would silently win.
     """
     try:
         return yaml.load(text, _UniqueKeyLoader)
@@ -21,16 +21,16 @@ def load_unique(text: str) -> Any:
 
 
 def dump(config: Mapping[str, Any]) -> str:
-    """`config` as YAML, its keys in their order."""
+    """Return `config` as YAML, with its keys in their order."""
     return yaml.safe_dump(dict(config), sort_keys=False)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice: the second would silently win."""
+    """A SafeLoader that refuses a key given twice, because the second one would silently win."""
 
 
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # "<<" gives only what is missing
+    given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # "<<" adds only missing keys
     keys = [loader.construct_object(key, deep=True) for key in given]
     for key in keys:
         if keys.count(key) > 1:

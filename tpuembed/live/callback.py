@@ -1,4 +1,4 @@
-"""An export every so many epochs of `fit`."""
+"""A Keras callback that exports every few epochs of `fit`."""
 
 import warnings
 from collections.abc import Mapping
@@ -21,22 +21,22 @@ _ON_ERROR = ("raise", "warn")
 class ExportCallback(keras.callbacks.Callback):
     """Exports the model that is being trained: `model.fit(..., callbacks=[ExportCallback("models/ranker")])`.
 
-    Each export is a version of its own, which a server that watches `model_dir` takes up without a gap.
+    Each export is a new version. A server that watches `model_dir` loads it without downtime.
 
     Args:
         model_dir: as `tpuembed.export_saved_model` takes it.
-        every_epochs: after epochs every_epochs, 2 * every_epochs, ...
-        at_end: once more at the end of training, where its last epoch was not exported.
-        input_specs: for a subclassed model, which has no inputs to read: {input name: tf.TensorSpec}, or what else
-            `export_saved_model` takes as specs.
-        on_error: "raise", to end the training with it; or "warn", to train on and try again after the next epochs.
+        every_epochs: export after epochs every_epochs, 2 * every_epochs, ...
+        at_end: export again at the end of training, if the last epoch was not exported.
+        input_specs: for a subclassed model, which has no inputs to read: {input name: tf.TensorSpec}, or other specs
+            that `export_saved_model` takes.
+        on_error: "raise" ends the training with the error. "warn" continues, and tries again after the next epochs.
         options: as `tpuembed.export_model` takes them.
 
     Attributes:
         reports: an ExportReport for each export so far.
 
     Raises:
-        ConfigError: an argument out of range, or an unknown option.
+        ConfigError: an argument is out of range, or an option is unknown.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class ExportCallback(keras.callbacks.Callback):
         check_count("ExportCallback: every_epochs", every_epochs)
         check_choice("ExportCallback: on_error", on_error, _ON_ERROR)
         if options.get("version") is not None:
-            raise ConfigError("ExportCallback: version: every export has a version of its own; leave it out")
+            raise ConfigError(
+                "ExportCallback: version cannot be set, because every export has its own version. Leave it out."
+            )
         ExportOptions.of("ExportCallback", _export_options(options), without=("engine", "ray_address"))
         self.reports: list[ExportReport] = []
         self._model_dir, self._every, self._at_end = as_path(model_dir), int(every_epochs), at_end
@@ -61,13 +63,13 @@ class ExportCallback(keras.callbacks.Callback):
         self._unexported = 0
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002 - as Keras calls it
-        """Export, if it is time."""
+        """Export if this epoch is a multiple of `every_epochs`."""
         self._unexported += 1
         if (epoch + 1) % self._every == 0:
             self._export()
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002 - as Keras calls it
-        """Export what the epochs since the last export have trained, if asked to."""
+        """Export the epochs since the last export, if `at_end` is set."""
         if self._at_end and self._unexported:
             self._export()
 
@@ -84,6 +86,6 @@ class ExportCallback(keras.callbacks.Callback):
 
 
 def _export_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what `export_model` takes beside them."""
+    """Return `options` without the arguments of `export_model` that are not export options."""
     beside = ("serving_config", "on_progress", "output_names")
     return {name: value for name, value in options.items() if name not in beside}

@@ -1,4 +1,4 @@
-"""Shards written by threads of this process: it alone has the rows."""
+"""Writes the shards in threads of this process, which holds the rows."""
 
 import concurrent.futures
 import threading
@@ -19,7 +19,7 @@ class ThreadEngine:
     """A `tpuembed.export.stream.engines.Engine` that reads from an open checkpoint, which any thread may read."""
 
     def __init__(self, checkpoint: Checkpoint, workers: int | None) -> None:
-        """At most `workers` shards are written at once; None for one per processor."""
+        """Write at most `workers` shards at once. None means one per processor."""
         self._checkpoint = checkpoint
         self._workers = default_workers() if workers is None else workers
 
@@ -31,7 +31,7 @@ class ThreadEngine:
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
-        """See Engine.run. No thread is left when it returns or raises."""
+        """Write the shards, see Engine.run. All its threads have ended when it returns or raises."""
         running = _Run(self._checkpoint, job)
         with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
             waiting = {pool.submit(running.write, batch) for batch in job.place.batches(tasks)}
@@ -52,12 +52,12 @@ class ThreadEngine:
         return sorted(results, key=lambda result: result.index)
 
 
-class _Stopped(Exception):  # noqa: N818 - it is no error
-    """Another shard failed."""
+class _Stopped(Exception):  # noqa: N818 - not an error
+    """Stops a thread because another shard failed."""
 
 
 class _Run:
-    """What the threads of one run share."""
+    """State that the threads of one run share."""
 
     def __init__(self, checkpoint: Checkpoint, job: Job) -> None:
         self._checkpoint, self._job = checkpoint, job
@@ -66,11 +66,11 @@ class _Run:
 
     @property
     def written(self) -> int:
-        """Bytes written so far by all batches."""
+        """Return the bytes that all batches have written so far."""
         return sum(self._written.copy().values())
 
     def stop(self) -> None:
-        """Have every thread end at its next chunk."""
+        """Make every thread stop at its next chunk."""
         self._stopped.set()
 
     def write(self, batch: Batch) -> list[ShardResult]:

@@ -1,4 +1,4 @@
-"""What to export of a live model: its own graph, with every lookup sent to the exporter's stacked tables."""
+"""The export request of a live model: its own graph, in which every lookup reads the exporter's stacked tables."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,22 +28,22 @@ def request_of(
     features: Sequence[str] | None,
     output_names: Mapping[str, str] | None = None,
 ) -> Request:
-    """The lookups of a layer, or a whole model.
+    """Return the export request of a layer's lookups, or of a whole model.
 
     Raises:
-        ConfigError, CheckpointMismatchError, UnknownTableError: it cannot be answered; the message says why.
+        ConfigError, CheckpointMismatchError, UnknownTableError: the request is invalid. The message says why.
     """
     if isinstance(model, TPUEmbedding):
         return make_request(checkpoint, serving_config, None, tables, features, output_names)
     if tables is not None or features is not None:
         raise ConfigError(
-            "export_model: tables, features: a model looks up in all of its tables; pass its TPUEmbedding layer to export some"
+            "export_model: tables and features select from a layer. A model uses all of its tables. Pass its TPUEmbedding layer."
         )
     return _LiveModelRequest(checkpoint, model, serving_config, output_names)
 
 
 class _LiveModelRequest:
-    """A Keras model as it stands in memory."""
+    """The export request of a Keras model in memory."""
 
     dropped_features: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ class _LiveModelRequest:
         )
 
     def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
-        """Trace the model with its layers redirected, and save its dense weights as they are now."""
+        """Trace the model with its layers redirected, and save the current dense weights."""
         kept = [weight for layer in self._layers for weight in layer.weights]
         _check_names(self._model.model)
         with self._redirected():
@@ -82,10 +82,10 @@ class _LiveModelRequest:
 
 
 def _check_names(model: Any) -> None:
-    """Raise ConfigError for a weight that TensorFlow cannot save: Keras calls a class with "_" before its name so."""
+    """Raise ConfigError if TensorFlow cannot save a weight by its name. Keras uses "_" names for classes that start with "_"."""
     for weight in model.weights:
         if weight.path.startswith("_"):
             raise ConfigError(
-                f"export_model: weight {weight.path!r}: TensorFlow saves no variable whose name begins with _; "
-                "give the model a name that begins with a letter"
+                f"export_model: weight {weight.path!r}: TensorFlow cannot save a variable whose name begins with _. "
+                "Give the model a name that begins with a letter."
             )

@@ -1,4 +1,4 @@
-"""The tables of live layers as a checkpoint: read by row ranges, out of the memory they are trained in."""
+"""The tables of live layers as a checkpoint: read by row ranges from the memory they are trained in."""
 
 import contextlib
 import json
@@ -21,51 +21,51 @@ from tpuembed.export.stream.shard import Source
 from tpuembed.layer import TPUEmbedding
 from tpuembed.table_access import LiveTables
 
-__all__ = ["LiveCheckpoint", "embedding_layers", "lent", "live_checkpoint"]
+__all__ = ["LiveCheckpoint", "embedding_layers", "live_checkpoint", "registered"]
 
 _DOING: Final = "export_model"
-_lent: "weakref.WeakValueDictionary[str, LiveCheckpoint]" = weakref.WeakValueDictionary()
+_registered: "weakref.WeakValueDictionary[str, LiveCheckpoint]" = weakref.WeakValueDictionary()
 
 
 def embedding_layers(model: Any) -> list[TPUEmbedding]:
-    """The `TPUEmbedding` layers of a model, or the layer itself.
+    """Return the `TPUEmbedding` layers of a model, or the layer itself.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such layer.
     """
     if isinstance(model, TPUEmbedding):
         return [model]
     if not isinstance(model, keras.layers.Layer):
         raise ConfigError(
-            f"export_model: model must be a Keras 3 model or a tpuembed.TPUEmbedding, got {type(model).__name__}"
+            f"export_model: model must be a Keras 3 model or a tpuembed.TPUEmbedding, got {type(model).__name__}."
         )
     check_layers(model)
     found = [layer for layer in model._flatten_layers(include_self=False) if isinstance(layer, TPUEmbedding)]
     if not found:
         raise ConfigError(
-            f"export_model: model {model.name!r} has no tpuembed.TPUEmbedding layer, so there is no table to export; "
-            "save a model without tables with its own `export`"
+            f"export_model: model {model.name!r} has no tpuembed.TPUEmbedding layer, so it has no table to export. "
+            "Save a model without tables with its own `export`."
         )
     return found
 
 
 class LiveCheckpoint:
-    """A `tpuembed.checkpoint.Checkpoint` over layers in memory.
+    """A `tpuembed.checkpoint.Checkpoint` of layers in memory.
 
     Attributes:
         format: "live".
-        path: names the model, for people.
-        options: none.
-        layer_config: the layers' configs in one; None where there are several layers.
+        path: a label of the model, for messages.
+        options: empty.
+        layer_config: the config of the layer. None if there are several layers.
     """
 
     format: Final = "live"
 
     def __init__(self, name: str, layers: Sequence[TPUEmbedding]) -> None:
-        """Bring the tables where they can be read.
+        """Copy the tables to where they can be read.
 
         Raises:
-            ConfigError: two layers have a table of one name, or tables cannot be read where this is called from.
+            ConfigError: two layers have a table of one name, or the tables cannot be read from here.
         """
         self.path = f"model {name}"
         self.options: Mapping[str, Any] = {}
@@ -77,11 +77,11 @@ class LiveCheckpoint:
             live.fetch()
 
     def tables(self) -> dict[str, TableInfo]:
-        """The tables by name."""
+        """Return the tables by name."""
         return {name: _info(name, state) for name, state in sorted(self._states.items())}
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Rows [start, stop) of a table or of one of its slots, float32 [stop - start, dim].
+        """Return rows [start, stop) of a table or of one of its slots, float32 [stop - start, dim].
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -90,32 +90,36 @@ class LiveCheckpoint:
         variable, rows = self._variable(table, slot), self._state(table).config.vocabulary_size
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows:
-            raise RowRangeError(f"{self.path}: table {table!r} has {rows} rows; [{start}, {stop}) is not inside")
+            raise RowRangeError(
+                f"{self.path}: table {table!r} has {rows} rows. The range [{start}, {stop}) is not inside."
+            )
         return read_rows(variable, start, stop)
 
     def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
         """Fill `out`, float32 [n, dim], with rows [start, start + n)."""
         rows = self.read(table, start, start + len(out), slot)
         if out.shape != rows.shape or out.dtype != rows.dtype:
-            raise ConfigError(f"{self.path}: table {table!r}: out is {out.dtype} {out.shape}, its rows {rows.shape}")
+            raise ConfigError(
+                f"{self.path}: table {table!r}: out is {out.dtype} {out.shape}, its rows are {rows.dtype} {rows.shape}."
+            )
         out[...] = rows
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """None: memory states no checksums."""
+        """Return None: tables in memory have no stored checksums."""
         self._variable(table, slot)
         return None
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Memory states no checksums."""
+        """Check that the tables and slots exist. Tables in memory have no stored checksums."""
         for table in tables:
             self._variable(table, slot)
 
     def fingerprint(self) -> str:
-        """Changes when a layer has been trained, and is another one for every LiveCheckpoint."""
+        """Return a string that changes when a layer is trained, and differs for every LiveCheckpoint."""
         return json.dumps([self.token, *(int(live.updates.numpy()) for live in self._live)])
 
     def close(self) -> None:
-        """The tables are the layers'."""
+        """Do nothing: the layers own the tables."""
 
     def __enter__(self) -> Self:
         return self
@@ -140,10 +144,10 @@ class LiveCheckpoint:
 
 
 def live_checkpoint(model: Any) -> LiveCheckpoint:
-    """The tables of a model, or of a layer; a model may come with its inputs' specs, (model, specs).
+    """Return the tables of a model, or of a layer. A model may come with its inputs' specs, as (model, specs).
 
     Raises:
-        ConfigError: it has no tables, or two of one name, or they cannot be read here.
+        ConfigError: the model has no tables, two tables have one name, or they cannot be read here.
     """
     made = model[0] if isinstance(model, tuple) and model else model
     layers = embedding_layers(made)
@@ -151,23 +155,23 @@ def live_checkpoint(model: Any) -> LiveCheckpoint:
 
 
 @contextlib.contextmanager
-def lent(checkpoint: LiveCheckpoint) -> Iterator[Source]:
-    """The checkpoint as what an exporter opens, for as long as the block lasts and in this process only."""
-    _lent[checkpoint.token] = checkpoint
+def registered(checkpoint: LiveCheckpoint) -> Iterator[Source]:
+    """Yield the checkpoint as a source for the exporter. It is valid in this process until the block ends."""
+    _registered[checkpoint.token] = checkpoint
     try:
         yield Source(
             path=checkpoint.path,
             fingerprint=checkpoint.fingerprint(),
             options=json.dumps({"token": checkpoint.token}),
-            opener=f"{__name__}:{_borrow.__name__}",
+            opener=f"{__name__}:{_open_registered.__name__}",
             lasts=False,
         )
     finally:
-        del _lent[checkpoint.token]
+        del _registered[checkpoint.token]
 
 
-def _borrow(path: str, token: str) -> LiveCheckpoint:  # noqa: ARG001 - as every opener is called
-    return _lent[token]
+def _open_registered(path: str, token: str) -> LiveCheckpoint:  # noqa: ARG001 - the signature of an opener
+    return _registered[token]
 
 
 def _states(lives: Iterable[LiveTables]) -> dict[str, TableState]:
@@ -177,7 +181,7 @@ def _states(lives: Iterable[LiveTables]) -> dict[str, TableState]:
         for name, state in live.states.items():
             if name in states:
                 raise ConfigError(
-                    f"export_model: layers {owners[name]!r} and {live.layer!r} both have a table {name!r}; rename one"
+                    f"export_model: layers {owners[name]!r} and {live.layer!r} both have a table {name!r}. Rename one."
                 )
             owners[name], states[name] = live.layer, state
     return states

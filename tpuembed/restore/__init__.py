@@ -1,6 +1,6 @@
-"""Tables of a checkpoint, of any format that `open_checkpoint` reads, streamed into a live layer.
+"""Restores tables of a checkpoint, in any format that `open_checkpoint` reads, into a live layer.
 
-plan     what goes where, proven from metadata before a row is written
+plan     the plan of each table, proven from metadata before a row is written
 stream   the rows themselves, piece by piece
 """
 
@@ -12,7 +12,7 @@ from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.bundle.update_counts import update_counts
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
-from tpuembed.restore.plan import Request, TablePlan, plan_tables
+from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
 from tpuembed.restore.stream import is_checked_while_read, restore_table
 from tpuembed.table_access import HasTables, LiveTables
 
@@ -21,12 +21,12 @@ __all__ = ["RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
 
 @dataclasses.dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did.
+    """The result of a restore.
 
     Attributes:
-        path, format: of the checkpoint.
-        tables: what became of each table, in the layer's order.
-        updates: the count of updates that the layer now goes on from; None where it was left as it was.
+        path, format: the checkpoint's path and format.
+        tables: the plan of each table, in the layer's order.
+        updates: the layer's new count of updates. None if it was not changed.
     """
 
     path: str
@@ -47,47 +47,51 @@ def restore_tables(
 ) -> RestoreReport:
     """Stream tables of the checkpoint at `path` into the tables of `layer`, in place.
 
-    Memory beyond the tables stays at a few pieces of 16 MiB, whatever their size (and what the checkpoint's format needs
-    to decode a chunk of its own). All names, shapes, dtypes and slots are compared before the first row is written.
+    Beyond the tables, it needs a few pieces of 16 MiB, and the memory that the checkpoint's format needs to decode a
+    chunk. It compares all names, shapes, dtypes and slots before it writes the first row.
 
     Args:
         layer: a `TPUEmbedding` that holds its tables in memory.
         path: as `open_checkpoint` takes it.
-        tables: names of tables; or {the layer's name: the checkpoint's}. None for all: then both must have the same ones.
-        slots: restore the optimizers' slots too, and the layer's count of updates where the checkpoint has it and every
-            table that the layer trains is restored. False leaves slots and count as they are.
-        resize: {table: "grow" or "shrink"} for tables whose vocabulary may differ. Rows that a grown table has more begin
-            anew: with the table's initializer, and its slots with their initial values. (An initializer other than the
-            default takes a second table's memory meanwhile.) A shrunk table leaves the checkpoint's last rows out.
+        tables: names of tables, or {the layer's name: the checkpoint's}. None restores all. Then both must have the
+            same tables.
+        slots: restore the optimizers' slots too. This includes the layer's count of updates, if the checkpoint has it
+            and every table that the layer trains is restored. False leaves slots and count unchanged.
+        resize: {table: "grow" or "shrink"} for tables whose vocabulary may differ. The added rows of a grown table get
+            initial values, from the table's initializer and its slots' defaults. (An initializer other than the default
+            needs the memory of a second table meanwhile.) A shrunk table omits the checkpoint's last rows.
         lossy: round float64 to float32. float16 and bfloat16 need no rounding.
         options: as `open_checkpoint` takes them.
 
     Raises:
-        UnknownTableError: `tables` or `resize` name one that the layer or the checkpoint does not have.
-        CheckpointMismatchError: layer and checkpoint disagree: tables, shapes, dtypes, slots or counts of updates.
-        CheckpointCorruptError: a table or slot does not have the checksum that the checkpoint states. Where its rows lie in order
-            it has been written by then, and is to be restored from another copy.
-        ConfigError: an argument of the wrong kind, or a place where no table can be written.
+        UnknownTableError: `tables` or `resize` name a table that the layer or the checkpoint does not have.
+        CheckpointMismatchError: layer and checkpoint differ in tables, shapes, dtypes, slots or counts of updates.
+        CheckpointCorruptError: the checksum of a table or slot differs from the checkpoint's. A table whose rows are in
+            order is already written by then. Restore it from another copy.
+        ConfigError: an argument is of the wrong kind, or tables cannot be written from here.
         CheckpointError: as `open_checkpoint` and its reads.
     """
     if not callable(getattr(layer, "live_tables", None)):
-        raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {layer!r}")
-    return _restore(layer, path, Request.of(tables, slots, resize, lossy), options)
+        raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {layer!r}.")
+    return _restore(layer, path, RestoreRequest.of(tables, slots, resize, lossy), options)
 
 
 def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> RestoreReport:
-    """What `tf.train.Checkpoint` would restore of `tables`, {layer's: checkpoint's}, if they lay where the layer has them.
+    """Restore `tables`, {layer's: checkpoint's}, as `tf.train.Checkpoint` would if their rows were in the layer's
+    order.
 
-    As TensorFlow does, it leaves out slots that the layer does not have; slots that the checkpoint lacks stay as they are,
-    with a warning.
+    Like TensorFlow, it omits slots that the layer does not have. Slots that the checkpoint lacks stay unchanged, with a
+    warning.
 
     Raises:
         CheckpointMismatchError, CheckpointCorruptError, ConfigError: as `restore_tables`.
     """
-    return _restore(layer, path, Request(tables, slots=True, resize={}, lossy=False, rows_alone=True), {})
+    return _restore(layer, path, RestoreRequest(tables, slots=True, resize={}, lossy=False, rows_only=True), {})
 
 
-def _restore(layer: HasTables, path: str | FilePath, request: Request, options: Mapping[str, Any]) -> RestoreReport:
+def _restore(
+    layer: HasTables, path: str | FilePath, request: RestoreRequest, options: Mapping[str, Any]
+) -> RestoreReport:
     live = layer.live_tables("restore_tables")
     with open_checkpoint(path, **options) as checkpoint:
         plans = plan_tables(checkpoint, live, request)
@@ -102,7 +106,7 @@ def _restore(layer: HasTables, path: str | FilePath, request: Request, options: 
 
 
 def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
-    """Compare with their checksums what is not compared while it is read."""
+    """Compare the checksums that are not compared during the read."""
     unproven: dict[str | None, list[str]] = {}
     for plan in plans:
         for slot in (None, *plan.slots):
@@ -113,7 +117,7 @@ def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
 
 
 def _updates(path: str, counts: Mapping[str, int], live: LiveTables, plans: Iterable[TablePlan]) -> int | None:
-    """The layer's new count of updates: that of the one layer which trained all tables that this layer trains."""
+    """Return the layer's new count of updates, from the one layer of the checkpoint that trained all its tables, or None."""
     sources = {plan.table: plan.source for plan in plans}
     trained = [table for table, state in live.states.items() if state.optimizer is not None]
     if not trained or any(sources.get(table) not in counts for table in trained):
@@ -121,7 +125,7 @@ def _updates(path: str, counts: Mapping[str, int], live: LiveTables, plans: Iter
     found = {table: counts[sources[table]] for table in trained}
     if len(set(found.values())) > 1:
         raise CheckpointMismatchError(
-            f"checkpoint {path}: its layers made different numbers of updates ({found}), and layer {live.layer!r} counts one "
-            "for all its tables; restore the tables of each, tables=[...], in a call of its own"
+            f"checkpoint {path}: its layers made different numbers of updates ({found}). Layer {live.layer!r} has one count "
+            "for all its tables. Restore the tables of each layer in a separate call, with tables=[...]."
         )
     return next(iter(found.values()))

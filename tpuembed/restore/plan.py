@@ -1,4 +1,4 @@
-"""What a restore moves where: data, made from metadata alone, with every disagreement found before a row is written."""
+"""The plan of a restore: data made from metadata alone. It reports every mismatch before a row is written."""
 
 import dataclasses
 import warnings
@@ -14,29 +14,29 @@ from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.table_access import LiveTables
 
-__all__ = ["Request", "TablePlan", "plan_tables"]
+__all__ = ["RestoreRequest", "TablePlan", "plan_tables"]
 
 _GROW, _SHRINK = "grow", "shrink"
 _EXACT: Final = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """What the caller asked for.
+class RestoreRequest:
+    """The arguments of a restore.
 
     Attributes:
-        tables: {the layer's name: the checkpoint's}; None for all tables of both, by their names.
-        slots: whether the optimizers' slots are restored too.
+        tables: {the layer's name: the checkpoint's}. None restores all tables, which must have the same names.
+        slots: True restores the optimizers' slots too.
         resize: {the layer's name: "grow" or "shrink"}.
-        lossy: whether float64 is rounded to float32.
-        rows_alone: whether rows are restored without slots where layer or checkpoint has none of a table.
+        lossy: True rounds float64 to float32.
+        rows_only: True restores a table without slots if the layer or the checkpoint has none.
     """
 
     tables: Mapping[str, str] | None
     slots: bool
     resize: Mapping[str, str]
     lossy: bool
-    rows_alone: bool = False
+    rows_only: bool = False
 
     @classmethod
     def of(
@@ -45,44 +45,44 @@ class Request:
         slots: bool,
         resize: Mapping[str, str] | None,
         lossy: bool,
-    ) -> "Request":
-        """The request in one form.
+    ) -> "RestoreRequest":
+        """Return the arguments in one form.
 
         Raises:
             ConfigError: an argument is of the wrong kind.
         """
         for name, value in (("slots", slots), ("lossy", lossy)):
             if not isinstance(value, bool):
-                raise ConfigError(f"restore_tables: {name} must be True or False, got {value!r}")
+                raise ConfigError(f"restore_tables: {name} must be True or False, got {value!r}.")
         if isinstance(tables, str):
             raise ConfigError(
-                f"restore_tables: tables must be a list of names or a mapping, got {tables!r}; write [{tables!r}]"
+                f"restore_tables: tables must be a list of names or a mapping, got {tables!r}. Write [{tables!r}]."
             )
         if resize is not None and not isinstance(resize, Mapping):
-            raise ConfigError(f"restore_tables: resize must be a mapping such as {{'videos': 'grow'}}, got {resize!r}")
+            raise ConfigError(f"restore_tables: resize must be a mapping such as {{'videos': 'grow'}}, got {resize!r}.")
         named = (
             None
             if tables is None
             else dict(tables if isinstance(tables, Mapping) else ((name, name) for name in tables))
         )
         if named is not None and not named:
-            raise ConfigError("restore_tables: tables is empty; name at least one, or leave it out for all")
+            raise ConfigError("restore_tables: tables is empty. Name at least one, or leave it out to restore all.")
         return cls(named, slots, dict(resize or {}), lossy)
 
 
 @dataclasses.dataclass(frozen=True)
 class TablePlan:
-    """One table.
+    """The plan of one table.
 
     Attributes:
         table: its name in the layer.
         source: its name in the checkpoint.
-        rows: how many of the checkpoint's first rows are read.
-        new_rows: how many rows after these begin anew.
-        skipped_rows: how many of the checkpoint's last rows the layer has no place for.
+        rows: the number of the checkpoint's first rows that are read.
+        new_rows: the number of rows after these that get initial values.
+        skipped_rows: the number of the checkpoint's last rows that are omitted.
         dim: columns.
-        slots: what is restored beside the rows themselves.
-        dtypes: on disk, of the rows (key None) and of each slot.
+        slots: the slots that are restored beside the rows.
+        dtypes: the dtypes on disk, of the rows (key None) and of each slot.
     """
 
     table: str
@@ -95,13 +95,13 @@ class TablePlan:
     dtypes: Mapping[str | None, np.dtype[Any]]
 
 
-def plan_tables(checkpoint: Checkpoint, live: LiveTables, request: Request) -> list[TablePlan]:
-    """The plan of every table asked for.
+def plan_tables(checkpoint: Checkpoint, live: LiveTables, request: RestoreRequest) -> list[TablePlan]:
+    """Return the plan of every table of `request`.
 
     Raises:
-        UnknownTableError: `tables` or `resize` name one that the layer or the checkpoint does not have.
-        CheckpointMismatchError: checkpoint and layer disagree, and `request` does not say what to do about it.
-        ConfigError: `resize` has another word than grow and shrink.
+        UnknownTableError: `tables` or `resize` name a table that the layer or the checkpoint does not have.
+        CheckpointMismatchError: checkpoint and layer differ, and `request` does not allow it.
+        ConfigError: a value of `resize` is not grow or shrink.
     """
     infos = checkpoint.tables()
     pairs = _pairs(checkpoint, infos, live, request)
@@ -110,7 +110,7 @@ def plan_tables(checkpoint: Checkpoint, live: LiveTables, request: Request) -> l
 
 
 def _pairs(
-    checkpoint: Checkpoint, infos: Mapping[str, TableInfo], live: LiveTables, request: Request
+    checkpoint: Checkpoint, infos: Mapping[str, TableInfo], live: LiveTables, request: RestoreRequest
 ) -> Mapping[str, str]:
     if request.tables is None:
         _check_same_tables(checkpoint, infos, live)
@@ -129,14 +129,14 @@ def _check_same_tables(checkpoint: Checkpoint, infos: Mapping[str, TableInfo], l
     missing, extra = sorted(live.states.keys() - infos.keys()), sorted(infos.keys() - live.states.keys())
     if missing:
         raise CheckpointMismatchError(
-            f"checkpoint {checkpoint.path}: has no table {_shown(missing)} of layer {live.layer!r}, only "
-            f"{_shown(sorted(infos))}; name the tables to restore, tables=[...], or say which is which, "
-            f"tables={{{missing[0]!r}: <the checkpoint's name>}}"
+            f"checkpoint {checkpoint.path}: has no table {_shown(missing)} of layer {live.layer!r}. It has "
+            f"{_shown(sorted(infos))}. Name the tables to restore, tables=[...], or map the names, "
+            f"tables={{{missing[0]!r}: <the checkpoint's name>}}."
         )
     if extra:
         raise CheckpointMismatchError(
-            f"checkpoint {checkpoint.path}: also holds {_shown(extra)}, which layer {live.layer!r} does not have (it has "
-            f"{_shown(sorted(live.states))}); name the tables to restore, tables=[...]"
+            f"checkpoint {checkpoint.path}: has {_shown(extra)}, which layer {live.layer!r} does not have. The layer has "
+            f"{_shown(sorted(live.states))}. Name the tables to restore, tables=[...]."
         )
 
 
@@ -145,17 +145,19 @@ def _check_resize(live: LiveTables, pairs: Mapping[str, str], resize: Mapping[st
         live.state(table)
         if table not in pairs:
             raise ConfigError(
-                f"restore_tables: resize names table {table!r}, which is not restored (tables={sorted(pairs)}); leave it out"
+                f"restore_tables: resize names table {table!r}, which is not restored (tables={sorted(pairs)}). Leave it out."
             )
         if how not in (_GROW, _SHRINK):
-            raise ConfigError(f"restore_tables: resize[{table!r}] must be 'grow' or 'shrink', got {how!r}")
+            raise ConfigError(f"restore_tables: resize[{table!r}] must be 'grow' or 'shrink', got {how!r}.")
 
 
-def _plan_table(checkpoint: Checkpoint, info: TableInfo, live: LiveTables, table: str, request: Request) -> TablePlan:
+def _plan_table(
+    checkpoint: Checkpoint, info: TableInfo, live: LiveTables, table: str, request: RestoreRequest
+) -> TablePlan:
     state = live.state(table)
     where = f"checkpoint {checkpoint.path}: table {info.name!r}"
     _check_shape(where, info, live.layer, state, request.resize.get(table))
-    slots = _checked_slots(checkpoint, where, info, live.layer, state, request.rows_alone) if request.slots else ()
+    slots = _checked_slots(checkpoint, where, info, live.layer, state, request.rows_only) if request.slots else ()
     dtypes = {slot: checkpoint.read(info.name, 0, 0, slot).dtype for slot in (None, *slots)}
     for slot, dtype in dtypes.items():
         _check_dtype(where if slot is None else f"{where}: slot {slot!r}", live.layer, dtype, request.lossy)
@@ -168,60 +170,61 @@ def _check_shape(where: str, info: TableInfo, layer: str, state: TableState, res
     rows, dim, table = state.config.vocabulary_size, state.config.dim, state.config.name
     if info.dim != dim:
         raise CheckpointMismatchError(
-            f"{where} has rows of {info.dim} columns, table {table!r} of layer {layer!r} of {dim}; build the layer "
-            f"with dim={info.dim}"
+            f"{where} has rows of {info.dim} columns. Table {table!r} of layer {layer!r} has {dim}. Build the layer "
+            f"with dim={info.dim}."
         )
     needed = None if info.rows == rows else _GROW if info.rows < rows else _SHRINK
     if needed is None or resize == needed:
         return
-    asked = "" if resize is None else f", and resize asks to {resize} it"
-    meaning = f"begin rows {info.rows} to {rows - 1} anew" if needed == _GROW else f"drop its rows from {rows} on"
+    asked = "" if resize is None else f" resize says {resize!r}."
+    meaning = f"initialize rows {info.rows} to {rows - 1}" if needed == _GROW else f"drop its rows from {rows} on"
     raise CheckpointMismatchError(
-        f"{where} has {info.rows} rows, table {table!r} of layer {layer!r} {rows}{asked}; build the layer with "
-        f"vocabulary_size={info.rows}, or pass resize={{{table!r}: {needed!r}}} to {meaning}"
+        f"{where} has {info.rows} rows. Table {table!r} of layer {layer!r} has {rows}.{asked} Build the layer with "
+        f"vocabulary_size={info.rows}, or pass resize={{{table!r}: {needed!r}}} to {meaning}."
     )
 
 
 def _checked_slots(
-    checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState, rows_alone: bool
+    checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState, rows_only: bool
 ) -> tuple[str, ...]:
-    if rows_alone and not (info.slots and state.slots):
+    if rows_only and not (info.slots and state.slots):
         if state.slots:
             warnings.warn(
-                f"{where} has no slots; those of table {state.config.name!r} of layer {layer!r} "
-                f"({_shown(sorted(state.slots))}) stay as they are",
+                f"{where} has no slots. The slots of table {state.config.name!r} of layer {layer!r} "
+                f"({_shown(sorted(state.slots))}) are not changed.",
                 stacklevel=2,
             )
         return ()
     if set(info.slots) != set(state.slots):
         raise CheckpointMismatchError(
-            f"{where} has {_slots_of(info.slots)}, table {state.config.name!r} of layer {layer!r} ({_kind(state)}) "
-            f"{_slots_of(state.slots)}; build the layer with the optimizer that trained it, or pass slots=False to restore rows "
-            "alone"
+            f"{where} has {_slots_of(info.slots)}. Table {state.config.name!r} of layer {layer!r} ({_kind(state)}) has "
+            f"{_slots_of(state.slots)}. Build the layer with the optimizer that trained it, or pass slots=False to restore "
+            "the rows only."
         )
     _check_linears(checkpoint, where, info, layer, state)
     return tuple(state.slots)
 
 
 def _check_linears(checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState) -> None:
-    """Raise where FTRL's `linears` are known to hold the learning rate times as much as the layer's, or the reverse."""
+    """Raise CheckpointMismatchError if only one of checkpoint and layer multiplies FTRL's `linears` by the learning rate."""
     tables = (checkpoint.layer_config or {}).get("tables", {})
     saved = tables.get(info.name, {}).get("optimizer")
     if not isinstance(state.optimizer, FTRL) or not isinstance(saved, Mapping) or saved.get("kind") != FTRL.kind:
         return
     option = "multiply_linear_by_learning_rate"
-    theirs, ours = saved.get(option, False), state.optimizer.multiply_linear_by_learning_rate
-    if theirs != ours:
+    in_checkpoint, in_layer = saved.get(option, False), state.optimizer.multiply_linear_by_learning_rate
+    if in_checkpoint != in_layer:
         raise CheckpointMismatchError(
-            f"{where} was trained by FTRL with {option}={theirs}, table {state.config.name!r} of layer {layer!r} has "
-            f"{option}={ours}, and its linears mean something else; build the layer with {option}={theirs}, or pass slots=False"
+            f"{where} was trained by FTRL with {option}={in_checkpoint}. Table {state.config.name!r} of layer {layer!r} has "
+            f"{option}={in_layer}, so its linears have another scale. Build the layer with {option}={in_checkpoint}, or pass "
+            "slots=False."
         )
 
 
 def _check_dtype(where: str, layer: str, dtype: np.dtype[Any], lossy: bool) -> None:
     if dtype.name not in _EXACT and not lossy:
         raise CheckpointMismatchError(
-            f"{where} is {dtype.name}, and layer {layer!r} holds float32, which would round it; pass lossy=True to round"
+            f"{where} is {dtype.name}. Layer {layer!r} holds float32, which would round it. Pass lossy=True to round."
         )
 
 

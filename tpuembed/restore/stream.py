@@ -1,4 +1,4 @@
-"""The rows of one table from a checkpoint into memory, piece by piece."""
+"""Copies the rows of one table from a checkpoint into memory, piece by piece."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ Array = np.ndarray[Any, Any]
 
 
 def is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> bool:
-    """Whether `restore_table` reads all that the checkpoint states a checksum of; else `Checkpoint.verify` has to."""
+    """Return True if `restore_table` reads everything that the checkpoint has a checksum of. If False, call `Checkpoint.verify`."""
     return not plan.skipped_rows and checkpoint.checksum(plan.source, slot) is not None
 
 
 def restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slots: bool) -> None:
-    """Write the table, and its slots where `slots`, as `plan` says.
+    """Write the table, and its slots if `slots`, according to `plan`.
 
     Raises:
-        CheckpointError: the rows cannot be read, or are not those that were written; what came before them is in place.
+        CheckpointError: the rows cannot be read, or their checksum is wrong. The rows before them are already written.
     """
     state = live.state(plan.table)
     for slot in (None, *plan.slots):
@@ -33,7 +33,7 @@ def restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slo
         try:
             _stream(checkpoint, plan, slot, variable)
         except Exception as error:
-            error.add_note(f"table {plan.table!r} of layer {live.layer!r} is restored in part; restore it again")
+            error.add_note(f"table {plan.table!r} of layer {live.layer!r} is partly restored. Restore it again.")
             raise
     for slot in (None, *(state.slots if slots else ())):
         for start, rows in initial_pieces(state, slot, plan.rows, plan.rows + plan.new_rows):
@@ -53,8 +53,8 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
     if stated is not None and stated != checksum:
         what = f"table {plan.source!r}" if slot is None else f"table {plan.source!r}: slot {slot!r}"
         raise CheckpointCorruptError(
-            f"checkpoint {checkpoint.path}: {what}: its index says CRC32C {stated:#010x}, its bytes have "
-            f"{checksum:#010x}; restore it from another copy"
+            f"checkpoint {checkpoint.path}: {what}: its index says CRC32C {stated:#010x}. The CRC32C of its bytes is "
+            f"{checksum:#010x}. Restore it from another copy."
         )
 
 
@@ -65,5 +65,6 @@ def _as_float32(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, piece
     except FloatingPointError:
         what = "a row" if slot is None else f"a row of slot {slot!r}"
         raise CheckpointMismatchError(
-            f"checkpoint {checkpoint.path}: table {plan.source!r}: {what} holds a number that float32 cannot; leave the table out"
+            f"checkpoint {checkpoint.path}: table {plan.source!r}: {what} has a number beyond the range of float32. "
+            "Leave the table out."
         ) from None

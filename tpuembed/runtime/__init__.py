@@ -1,1 +1,1 @@
-"""Prepares the process: which TensorFlow is installed, where the TPU is, and what Keras is to do while a layer is built."""
+"""Prepares the process: checks the TensorFlow installation, finds the TPU, and configures how layers are built."""

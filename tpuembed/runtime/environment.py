@@ -1,4 +1,4 @@
-"""What must hold of the installation before a layer can be built."""
+"""Checks of the installation before a layer is built."""
 
 import functools
 import os
@@ -11,27 +11,27 @@ _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu")
 
 
 def check_environment() -> None:
-    """Raise ConfigError for another Keras backend, for Keras 2, and for two TensorFlows in one place."""
+    """Raise ConfigError for another Keras backend, for Keras 2, and for two TensorFlow packages in one environment."""
     import keras
 
     check_keras_backend(keras.backend.backend())
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         raise ConfigError(
-            "TF_USE_LEGACY_KERAS is set: the layer is a Keras 3 layer and tf.keras would be Keras 2; unset it"
+            "TF_USE_LEGACY_KERAS is set. It makes tf.keras Keras 2, but the layer is a Keras 3 layer. Unset it."
         )
     installed = _installed()
     if len(installed) > 1:
         raise ConfigError(
-            f"{' and '.join(installed)} are installed together and overwrite each other's files: "
-            f"pip uninstall -y {' '.join(installed)}, then install the one you want"
+            f"{' and '.join(installed)} are installed together and overwrite each other's files. "
+            f"Run pip uninstall -y {' '.join(installed)}, then install one of them."
         )
 
 
 def check_keras_backend(name: str | None = None) -> None:
-    """Raise ConfigError unless Keras' backend is TensorFlow; by default what the environment asks for."""
+    """Raise ConfigError unless Keras' backend is TensorFlow. By default, check the environment variable."""
     name = name or os.environ.get("KERAS_BACKEND") or "tensorflow"
     if name != "tensorflow":
-        raise ConfigError(f"KERAS_BACKEND is {name!r}: the layer runs on Keras' TensorFlow backend; unset it")
+        raise ConfigError(f"KERAS_BACKEND is {name!r}. The layer runs on Keras' TensorFlow backend. Unset it.")
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def _installed() -> list[str]:
 
 
 def _is_installed(distribution: str) -> bool:
-    import importlib.metadata  # whose import costs more than this module's
+    import importlib.metadata  # this import costs more than this module's
 
     try:
         importlib.metadata.distribution(distribution)

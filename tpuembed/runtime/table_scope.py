@@ -1,7 +1,7 @@
-"""The scope in which a `TPUEmbedding` allocates no table: what layer and exporter share.
+"""The scope in which a `TPUEmbedding` allocates no table. Layer and exporter share it.
 
-Inside `deferred_tables(source)` a layer keeps its configuration, its features and its place in the model, and asks
-`source` for rows; the exporter binds the rows to stacked variables that are never in memory.
+Inside `deferred_tables(source)` a layer keeps its configuration and features, and reads rows from `source`. The
+exporter binds the rows to stacked variables that are never in memory.
 """
 
 import contextlib
@@ -13,20 +13,20 @@ __all__ = ["TableSource", "current_source", "deferred_tables"]
 
 
 class TableSource(Protocol):
-    """Where a layer inside the scope finds its tables."""
+    """The source of rows for a layer inside the scope."""
 
     def register(self, table: Any) -> None:
-        """Called once per `TableConfig` when a layer is built.
+        """Register a `TableConfig`. Called once per table when a layer is built.
 
         Raises:
-            TpuEmbedError: the source has no such table, or one of another shape.
+            TpuEmbedError: the source has no such table, or its shape differs.
         """
 
     def lookup(self, features: Sequence[Any], tables: Sequence[str]) -> list[Any]:
-        """Activations of `features` (`tpuembed.lookup.LookupIds`), each looked up in its table, by name."""
+        """Return the activations of `features` (`tpuembed.lookup.LookupIds`), each looked up in its table, by name."""
 
     def table(self, name: str) -> Any:
-        """The whole table, float32 [rows, dim], which becomes a tensor where it is used."""
+        """Return the whole table, float32 [rows, dim], which converts to a tensor."""
 
 
 _source: contextvars.ContextVar[TableSource | None] = contextvars.ContextVar("tpuembed_table_source", default=None)
@@ -34,7 +34,7 @@ _source: contextvars.ContextVar[TableSource | None] = contextvars.ContextVar("tp
 
 @contextlib.contextmanager
 def deferred_tables(source: TableSource) -> Iterator[None]:
-    """Layers created inside take their tables from `source`."""
+    """Make layers take their tables from `source` inside the context."""
     token = _source.set(source)
     try:
         yield
@@ -43,5 +43,5 @@ def deferred_tables(source: TableSource) -> Iterator[None]:
 
 
 def current_source() -> TableSource | None:
-    """The source of the innermost scope, or None outside of any."""
+    """Return the source of the innermost scope. Returns None outside of any scope."""
     return _source.get()

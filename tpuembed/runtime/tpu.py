@@ -1,4 +1,4 @@
-"""The environment in which TensorFlow finds a machine's TPUs, to be set before TensorFlow is imported."""
+"""Sets the environment variables with which TensorFlow finds a machine's TPUs, before TensorFlow is imported."""
 
 import dataclasses
 import importlib
@@ -22,11 +22,11 @@ _XLA_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class TpuEnvironment:
-    """What `configure_tpu` did.
+    """The result of `configure_tpu`.
 
     Attributes:
-        set: variables that it set, with their values.
-        kept: variables, and flags of TF_XLA_FLAGS, that had a value before and keep it.
+        set: the variables that it set, with their values.
+        kept: the variables, and flags of TF_XLA_FLAGS, that already had a value and keep it.
     """
 
     set: Mapping[str, str]
@@ -36,24 +36,24 @@ class TpuEnvironment:
 def configure_tpu() -> TpuEnvironment:
     """Set the variables that TensorFlow needs on a machine with TPUs that have SparseCores (v5p, v6e).
 
-    TF_PLUGGABLE_DEVICE_LIBRARY_PATH (from the libtpu package), PJRT_DEVICE, NEXT_PLUGGABLE_DEVICE_USE_C_API and TF_XLA_FLAGS.
-    A value that is already there stays, and a warning names it where it differs from what TPUs need; to TF_XLA_FLAGS only
+    It sets TF_PLUGGABLE_DEVICE_LIBRARY_PATH (from the libtpu package), PJRT_DEVICE, NEXT_PLUGGABLE_DEVICE_USE_C_API and
+    TF_XLA_FLAGS. Existing values stay. A warning names those that differ from what TPUs need. In TF_XLA_FLAGS, only
     missing flags are added.
 
     Returns:
-        What was set and what was kept.
+        The variables that were set and those that were kept.
 
     Raises:
-        ConfigError: TensorFlow is imported already and would not see the variables, libtpu has no library, or Keras runs
-            on another backend.
+        ConfigError: TensorFlow is already imported and would not see the variables, libtpu has no library, or Keras
+            runs on another backend.
         MissingExtraError: libtpu is not installed.
 
     Source: keras-rs' tutorial "DistributedEmbedding using TPU SparseCore and TensorFlow", for TensorFlow 2.19.
     """
     if "tensorflow" in sys.modules:
         raise ConfigError(
-            "tpuembed.configure_tpu(): TensorFlow is already imported and would not see the variables; call it before "
-            "`import tensorflow` and `import keras`"
+            "tpuembed.configure_tpu(): TensorFlow is already imported and would not see the variables. Call it before "
+            "`import tensorflow` and `import keras`."
         )
     check_keras_backend()
     wanted = {
@@ -69,7 +69,7 @@ def configure_tpu() -> TpuEnvironment:
     os.environ.update(chosen)
     for name, value, needed in _differing(kept | kept_flags, wanted):
         warnings.warn(
-            f"tpuembed.configure_tpu(): {name} stays {value!r}, as you set it; TPUs with SparseCores need {needed!r}",
+            f"tpuembed.configure_tpu(): {name} keeps your value {value!r}. TPUs with SparseCores need {needed!r}.",
             stacklevel=2,
         )
     return TpuEnvironment(chosen, kept | kept_flags)
@@ -85,14 +85,15 @@ def _libtpu_path() -> str:
     path = str(libtpu.get_library_path())
     if not Path(path).is_file():
         raise ConfigError(
-            f"tpuembed.configure_tpu(): the libtpu package says that its library is {path}, and no file is there; install it "
+            f"tpuembed.configure_tpu(): the libtpu package says that its library is {path}. That file does not exist. Install it "
             "again: pip install --force-reinstall libtpu"
         )
     return path
 
 
 def _xla_flags(given: str) -> tuple[str, dict[str, str]]:
-    """(`given` with the missing flags added, those that were there, by name). The name of a file with flags stays as it is."""
+    """Return (`given` with the missing flags added, the flags it already had, by name). The name of a flag file is
+    returned unchanged."""
     if given.strip() and not given.strip().startswith("-"):
         return given, {"TF_XLA_FLAGS": given}
     present = {flag.split("=")[0]: flag for flag in given.split()}
@@ -101,6 +102,6 @@ def _xla_flags(given: str) -> tuple[str, dict[str, str]]:
 
 
 def _differing(kept: Mapping[str, str], wanted: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(name, value, needed value) of what was kept and is not what TPUs need; a flag without a value is true."""
+    """Return (name, value, needed value) of kept values that differ from what TPUs need. A flag without a value is true."""
     needed = {**_XLA_FLAGS, **wanted, "TF_XLA_FLAGS": " ".join(_XLA_FLAGS.values())}
     return [(name, value, needed[name]) for name, value in kept.items() if value not in (needed[name], name)]

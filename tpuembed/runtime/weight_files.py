@@ -1,4 +1,4 @@
-"""What a layer writes into Keras' weight files (`.weights.h5`, `.keras`): arrays by name."""
+"""Reads and writes a layer's arrays in Keras' weight files (`.weights.h5`, `.keras`)."""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ _CONFIG, _UPDATES = "|config", "|updates"
 
 
 def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: Mapping[str, Any]) -> None:
-    """Tables and slots by name ("/" written as "|"), count of updates, and config.
+    """Write tables and slots by name ("/" written as "|"), the count of updates, and the config.
 
-    The config, JSON as bytes, tells whoever reads the file without the layer which array is a table and which a slot.
+    The config, JSON as bytes, says which array is a table and which a slot, for readers without the layer.
 
     Args:
         store: Keras' store of the layer: name -> array.
         variables: name of a table, or `<table>/<slot>` -> float32 [rows, dim].
-        updates: how many the tables had.
-        config: as checkpoints carry it.
+        updates: the count of updates.
+        config: the layer's config, as in checkpoints.
     """
     for name, variable in variables.items():
         store[_saved(name)] = variable.numpy()
@@ -31,18 +31,18 @@ def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: 
 
 
 def load_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> int:
-    """Assign to `variables` what `save_tables` stored; the count of updates.
+    """Assign the arrays of `save_tables` to `variables`. Returns the count of updates.
 
     Raises:
-        CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape; nothing is assigned.
+        CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape. Nothing is assigned.
     """
     names = [name for name in store.keys() if name != _CONFIG]  # noqa: SIM118 - an h5 store, not a dict
     in_file = {name: tuple(store[name].shape) for name in names}
     in_layer = {_saved(name): tuple(variable.shape) for name, variable in variables.items()} | {_UPDATES: ()}
     if in_file != in_layer:
         raise CheckpointMismatchError(
-            f"layer {layer!r}: the file holds {in_file}, the layer {in_layer}; build the layer as it was saved, or take what "
-            "there is with restore_tables"
+            f"layer {layer!r}: the file holds {in_file}. The layer has {in_layer}. Build the layer as it was saved, or restore the "
+            "tables that match with restore_tables."
         )
     for name, variable in variables.items():
         variable.assign(store[_saved(name)])

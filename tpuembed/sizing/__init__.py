@@ -1,7 +1,7 @@
-"""What tables and a sample of their ids need on SparseCores: limits of ids, padding, memory. Nothing runs on a TPU.
+"""The limits, padding and memory of tables on SparseCores, estimated from a sample of their ids. Nothing runs on a TPU.
 
-`estimate` is a plan of three parts: `sample` reads ids, `counting` counts them as TensorFlow's host ops do, `report` puts
-them beside the layout that TensorFlow would choose and the limits that the tables have.
+`estimate` has three parts. `sample` reads ids. `counting` counts them as TensorFlow's host ops do. `report` compares
+the counts with the layout that TensorFlow would choose and with the tables' limits.
 """
 
 from tpuembed.sizing.report import SizingReport, StackSize, TableSize, Topology, estimate, load_features

@@ -1,8 +1,8 @@
-"""How many ids a SparseCore takes from another one's examples in one step.
+"""Counts how many ids a SparseCore takes from another one's examples in one step.
 
-A chip's examples are divided among its SparseCores in order; an id goes to SparseCore (id + rotation) mod n, where its row
-is. An id that an example has twice is one. Source: SortListOfSparseCoreCooTensors in
-tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc, which fails where a limit is passed.
+A chip's examples are divided among its SparseCores in order. An id belongs to SparseCore (id + rotation) mod n, which
+holds its row. An id that occurs twice in an example counts once. Source: SortListOfSparseCoreCooTensors in
+tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc, which fails if a limit is exceeded.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from tpuembed.sizing.sample import FeatureIds
 __all__ = ["Counts", "Lookup", "Partitions", "count"]
 
 Array = np.ndarray[Any, Any]
-_PADDING = 8  # ids of one partition are padded to a multiple of it in the buffer of a chip
+_PADDING = 8  # the ids of one partition are padded to a multiple of it in the buffer of a chip
 
 
 @dataclasses.dataclass(frozen=True)
 class Partitions:
-    """How a step's examples and rows are divided.
+    """The division of a step's examples and rows among SparseCores.
 
     Attributes:
         batch_size: examples of one step of all chips.
-        chips: how many.
-        cores_per_chip: SparseCores of each.
+        chips: the number of chips.
+        cores_per_chip: the SparseCores of each chip.
     """
 
     batch_size: int
@@ -35,7 +35,7 @@ class Partitions:
 
     @property
     def cores(self) -> int:
-        """SparseCores of all chips."""
+        """Return the number of SparseCores of all chips."""
         return self.chips * self.cores_per_chip
 
 
@@ -44,8 +44,8 @@ class Lookup:
     """A feature's ids in one table of a stack.
 
     Attributes:
-        ids: of the sample.
-        first_row: a number that sets the table's rows apart from the stack's other tables'.
+        ids: the ids in the sample.
+        first_row: an offset that distinguishes the table's rows from those of the stack's other tables.
         rotation: the SparseCore of the table's row 0.
     """
 
@@ -56,12 +56,12 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The most of any step of the sample.
+    """The maximum over the steps of the sample.
 
     Attributes:
-        ids: that one SparseCore takes from another one's examples.
+        ids: the ids that one SparseCore takes from another one's examples.
         unique_ids: the same, each row counted once.
-        ids_per_chip: of one chip's examples, each partition padded to a multiple of 8.
+        ids_per_chip: the ids of one chip's examples, each partition padded to a multiple of 8.
     """
 
     ids: int
@@ -70,7 +70,7 @@ class Counts:
 
 
 def count(lookups: Sequence[Lookup], partitions: Partitions, steps: int) -> Counts:
-    """Counts of the lookups of one stack (or of one table of it) over the first `steps` batches of the sample."""
+    """Return the counts of the lookups of one stack (or of one table of it) over the first `steps` batches of the sample."""
     parts = [_of_lookup(lookup, partitions, steps) for lookup in lookups]
     where = np.concatenate([part for part, _ in parts])
     rows = np.concatenate([row for _, row in parts])
@@ -79,13 +79,13 @@ def count(lookups: Sequence[Lookup], partitions: Partitions, steps: int) -> Coun
     names, ids = np.unique(where, return_counts=True)
     _, unique_ids = np.unique(_distinct(where, rows)[0], return_counts=True)
     padded = -(-ids // _PADDING) * _PADDING
-    chips = names // (partitions.cores * partitions.cores_per_chip)  # of a step; step * chips + chip
+    chips = names // (partitions.cores * partitions.cores_per_chip)  # the chip of each partition: step * chips + chip
     _, positions = np.unique(chips, return_inverse=True)
     return Counts(int(ids.max()), int(unique_ids.max()), int(np.bincount(positions, padded).max()))
 
 
 def _of_lookup(lookup: Lookup, partitions: Partitions, steps: int) -> tuple[Array, Array]:
-    """(partition, row) of every id; a partition is numbered (step * cores + source) * cores + destination."""
+    """Return (partition, row) of every id. The number of a partition is (step * cores + source) * cores + destination."""
     kept = lookup.ids.examples < steps * partitions.batch_size
     examples, ids = _distinct(lookup.ids.examples[kept], lookup.ids.ids[kept])
     per_core = partitions.batch_size // partitions.cores
@@ -94,7 +94,7 @@ def _of_lookup(lookup: Lookup, partitions: Partitions, steps: int) -> tuple[Arra
 
 
 def _distinct(first: Array, second: Array) -> tuple[Array, Array]:
-    """The pairs (first, second), each once."""
+    """Return the distinct pairs (first, second)."""
     order = np.lexsort((second, first))
     first, second = first[order], second[order]
     new = np.ones(len(first), bool)

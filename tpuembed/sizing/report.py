@@ -1,4 +1,4 @@
-"""Limits, padding and memory of tables on SparseCores."""
+"""The limits, padding and memory of tables on SparseCores."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from tpuembed.sizing.sample import FeatureIds
 
 __all__ = ["SizingReport", "StackSize", "TableSize", "Topology", "estimate", "load_features"]
 
-_DEFAULT_LIMIT = 256  # TensorFlow's, of a stack that no config speaks of
+_DEFAULT_LIMIT = 256  # TensorFlow's default for a stack without configured limits
 _FLOAT_BYTES = 4
 _MOST_MARGIN = 1000
 
@@ -28,12 +28,12 @@ class Topology:
     """The TPUs that a step runs on.
 
     Attributes:
-        chips: how many.
-        batch_size: examples of one step of all of them.
+        chips: the number of chips.
+        batch_size: examples of one step of all chips.
         sparse_cores_per_chip: 4 on v5p, 2 on v6e.
 
     Raises:
-        ConfigError: numbers that TensorFlow's ops refuse.
+        ConfigError: TensorFlow's ops refuse these numbers.
     """
 
     chips: int
@@ -46,28 +46,28 @@ class Topology:
         cores = self.chips * self.sparse_cores_per_chip
         if cores & (cores - 1):
             raise ConfigError(
-                f"topology: {self.chips} chips of {self.sparse_cores_per_chip} SparseCores are {cores}, and TensorFlow needs a "
-                "power of two"
+                f"topology: {self.chips} chips with {self.sparse_cores_per_chip} SparseCores have {cores} SparseCores in all. "
+                "TensorFlow needs a power of two."
             )
         if self.batch_size % cores:
             raise ConfigError(
-                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores; make it a multiple"
+                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores. Make it a multiple."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class StackSize:
-    """Tables that lie together, and are looked up together.
+    """Tables that are stored and looked up together.
 
     Attributes:
-        stack: its name.
-        tables: those in it.
-        rows, dim: with padding.
-        seen_ids, seen_unique_ids: the most that a step of the sample has.
-        needed_ids, needed_unique_ids: that and the margin.
-        limit_ids, limit_unique_ids: what the tables' configs say.
-        ids_per_chip_per_sample: what max_ids_per_chip_per_sample must be at least, with the margin.
-        bytes_per_chip: of tables and slots.
+        stack: the stack's name.
+        tables: the tables in it.
+        rows, dim: its shape, with padding.
+        seen_ids, seen_unique_ids: the maximum over the steps of the sample.
+        needed_ids, needed_unique_ids: the maximum plus the margin.
+        limit_ids, limit_unique_ids: the limits of the tables' configs.
+        ids_per_chip_per_sample: the minimum for max_ids_per_chip_per_sample, with the margin.
+        bytes_per_chip: the size of tables and slots.
     """
 
     stack: str
@@ -90,12 +90,13 @@ class TableSize:
 
     Attributes:
         table: its name.
-        stack: the stack that it lies in.
-        rows, dim: as configured.
-        padded_rows, padded_dim: as stored.
-        slots: of its optimizer; each takes as much as the table.
-        max_ids_per_partition, max_unique_ids_per_partition: to configure: what its ids need, with the margin.
-        bytes_per_chip: of the table and its slots, with padding.
+        stack: the stack that holds it.
+        rows, dim: the configured shape.
+        padded_rows, padded_dim: the stored shape.
+        slots: its optimizer's slots. Each needs as much memory as the table.
+        max_ids_per_partition, max_unique_ids_per_partition: the values to configure: the needs of its ids, with the
+            margin.
+        bytes_per_chip: the size of the table and its slots, with padding.
     """
 
     table: str
@@ -112,15 +113,15 @@ class TableSize:
 
 @dataclasses.dataclass(frozen=True)
 class SizingReport:
-    """What `estimate` found.
+    """The result of `estimate`.
 
     Attributes:
-        topology: as it was given.
-        margin: as it was given.
-        steps: whole batches of the sample that were counted.
-        tables, stacks: by name.
-        bytes_per_chip: of all tables and slots.
-        warnings: what would fail, or nearly; a line each.
+        topology: the argument of `estimate`.
+        margin: the argument of `estimate`.
+        steps: the number of whole batches of the sample that were counted.
+        tables, stacks: sorted by name.
+        bytes_per_chip: the size of all tables and slots.
+        warnings: one line for each limit that is exceeded, or nearly.
     """
 
     topology: Topology
@@ -132,15 +133,15 @@ class SizingReport:
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the report as JSON values."""
         return dataclasses.asdict(self)
 
 
 def load_features(source: str | Path | Mapping[str, Any]) -> dict[str, FeatureConfig]:
-    """path -> FeatureConfig of a feature config or of a serving_config that says every table's shape.
+    """Return path -> FeatureConfig of a feature config, or of a serving_config that gives every table's shape.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `source` is neither.
     """
     mapping = load_mapping(source, "config")
     if not _is_serving(mapping):
@@ -150,13 +151,13 @@ def load_features(source: str | Path | Mapping[str, Any]) -> dict[str, FeatureCo
     for name in {feature.table for feature in serving.features.values()}:
         shape = serving.tables.get(name)
         if shape is None or shape.vocabulary_size is None or shape.dim is None:
-            raise ConfigError(f"config: table {name!r}: say its vocabulary_size and dim under tables")
+            raise ConfigError(f"config: table {name!r} has no shape. Give its vocabulary_size and dim under tables.")
         tables[name] = TableConfig(shape.vocabulary_size, shape.dim, name)
     return {path: FeatureConfig(tables[feature.table]) for path, feature in serving.features.items()}
 
 
 def _is_serving(mapping: Mapping[str, Any]) -> bool:
-    """Whether a feature says what only a serving_config says."""
+    """Return True if a feature has a key that only a serving_config has."""
     features = mapping.get("features")
     entries = features.values() if isinstance(features, Mapping) else ()
     only = {"input", "combiner", "weighted"}
@@ -174,23 +175,23 @@ def estimate(
     optimizer: Any = None,
     stacking: bool = True,
 ) -> SizingReport:
-    """What `features` and a sample of their ids need on `topology`.
+    """Return the needs of `features` and a sample of their ids on `topology`.
 
     Args:
-        features: path -> FeatureConfig; its table's limits are those that the counts are compared with.
-        sample: path -> ids, in the order of training; whole batches of it are counted. Others than the features' are ignored.
+        features: path -> FeatureConfig. The counts are compared with the limits of its table.
+        sample: path -> ids, in the order of training. Only whole batches are counted. Other features in it are ignored.
         topology: the TPUs.
-        margin: what to add to the most of the sample, 0.25 for a quarter.
-        optimizer: of tables without their own; None counts no slots for them.
+        margin: the fraction added to the maximum of the sample, 0.25 for a quarter.
+        optimizer: for tables without their own. None counts no slots for them.
         stacking: as `disable_table_stacking=False`.
 
     Raises:
-        ConfigError: the sample lacks a feature, has ids outside of a table or less than a batch, or SparseCores cannot look
-            a feature up.
+        ConfigError: the sample lacks a feature, has ids outside a table or less than a batch, or SparseCores do not
+            support a feature.
     """
     check_number("margin", margin, 0.0)
     if margin > _MOST_MARGIN:
-        raise ConfigError(f"margin must be at most {_MOST_MARGIN}, got {margin!r}; 0.25 adds a quarter")
+        raise ConfigError(f"margin must be at most {_MOST_MARGIN}, got {margin!r}. 0.25 adds a quarter.")
     steps = _check(features, sample, topology)
     plan = _Plan.of(features, sample, topology, optimizer, stacking)
     stacks = tuple(plan.stack_size(name, steps, margin) for name in sorted(plan.by_stack()))
@@ -202,33 +203,33 @@ def estimate(
 
 
 def _check(features: Mapping[str, FeatureConfig], sample: Mapping[str, FeatureIds], topology: Topology) -> int:
-    """The whole batches of `sample`."""
+    """Check the features and the sample. Returns the number of whole batches of `sample`."""
     for path, config in features.items():
         if path not in sample:
             raise ConfigError(f"sample: has no feature {path!r}; {did_you_mean(path, sample)}")
         if config.max_sequence_length or len(config.output_shape or ()) > 1:
             raise ConfigError(
-                f"feature {path!r}: sequences are not counted; leave it out, or count its ids as one per example"
+                f"feature {path!r}: sequences are not counted. Leave it out, or count its ids as one per example."
             )
         ids, rows = sample[path].ids, config.table.vocabulary_size
         if len(ids) and ids.max() >= rows:
             raise ConfigError(
-                f"sample: feature {path!r} has id {ids.max()}, and table {config.table.name!r} has {rows} rows"
+                f"sample: feature {path!r} has id {ids.max()}. Table {config.table.name!r} has {rows} rows. Correct one of them."
             )
     counts = {path: sample[path].count for path in features}
     if len(set(counts.values())) > 1:
-        raise ConfigError(f"sample: features have different numbers of examples: {counts}; make them equal")
+        raise ConfigError(f"sample: features have different numbers of examples: {counts}. Make them equal.")
     steps = next(iter(counts.values())) // topology.batch_size
     if not steps:
         raise ConfigError(
-            f"sample: {next(iter(counts.values()))} examples are less than one batch of {topology.batch_size}; give more"
+            f"sample: {next(iter(counts.values()))} examples are less than one batch of {topology.batch_size}. Give more examples."
         )
     return steps
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Tables, where TensorFlow puts them, and the ids that look them up."""
+    """Tables, their layouts in TensorFlow's stacks, and the ids that look them up."""
 
     features: Mapping[str, FeatureConfig]
     sample: Mapping[str, FeatureIds]
@@ -263,7 +264,7 @@ class _Plan:
         return {stack: sorted(tables) for stack, tables in stacks.items()}
 
     def _lookups(self, tables: list[str]) -> list[Lookup]:
-        """Rows of different tables are told apart by numbers of their own."""
+        """Return the lookups of `tables`. Each table gets its own range of row numbers."""
         starts, next_row = {}, 0
         for table in tables:
             starts[table], next_row = next_row, next_row + self.tables[table].vocabulary_size
@@ -317,13 +318,14 @@ class _Plan:
         )
 
     def _limit(self, tables: list[str], field: str) -> int:
-        """As the layer sets it: the sum of the tables', TensorFlow's default for a stack of which none says one."""
+        """Return the limit of a stack as the layer sets it: the sum of the tables' limits, or TensorFlow's default if
+        no table has one."""
         given = [getattr(self.tables[table], field) for table in tables]
         return _DEFAULT_LIMIT if not any(given) else sum(limit or _DEFAULT_LIMIT for limit in given)
 
 
 def _trained(config: FeatureConfig, default: Any, topology: Topology) -> FeatureConfig:
-    """With its table's optimizer filled in, and one chip's output_shape."""
+    """Return `config` with its table's optimizer filled in, and the output_shape of one chip."""
     optimizer = default if config.table.optimizer is None else config.table.optimizer
     table = dataclasses.replace(config.table, optimizer=optimizer)
     return dataclasses.replace(config, table=table, output_shape=(topology.batch_size // topology.chips,))
@@ -344,17 +346,17 @@ def _warnings(stack: StackSize, tables: Mapping[str, TableSize]) -> Iterator[str
         words = what.replace("_", " ")
         if seen > limit:
             yield (
-                f"stack {stack.stack}: a step of the sample brings {seen} {words} from one SparseCore to another, and the limit is "
-                f"{limit}: the step fails; set {option} of {remedy}"
+                f"stack {stack.stack}: in a step of the sample, one SparseCore takes {seen} {words} from another. The limit is "
+                f"{limit}, so the step fails. Set {option} of {remedy}."
             )
         elif needed > limit:
             yield (
-                f"stack {stack.stack}: {seen} {words} with the margin are {needed}, and the limit is {limit}; set {option} of "
-                f"{remedy}"
+                f"stack {stack.stack}: {seen} {words} with the margin are {needed}. The limit is {limit}. Set {option} of "
+                f"{remedy}."
             )
     if stack.ids_per_chip_per_sample > _MAX_IDS_PER_CHIP_PER_SAMPLE:
         yield (
-            f"stack {stack.stack}: a chip needs room for {stack.ids_per_chip_per_sample} ids per example, TensorFlow's default is "
-            f"{_MAX_IDS_PER_CHIP_PER_SAMPLE}: the step fails, or drops ids with allow_id_dropping; set "
-            "max_ids_per_chip_per_sample of the SparseCoreEmbeddingConfig"
+            f"stack {stack.stack}: a chip needs space for {stack.ids_per_chip_per_sample} ids per example. TensorFlow's default is "
+            f"{_MAX_IDS_PER_CHIP_PER_SAMPLE}, so the step fails, or drops ids with allow_id_dropping. Set "
+            "max_ids_per_chip_per_sample of the SparseCoreEmbeddingConfig."
         )

@@ -1,4 +1,4 @@
-"""Ids of a sample of training examples, from a file."""
+"""Reads the ids of a sample of training examples from a file."""
 
 import csv
 import dataclasses
@@ -24,9 +24,9 @@ class FeatureIds:
     """The ids of one feature in a sample.
 
     Attributes:
-        ids: int64 [n], none negative.
-        examples: int64 [n], the example that each id is of.
-        count: how many examples there are, those without ids among them.
+        ids: int64 [n], not negative.
+        examples: int64 [n], the example of each id.
+        count: the number of examples, including those without ids.
     """
 
     ids: Ids
@@ -35,7 +35,7 @@ class FeatureIds:
 
     @classmethod
     def of_array(cls, array: Any) -> "FeatureIds":
-        """Of integers [examples] or [examples, ids], padded with negative ones."""
+        """Return the ids of integers [examples] or [examples, ids], padded with negative ones."""
         rows = np.asarray(array)
         rows = rows[:, None] if rows.ndim == 1 else rows
         examples, places = np.nonzero(rows >= 0)
@@ -43,7 +43,7 @@ class FeatureIds:
 
     @classmethod
     def of_lists(cls, lists: Iterable[Iterable[int]]) -> "FeatureIds":
-        """Of a list of ids for each example."""
+        """Return the ids of a list of ids per example."""
         rows = [list(row) for row in lists]
         ids = np.array([i for row in rows for i in row], np.int64)
         examples = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
@@ -51,27 +51,27 @@ class FeatureIds:
 
 
 def read_sample(path: str | Path) -> dict[str, FeatureIds]:
-    """{feature: its ids} of a file.
+    """Return {feature: its ids} of a file.
 
     Args:
         path: `.npz` (an integer array [examples] or [examples, ids] per feature, padded with -1), `.csv` (a column per
-            feature, a row per example, ids in a cell separated by spaces) or `.jsonl` (an object per example: feature -> an
-            id or a list of them).
+            feature, a row per example, ids in a cell separated by spaces) or `.jsonl` (an object per example: feature
+            -> an id or a list of them).
 
     Raises:
-        ConfigError: the file cannot be read as what its name says, or has no example.
+        ConfigError: the file cannot be read in the format of its suffix, or has no example.
     """
     path = Path(path)
     if path.suffix not in _READERS:
-        raise ConfigError(f"sample {path}: its name must end in {', '.join(_READERS)}")
+        raise ConfigError(f"sample {path}: its name must end in {', '.join(_READERS)}.")
     try:
         found = _READERS[path.suffix](path)
     except OSError as error:
         raise ConfigError(f"sample {path}: cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"sample {path}: is no {path.suffix} file: {error}") from None
+        raise ConfigError(f"sample {path}: is not a {path.suffix} file: {error}") from None
     if not found or not next(iter(found.values())).count:
-        raise ConfigError(f"sample {path}: holds no example")
+        raise ConfigError(f"sample {path}: has no examples.")
     return found
 
 
@@ -82,7 +82,7 @@ def _read_npz(path: Path) -> dict[str, FeatureIds]:
     except (ValueError, TypeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"sample {path}: no .npz of plain arrays: {error}") from None
+        raise ConfigError(f"sample {path}: is not an .npz of plain arrays: {error}") from None
 
 
 def _checked_array(path: Path, name: str, array: Any) -> FeatureIds:
@@ -91,7 +91,7 @@ def _checked_array(path: Path, name: str, array: Any) -> FeatureIds:
             f"sample {path}: {name!r} must be integers [examples] or [examples, ids], got {array.dtype} {list(array.shape)}"
         )
     if array.size and int(array.max()) > _MAX_ID:
-        raise ConfigError(f"sample {path}: {name!r} has id {array.max()}, and ids end at {_MAX_ID}")
+        raise ConfigError(f"sample {path}: {name!r} has id {array.max()}. The largest valid id is {_MAX_ID}.")
     return FeatureIds.of_array(array)
 
 
@@ -100,7 +100,9 @@ def _read_csv(path: Path) -> dict[str, FeatureIds]:
         rows = csv.reader(file)
         names = next(rows, [])
         if len(set(names)) != len(names):
-            raise ConfigError(f"sample {path}: its first line names a feature twice: {names}; a feature has one column")
+            raise ConfigError(
+                f"sample {path}: its first line names a feature twice: {names}. Give each feature one column."
+            )
         lines = [_cells(path, number, names, row) for number, row in enumerate(rows, 2) if row]
     return {name: FeatureIds.of_lists(line[column] for line in lines) for column, name in enumerate(names)}
 
@@ -108,7 +110,7 @@ def _read_csv(path: Path) -> dict[str, FeatureIds]:
 def _cells(path: Path, number: int, names: list[str], row: list[str]) -> list[list[int]]:
     if len(row) != len(names):
         raise ConfigError(
-            f"sample {path}: line {number} has {len(row)} cells, and the first line names {len(names)} features"
+            f"sample {path}: line {number} has {len(row)} cells. The first line names {len(names)} features. Make them equal."
         )
     return [_integers(path, number, name, cell.split()) for name, cell in zip(names, row, strict=True)]
 
@@ -127,7 +129,7 @@ def _example(path: Path, number: int, line: str) -> dict[str, list[int]]:
     try:
         example = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"sample {path}: line {number} is no JSON: {error}") from None
+        raise ConfigError(f"sample {path}: line {number} is not JSON: {error}") from None
     if not isinstance(example, Mapping):
         raise ConfigError(f"sample {path}: line {number}: expected an object, feature -> ids, got {example!r}")
     lists = {name: value if isinstance(value, list) else [value] for name, value in example.items()}

@@ -1,9 +1,9 @@
-"""What a TPU's host does to a batch for the SparseCores, in numpy, by the names of TensorFlow's ops.
+"""The host's preparation of a batch for the SparseCores, in numpy, with the names of TensorFlow's ops.
 
-Ids -> COO per SparseCore of the TPU -> sorted by the SparseCore that owns the row -> one CSR buffer, of which every
-(SparseCore, owner) has a run that is padded to a multiple of 8.
+Ids -> COO per SparseCore of the TPU -> sorted by the SparseCore that owns the row -> one CSR buffer. In the buffer,
+every (SparseCore, owner) has a run that is padded to a multiple of 8.
 
-Source: tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc, whose contract is kept to the bit, errors included.
+Source: tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc. The results are equal to the bit, errors included.
 """
 
 import logging
@@ -20,11 +20,11 @@ Array = np.ndarray[Any, Any]
 _ALIGN: Final = 8
 _PADDING: Final = np.iinfo(np.int32).max
 _DIVISION_LEVELS: Final = 6
-"""An owner's ids are in 2^6 buckets where minibatches are made of them: TensorFlow's flag of this name, by default."""
+"""For minibatches, an owner's ids are in 2^6 buckets: the default of TensorFlow's flag of this name."""
 
 
 class HostOps:
-    """The ops by the names that `tensorflow.python.tpu.ops.gen_xla_ops` gives them; arguments as there."""
+    """The ops of `tensorflow.python.tpu.ops.gen_xla_ops`, with the same names and arguments."""
 
     def convert_to_list_of_sparse_core_coo_tensors(
         self,
@@ -41,9 +41,10 @@ class HostOps:
         num_sc_shards: int,
         stacked_table_sample_count: int,
     ) -> tuple[list[Array], ...]:
-        """(activation rows, stack columns as if unsharded, gains) of one feature, for each SparseCore of the TPU.
+        """Return (activation rows, stack columns as if unsharded, gains) of one feature, for each SparseCore of the
+        TPU.
 
-        An id that follows itself in one sample is there once, with the sum of its gains.
+        An id that occurs twice in a row in one sample is merged, and its gains are summed.
         """
         check(sample_count % num_sc_per_chip == 0, f"{sample_count} samples on {num_sc_per_chip} SparseCores")
         ids, gains = np.asarray(values), np.asarray(weights)
@@ -74,9 +75,10 @@ class HostOps:
         table_name: str,
         **_: Any,
     ) -> tuple[Array, Array, Array, Array]:
-        """(samples, rows in the owner's shard, gains, where each owner's ids begin and end) of all features, for one SparseCore.
+        """Return (samples, rows in the owner's shard, gains, ends of each owner's ids) of all features, for one
+        SparseCore.
 
-        An id that one sample has twice is there once, with the sum of its gains.
+        An id that occurs twice in one sample is merged, and its gains are summed.
         """
         owners = num_replica * num_sc_per_chip
         rows, columns, gains = (np.concatenate(part) for part in (row_ids_list, col_ids_list, gains_list))
@@ -105,7 +107,7 @@ class HostOps:
         allow_id_dropping: bool,
         **_: Any,
     ) -> tuple[Any, ...]:
-        """(row pointers, samples, rows, gains, pointers used, ids used, minibatches) of one TPU's batch."""
+        """Return (row pointers, samples, rows, gains, pointers used, ids used, minibatches) of one TPU's batch."""
         cores = len(id_counts_list)
         size = max_ids_per_chip_per_sample * sample_count_per_sc * cores
         check(size % _ALIGN == 0, f"the buffer of table {table_name} holds {size} ids, no multiple of {_ALIGN}")
@@ -123,11 +125,11 @@ class HostOps:
         return pointers.reshape(-1), *packed.buffers, used, packed.position, minibatches
 
     def tpu_copy_with_dynamic_shape(self, tensors: Sequence[Array], unpadded_sizes: Sequence[int]) -> list[Array]:
-        """To the TPU, without what is not used."""
+        """Return the used part of each tensor."""
         return [tensor[:size] for tensor, size in zip(tensors, unpadded_sizes, strict=True)]
 
     def tpu_annotate_tensors_with_dynamic_shape(self, tensors: Sequence[Array]) -> Sequence[Array]:
-        """As they are."""
+        """Return `tensors` unchanged."""
         return tensors
 
 
@@ -135,13 +137,14 @@ class _Packed:
     """The CSR buffer of one TPU while it is filled, owner by owner."""
 
     def __init__(self, pointers: Array, size: int) -> None:
-        """For `size` ids; `pointers` [minibatches, owners and padding] are filled too."""
+        """Allocate buffers for `size` ids. `pointers` [minibatches, owners and padding] is filled too."""
         self.buffers = [np.full(size, _PADDING, dtype) for dtype in (np.int32, np.int32, np.float32)]
         self.ids = self.position = self._row = 0
         self._pointers, self._size = pointers, size
 
     def add(self, sources: Sequence[Array], runs: Array) -> None:
-        """All minibatches of a SparseCore; runs [minibatches, owners, 2] say where an owner's ids begin and end in `sources`."""
+        """Add all minibatches of a SparseCore. runs [minibatches, owners, 2] has the start and end of an owner's ids in
+        `sources`."""
         for of_owners in runs:
             for owner, (start, stop) in enumerate(of_owners):
                 self._copy(sources, int(start), int(stop))
@@ -151,7 +154,7 @@ class _Packed:
             self._row += 1
 
     def _copy(self, sources: Sequence[Array], start: int, stop: int) -> None:
-        """What there is room for."""
+        """Copy as many ids as fit."""
         taken = min(stop - start, self._size - self.position)
         for buffer, source in zip(self.buffers, sources, strict=True):
             buffer[self.position : self.position + taken] = source[start : start + taken]
@@ -159,12 +162,12 @@ class _Packed:
 
 
 def aligned(position: int) -> int:
-    """`position`, or the next one after it where a run may begin."""
+    """Return `position`, or the next one where a run may begin."""
     return -(-position // _ALIGN) * _ALIGN
 
 
 def check(holds: bool, message: str) -> None:
-    """Raise as a kernel does, unless `holds`."""
+    """Raise InvalidArgumentError, as a kernel does, unless `holds`."""
     if not holds:
         raise tf.errors.InvalidArgumentError(None, None, message)
 
@@ -174,23 +177,23 @@ def _check_limit(table: str, what: str, counts: Array, limit: int) -> None:
     check(
         int(counts[worst]) <= limit,
         f"Sparse core {worst} gets {counts[worst]} {what} while the max {what} per sparse core is set to be {limit} for table "
-        f"{table}; raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig",
+        f"{table}. Raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig.",
     )
 
 
 def _check_room(table: str, missing: int, size: int, allow_id_dropping: bool) -> None:
-    """Raise for ids that found no room in the buffer, unless they may be dropped."""
+    """Raise if ids did not fit into the buffer, unless they may be dropped."""
     check(
         allow_id_dropping or not missing,
         f"The max_ids_per_chip of table {table} is set to be {size} which is not going to fit all ids. The remaining id count "
-        f"is {missing}; raise max_ids_per_chip_per_sample, or set allow_id_dropping",
+        f"is {missing}. Raise max_ids_per_chip_per_sample, or set allow_id_dropping.",
     )
     if missing:
         logging.getLogger(__name__).warning("Table %s is dropping %d ids, its buffer holds %d", table, missing, size)
 
 
 def _samples(indices_or_row_splits: Array, ids: int, sample_count: int) -> Array:
-    """[ids] the sample of each id: given by indices [ids, 2], by row splits [samples + 1], or one id per sample."""
+    """Return the sample of each id, [ids], from indices [ids, 2], from row splits [samples + 1], or one id per sample."""
     if indices_or_row_splits.ndim == 2:
         samples = indices_or_row_splits[:, 0]
         check(bool(np.all(np.diff(samples) >= 0)), "indices of a SparseTensor must be sorted")
@@ -207,15 +210,17 @@ def _samples(indices_or_row_splits: Array, ids: int, sample_count: int) -> Array
 
 
 def _minibatches(ends: Array, owners: int, splits: int) -> Array:
-    """[minibatches, owners, 2] where ids begin and end, of `ends` [owners + 1], or [owners * buckets + 1] in buckets.
+    """Return the start and end of ids, [minibatches, owners, 2], from `ends` [owners + 1], or [owners * buckets + 1] in
+    buckets.
 
-    Minibatches are runs of buckets; bit i of `splits` splits them at node i of a binary tree over the buckets, breadth first.
+    A minibatch is a run of buckets. Bit i of `splits` splits them at node i of a binary tree over the buckets, breadth
+    first.
     """
     buckets = 1 << _DIVISION_LEVELS
     whole, divided = owners + 1, owners * buckets + 1
     check(
         len(ends) == divided or (len(ends) == whole and not splits),
-        f"counts of ids for {splits=} must be {whole} without minibatches, or {divided}; there are {len(ends)}",
+        f"counts of ids for {splits=} must be {whole} without minibatches, or {divided}. There are {len(ends)}.",
     )
     if len(ends) == whole:
         return np.stack([ends[:-1], ends[1:]], 1)[None]
@@ -228,7 +233,7 @@ def _minibatches(ends: Array, owners: int, splits: int) -> Array:
 
 
 def _merged(rows: Array, columns: Array, gains: Array) -> tuple[Array, Array, Array]:
-    """Each pair of row and column that follows itself once, with the sum of its gains, added up in their order."""
+    """Return each run of equal (row, column) pairs once, with its gains summed in their order."""
     first = np.ones(len(rows), bool)
     first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
     sums = gains[first]
@@ -237,7 +242,7 @@ def _merged(rows: Array, columns: Array, gains: Array) -> tuple[Array, Array, Ar
 
 
 def _scale(combiner: str, samples: Array, weights: Array, sample_count: int) -> Array | None:
-    """[samples] what gains are multiplied with, so that their sum is what `combiner` asks for; None for sums."""
+    """Return the factors of the gains [samples], so that sums give the result of `combiner`. Returns None for sums."""
     if combiner == "sum":
         return None
     totals = np.zeros(sample_count, np.float32)

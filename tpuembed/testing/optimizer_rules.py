@@ -1,7 +1,8 @@
-"""What SparseCores do to the rows that a step touched, in float64: written from the proto, apart from the layer's own rules.
+"""The SparseCores' updates of the rows that a step touched, in float64. Written from the proto, independent of the
+layer's rules.
 
 Each rule takes the summed gradients, the learning rate, the rows of the table and of the slots, all [n, width], and the
-attributes of the op (XlaSparseDenseMatmulGradWith<Rule>AndStaticBufferSize); it gives the new rows.
+attributes of the op (XlaSparseDenseMatmulGradWith<Rule>AndStaticBufferSize). It returns the new rows.
 
 Source: tensorflow/core/protobuf/tpu/optimization_parameters.proto.
 """
@@ -16,12 +17,12 @@ Array = np.ndarray[Any, Any]
 
 
 def sgd(g: Array, rate: float, w: Array) -> tuple[Array, ...]:
-    """StochasticGradientDescentParameters."""
+    """Apply the rule of StochasticGradientDescentParameters."""
     return (w - rate * g,)
 
 
 def adagrad(g: Array, rate: float, w: Array, accumulator: Array) -> tuple[Array, ...]:
-    """AdagradParameters."""
+    """Apply the rule of AdagradParameters."""
     total = accumulator + g**2
     return w - rate * g / np.sqrt(total), total
 
@@ -39,7 +40,7 @@ def adagrad_momentum(
     beta2: float,
     epsilon: float,
 ) -> tuple[Array, ...]:
-    """AdagradMomentumParameters; `beta1` is its momentum."""
+    """Apply the rule of AdagradMomentumParameters. `beta1` is its momentum."""
     fresh = 1.0 if beta2 == 1.0 else 1.0 - beta2
     total = beta2 * accumulator + fresh * g**2
     scaled = g / (total + epsilon) ** (1.0 / exponent)
@@ -59,7 +60,7 @@ def adam(
     beta2: float,
     epsilon: float,
 ) -> tuple[Array, ...]:
-    """AdamParameters, lazy; its learning rate holds any bias correction already."""
+    """Apply the rule of AdamParameters, lazily. The learning rate already includes any bias correction."""
     first = beta1 * momentum + (1.0 - beta1) * g
     second = beta2 * velocity + (1.0 - beta2) * g**2
     root = np.sqrt(second + epsilon**2) if use_sum_inside_sqrt else np.sqrt(second) + epsilon
@@ -79,7 +80,7 @@ def ftrl(
     l1_regularization_strength: float,
     l2_regularization_strength: float,
 ) -> tuple[Array, ...]:
-    """FtrlParameters. With `multiply_linear_by_learning_rate` the slot holds the rate times as much, and nothing else differs."""
+    """Apply the rule of FtrlParameters. `multiply_linear_by_learning_rate` only scales the slot by the learning rate."""
     unit = rate if multiply_linear_by_learning_rate else 1.0
     total = accumulator + g**2
     before, after = accumulator**-learning_rate_power, total**-learning_rate_power

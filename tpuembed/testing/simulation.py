@@ -1,6 +1,6 @@
-"""A TPUStrategy whose TPUs are simulated, and what is put in TensorFlow's place for as long as it lasts.
+"""A TPUStrategy with simulated TPUs, and the patches of TensorFlow while it is active.
 
-All of TensorFlow's private names that the simulation needs are here and in `topology`.
+TensorFlow's private names that the simulation needs are used only here and in `topology`.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from tensorflow.python.tpu import tpu_embedding_v3
 from tpuembed.backends import accelerator
 from tpuembed.errors import ConfigError
 from tpuembed.testing.sparse_core_ops import SparseCoreOps
-from tpuembed.testing.topology import HOST, MadeUpCluster
+from tpuembed.testing.topology import HOST, FakeCluster
 
 __all__ = ["SimulatedTPUStrategy", "simulated_tpu"]
 
@@ -24,20 +24,21 @@ _CPU = f"{HOST}CPU:0"
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
-    """A TPUStrategy whose replicas run on the CPU, eagerly: one thread each, which meet wherever they exchange anything.
+    """A TPUStrategy whose replicas run on the CPU, eagerly, in one thread each. They wait for each other at every
+    exchange.
 
     A variable has a copy, or a shard, for each replica, as on TPUs.
     """
 
     def __init__(self, feature: str, replicas: int, sparse_cores: int) -> None:
-        """See `simulated_tpu`."""
-        cluster = MadeUpCluster(feature, replicas, sparse_cores)
+        """Create the strategy. See `simulated_tpu`."""
+        cluster = FakeCluster(feature, replicas, sparse_cores)
         super().__init__(cluster, experimental_device_assignment=cluster.assignment())
         self._enable_packed_variable_in_eager_mode = False  # packing is for devices with different names
         self.extended._tpu_devices = np.array([[_CPU]] * replicas, dtype=object)
         self.extended._device_input_worker_devices = {_CPU: [_CPU] * replicas}
         self.extended._host_input_worker_devices = {_CPU: [_CPU] * replicas}
-        self.extended._get_replica_id_in_sync_group = int  # one host: a replica's number is its number
+        self.extended._get_replica_id_in_sync_group = int  # one host, so the replica id is unchanged
 
     def run(
         self,
@@ -46,18 +47,19 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """`fn` in every replica, with its values of `args` and `kwargs`.
+        """Run `fn` in every replica, with its values of `args` and `kwargs`.
 
         Raises:
-            ConfigError: called in a tf.function, where numpy cannot compute; or with `options`, which are for compilers.
+            ConfigError: called in a tf.function, where numpy cannot compute, or called with `options`, which are for
+                compilers.
         """
         if not tf.executing_eagerly():
             raise ConfigError(
-                "simulated_tpu: steps run eagerly; call strategy.run outside of tf.function, or compile the model with "
-                "run_eagerly=True"
+                "simulated_tpu: steps run eagerly only. Call strategy.run outside tf.function, or compile the model with "
+                "run_eagerly=True."
             )
         if options is not None:
-            raise ConfigError(f"simulated_tpu: options={options!r} of strategy.run are not simulated; drop them")
+            raise ConfigError(f"simulated_tpu: options={options!r} of strategy.run are not supported. Drop them.")
         return mirrored_run._call_for_each_replica(
             self, getattr(fn, "python_function", fn), tuple(args), dict(kwargs or {})
         )
@@ -65,21 +67,22 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
 
 @contextlib.contextmanager
 def simulated_tpu(feature: str = "V2", replicas: int = 1, sparse_cores: int = 4) -> Iterator[SimulatedTPUStrategy]:
-    """TPUs on the CPU; layers created under the strategy's scope work, and can be read and saved, while it lasts.
+    """Simulate TPUs on the CPU. Layers created under the strategy's scope can be called, read and saved inside the
+    context.
 
     Args:
         feature: V2 for TPUs with SparseCores (v5p, v6e), UNSUPPORTED for TPUs without embedding hardware (v5e).
         replicas: TPU chips, a power of two.
-        sparse_cores: of each chip, a power of two: 4 for v5p, 2 for v6e.
+        sparse_cores: SparseCores of each chip, a power of two: 4 for v5p, 2 for v6e.
 
     Raises:
-        ConfigError: what cannot be simulated.
+        ConfigError: an argument cannot be simulated.
     """
     _check_arguments(feature, replicas, sparse_cores)
     strategy = SimulatedTPUStrategy(feature, replicas, sparse_cores)
     with contextlib.ExitStack() as patches:
-        for target, name, stand_in in _stand_ins(replicas, sparse_cores):
-            patches.enter_context(mock.patch.object(target, name, stand_in))
+        for target, name, replacement in _patches(replicas, sparse_cores):
+            patches.enter_context(mock.patch.object(target, name, replacement))
         yield strategy
 
 
@@ -91,8 +94,8 @@ def _check_arguments(feature: str, replicas: int, sparse_cores: int) -> None:
             raise ConfigError(f"simulated_tpu: {name} must be a power of two, as SparseCores need, got {number!r}")
 
 
-def _stand_ins(replicas: int, sparse_cores: int) -> list[tuple[Any, str, Any]]:
-    """(where, name, what takes its place)."""
+def _patches(replicas: int, sparse_cores: int) -> list[tuple[Any, str, Any]]:
+    """Return (object, name, replacement) of every patch."""
     sharded = tpu_embedding_v3.TPUEmbeddingShardedVariable
     return [
         (tpu_embedding_v3, "xla_ops", SparseCoreOps(_exchange, replicas, sparse_cores)),
@@ -104,36 +107,36 @@ def _stand_ins(replicas: int, sparse_cores: int) -> list[tuple[Any, str, Any]]:
 
 
 def _replica() -> Any:
-    """The running replica of `strategy.run`, an object of its own for each run; None outside."""
+    """Return the running replica of `strategy.run`, another object for each run. Returns None outside."""
     context = tf.distribute.get_replica_context()
     return context if context is not None and isinstance(context.strategy, SimulatedTPUStrategy) else None
 
 
 def _shard(variable: Any) -> Any:
-    """The shard of a sharded variable that the running replica's TPU holds."""
+    """Return the shard of a sharded variable that the running replica's TPU holds."""
     return variable.values[_replica().replica_id_in_sync_group]
 
 
-def _exchange(compute: Callable[[Sequence[Any]], Sequence[Any]], brought: Any) -> Any:
-    """See `sparse_core_ops.Exchange`. All replicas wait here for the last of them."""
+def _exchange(compute: Callable[[Sequence[Any]], Sequence[Any]], contribution: Any) -> Any:
+    """Exchange values, see `sparse_core_ops.Exchange`. All replicas wait here for the last one."""
     context = _replica()
 
     def merge(strategy: Any, of_replicas: Any) -> Sequence[Any]:
         return compute(strategy.experimental_local_results(of_replicas))
 
-    return context.merge_call(merge, args=(brought,))[context.replica_id_in_sync_group]
+    return context.merge_call(merge, args=(contribution,))[context.replica_id_in_sync_group]
 
 
 class _NoPipelining:
-    """In place of what marks ops to overlap with the next step."""
+    """Replaces the context that marks ops to overlap with the next step."""
 
     def __init__(self, mode: str, enable: bool) -> None:
         if enable:
             raise ConfigError(
-                f"simulated_tpu: pipeline_execution_with_tensor_core ({mode}) is not simulated; build the layer without it"
+                f"simulated_tpu: pipeline_execution_with_tensor_core ({mode}) is not supported. Build the layer without it."
             )
 
     def Enter(self) -> None:  # noqa: N802 - as TensorFlow calls it
-        """Nothing to mark."""
+        """Do nothing."""
 
     Exit = Enter

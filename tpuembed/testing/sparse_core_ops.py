@@ -1,8 +1,7 @@
-"""What the SparseCores of all TPUs do together, in numpy, by the names of TensorFlow's ops: the lookup and the update.
+"""The lookup and the update on the SparseCores of all TPUs, in numpy, with the names of TensorFlow's ops.
 
-Every replica brings its batch's buffer and its shards of the stack.
-
-Source: tensorflow/core/tpu/kernels/sparse_core_xla_ops.cc, whose contract is kept.
+Every replica contributes its batch's buffer and its shards of the stack. Source:
+tensorflow/core/tpu/kernels/sparse_core_xla_ops.cc. The contract is the same.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ __all__ = ["Exchange", "SparseCoreOps"]
 
 Array = np.ndarray[Any, Any]
 
-# Attributes of the update ops that say what the buffer was made with.
+# Attributes of the update ops that describe the buffer.
 _OF_THE_BUFFER: Final = {
     "max_ids_per_sparse_core",
     "max_unique_ids_per_sparse_core",
@@ -30,21 +29,21 @@ _OF_THE_BUFFER: Final = {
 
 
 class Exchange(Protocol):
-    """How the replicas of a step meet."""
+    """The exchange of values between the replicas of a step."""
 
-    def __call__(self, compute: Callable[[Sequence[Any]], Sequence[Any]], brought: Any) -> Any:
-        """This replica's item of `compute(what every replica brought, in order)`, which is computed once."""
+    def __call__(self, compute: Callable[[Sequence[Any]], Sequence[Any]], contribution: Any) -> Any:
+        """Return this replica's item of `compute(the values of all replicas, in order)`, which is computed once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ids:
-    """Ids of one replica's batch, each at its place.
+    """Ids of one replica's batch, and their positions.
 
     Attributes:
-        core: [n] the SparseCore of the replica's TPU that looks it up.
+        core: [n] the SparseCore of the replica's TPU that looks up the id.
         sample: [n] the row of that SparseCore's activations.
         owner: [n] the SparseCore, of all TPUs, that owns the row.
-        row: [n] in the owner's shard.
+        row: [n] the row in the owner's shard.
         gain: [n, 1] the factor of the row.
     """
 
@@ -57,7 +56,7 @@ class _Ids:
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """What one replica brings to an update: ids, gradients [SparseCores, samples, width], rate, its shards of table and slots."""
+    """One replica's input to an update: ids, gradients [SparseCores, samples, width], rate, its shards of table and slots."""
 
     ids: _Ids
     gradients: Array
@@ -66,10 +65,10 @@ class _Update:
 
 
 class SparseCoreOps(HostOps):
-    """All ops that TensorFlow's SparseCore class uses; arguments as in `tensorflow.python.tpu.ops.gen_xla_ops`."""
+    """All ops that TensorFlow's SparseCore class uses, with the arguments of `tensorflow.python.tpu.ops.gen_xla_ops`."""
 
     def __init__(self, exchange: Exchange, replicas: int, sparse_cores: int) -> None:
-        """Of `replicas` TPUs with `sparse_cores` each."""
+        """Simulate `replicas` TPUs with `sparse_cores` each."""
         self._exchange, self._replicas, self._cores = exchange, replicas, sparse_cores
 
     def xla_sparse_dense_matmul_with_static_buffer_size(
@@ -86,9 +85,9 @@ class SparseCoreOps(HostOps):
         table_name: str,
         **_: Any,
     ) -> Any:
-        """Activations [input_size, width]: sums of gain times row."""
+        """Return the activations [input_size, width]: sums of gain times row."""
         if quantization_config_num_buckets:
-            raise ConfigError(f"table {table_name!r}: quantization_config is not simulated; drop it")
+            raise ConfigError(f"table {table_name!r}: quantization_config cannot be simulated. Drop it.")
         buffer = row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains
         ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
         table = self._exchange(self._whole, embedding_table.read_value().numpy())
@@ -98,14 +97,14 @@ class SparseCoreOps(HostOps):
         return tf.constant(activations.reshape(input_size, -1))
 
     def _whole(self, shards: Sequence[Array]) -> list[Array]:
-        """[SparseCores of all TPUs, rows, width] from the replicas' shards, for every replica."""
+        """Return [SparseCores of all TPUs, rows, width] from the replicas' shards, once for every replica."""
         return [self._by_owner(shards)] * len(shards)
 
     def _by_owner(self, shards: Sequence[Array]) -> Array:
         return np.concatenate([shard.reshape(self._cores, -1, shard.shape[1]) for shard in shards])
 
     def _unpack(self, buffer: Sequence[Any], minibatches: int) -> _Ids:
-        """The ids in one TPU's CSR buffer (row pointers, samples, rows, gains), of all minibatches."""
+        """Return the ids in one TPU's CSR buffer (row pointers, samples, rows, gains), of all minibatches."""
         pointers, samples, rows, gains = map(np.asarray, buffer)
         runs = list(_runs(pointers.reshape(self._cores, minibatches, -1)[..., : self._replicas * self._cores]))
         used = np.concatenate([np.arange(start, stop) for _, _, start, stop in runs])
@@ -128,34 +127,39 @@ class SparseCoreOps(HostOps):
         num_minibatches_per_physical_sparse_core: Any,
         **attributes: Any,
     ) -> Any:
-        """This replica's shards of the table and of `slots` once `rule` has been applied to the rows that any replica touched."""
+        """Apply `rule` to the rows that any replica touched. Returns this replica's new shards of the table and of `slots`."""
         shards = [np.asarray(shard) for shard in (embedding_table, *(attributes.pop(slot) for slot in slots))]
         buffer = row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains
         ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
         gradients = np.asarray(activation_gradients).reshape(self._cores, -1, shards[0].shape[1])
-        brought = _Update(ids, gradients, float(learning_rate), shards)
+        contribution = _Update(ids, gradients, float(learning_rate), shards)
         of_the_rule = {name: value for name, value in attributes.items() if name not in _OF_THE_BUFFER}
         hyper_parameters = {  # the op's attributes are float32
             name: float(np.float32(value)) if isinstance(value, float) else value for name, value in of_the_rule.items()
         }
-        updated = self._exchange(functools.partial(self._apply, functools.partial(rule, **hyper_parameters)), brought)
+        updated = self._exchange(
+            functools.partial(self._apply, functools.partial(rule, **hyper_parameters)), contribution
+        )
         return updated if slots else updated[0]
 
-    def _apply(self, rule: Callable[..., tuple[Array, ...]], brought: Sequence[_Update]) -> list[list[Array]]:
-        """New shards of every replica. One update per row, of the gradients of all replicas together."""
-        (rate,) = {update.rate for update in brought}
-        tables = [self._by_owner(shards) for shards in zip(*(update.shards for update in brought), strict=True)]
+    def _apply(self, rule: Callable[..., tuple[Array, ...]], contributions: Sequence[_Update]) -> list[list[Array]]:
+        """Return the new shards of every replica. Each row is updated once, with the gradients of all replicas."""
+        (rate,) = {update.rate for update in contributions}
+        tables = [self._by_owner(shards) for shards in zip(*(update.shards for update in contributions), strict=True)]
         sums, touched = np.zeros(tables[0].shape), np.zeros(tables[0].shape[:2], bool)
-        for update in brought:
+        for update in contributions:
             ids = update.ids
             np.add.at(sums, (ids.owner, ids.row), ids.gain * update.gradients[ids.core, ids.sample])
             touched[ids.owner, ids.row] = True
-        with np.errstate(divide="ignore", invalid="ignore"):  # as on a TPU, where padding may become NaN
+        with np.errstate(divide="ignore", invalid="ignore"):  # on a TPU too, padding may become NaN
             rows = rule(sums[touched], rate, *(table[touched].astype(np.float64) for table in tables))
         for table, new in zip(tables, rows, strict=True):
             table[touched] = new
         flat = [table.reshape(-1, table.shape[-1]) for table in tables]
-        return [list(of_replica) for of_replica in zip(*(np.split(table, len(brought)) for table in flat), strict=True)]
+        return [
+            list(of_replica)
+            for of_replica in zip(*(np.split(table, len(contributions)) for table in flat), strict=True)
+        ]
 
     xla_sparse_dense_matmul_grad_with_sgd_and_static_buffer_size = functools.partialmethod(
         _update, optimizer_rules.sgd, ()
@@ -177,14 +181,15 @@ class SparseCoreOps(HostOps):
 def _check_rows(stack: str, rows: Array, shard_rows: int) -> None:
     check(
         bool(np.all((rows >= 0) & (rows < shard_rows))),
-        f"an id of stack {stack} is outside of the stack, where a TPU reads other memory; check the ids of its tables",
+        f"an id of stack {stack} is outside the stack, where a TPU reads other memory. Check the ids of its tables.",
     )
 
 
 def _runs(pointers: Array) -> Iterator[tuple[int, int, int, int]]:
-    """(SparseCore, owner, start, stop in the buffer) of every run; `pointers` [SparseCores, minibatches, owners]: their ends."""
+    """Yield (SparseCore, owner, start, stop in the buffer) of every run. `pointers` [SparseCores, minibatches, owners]
+    has its ends."""
     start = 0
     for (core, _, owner), stop in np.ndenumerate(pointers):
-        check(stop >= start, f"the row pointers of SparseCore {core} go backwards, from {start} to {stop}")
+        check(stop >= start, f"the row pointers of SparseCore {core} decrease from {start} to {stop}")
         yield core, owner, start, int(stop)
         start = aligned(int(stop))

@@ -1,4 +1,4 @@
-"""The cluster that a TPUStrategy is made from, without the cluster: one host, some TPUs, their embedding hardware."""
+"""A fake cluster for a TPUStrategy: one host, some TPUs, their embedding hardware."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from tensorflow.python.client import session
 from tensorflow.python.tpu import device_assignment, tpu_system_metadata
 from tensorflow.python.tpu.topology import Topology
 
-__all__ = ["HOST", "MadeUpCluster"]
+__all__ = ["HOST", "FakeCluster"]
 
 HOST = "/job:localhost/replica:0/task:0/device:"
-"""Names of devices, without kind and index."""
+"""The prefix of device names, without kind and index."""
 
 
-class MadeUpCluster:
-    """What TPUStrategy asks a cluster resolver for."""
+class FakeCluster:
+    """The part of a cluster resolver that TPUStrategy uses."""
 
     task_type, task_id, environment = "localhost", 0, ""
 
     def __init__(self, feature: str, replicas: int, sparse_cores: int) -> None:
-        """`replicas` TPUs with embedding hardware `feature`: UNSUPPORTED, V1, or V2 with `sparse_cores` each."""
+        """Create `replicas` TPUs with embedding hardware `feature`: UNSUPPORTED, V1, or V2 with `sparse_cores` each."""
         self._replicas = replicas
         proto = topology_pb2.TopologyProto(num_tasks=1, num_tpu_devices_per_task=replicas)
         proto.mesh_shape.extend([replicas, 1, 1, 1])
@@ -32,13 +32,13 @@ class MadeUpCluster:
         )
 
     def assignment(self) -> Any:
-        """One replica per TPU."""
+        """Return the device assignment: one replica per TPU."""
         return device_assignment.device_assignment(
             self.topology, computation_shape=[1, 1, 1, 1], num_replicas=self._replicas
         )
 
     def get_tpu_system_metadata(self) -> Any:
-        """The devices, by name."""
+        """Return the devices, by name."""
         names = [("CPU", 0), *(("TPU", index) for index in range(self._replicas))]
         devices = [session._DeviceAttributes(f"{HOST}{kind}:{index}", kind, 1 << 30, 1) for kind, index in names]
         return tpu_system_metadata.TPUSystemMetadata(
@@ -50,22 +50,22 @@ class MadeUpCluster:
         )
 
     def master(self) -> str:
-        """This process."""
+        """Return the address of this process."""
         return ""
 
     get_master = master
 
     def cluster_spec(self) -> Any:
-        """No other machine."""
+        """Return an empty cluster: there is no other machine."""
         return tf.train.ClusterSpec({})
 
     def get_job_name(self) -> str:
-        """The job in the devices' names."""
+        """Return the job in the devices' names."""
         return "localhost"
 
     def num_accelerators(self, *_: Any, **__: Any) -> dict[str, int]:
-        """How many TPUs."""
+        """Return the number of TPUs."""
         return {"TPU": self._replicas}
 
     def connect(self, *_: Any, **__: Any) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no cluster to connect to."""

@@ -95,7 +95,7 @@ def test_contradictions_are_refused_alike(hardware: str, ids: Any, build: Any, o
     ("hardware", "ids", "build", "message"),
     [
         ("V1", dense(None), (8,), r"batch_size=16 \(of one replica\): the ids give activations of \(8,\)"),
-        ("V2", dense(16, 3), None, r"of shape \(16, 3\) here, and the accelerator was set up for \(16,\)"),
+        ("V2", dense(16, 3), None, r"have shape \(16, 3\)\. The accelerator was set up for \(16,\)"),
         ("V1", dense(None), None, None),
     ],
 )
@@ -115,7 +115,7 @@ def test_v1_takes_the_shapes_that_it_was_set_up_for() -> None:
         for size in (16, 16):
             strategy.run(layer, args=({"x": dense(size)()},))
         with pytest.raises(
-            ConfigError, match=r"feature 'x': .* \(8,\) here, and the accelerator was set up for \(16,\)"
+            ConfigError, match=r"feature 'x': .* have shape \(8,\)\. The accelerator was set up for \(16,\)"
         ):
             strategy.run(layer, args=({"x": dense(8)()},))
 

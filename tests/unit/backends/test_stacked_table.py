@@ -31,9 +31,7 @@ def test_stacks_are_shared_evenly() -> None:
 )
 def test_stacks_that_cannot_be_shared(shards: list[tuple[int, int]], changes: dict[str, int]) -> None:
     layout = StackLayout(**{**dataclasses.asdict(LAYOUT), **changes})
-    with pytest.raises(
-        ConfigError, match=r"table 'users' of 100 rows: . TPUs with .* cannot be shared by 8 SparseCores"
-    ):
+    with pytest.raises(ConfigError, match=r"table 'users' with 100 rows: . TPUs hold .* needs 8 SparseCores"):
         check_shards({"users": layout}, {"users_videos": shards})
 
 

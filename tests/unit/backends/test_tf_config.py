@@ -65,7 +65,7 @@ def test_tensorflows_features_become_ours_and_come_back() -> None:
 
 def test_an_unnamed_table_gets_tensorflows_name_and_a_warning() -> None:
     a, b = E.TableConfig(3, 2), E.TableConfig(4, 2)
-    with pytest.warns(UserWarning, match="give it one"):
+    with pytest.warns(UserWarning, match="Give it a name"):
         _, names = features_from({"z": E.FeatureConfig(a), "c": E.FeatureConfig(b), "d": E.FeatureConfig(a)})
     assert names == {b: "table_0", a: "table_1"}
 

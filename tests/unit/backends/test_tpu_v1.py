@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v2
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
-from tpuembed.backends import Request, tpu_v1
+from tpuembed.backends import LayerOptions, tpu_v1
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_tpu import HardwareEngine
 from tpuembed.backends.tpu_v1 import TpuV1Backend
@@ -58,7 +58,7 @@ def stand_ins() -> Iterator[Accelerator]:
         mock.patch.object(tpu_embedding_v2.TPUEmbedding, "_create_variables_and_slots", on_hosts),
         mock.patch.object(HardwareEngine, "_load_variables", lambda engine: made.load(engine)),
         mock.patch.object(HardwareEngine, "_retrieve_variables", lambda engine: made.retrieve(engine)),
-        mock.patch.object(tpu_v1, "_claim"),  # several layers, one after another
+        mock.patch.object(tpu_v1, "_reserve"),  # several layers, one after another
     ):
         yield made
 
@@ -75,7 +75,7 @@ class Layer(tf.Module):
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__()
         updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self.backend = TpuV1Backend(Request(FEATURES, Adam(learning_rate=0.1), updates))
+        self.backend = TpuV1Backend(LayerOptions(FEATURES, Adam(learning_rate=0.1), updates))
         tables = {feature.table.name: feature.table for _, feature in FEATURES}
         config = {
             "tables": {name: {**table.to_dict(), "optimizer": {"kind": "adam"}} for name, table in tables.items()},

@@ -52,13 +52,13 @@ def test_as_tables_and_warnings(files: list[str]) -> None:
     assert lines[0] == "1 chips of 4 SparseCores, batches of 16: 294.9 kB per chip; 2 steps counted, margin 0.5"
     assert [line.split("│")[1].strip() for line in lines if "users" in line] == ["users", "users"]
     assert [line for line in lines if line.startswith("warning")] == [
-        "warning: stack videos: 3 ids with the margin are 5, and the limit is 3; set max_ids_per_partition of videos: 5"
+        "warning: stack videos: 3 ids with the margin are 5. The limit is 3. Set max_ids_per_partition of videos: 5."
     ]
 
 
 def test_mistakes_are_one_line(files: list[str]) -> None:
     done = run(*files, "--chips", "3", "--batch-size", "24")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "3 chips of 4 SparseCores are 12, and TensorFlow needs a power of two" in done.stderr
+    assert "3 chips with 4 SparseCores have 12 SparseCores in all. TensorFlow needs a power of two" in done.stderr
     assert run(*files, "--chips", "0", "--batch-size", "24").returncode == 2
     assert run(*files, "--chips", "1").returncode == 2

@@ -153,7 +153,7 @@ def test_a_wrong_feature_says_what_is_wrong(fields: dict[str, Any], message: str
         (lambda: SGD(clipvalue=1.0, use_gradient_accumulation=False), "clipvalue needs use_gradient_accumulation"),
         (lambda: FTRL(learning_rate_power=0.1), "learning_rate_power must be at most 0"),
         (lambda: FTRL(initial_accumulator_value=0.0), "needs allow_zero_accumulator"),
-        (lambda: FTRL(weight_decay_factor=0.1), "use l2_regularization_strength"),
+        (lambda: FTRL(weight_decay_factor=0.1), "Use l2_regularization_strength"),
         (lambda: FTRL(l1_regularization_strength=-1.0), "l1_regularization_strength must be at least 0"),
         (lambda: AdagradMomentum(momentum=1.0), "momentum must be below 1"),
         (lambda: AdagradMomentum(beta2=1.1), "beta2 must be at most 1"),
@@ -177,7 +177,7 @@ def test_a_wrong_optimizer_says_what_is_wrong(make: Any, message: str) -> None:
         ({"features": {"x": 3}}, "features/x: expected a mapping with a key `table`, got 3"),
         ({"tables": {"users": {"vocabulary_size": 3}}}, "table 'users': missing dim"),
         ({"tables": {"users": {"vocabulary_size": 3, "dim": 2, "rows": 3}}}, "table 'users': unknown key 'rows'"),
-        ({"tables": {"users": {"vocabulary_size": 3, "dim": 2, "name": "u"}}}, "its own name says 'u'"),
+        ({"tables": {"users": {"vocabulary_size": 3, "dim": 2, "name": "u"}}}, "its field name is 'u'"),
         ({"tables": 3}, "needs a mapping `tables`"),
         ({"extra": 3}, "feature config: unknown key 'extra'"),
     ],
@@ -253,7 +253,7 @@ def test_a_subset_keeps_the_features_of_its_tables() -> None:
     config = ServingConfig.parse(SERVING).only_tables(["users"])
     assert set(config.features) == {"friends", "me"}
     assert config.tables == {}
-    with pytest.raises(ConfigError, match="no feature looks up in others"):
+    with pytest.raises(ConfigError, match="no feature uses others"):
         config.only_tables(["others"])
 
 

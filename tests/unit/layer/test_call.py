@@ -144,7 +144,7 @@ def test_features_of_another_structure_are_refused_by_path(change: dict[str, Any
     [
         ({"feature_config": {}}, "feature_config is empty"),
         ({"feature_config": {"x": 3}}, "feature 'x': expected a FeatureConfig, got 3"),
-        ({"embedding_feature": "V2"}, "embedding_feature=V2 asks for TPU hardware"),
+        ({"embedding_feature": "V2"}, "embedding_feature=V2 needs that TPU hardware"),
         ({"size_threshold": -1}, "size_threshold must be at least 0"),
         ({"optimizer": "adamw"}, "optimizer must be one of"),
         (
@@ -153,7 +153,7 @@ def test_features_of_another_structure_are_refused_by_path(change: dict[str, Any
                     TableConfig(3, 2, "t", quantization_config=QuantizationConfig(4, 0.0, 1.0))
                 )
             },
-            "table 't': quantization_config is not applied",
+            "table 't': quantization_config is applied on an embedding accelerator only",
         ),
     ],
 )
@@ -231,4 +231,4 @@ def test_a_strategy_that_is_not_supported_is_refused_by_name() -> None:
         done.stderr[-2000:]
     )
     for (name, _), error in said.items():
-        assert f".{names[name]} is not supported; use no strategy" in error
+        assert f".{names[name]} is not supported. Use no strategy" in error

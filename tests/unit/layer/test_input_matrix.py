@@ -255,7 +255,7 @@ RANK_THREE = tf.SparseTensor([[0, 0, 0]], tf.constant([3], tf.int64), [2, 2, 2])
         (Cell(ragged(FULL), None, "sum", {"output_shape": [3, 2], "max_sequence_length": 3}), r"output_shape \(3, 2\)"),
         (Cell(ragged(FULL), ragged(WEIGHTS, tf.float32), "sum", {"output_shape": [3, 2]}), "weights have no meaning"),
         (Cell(ragged(FULL), ragged(WEIGHTS, tf.float32), "sum", {"max_sequence_length": 2}), "weights have no meaning"),
-        (Cell(ragged(FULL), sparse(WEIGHTS, tf.float32)), "make both ragged"),
+        (Cell(ragged(FULL), sparse(WEIGHTS, tf.float32)), "Make both ragged"),
         (Cell(tf.ragged.constant([[[1], [2]], [[3]]])), "ragged ids must have rank 2"),
         (Cell(RANK_THREE, None, "sum", {"max_sequence_length": 2}), "max_sequence_length needs sparse ids of rank 2"),
         (Cell(tf.SparseTensor([[0]], tf.constant([1], tf.int64), [2])), "sparse ids must have rank 2 or above"),
@@ -302,7 +302,7 @@ def test_what_tensorflow_lets_pass_fails() -> None:
         layer({"x": RANK_THREE.with_values(tf.constant([-3], tf.int64))})
     layer = TPUEmbedding({"x": FeatureConfig(_table("sum"))}, optimizer="sgd")
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match="feature 'x': the weights do not stand where the ids stand"
+        tf.errors.InvalidArgumentError, match="feature 'x': the weights and the ids have different positions"
     ):
         layer({"x": sparse([[1, 2], [3]])}, {"x": sparse([[1.0], [2.0, 3.0]], tf.float32)})
 
@@ -318,7 +318,7 @@ def test_an_output_shape_is_checked_when_only_the_step_knows_the_batch() -> None
 
 def test_an_ambiguous_output_shape_is_refused_by_name() -> None:
     layer = TPUEmbedding({"x": FeatureConfig(_table("sum"), output_shape=(2, 3))}, optimizer="sgd")
-    with pytest.raises(ConfigError, match="may mean combined rows or sequences; make both known"):
+    with pytest.raises(ConfigError, match=r"may mean combined rows or sequences\. Make both shapes known"):
         tf.function(layer, input_signature=[{"x": tf.RaggedTensorSpec([None, None], tf.int64)}]).get_concrete_function()
 
 

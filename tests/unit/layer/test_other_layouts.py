@@ -53,7 +53,7 @@ def test_rows_come_back_by_their_numbers(tmp_path: Path, shapes: Any, optimizer:
 def test_a_layer_of_other_tables_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, random_values(ALIGNED, "adagrad"), "adagrad", 1)
     model = Model({"lone": (120, 8)}, "adagrad")
-    with pytest.raises(CheckpointMismatchError, match=r"has 128 rows, table 'lone' .* 120"):
+    with pytest.raises(CheckpointMismatchError, match=r"has 128 rows\. Table 'lone' .* 120"):
         tf.train.Checkpoint(model=model).restore(path)
 
 

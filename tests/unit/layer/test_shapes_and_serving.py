@@ -142,9 +142,9 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
-        (lambda f: Pair(f, f), r"a named tuple \(Pair\) cannot be written; use a dict"),
-        (lambda f: {"x": Pair(f, f)}, r"a named tuple \(Pair\) cannot be written; use a dict"),
-        (lambda f: {1: f}, "the key 1 cannot be written; use string keys"),
+        (lambda f: Pair(f, f), r"a named tuple \(Pair\) cannot be written. Use a dict"),
+        (lambda f: {"x": Pair(f, f)}, r"a named tuple \(Pair\) cannot be written. Use a dict"),
+        (lambda f: {1: f}, "the key 1 cannot be written. Use string keys"),
     ],
 )
 def test_a_structure_that_json_would_change_is_looked_up_and_not_written(structure: Any, message: str) -> None:

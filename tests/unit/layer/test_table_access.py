@@ -106,9 +106,9 @@ def test_a_range_outside_the_table_is_an_index_error() -> None:
         (("users", 0, _rows(1, 2), "accumulators"), UnknownTableError, "table 'users' has no slot .*; known: none"),
         (("items", 0, _rows(2, 4)), ConfigError, r"'items' takes rows \[n, 3\], got \[2, 4\]"),
         (("items", 0, _rows(3)), ConfigError, r"takes rows \[n, 3\], got \[3\]"),
-        (("items", 0, _rows(1, 3).astype(np.float64)), ConfigError, r"is float32, and the rows are float64; .*astype"),
-        (("items", 0, _rows(1, 3).astype(np.int32)), ConfigError, "the rows are int32"),
-        (("items", 0, [["a", "b", "c"]]), ConfigError, "the rows are str"),
+        (("items", 0, _rows(1, 3).astype(np.float64)), ConfigError, r"is float32\. The rows are float64\. .*astype"),
+        (("items", 0, _rows(1, 3).astype(np.int32)), ConfigError, "The rows are int32"),
+        (("items", 0, [["a", "b", "c"]]), ConfigError, "The rows are str"),
         (("items", 0, _rows(1, 3), "accumulator"), UnknownTableError, "did you mean 'accumulators'"),
         (("items", 0.0, _rows(1, 3)), ConfigError, "start must be an integer, got 0.0"),
         (("items", True, _rows(1, 3)), ConfigError, "start must be an integer, got True"),
@@ -126,7 +126,7 @@ def test_what_cannot_be_written(arguments: Any, error: type[Exception], match: s
 
 def test_a_graph_is_refused() -> None:
     layer = _layer()
-    with pytest.raises(ConfigError, match=r"assign_rows writes tables at once; call it outside of tf\.function"):
+    with pytest.raises(ConfigError, match=r"assign_rows writes tables eagerly. Call it outside tf\.function"):
         tf.function(lambda: layer.assign_rows("items", 0, _rows(1, 3)))()
 
 
@@ -161,7 +161,7 @@ def test_update_embedding_table_refuses_what_tfrs_ignores() -> None:
     with pytest.raises(UnknownTableError, match="has no table 'other'; known: items, users"):
         layer.update_embedding_table(TableConfig(12, 3, "other"), _rows(12, 3))
     with pytest.raises(
-        ConfigError, match=r"table 'items' is \[12, 3\], and embedding_table is \[11, 3\]; .* assign_rows"
+        ConfigError, match=r"table 'items' is \[12, 3\]\. embedding_table is \[11, 3\]\. .* assign_rows"
     ):
         layer.update_embedding_table("items", _rows(11, 3))
 
@@ -185,7 +185,7 @@ def test_two_configs_of_one_name_are_refused_though_equal(make: Any) -> None:
     first, second = (make(vocabulary_size=7, dim=3, name="video") for _ in range(2))
     feature = E.FeatureConfig if make is E.TableConfig else FeatureConfig
     with pytest.raises(
-        ConfigError, match="two tables are called 'video': features have a TableConfig of that name each"
+        ConfigError, match="two tables are called 'video': several features have their own TableConfig of that name"
     ):
         TPUEmbedding([feature(first), feature(second)], optimizer="adagrad")
     layer = TPUEmbedding([feature(first), feature(first)], optimizer="adagrad")

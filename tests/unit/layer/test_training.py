@@ -491,7 +491,7 @@ def test_a_call_in_a_branch_or_loop_is_refused_where_the_gradient_is_outside(
             loss = INSIDE[kind](lambda ids: tf.reduce_sum(look_up(ids)))
         return tape.gradient(loss, layer.trainable_variables)
 
-    with pytest.raises(TrainingError, match=r"called inside of tf\.cond, tf\.switch_case or a loop"):
+    with pytest.raises(TrainingError, match=r"called inside tf\.cond, tf\.switch_case or a loop"):
         tf.function(step, jit_compile=jit)()
     assert int(layer.updates.numpy()) == 0
 

@@ -85,7 +85,7 @@ def test_a_subclassed_model_needs_its_specs(tmp_path: Path) -> None:
         ({"every_epochs": 0}, "every_epochs must be at least 1"),
         ({"every_epochs": 1.5}, "every_epochs must be an integer"),
         ({"on_error": "ignore"}, "on_error must be one of raise, warn"),
-        ({"version": 3}, "every export has a version of its own"),
+        ({"version": 3}, "every export has its own version"),
         ({"storag": "int8"}, "did you mean 'storage'"),
     ],
 )

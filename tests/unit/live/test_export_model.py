@@ -115,7 +115,7 @@ def test_a_name_that_no_variable_may_have(tmp_path: Path) -> None:
     model = _Private()
     model({name: tf.constant(ids) for name, ids in IDS.items()})
     specs = {name: tf.TensorSpec([None], tf.int64) for name in TABLES}
-    with pytest.raises(ConfigError, match=r"weight '__private/.*give the model a name that begins with a letter"):
+    with pytest.raises(ConfigError, match=r"weight '__private/.*Give the model a name that begins with a letter"):
         export_model((model, specs), tmp_path)
 
 
@@ -194,7 +194,7 @@ def test_two_tables_of_one_name(tmp_path: Path) -> None:
         ({"engine": "ray"}, "unknown key 'engine'"),
         ({"workers": 0}, "workers must be at least 1"),
         ({"nonsense": 1}, "unknown key 'nonsense'"),
-        ({"tables": ["users"]}, "a model looks up in all of its tables"),
+        ({"tables": ["users"]}, "A model uses all of its tables"),
         ({"serving_config": {"features": {"userz": {"table": "users"}}}}, "did you mean 'user'"),
     ],
 )
@@ -207,5 +207,5 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) 
 
 def test_in_a_graph_it_is_refused(tmp_path: Path) -> None:
     layer = _layer()
-    with pytest.raises(ConfigError, match=r"outside of tf\.function"):
+    with pytest.raises(ConfigError, match=r"outside tf\.function"):
         tf.function(lambda: export_model(layer, tmp_path), autograph=False)()

@@ -160,12 +160,12 @@ def test_limits_are_compared() -> None:
     assert limited(20, 10) == ()
     fails, near = limited(15, 9)
     assert fails == (
-        "stack t: a step of the sample brings 16 ids from one SparseCore to another, and the limit is 15: the step fails; set "
-        "max_ids_per_partition of t: 20"
+        "stack t: in a step of the sample, one SparseCore takes 16 ids from another. The limit is 15, so the step fails. "
+        "Set max_ids_per_partition of t: 20."
     )
     assert (
         near
-        == "stack t: 8 unique ids with the margin are 10, and the limit is 9; set max_unique_ids_per_partition of t: 10"
+        == "stack t: 8 unique ids with the margin are 10. The limit is 9. Set max_unique_ids_per_partition of t: 10."
     )
 
 
@@ -180,8 +180,8 @@ def test_a_chips_buffer_is_compared() -> None:
     table = TableConfig(1000, 8, "t", max_ids_per_partition=9999, max_unique_ids_per_partition=9999)
     sample = sample_of({"x": [list(range(80))] * 8})
     (warning,) = estimate({"x": FeatureConfig(table)}, sample, Topology(1, 8, 4), margin=0).warnings
-    assert "stack t: a chip needs room for 80 ids per example, TensorFlow's default is 64" in warning
-    assert "set max_ids_per_chip_per_sample of the SparseCoreEmbeddingConfig" in warning
+    assert "stack t: a chip needs space for 80 ids per example. TensorFlow's default is 64" in warning
+    assert "Set max_ids_per_chip_per_sample of the SparseCoreEmbeddingConfig" in warning
 
 
 # ---- refusals
@@ -190,7 +190,7 @@ def test_a_chips_buffer_is_compared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, 24, 4), "3 chips of 4 SparseCores are 12, and TensorFlow needs a power of two"),
+        ((3, 24, 4), "3 chips with 4 SparseCores have 12 SparseCores in all. TensorFlow needs a power of two"),
         ((2, 12, 4), "batch_size 12 cannot be divided among 8 SparseCores"),
         ((0, 8, 4), "topology: chips must be at least 1"),
         ((1, 8.0, 4), "topology: batch_size must be an integer"),
@@ -206,7 +206,7 @@ def test_topologies_that_tensorflow_refuses(arguments: tuple[Any, Any, Any], mes
     ("lists", "message"),
     [
         ({"y": [[1]] * 8}, "sample: has no feature 'x'; known: y"),
-        ({"x": [[9]] * 8}, "sample: feature 'x' has id 9, and table 't' has 9 rows"),
+        ({"x": [[9]] * 8}, "sample: feature 'x' has id 9. Table 't' has 9 rows"),
         ({"x": [[1]] * 7}, "sample: 7 examples are less than one batch of 8"),
     ],
 )
@@ -258,21 +258,21 @@ def test_samples_are_read(tmp_path: Path, suffix: str) -> None:
     ("name", "content", "message"),
     [
         ("s.txt", b"", "its name must end in .npz, .csv, .jsonl"),
-        ("s.npz", b"nonsense", "no .npz of plain arrays"),
-        ("s.csv", b"a,b\n1\n", "line 2 has 1 cells, and the first line names 2 features"),
+        ("s.npz", b"nonsense", "not an .npz of plain arrays"),
+        ("s.csv", b"a,b\n1\n", "line 2 has 1 cells. The first line names 2 features"),
         ("s.csv", b"a\nx\n", "line 2: 'a' must be integers, got ['x']"),
-        ("s.csv", b"a\n", "holds no example"),
-        ("s.csv", b"", "holds no example"),
-        ("s.jsonl", b"{", "line 1 is no JSON"),
+        ("s.csv", b"a\n", "has no examples"),
+        ("s.csv", b"", "has no examples"),
+        ("s.jsonl", b"{", "line 1 is not JSON"),
         ("s.jsonl", b"[1]", "line 1: expected an object, feature -> ids, got [1]"),
         ("s.jsonl", b'{"a": [1.5]}', "line 1: 'a' must be integers, got [1.5]"),
         ("s.jsonl", b'{"a": true}', "line 1: 'a' must be integers, got [True]"),
         ("s.jsonl", b'{"a": Infinity}', "line 1: 'a' must be integers, got [inf]"),
         ("s.jsonl", b'{"a": 9223372036854775808}', "line 1: 'a' must be integers, got [9223372036854775808]"),
-        ("s.jsonl", b'{"a": "\xff"}', "s.jsonl: is no .jsonl file: 'utf-8' codec can't decode"),
-        ("s.jsonl", b"[" * 100_000, "line 1 is no JSON: maximum recursion depth"),
-        ("s.csv", b"a\n1\n\xff\n", "s.csv: is no .csv file: 'utf-8' codec can't decode"),
-        ("s.csv", b"a\n" + b"1 " * 100_000, "s.csv: is no .csv file: field larger than field limit"),
+        ("s.jsonl", b'{"a": "\xff"}', "s.jsonl: is not a .jsonl file: 'utf-8' codec can't decode"),
+        ("s.jsonl", b"[" * 100_000, "line 1 is not JSON: maximum recursion depth"),
+        ("s.csv", b"a\n1\n\xff\n", "s.csv: is not a .csv file: 'utf-8' codec can't decode"),
+        ("s.csv", b"a\n" + b"1 " * 100_000, "s.csv: is not a .csv file: field larger than field limit"),
         ("s.csv", b"a,b,a\n1,2,3\n", "its first line names a feature twice: ['a', 'b', 'a']"),
     ],
 )
@@ -294,16 +294,18 @@ def test_missing_samples_and_arrays_of_floats(tmp_path: Path) -> None:
 def test_arrays_that_are_no_ids(tmp_path: Path) -> None:
     path = tmp_path / "s.npz"
     np.savez(path, a=np.array([1, 2**63], np.uint64))
-    with pytest.raises(ConfigError, match="'a' has id 9223372036854775808, and ids end at 9223372036854775807"):
+    with pytest.raises(
+        ConfigError, match=r"'a' has id 9223372036854775808\. The largest valid id is 9223372036854775807"
+    ):
         read_sample(path)
     with path.open("wb") as file:
         np.save(file, np.arange(3))  # a .npy by another name
-    with pytest.raises(ConfigError, match=r"no \.npz of plain arrays"):
+    with pytest.raises(ConfigError, match=r"not an \.npz of plain arrays"):
         read_sample(path)
     np.savez_compressed(path, a=np.arange(1000))
     data = path.read_bytes()
     path.write_bytes(data[:100] + bytes(20) + data[120:])
-    with pytest.raises(ConfigError, match=r"no \.npz of plain arrays"):
+    with pytest.raises(ConfigError, match=r"not an \.npz of plain arrays"):
         read_sample(path)
 
 
@@ -312,5 +314,5 @@ def test_feature_configs_and_serving_configs_are_read() -> None:
     assert load_features(config)["x/y"].table == TableConfig(9, 8, "t", max_ids_per_partition=3)
     serving = {"features": {"x": {"table": "t", "input": "id"}}, "tables": {"t": {"vocabulary_size": 9, "dim": 8}}}
     assert load_features(serving) == {"x": FeatureConfig(TableConfig(9, 8, "t"))}
-    with pytest.raises(ConfigError, match="table 't': say its vocabulary_size and dim under tables"):
+    with pytest.raises(ConfigError, match=r"table 't' has no shape\. Give its vocabulary_size and dim under tables"):
         load_features({"features": serving["features"]})

@@ -46,9 +46,9 @@ def test_an_exceeded_limit_names_table_count_and_limit(replicas: int) -> None:
     with simulated_tpu(replicas=replicas) as strategy:
         truth = one_table(strategy, of_one_owner, max_ids_per_partition=6, max_unique_ids_per_partition=3)
         np.testing.assert_allclose(truth[0], 8.0 * sum(of_one_owner) + 3 * np.arange(8))
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"Sparse core 0 gets 6 ids .* to be 5 for table t;"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"Sparse core 0 gets 6 ids .* to be 5 for table t\."):
             one_table(strategy, of_one_owner, max_ids_per_partition=5)
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"gets 3 unique ids .* to be 2 for table t;"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"gets 3 unique ids .* to be 2 for table t\."):
             one_table(strategy, of_one_owner, max_unique_ids_per_partition=2)
         # The kernel does not drop for these two; see tests/golden/sparse_core_ops, too_many.
         with pytest.raises(tf.errors.InvalidArgumentError, match="6 ids"):
@@ -58,7 +58,7 @@ def test_an_exceeded_limit_names_table_count_and_limit(replicas: int) -> None:
 
 def test_ids_that_find_no_room_raise_or_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with simulated_tpu() as strategy:
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"stack 't': the ids .* a buffer of 16 places; raise"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"stack 't': the ids .* a buffer of 16 places. Raise"):
             one_table(strategy, [0, 1, 2, 3], max_ids_per_chip_per_sample=2)
         found = one_table(strategy, [0, 1, 2, 3], max_ids_per_chip_per_sample=2, allow_id_dropping=True)
     # 16 places: two owners' runs of 8, of which each holds one id of the first SparseCore's two examples.
@@ -132,9 +132,7 @@ def test_ragged_ids_of_too_few_examples_fail() -> None:
     """Off the TPU they are sequences of two ids; SparseCores would put all of them into the first half of the batch."""
     with simulated_tpu() as strategy, strategy.scope():
         layer = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t"), output_shape=(4, 2)), "sgd")
-        with pytest.raises(
-            tf.errors.InvalidArgumentError, match=r"ragged ids for 8 activations .* of as many examples"
-        ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"ragged ids must have 8 examples"):
             strategy.run(lambda: layer(tf.ragged.constant([[1], [2, 3], [4], [5]], tf.int64)))
         found = strategy.run(lambda: layer(tf.ragged.constant([[1], [2, 3], [4], [5], [], [6], [7], [8]], tf.int64)))
         assert found.shape == (4, 2, 4)
@@ -170,7 +168,7 @@ def test_tensorflows_own_class_and_an_id_outside_of_its_stack(bad: int) -> None:
         activations, _ = strategy.run(lambda: theirs(tf.range(EXAMPLES)))
         for of_replica in strategy.experimental_local_results(activations):
             np.testing.assert_array_equal(of_replica, np.ones((EXAMPLES, 8)))
-        with pytest.raises(tf.errors.InvalidArgumentError, match="outside of the stack"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="outside the stack"):
             strategy.run(lambda: theirs(tf.fill([EXAMPLES], bad)))
 
 
@@ -183,7 +181,7 @@ def test_what_is_not_simulated_is_refused() -> None:
     with simulated_tpu() as strategy:
         with pytest.raises(ConfigError, match="options"):
             strategy.run(lambda: None, options=tf.distribute.RunOptions())
-        with pytest.raises(ConfigError, match=r"outside of tf\.function"):
+        with pytest.raises(ConfigError, match=r"outside tf\.function"):
             tf.function(lambda: strategy.run(lambda: None))()
         with strategy.scope():
             features = FeatureConfig(TableConfig(9, 4, "t"), output_shape=(EXAMPLES,))

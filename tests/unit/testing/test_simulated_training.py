@@ -216,7 +216,7 @@ def test_a_layer_is_called_once_in_a_step() -> None:
             strategy.run(lambda: layer(ids))
         with pytest.raises(TrainingError, match="called twice in one step"):
             strategy.run(lambda: (layer(ids), layer(ids)))
-        with pytest.raises(TrainingError, match=r"outside of strategy\.run"):
+        with pytest.raises(TrainingError, match=r"outside strategy\.run"):
             layer(ids)
 
 

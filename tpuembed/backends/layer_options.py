@@ -1,4 +1,4 @@
-"""What a layer asks of a backend: its features and options, checked, as one record."""
+"""The arguments of a layer for its backend, checked, as one record."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,22 +6,22 @@ from typing import Any
 
 from tpuembed.config import FeatureConfig, TableConfig
 
-__all__ = ["Request"]
+__all__ = ["LayerOptions"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class LayerOptions:
     """The arguments of a layer, in the backends' terms.
 
     Attributes:
         features: every feature with its path in the structure, in walking order.
-        optimizer: the spec that trains tables without their own; None for none.
+        optimizer: the spec that trains tables without their own, or None.
         updates: the int64 variable that counts updates.
-        embedding_feature: the hardware asked for; None for what is there.
+        embedding_feature: the hardware to use. None takes the hardware that exists.
         pipelining: overlap lookups with dense computation.
         batch_size: one replica's examples, for features without an output_shape.
         sparse_core_config: TensorFlow's SparseCoreEmbeddingConfig, or None.
-        size_threshold: tables of at most so many rows are replicated; None for none.
+        size_threshold: tables of at most this many rows are replicated. None replicates no table.
     """
 
     features: Sequence[tuple[str, FeatureConfig]]
@@ -35,5 +35,5 @@ class Request:
 
     @property
     def tables(self) -> list[TableConfig]:
-        """Each table once, in order of first use."""
+        """Return each table once, in order of first use."""
         return list({feature.table.name: feature.table for _, feature in self.features}.values())

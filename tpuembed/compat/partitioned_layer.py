@@ -1,4 +1,4 @@
-"""Several `TPUEmbedding` layers called as one: what both libraries need for tables that live in different places."""
+"""Several `TPUEmbedding` layers called as one layer. Both libraries place their tables on different hardware."""
 
 import contextlib
 import dataclasses
@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from tpuembed.backends.saved_places import children_of, saved_keys
+from tpuembed.backends.checkpoint_keys import children_of, saved_keys
 from tpuembed.backends.tf_tpu import LAYOUTS, saved_layouts
-from tpuembed.backends.training import found_together
+from tpuembed.backends.training import wait_for_lookups
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
@@ -20,14 +20,14 @@ from tpuembed.restore import RestoreReport, restore_saved, restore_tables
 from tpuembed.runtime.weight_files import load_tables, save_tables
 from tpuembed.table_access import LiveTables
 
-__all__ = ["DividedEmbedding", "Division", "divide"]
+__all__ = ["PartitionedEmbedding", "Places", "place_features"]
 
 Leaves = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
-    """Which feature goes where.
+class Places:
+    """The place of every feature: the name of one of the layers.
 
     Attributes:
         structure: the nested structure of configs that the layer was built with.
@@ -38,43 +38,44 @@ class Division:
     places: Mapping[str, str]
 
     def part(self, place: str, leaves: Mapping[str, Any]) -> Leaves:
-        """Those of `leaves`, by path, that belong to `place`."""
+        """Return the entries of `leaves` (path -> leaf) whose features belong to `place`."""
         return {path: leaf for path, leaf in leaves.items() if self.places[path] == place}
 
     def pack(self, leaves: Mapping[str, Any]) -> Any:
-        """`leaves`, by path, in the structure."""
+        """Return `leaves` (path -> leaf) as the nested structure."""
         return pack_like(self.structure, [leaves[path] for path in self.places])
 
     def unpack(self, structure: Any, what: str) -> Leaves:
-        """path -> what stands there in `structure`, which errors call `what`."""
+        """Return path -> subtree of `structure`. Errors call the structure `what`."""
         return {path: leaf for path, _, leaf in flatten_up_to(self.structure, structure, what)}
 
 
-def divide(structure: Any, place: Callable[[Any], str]) -> Division:
-    """`place(config)` of every feature of `structure`."""
-    return Division(structure, {path: place(config) for path, config in flatten(structure)})
+def place_features(structure: Any, place: Callable[[Any], str]) -> Places:
+    """Return the place of every feature of `structure`, by `place(config)`."""
+    return Places(structure, {path: place(config) for path, config in flatten(structure)})
 
 
-class DividedEmbedding(keras.layers.Layer):
-    """A layer of `TPUEmbedding` layers, one per place, each of which has some of the tables.
+class PartitionedEmbedding(keras.layers.Layer):
+    """A layer of several `TPUEmbedding` layers, one per place. Each has some of the tables.
 
     Attributes:
-        PLACES: all that a layer of this kind may have; a checkpoint of another one has other tables in them.
+        PLACES: all places that a layer of this class may have. A checkpoint of another layer may have other tables in
+            them.
     """
 
     PLACES: tuple[str, ...] = ()
 
-    def _set_parts(self, division: Division, parts: Mapping[str, TPUEmbedding]) -> None:
-        """`parts`: place -> the layer of its features, which takes {path: ids}."""
-        self._division = _Untracked(division)
+    def _set_parts(self, placement: Places, parts: Mapping[str, TPUEmbedding]) -> None:
+        """Set the layers, as place -> layer. Each takes {path: ids} of its features."""
+        self._placement = _Untracked(placement)
         self._places = tuple(parts)
         for place, layer in parts.items():
             layer.saved_by_another = True
-            setattr(self, f"_{place}", layer)  # an attribute each, so that checkpoints have a stable name for it
+            setattr(self, f"_{place}", layer)  # one attribute each, so that checkpoints have a stable name for it
         self.built = True
 
     def part(self, place: str) -> TPUEmbedding | None:
-        """The layer of one place; None where no feature belongs to it."""
+        """Return the layer of one place. Returns None if no feature belongs to it."""
         layer: TPUEmbedding | None = getattr(self, f"_{place}", None)
         return layer
 
@@ -83,43 +84,43 @@ class DividedEmbedding(keras.layers.Layer):
         return [(place, getattr(self, f"_{place}")) for place in self._places]
 
     def _look_up(self, ids: Leaves, weights: Leaves | None) -> Any:
-        """Activations, in the structure, of ids and weights by path."""
-        division, found = self._division.value, {}
+        """Return the activations, in the structure, of ids and weights by path."""
+        placement, found = self._placement.value, {}
         for place, layer in self._parts:
-            of_part = None if weights is None else division.part(place, weights)
-            found.update(layer(division.part(place, ids), of_part))
+            of_part = None if weights is None else placement.part(place, weights)
+            found.update(layer(placement.part(place, ids), of_part))
         if len(self._parts) > 1 and any(layer.trainable for _, layer in self._parts):
-            found = dict(zip(found, found_together(list(found.values())), strict=True))
-        return division.pack(found)
+            found = dict(zip(found, wait_for_lookups(list(found.values())), strict=True))
+        return placement.pack(found)
 
     def _specs(self, ids: Leaves) -> Any:
-        """Symbolic activations of symbolic ids by path."""
-        division, found = self._division.value, {}
+        """Return the symbolic activations of symbolic ids by path."""
+        placement, found = self._placement.value, {}
         for place, layer in self._parts:
-            found.update(layer.compute_output_spec(division.part(place, ids)))
-        return division.pack(found)
+            found.update(layer.compute_output_spec(placement.part(place, ids)))
+        return placement.pack(found)
 
     def table_variables(self) -> dict[str, Any]:
-        """{table name: its variable, float32 [vocabulary_size, dim]}."""
+        """Return {table name: its variable, float32 [vocabulary_size, dim]}."""
         return {
             config.name: variable for _, layer in self._parts for config, variable in layer.embedding_tables.items()
         }
 
-    # ---- weight files, by tables alone, and not by their places
+    # ---- weight files: by table names, without the places
 
     def save_own_variables(self, store: Any) -> None:
-        """Into `.weights.h5` and `.keras`: tables, slots, count of updates and config of all places."""
+        """Write tables, slots, count of updates and config of all places into `.weights.h5` and `.keras`."""
         configs = [layer.checkpoint_config() for _, layer in self._parts]
         config = {part: {name: value for c in configs for name, value in c[part].items()} for part in configs[0]}
         save_tables(store, self._named_variables(), max(int(count.numpy()) for count in self._counts()), config)
 
     def load_own_variables(self, store: Any) -> None:
-        """Assign what `save_own_variables` stored, under whatever strategy.
+        """Assign the arrays of `save_own_variables`, under any strategy.
 
         Raises:
             CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
         """
-        if variables := self._named_variables():  # none inside an export, whose checkpoint has the rows
+        if variables := self._named_variables():  # none inside an export, which reads the rows from its checkpoint
             _Counts(self._counts()).assign(load_tables(store, self.name, variables))
 
     def _named_variables(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class DividedEmbedding(keras.layers.Layer):
     # ---- checkpoints
 
     def live_tables(self, doing: str) -> LiveTables:
-        """The tables of all places in memory, for `doing`; see `TPUEmbedding.live_tables`."""
+        """Return the tables of all places in memory, for `doing`. See `TPUEmbedding.live_tables`."""
         lives = [layer.live_tables(doing) for _, layer in self._parts]
         states = {name: state for live in lives for name, state in live.states.items()}
         return LiveTables(
@@ -143,14 +144,16 @@ class DividedEmbedding(keras.layers.Layer):
         )
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
-        """Overwrite rows of a table in place; see `TPUEmbedding.assign_rows`."""
-        self._home(table).assign_rows(table, start, values, slot)
+        """Overwrite rows of a table in place. See `TPUEmbedding.assign_rows`."""
+        self._layer_of(table).assign_rows(table, start, values, slot)
 
-    def _home(self, table: str) -> TPUEmbedding:
-        homes = {config.name: layer for _, layer in self._parts for config in layer.embedding_tables}
-        if table not in homes:
-            raise UnknownTableError(f"layer {self.name!r}: has no table {table!r}; {did_you_mean(str(table), homes)}")
-        return homes[table]
+    def _layer_of(self, table: str) -> TPUEmbedding:
+        layers_by_table = {config.name: layer for _, layer in self._parts for config in layer.embedding_tables}
+        if table not in layers_by_table:
+            raise UnknownTableError(
+                f"layer {self.name!r}: has no table {table!r}; {did_you_mean(str(table), layers_by_table)}"
+            )
+        return layers_by_table[table]
 
     def restore_tables(
         self,
@@ -162,24 +165,25 @@ class DividedEmbedding(keras.layers.Layer):
         lossy: bool = False,
         **options: Any,
     ) -> RestoreReport:
-        """Stream tables of a checkpoint of any format into this layer, wherever it places them; see `tpuembed.restore_tables`."""
+        """Stream tables of a checkpoint of any format into this layer, for any placement. See `tpuembed.restore_tables`."""
         if tables is None:
             with open_checkpoint(path, **options) as checkpoint:
-                tables = self._all_of(checkpoint.tables())
+                tables = self._all_sources(checkpoint.tables())
         return restore_tables(self, path, tables, slots, resize=resize, lossy=lossy, **options)
 
-    def _all_of(self, names: Iterable[str]) -> Mapping[str, str] | None:
-        """{table: its name in a checkpoint that has `names`} where they are the layer's in other words; else None."""
+    def _all_sources(self, names: Iterable[str]) -> Mapping[str, str] | None:
+        """Return {table: its name in the checkpoint} if the checkpoint's `names` are exactly the layer's tables. Else
+        return None."""
         names = set(names)
         sources = {table: self._source(table, names) for table in self.table_variables()}
         return sources if set(sources.values()) == names and len(sources) == len(names) else None
 
-    def _source(self, table: str, names: Iterable[str]) -> str:  # noqa: ARG002 - for layers whose tables have other names
-        """The name of `table` in a checkpoint that has tables of `names`."""
+    def _source(self, table: str, names: Iterable[str]) -> str:  # noqa: ARG002 - for layers that rename tables
+        """Return the name of `table` in a checkpoint with the tables `names`."""
         return table
 
     def _checkpoint_adapter(self, path: str) -> None:
-        """Called before a checkpoint's variables are put into ours: those that it has in another place are restored here."""
+        """Restore the tables that the checkpoint has in another place, before TensorFlow restores the other variables."""
         keys = saved_keys(path)
         saved = {place: children_of(keys, f"_{place}/_tpu_embedding") for place in self.PLACES}
         elsewhere = {place: _missing(layer, saved[place]) for place, layer in self._parts}
@@ -192,8 +196,8 @@ class DividedEmbedding(keras.layers.Layer):
             if found:
                 restore_saved(layer, path, found)
 
-    def _other_names(self, keys: Iterable[str]) -> set[str]:  # noqa: ARG002 - for layers that other libraries save otherwise
-        """Names of tables that the checkpoint with those keys has in no place of ours."""
+    def _other_names(self, keys: Iterable[str]) -> set[str]:  # noqa: ARG002 - for subclasses
+        """Return the tables that the checkpoint with these keys has outside the layer's places."""
         return set()
 
     def _plain_config(self) -> dict[str, Any]:
@@ -201,18 +205,18 @@ class DividedEmbedding(keras.layers.Layer):
 
 
 def _missing(layer: TPUEmbedding, saved: set[str]) -> list[str]:
-    """The tables of `layer` that are not among what a checkpoint has in its place. Stacks the layer finds by itself."""
+    """Return the tables of `layer` that the checkpoint lacks in its place. The layer itself finds stacked tables."""
     return [] if LAYOUTS in saved else [config.name for config in layer.embedding_tables if config.name not in saved]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Counts:
-    """The counts of updates of all places, which a step counts together."""
+    """The counts of updates of all places. A step increments all of them."""
 
     counts: tuple[Any, ...]
 
     def assign(self, value: int) -> None:
-        """All of them are `value`."""
+        """Set every count to `value`."""
         for count in self.counts:
             count.assign(value)
 
@@ -224,7 +228,7 @@ def _each(functions: Iterable[Callable[[], None]]) -> None:
 
 @contextlib.contextmanager
 def _all(contexts: Iterable[Callable[[], contextlib.AbstractContextManager[None]]]) -> Iterator[None]:
-    """Inside of all of them."""
+    """Enter all contexts."""
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -233,6 +237,6 @@ def _all(contexts: Iterable[Callable[[], contextlib.AbstractContextManager[None]
 
 @dataclasses.dataclass(frozen=True)
 class _Untracked:
-    """Out of sight of Keras' tracking, which would turn dicts and lists into its own."""
+    """A wrapper against Keras' tracking, which would replace dicts and lists with its own classes."""
 
-    value: Division
+    value: Places
