@@ -1,7 +1,9 @@
-"""The SavedModel without its tables: stacked variables that hold no data, and the signatures that gather from them.
+"""Saves the SavedModel without its tables: stacked variables that hold no data, and the signatures that gather from
+them.
 
-`UninitializedVariable` keeps the variable and its checkpoint key in the object graph and writes no data; the table bytes
-are added to the bundle afterwards. A stack that is mapped is no variable of the checkpoint: its graph names the file.
+`UninitializedVariable` keeps the variable and its checkpoint key in the object graph and writes no data. The table
+bytes are
+added to the bundle afterwards. A mapped stack is not a variable of the checkpoint: its graph names the file.
 """
 
 import dataclasses
@@ -31,36 +33,38 @@ Tensor = Any
 
 
 class Servable(Protocol):
-    """Named tensors in, named tensors out."""
+    """A model that can be saved: it maps named tensors to named tensors."""
 
     def input_specs(self) -> dict[str, Any]:
-        """`tf.TensorSpec` by input name."""
+        """Return `tf.TensorSpec` by input name."""
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs of `inputs`."""
+        """Return the outputs for `inputs`."""
 
     def samples(self) -> list[dict[str, Any]]:
-        """Inputs by name, in numpy, that are answered: of each size that shall be warm; none where that is not known."""
+        """Return valid inputs by name, in numpy, one for each batch size to warm up; empty if valid inputs are not
+        known.
+        """
 
     def features(self) -> tuple[FeatureEntry, ...]:
-        """For the manifest; none where it does not know which table an input is looked up in."""
+        """Return the features for the manifest; empty if the table of an input is not known."""
 
     def padding(self) -> Mapping[str, int | str]:
-        """What pads the inputs of a model that are lists, by name; nothing where `features` says it."""
+        """Return the padding of a model's list inputs, by name; empty if `features` has it."""
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
-        """Of its preprocessing layers."""
+        """Return the vocabularies of its preprocessing layers."""
 
     def packing(self) -> Packing:
-        """How the signature `packed` takes the inputs."""
+        """Return how the signature `packed` takes the inputs."""
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
-        """The outputs of `ids`, int64 [batch, columns]; called only where `packing` leaves nothing out."""
+        """Return the outputs for `ids`, int64 [batch, columns]. Called only if `packing` leaves nothing out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedGraph:
-    """What was saved.
+    """The saved graph.
 
     Attributes:
         stack_keys: stack name -> checkpoint key of its variable.
@@ -83,14 +87,16 @@ def save_graph(
     folder: Path,
     layout: str = "variables",
 ) -> SavedGraph:
-    """Save `servable` into `folder`: the signatures `serving_default`, `serving_examples` and `packed`, and requests to warm up.
+    """Save `servable` into `folder`, with the signatures `serving_default`, `serving_examples` and `packed`, and warmup
+    requests.
 
     Args:
-        servable: what the signatures compute; it looks up in `tables`.
+        servable: the model to save; it looks up in `tables`.
         tables: bound here to one uninitialised variable per stack, or to one `MappedTable`.
         stacks: of the plan.
-        dense: called before anything is traced, for a trace may make constants of values: the tf.Variables that
-            `servable` reads, with the values to save, and its hash tables.
+        dense: returns the tf.Variables that `servable` reads, with the values to save, and its hash tables. Called
+            before
+            anything is traced, because a trace may make constants of values.
         folder: an existing or new directory.
         layout: "mmap" maps each stack from the file `StackPlan.file`, a name that `assemble` replaces by a path.
     """
@@ -124,20 +130,20 @@ def save_graph(
 def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
     try:
         tf.saved_model.save(root, str(folder), signatures=signatures)
-    except (OSError, tf.errors.OpError):  # of the disk
+    except (OSError, tf.errors.OpError):  # an error of the disk
         raise
-    except Exception as error:  # TensorFlow has no type for a function that it cannot save
+    except Exception as error:  # TensorFlow raises no common type for a function that it cannot save
         hint = ""
         if "untracked" in str(error):
             hint = (
-                "; a function of the model keeps a variable that is no part of what is exported: read layer.embedding_tables in "
-                "the call of a layer, without a tf.function of its own"
+                " A function of the model uses a variable that is not part of the export. Read "
+                "layer.embedding_tables in the call of a layer, without a tf.function of its own."
             )
-        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error)}{hint}") from error
+        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error).removesuffix('.')}.{hint}") from error
 
 
 def _restore_nothing(folder: Path) -> None:
-    """Have loaders run no restore where no variable has a value: it would be a fifth of the time of a load."""
+    """Remove the restore step from a graph whose variables have no values. It would take a fifth of the load time."""
     path = folder / GRAPH_FILE
     saved = saved_model_pb2.SavedModel.FromString(path.read_bytes())
     for meta_graph in saved.meta_graphs:
@@ -183,7 +189,10 @@ def _functions(servable: Servable) -> dict[str, Any]:
 
     functions = {"serving_default": serving_default}
     if reason := unparsable(specs):
-        warnings.warn(f"no signature serving_examples: tf.train.Example cannot hold the input {reason}", stacklevel=2)
+        warnings.warn(
+            f"Leaving out the signature serving_examples: tf.train.Example cannot hold the input {reason}.",
+            stacklevel=2,
+        )
     else:
         functions["serving_examples"] = serving_examples
     if not servable.packing().left_out:
