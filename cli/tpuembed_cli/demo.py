@@ -1,4 +1,4 @@
-"""`tpuembed demo`: the whole road on one screen."""
+"""`tpuembed demo`: train, export, serve and predict, with the results on one screen."""
 
 import json
 import tempfile
