@@ -41,10 +41,15 @@ def diff(
     """
     from tpuembed.checkpoint.tools import diff_checkpoints
 
-    ours, theirs = (_joined(checkpoint_options, own) for own in (first_options, second_options))
+    first_joined, second_joined = (_joined(checkpoint_options, own) for own in (first_options, second_options))
     with byte_progress("diff") as on_progress:
         found = diff_checkpoints(
-            first, second, slots=slots, checkpoint_options=ours, second_options=theirs, on_progress=on_progress
+            first,
+            second,
+            slots=slots,
+            checkpoint_options=first_joined,
+            second_options=second_joined,
+            on_progress=on_progress,
         )
     if as_json:
         print_json(found.to_dict())

@@ -87,10 +87,10 @@ def main() -> None:
     try:
         cli()
     finally:
-        _let_go_of_runs()
+        _abandon_executions()
 
 
-def _let_go_of_runs() -> None:
+def _abandon_executions() -> None:
     """Do not let an abandoned execution of the server keep the process alive."""
     stopping = sys.modules.get("tpuembed_serving.workers.stopping")
     if stopping is not None:

@@ -12,7 +12,7 @@ __all__ = [
     "FOLDER",
     "SIZE",
     "STORAGE_TYPES",
-    "Size",
+    "ByteSize",
     "checkpoint_options",
     "option_group",
     "options_of",
@@ -30,7 +30,7 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class Size(click.ParamType[int]):
+class ByteSize(click.ParamType[int]):
     """A number of bytes such as 512MiB, 2GB or 1048576; at least 1."""
 
     name = "size"
@@ -48,10 +48,10 @@ class Size(click.ParamType[int]):
         return size
 
 
-SIZE = Size()
+SIZE = ByteSize()
 
 
-class _Folder(click.Path):
+class _LocalFolder(click.Path):
     """A folder of this machine."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -66,7 +66,7 @@ class _Folder(click.Path):
         return super().convert(value, param, ctx)
 
 
-FOLDER = _Folder(path_type=Path)
+FOLDER = _LocalFolder(path_type=Path)
 
 
 def _as_mapping(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:

@@ -238,10 +238,10 @@ def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(
 
 SLOW_COMMAND = """
 from tpuembed.export.plan import plan
-from tpuembed.export.publish.store import heartbeat as keeper
+from tpuembed.export.publish.store import heartbeat
 from tpuembed_cli.main import main
 plan._SHARD_BYTES = 7 << 20
-keeper._SECONDS_BETWEEN_WRITES = 0.05
+heartbeat._SECONDS_BETWEEN_WRITES = 0.05
 main()
 """
 

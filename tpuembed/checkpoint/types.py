@@ -10,9 +10,9 @@ import numpy as np
 __all__ = [
     "Array",
     "Checkpoint",
+    "PartialChecksum",
     "PieceAdvice",
     "ReadBuffers",
-    "ReadSum",
     "SmallPieces",
     "SummedReader",
     "SummedReads",
@@ -44,7 +44,7 @@ class TableInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadSum:
+class PartialChecksum:
     """Partial CRC32C of the pieces of a tensor that were read. Partial checksums of disjoint pieces can be added.
 
     Attributes:
@@ -55,8 +55,8 @@ class ReadSum:
     checksum: int = 0
     bytes: int = 0
 
-    def __add__(self, other: "ReadSum") -> "ReadSum":
-        return ReadSum(self.checksum ^ other.checksum, self.bytes + other.bytes)
+    def __add__(self, other: "PartialChecksum") -> "PartialChecksum":
+        return PartialChecksum(self.checksum ^ other.checksum, self.bytes + other.bytes)
 
 
 @runtime_checkable
@@ -151,7 +151,7 @@ class SummedReader(Protocol):
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`; see Checkpoint.read_into."""
 
-    def sums(self) -> Mapping[str, ReadSum]:
+    def sums(self) -> Mapping[str, PartialChecksum]:
         """Return the checksums of what it has read so far, by tensor."""
 
 
@@ -166,7 +166,7 @@ class SummedReads(Protocol):
             UnknownTableError: there is no such table.
         """
 
-    def proven(self, tables: Collection[str], met: Mapping[str, ReadSum]) -> Mapping[str, bool]:
+    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
         """Compare `tables`, all of whose rows were read, with the files' checksums. Return whether each is right.
 
         Other bytes that the checksums cover are read here. Tables for which `sums` are not enough are left out.

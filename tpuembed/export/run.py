@@ -16,9 +16,9 @@ from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
 from tpuembed.errors import TpuEmbedError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, plan_export
-from tpuembed.export.plan.request import Request
+from tpuembed.export.plan.request import ExportRequest
 from tpuembed.export.publish.assemble import assemble
-from tpuembed.export.publish.destinations import Stage, choose_destination
+from tpuembed.export.publish.destinations import StagedVersion, choose_destination
 from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.reuse import tables_key
 from tpuembed.export.report import ExportReport
@@ -38,7 +38,7 @@ __all__ = ["Progress", "check_place", "make_plan", "resumable", "run_export", "s
 Progress = Callable[[int, int], None]
 
 
-def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) -> ExportPlan:
+def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOptions) -> ExportPlan:
     """Return the plan of `request`."""
     check_layout(options.layout, options.serving_root)
     check_engine(options.engine, options.ray_address)
@@ -78,7 +78,7 @@ def check_place(checkpoint: Checkpoint, plan: ExportPlan, model_dir: str | FileP
 
 def run_export(
     checkpoint: Checkpoint,
-    request: Request,
+    request: ExportRequest,
     model_dir: str | FilePath,
     options: ExportOptions,
     *,
@@ -104,14 +104,14 @@ def run_export(
     destination.check(plan, options)
     same = destination.same_tables(key) if options.resume and key else None
     destination.check_room(plan, header, options, is_shared=same is not None)
-    _pass_advice_on(checkpoint, plan)
+    _warn_of_slow_reads(checkpoint, plan)
     engine = engine or choose_engine(options.engine, plan.workers, options.ray_address)
     with (
         destination.stage(options, header) as staging,
         resumable(staging),
         _starting(engine, source, plan) if same is None else contextlib.nullcontext(),
     ):
-        _name_kept(staging)
+        _warn_of_kept(staging)
         graph = request.save_graph(plan, staging.path)
         bound = ErrorBound(plan.shards, options.max_error)
         on_progress = on_progress or ignore
@@ -143,7 +143,7 @@ def _starting(engine: Engine, source: Source, plan: ExportPlan) -> contextlib.Ab
 
 
 @contextlib.contextmanager
-def resumable(staging: Stage) -> Iterator[None]:
+def resumable(staging: StagedVersion) -> Iterator[None]:
     """Add the number of shards that the next run can reuse to the message of an error."""
     try:
         yield
@@ -155,7 +155,7 @@ def resumable(staging: Stage) -> Iterator[None]:
         raise
 
 
-def _name_kept(staging: Stage) -> None:
+def _warn_of_kept(staging: StagedVersion) -> None:
     for unfinished in staging.kept:
         warnings.warn(
             f"MODEL_DIR {staging.model_dir}: another unfinished export is in {unfinished}. Run that export again "
@@ -167,7 +167,7 @@ def _name_kept(staging: Stage) -> None:
 def _report(
     path: FilePath,
     plan: ExportPlan,
-    request: Request,
+    request: ExportRequest,
     graph: "SavedGraph",
     streamed: StreamReport,
     seconds: float,
@@ -188,7 +188,7 @@ def _report(
     )
 
 
-def _pass_advice_on(checkpoint: Checkpoint, plan: ExportPlan) -> None:
+def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:
     """Print the reader's advice on slow reads here, because workers print nothing."""
     if isinstance(checkpoint, PieceAdvice):
         rows = {task.table: task.chunk_rows for task in plan.shards}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import MissingExtraError, one_line
-from tpuembed.files.answers import NOT_ALLOWED, refusal
+from tpuembed.files.store_errors import NOT_ALLOWED, refusal
 from tpuembed.files.types import MissingBucketError
 
 __all__ = ["Bucket", "Part", "Stored", "content_md5", "md5"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from tpuembed.errors import MissingExtraError
-from tpuembed.files.answers import NOT_ALLOWED, refusal
+from tpuembed.files.store_errors import NOT_ALLOWED, refusal
 from tpuembed.files.types import FileVersion, MissingBucketError, Pending, finish
 
 if TYPE_CHECKING:

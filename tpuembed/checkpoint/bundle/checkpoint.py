@@ -11,13 +11,13 @@ from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import own_layer_configs
-from tpuembed.checkpoint.bundle.partial_checksums import DealtReader, is_as_stated
+from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
 from tpuembed.checkpoint.bundle.table_keys import table_info
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
-from tpuembed.checkpoint.types import Array, ReadSum, SummedReader, TableInfo
+from tpuembed.checkpoint.types import Array, PartialChecksum, SummedReader, TableInfo
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.files import FilePath
@@ -149,15 +149,15 @@ class BundleCheckpoint:
     def summed(self, table: str) -> SummedReader | None:
         """Return a reader of a mod-sharded table; see SummedReads."""
         key = self._key(table, None)
-        dealt = self._keys[table].rows.dealt
-        return None if dealt is None else DealtReader(dealt, self.bundle, key)
+        sharding = self._keys[table].rows.mod_sharding
+        return None if sharding is None else ModShardedReader(sharding, self.bundle, key)
 
-    def proven(self, tables: Collection[str], met: Mapping[str, ReadSum]) -> Mapping[str, bool]:
+    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
         """Compare `tables` with their checksums by the sums of readers that `summed` returned; see SummedReads."""
         found: dict[str, bool] = {}
         for key, names in _grouped(tables, lambda table: self._key(table, None)).items():
-            dealt = [(self._keys[name].rows.dealt, self._tables[name].rows) for name in names]
-            answer = is_as_stated(self.bundle, key, dealt, met.get(key, ReadSum()))
+            shardings = [(self._keys[name].rows.mod_sharding, self._tables[name].rows) for name in names]
+            answer = matches_checksum(self.bundle, key, shardings, sums.get(key, PartialChecksum()))
             found |= {} if answer is None else dict.fromkeys(names, answer)
         return found
 
@@ -168,7 +168,7 @@ class BundleCheckpoint:
         key = self._key(table, None)
         if not isinstance(self.bundle.prefix, Path):
             return None
-        runs = 1 if self._keys[table].rows.dealt is None else 2  # a piece may contain rows of every SparseCore
+        runs = 1 if self._keys[table].rows.mod_sharding is None else 2  # a piece may contain rows of every SparseCore
         return max(
             1,
             runs

@@ -20,7 +20,7 @@ import numpy as np
 
 from tpuembed.checkpoint.types import Array
 
-__all__ = ["DISK", "STORE", "BufferSizes", "Interleaved", "ReadRuns", "buffer_bytes", "read_interleaved"]
+__all__ = ["DISK", "STORE", "BufferSizes", "ModSharded", "ReadRuns", "buffer_bytes", "read_mod_sharded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ ReadRuns = Callable[[Array, Sequence[memoryview]], None]
 """Fills the bytes of every view with whole stored rows. The array (int64) has the first row of each view."""
 
 
-class Interleaved(Protocol):
+class ModSharded(Protocol):
     """A mod-sharded table. Its row i is the columns [0, dim) of stored row `first_rows(i % count) + i // count`."""
 
     @property
@@ -59,7 +59,7 @@ class Interleaved(Protocol):
         """Return the stored rows at which the table begins in `parts`; int64."""
 
 
-def read_interleaved(source: Interleaved, start: int, out: Array, read: ReadRuns, sizes: BufferSizes = DISK) -> None:
+def read_mod_sharded(source: ModSharded, start: int, out: Array, read: ReadRuns, sizes: BufferSizes = DISK) -> None:
     """Fill `out`, [n, dim] with any strides, with the existing rows [start, start + n) of the table."""
     if not len(out):
         return
@@ -73,7 +73,7 @@ def read_interleaved(source: Interleaved, start: int, out: Array, read: ReadRuns
         _read_by_two(functools.partial(_read_blocks, source, read=read, sizes=sizes), start, out)
 
 
-def buffer_bytes(source: Interleaved, rows: int, dim: int, itemsize: int, sizes: BufferSizes = DISK) -> int:
+def buffer_bytes(source: ModSharded, rows: int, dim: int, itemsize: int, sizes: BufferSizes = DISK) -> int:
     """Return the most bytes that reading [rows, dim] of a table holds beside them. It does not decrease with more rows."""
     if source.count == 1 and source.stored_dim == dim:
         return 0
@@ -106,7 +106,7 @@ def _helpers() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork
 
 
-def _read_single_rows(source: Interleaved, start: int, out: Array, read: ReadRuns) -> None:
+def _read_single_rows(source: ModSharded, start: int, out: Array, read: ReadRuns) -> None:
     """Read rows of which no two are in the same part."""
     stored = np.empty((len(out), source.stored_dim), out.dtype)
     view, step = _bytes_of(stored), source.stored_dim * out.itemsize
@@ -115,7 +115,7 @@ def _read_single_rows(source: Interleaved, start: int, out: Array, read: ReadRun
     out[...] = stored[:, : out.shape[1]]
 
 
-def _read_blocks(source: Interleaved, start: int, out: Array, read: ReadRuns, sizes: BufferSizes) -> None:
+def _read_blocks(source: ModSharded, start: int, out: Array, read: ReadRuns, sizes: BufferSizes) -> None:
     """Read block by block. A group is one row of every part; a block is some groups of some parts."""
     row_bytes = source.stored_dim * out.itemsize
     first, last = start // source.count, -(-(start + len(out)) // source.count)
@@ -143,7 +143,7 @@ class _Block:
     part: int
     buffer: Array
 
-    def runs(self, source: Interleaved, first: int, last: int) -> tuple[Array, list[memoryview]]:
+    def runs(self, source: ModSharded, first: int, last: int) -> tuple[Array, list[memoryview]]:
         """Return the run of the rows [first, last) in each part: its first stored row, and its place in the buffer."""
         parts = np.arange(self.part, self.part + len(self.buffer))
         low, high = -((parts - first) // self.count), -((parts - last) // self.count)  # groups, rounded up

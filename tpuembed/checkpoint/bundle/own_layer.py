@@ -58,19 +58,19 @@ def own_layer_tables(
     for number, config in configs.items():
         node = graph.nodes[number]
         stacked = _stacked_tables(bundle, graph, node, config)
-        claimed: dict[str, _Role] = {}
+        roles: dict[str, _Role] = {}
         for name, table in config["tables"].items():
             rows = stacked.get(name)
             stem = name if rows is None else rows.layout.stack
             slots = {slot: f"{stem}/{slot}" for slot in slot_names(where, name, table)}
             for slot, child in ((None, stem), *slots.items()):
-                _claim(bundle, claimed, child, _Role(name if rows is None else None, stem, slot))
+                _assign_role(bundle, roles, child, _Role(name if rows is None else None, stem, slot))
             keys = {slot: _value_key(bundle, graph, node, child) for slot, child in slots.items()}
             found = TableKeys(name, _value_key(bundle, graph, node, stem), keys, rows or DENSE)
             info = table_info(bundle, found)
             check_size(where, name, table, (info.rows, info.dim))
             yield found
-        unknown = sorted(set(node.children) - claimed.keys() - {ENGINE, LAYOUTS})
+        unknown = sorted(set(node.children) - roles.keys() - {ENGINE, LAYOUTS})
         if unknown:
             raise _corrupt(bundle, f"it has {unknown[0]!r}, which is not a table or slot of its layer's config")
         _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
@@ -85,9 +85,9 @@ class _Role:
     slot: str | None
 
 
-def _claim(bundle: Bundle, claimed: dict[str, _Role], child: str, role: _Role) -> None:
+def _assign_role(bundle: Bundle, roles: dict[str, _Role], child: str, role: _Role) -> None:
     """Record the role of `child`. Tables of one stack share it. Any other second role would read another table's rows."""
-    other = claimed.setdefault(child, role)
+    other = roles.setdefault(child, role)
     if other != role:
         names = " and ".join(_shown(one) for one in (other, role))
         raise _corrupt(bundle, f"its layer's config uses {child!r} as {names}, which are not the same rows")

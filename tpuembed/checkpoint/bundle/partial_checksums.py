@@ -11,28 +11,28 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
-from tpuembed.checkpoint.bundle.rows import read_dealt_rows, stated_checksum
-from tpuembed.checkpoint.types import Array, ReadSum
+from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
+from tpuembed.checkpoint.bundle.rows import read_mod_sharded_rows, recorded_checksum
+from tpuembed.checkpoint.types import Array, PartialChecksum
 from tpuembed.tensor_bundle import Bundle, Entry, crc
 from tpuembed.tensor_bundle.crc_pieces import sum_of_pieces
 
-__all__ = ["DealtReader", "is_as_stated"]
+__all__ = ["ModShardedReader", "matches_checksum"]
 
 _PIECE_BYTES = 1 << 20
 
 
-class DealtReader:
+class ModShardedReader:
     """Reads a mod-sharded table in tensor `key`, placed as `source` describes; see SummedReader."""
 
-    def __init__(self, source: Interleaved, bundle: Bundle, key: str) -> None:
+    def __init__(self, source: ModSharded, bundle: Bundle, key: str) -> None:
         self._source, self._bundle, self._key, self._runs = source, bundle, key, _RunSums(bundle, key)
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, dim], with the rows [start, start + n)."""
-        read_dealt_rows(self._source, self._bundle, self._key, start, out, self._runs.read)
+        read_mod_sharded_rows(self._source, self._bundle, self._key, start, out, self._runs.read)
 
-    def sums(self) -> Mapping[str, ReadSum]:
+    def sums(self) -> Mapping[str, PartialChecksum]:
         """Return the partial checksum of the tensor."""
         return {self._key: self._runs.total()}
 
@@ -51,17 +51,17 @@ class _RunSums:
         self._bundle.read_runs(self._key, rows, views)
         self._runs.append((rows, [len(view) for view in views], [crc.value(view) for view in views]))
 
-    def total(self) -> ReadSum:
+    def total(self) -> PartialChecksum:
         """Return the partial checksum of all runs so far."""
         if not self._runs:
-            return ReadSum()
+            return PartialChecksum()
         rows, sizes, checksums = (np.concatenate(column) for column in zip(*self._runs, strict=True))
         after = self._size - rows * self._row_bytes - sizes
-        return ReadSum(sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
+        return PartialChecksum(sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
 
 
-def is_as_stated(
-    bundle: Bundle, key: str, tables: Sequence[tuple[Interleaved | None, int]], met: ReadSum
+def matches_checksum(
+    bundle: Bundle, key: str, tables: Sequence[tuple[ModSharded | None, int]], read: PartialChecksum
 ) -> bool | None:
     """Returns True if tensor `key` has the checksum in its entry; None if `read` does not cover enough to tell.
 
@@ -72,25 +72,25 @@ def is_as_stated(
         read: the partial checksum of these tables.
     """
     entry = bundle.entries[key]
-    stated = stated_checksum(entry)
-    if stated is None or not met.bytes:
+    recorded = recorded_checksum(entry)
+    if recorded is None or not read.bytes:
         return None
     runs = np.concatenate([_runs(source, rows) for source, rows in tables if source is not None])
     runs = runs[np.argsort(runs[:, 0])]
     ends = runs[:, 0] + runs[:, 1]
-    if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != met.bytes:
+    if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != read.bytes:
         return None
     between = zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True)
-    return (met + _sum_of(bundle, key, between)).checksum == stated
+    return (read + _sum_of(bundle, key, between)).checksum == recorded
 
 
-def _runs(source: Interleaved, rows: int) -> Array:
+def _runs(source: ModSharded, rows: int) -> Array:
     """Return the stored rows of a table: [parts, 2], the first row of each part and the number of rows."""
     parts = np.arange(min(source.count, rows))
     return np.stack([source.first_rows(parts), (rows - parts + source.count - 1) // source.count], 1)
 
 
-def _sum_of(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> ReadSum:
+def _sum_of(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> PartialChecksum:
     """Return the partial checksum of ranges of stored rows."""
     sums = _RunSums(bundle, key)
     row_bytes = _row_bytes(bundle.entries[key])

@@ -12,8 +12,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
-from tpuembed.checkpoint.bundle.rows import DENSE, DenseRows, RowLayout, dealt_bytes, read_dealt_rows
+from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
+from tpuembed.checkpoint.bundle.rows import DENSE, DenseRows, RowLayout, mod_sharded_bytes, read_mod_sharded_rows
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle, Entry
@@ -61,19 +61,19 @@ class ModRows(DenseRows):
 
     def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
         """Read one run of bytes per part."""
-        read_dealt_rows(self, bundle, key, start, out)
+        read_mod_sharded_rows(self, bundle, key, start, out)
 
     def checksum(self, entry: Entry) -> None:
         """Return None: the parts' checksums cover rows in another order."""
 
     @property
-    def dealt(self) -> Interleaved:
+    def mod_sharding(self) -> ModSharded:
         """Return the rows themselves."""
         return self
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """Return the bytes of a block of the runs of some parts."""
-        return dealt_bytes(self, bundle, entry, rows, self.stored_dim)
+        return mod_sharded_bytes(self, bundle, entry, rows, self.stored_dim)
 
 
 def partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayout:

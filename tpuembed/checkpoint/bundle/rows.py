@@ -4,14 +4,14 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from tpuembed.checkpoint.bundle.mod_sharded import DISK, STORE, Interleaved, ReadRuns, buffer_bytes, read_interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import DISK, STORE, ModSharded, ReadRuns, buffer_bytes, read_mod_sharded
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import IN_FLIGHT_BYTES
 from tpuembed.tensor_bundle import Bundle, Entry, crc
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.tensor_bundle.reader import strided_bytes
 
-__all__ = ["DENSE", "DenseRows", "RowLayout", "dealt_bytes", "read_dealt_rows", "stated_checksum"]
+__all__ = ["DENSE", "DenseRows", "RowLayout", "mod_sharded_bytes", "read_mod_sharded_rows", "recorded_checksum"]
 
 
 class RowLayout(Protocol):
@@ -38,7 +38,7 @@ class RowLayout(Protocol):
         """Return the CRC32C, unmasked, of the table's rows in order; None if the tensor's entry does not have it."""
 
     @property
-    def dealt(self) -> Interleaved | None:
+    def mod_sharding(self) -> ModSharded | None:
         """Return the mod-sharding of the rows, or None. If they are, the tensor's checksums cover runs of rows in
         another order.
         """
@@ -53,7 +53,7 @@ class DenseRows:
     format: ClassVar[str] = "dense"
 
     @property
-    def dealt(self) -> Interleaved | None:
+    def mod_sharding(self) -> ModSharded | None:
         """Return None: the rows are in order."""
         return None
 
@@ -72,14 +72,14 @@ class DenseRows:
 
     def checksum(self, entry: Entry) -> int | None:
         """Return the CRC32C of the tensor's slices in order, if they are runs of rows; None if they also cut columns."""
-        return stated_checksum(entry)
+        return recorded_checksum(entry)
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """Return the bytes of the small buffer that rows pass through if slices cut columns."""
         return _transfer_bytes(bundle) + strided_bytes(entry, rows)
 
 
-def stated_checksum(entry: Entry) -> int | None:
+def recorded_checksum(entry: Entry) -> int | None:
     """Return the CRC32C of a matrix's slices in order, if they are runs of rows; None if they also cut columns."""
     parts = sorted(entry.parts(), key=lambda part: part.start)
     if any(part.shape[1] != entry.shape[1] for part in parts):
@@ -90,11 +90,11 @@ def stated_checksum(entry: Entry) -> int | None:
 DENSE: Final = DenseRows()
 
 
-def dealt_bytes(source: Interleaved, bundle: Bundle, entry: Entry, rows: int, dim: int) -> int:
+def mod_sharded_bytes(source: ModSharded, bundle: Bundle, entry: Entry, rows: int, dim: int) -> int:
     """Return the most bytes that `read_mod_sharded_rows` of [rows, dim] holds beside them."""
     sizes = DISK if isinstance(bundle.prefix, Path) else STORE
-    dealt = buffer_bytes(source, rows, dim, numpy_dtype(entry.dtype).itemsize, sizes)
-    return _transfer_bytes(bundle) + strided_bytes(entry, rows) + dealt
+    buffer = buffer_bytes(source, rows, dim, numpy_dtype(entry.dtype).itemsize, sizes)
+    return _transfer_bytes(bundle) + strided_bytes(entry, rows) + buffer
 
 
 def _transfer_bytes(bundle: Bundle) -> int:
@@ -102,12 +102,12 @@ def _transfer_bytes(bundle: Bundle) -> int:
     return 0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES
 
 
-def read_dealt_rows(
-    source: Interleaved, bundle: Bundle, key: str, start: int, out: Array, read: ReadRuns | None = None
+def read_mod_sharded_rows(
+    source: ModSharded, bundle: Bundle, key: str, start: int, out: Array, read: ReadRuns | None = None
 ) -> None:
     """Fill `out`, [n, dim], with the rows [start, start + n) of a table that is mod-sharded in tensor `key`.
 
     `read` reads the tensor; None for the bundle itself.
     """
     sizes = DISK if isinstance(bundle.prefix, Path) else STORE
-    read_interleaved(source, start, out, read or partial(bundle.read_runs, key), sizes)
+    read_mod_sharded(source, start, out, read or partial(bundle.read_runs, key), sizes)

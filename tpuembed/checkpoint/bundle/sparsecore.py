@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_variables
-from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
-from tpuembed.checkpoint.bundle.rows import dealt_bytes, read_dealt_rows
+from tpuembed.checkpoint.bundle.rows import mod_sharded_bytes, read_mod_sharded_rows
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, parse_layouts
 from tpuembed.checkpoint.bundle.table_keys import TableKeys
 from tpuembed.checkpoint.types import Array
@@ -46,19 +46,19 @@ class SparseCoreRows:
 
     def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
         """Read one run of bytes per SparseCore."""
-        read_dealt_rows(self.layout, bundle, key, start, out)
+        read_mod_sharded_rows(self.layout, bundle, key, start, out)
 
     def checksum(self, entry: Entry) -> None:
         """Return None: the stack's checksums cover rows in another order."""
 
     @property
-    def dealt(self) -> Interleaved:
+    def mod_sharding(self) -> ModSharded:
         """Return the layout."""
         return self.layout
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """Return the bytes of a block of the runs of some SparseCores."""
-        return dealt_bytes(self.layout, bundle, entry, rows, self.layout.shape[1])
+        return mod_sharded_bytes(self.layout, bundle, entry, rows, self.layout.shape[1])
 
 
 def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mapping[str, Sequence[TableLayout]]:

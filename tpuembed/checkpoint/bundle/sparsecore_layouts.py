@@ -165,11 +165,11 @@ def check_stack(stack: str, layouts: Sequence[TableLayout]) -> None:
     """Raise MalformedError unless the tables of a stack agree on its shape and do not overlap."""
     ordered = sorted(layouts, key=lambda layout: layout.offset)
     for before, layout in itertools.pairwise(ordered):
-        ours, theirs = ((item.num_sparse_cores, *item.stack_shape) for item in (layout, before))
-        if ours != theirs:
+        shape, other_shape = ((item.num_sparse_cores, *item.stack_shape) for item in (layout, before))
+        if shape != other_shape:
             raise MalformedError(
-                f"stack {stack!r} has (SparseCores, rows, columns) {ours} for table {layout.table!r}, but "
-                f"{theirs} for {before.table!r}"
+                f"stack {stack!r} has (SparseCores, rows, columns) {shape} for table {layout.table!r}, but "
+                f"{other_shape} for {before.table!r}"
             )
         if layout.offset < before.offset + before.run_rows:
             raise MalformedError(f"tables {before.table!r} and {layout.table!r} overlap in stack {stack!r}")

@@ -124,7 +124,7 @@ def list_files(files: Sequence[Window]) -> list[Listing]:
         CheckpointCorruptError: a file is damaged, or malicious.
     """
     _require_h5py()
-    answers, places = _ask(files)
+    answers, places = _run_lister(files)
     listings = [_listing(file, answer, places) for file, answer in zip(files, answers, strict=True)]
     for file, answer, listing in zip(files, answers, listings, strict=True):
         _check_places(file, listing.datasets.values(), answer["headers"])
@@ -140,7 +140,7 @@ def _require_h5py() -> None:
         raise MissingExtraError("reading Keras weight files", "h5py", "hdf5")
 
 
-def _ask(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
+def _run_lister(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
     """Return the other process's answer: one listing per file, and the places of all chunks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -152,14 +152,14 @@ def _ask(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any,
     )
     timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
     timer.start()
-    conversation = _Conversation(process, files)
+    connection = _ListerConnection(process, files)
     try:
-        answer, places = conversation.answers()
+        answer, places = connection.answers()
     except (EOFError, BrokenPipeError, ValueError):
-        raise _gave_up(files[conversation.last]) from None
+        raise _gave_up(files[connection.last]) from None
     finally:
         timer.cancel()
-        conversation.end()
+        connection.end()
     return json.loads(answer), np.frombuffer(places, "<i8").reshape(-1, 2)
 
 
@@ -170,7 +170,7 @@ def _gave_up(file: Window) -> CheckpointCorruptError:
     )
 
 
-class _Conversation:
+class _ListerConnection:
     """Sends the bytes that the other process requests, and receives its answers.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import Any, Final
 __all__ = ["LayerConfig", "OptimizerConfig", "layer_configs", "optimizer_config"]
 
 _LAYER: Final = "DistributedEmbedding"
-_OURS: Final = "tpuembed"
+_TPUEMBED_PREFIX: Final = "tpuembed"
 """The prefix of the registered name of tpuembed's layers of that class name, which have their own config beside their
 arrays.
 """
@@ -61,7 +61,7 @@ def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
         elif isinstance(node, Mapping):
             fields = node.get("config")
             if node.get("class_name") == _LAYER and isinstance(fields, Mapping):
-                if not str(node.get("registered_name")).startswith(_OURS):
+                if not str(node.get("registered_name")).startswith(_TPUEMBED_PREFIX):
                     yield from _layer_config(fields)
             else:
                 pending.extend(reversed(list(node.values())))

@@ -31,14 +31,14 @@ def with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Tabl
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class _VariableSlots:
     """The slots that the optimizer keeps for one variable."""
 
     shape: tuple[int, ...] | None
     slots: dict[str, Dataset]
 
 
-def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_Kept]:
+def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_VariableSlots]:
     """Yield the slots in the order of the model's trainable variables; nothing if the file has anything unexpected."""
     group = weights.groups.get(_OPTIMIZER)
     datasets = {} if group is None else group.datasets
@@ -52,10 +52,10 @@ def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_Kept]:
     if any(dataset.shape != slots[0].shape for slots in found for dataset in slots):
         return
     for slots in found:
-        yield _Kept(slots[0].shape, dict(zip(optimizer.slots, slots, strict=True)))
+        yield _VariableSlots(slots[0].shape, dict(zip(optimizer.slots, slots, strict=True)))
 
 
-def _with_slots(weights: Weights, table: Table, tables: Sequence[Table], kept: Sequence[_Kept]) -> Table:
+def _with_slots(weights: Weights, table: Table, tables: Sequence[Table], kept: Sequence[_VariableSlots]) -> Table:
     alike = sorted((other for other in tables if other.shape == table.shape), key=lambda other: other.order)
     candidates = [one for one in kept if one.shape == table.shape]
     if (

@@ -15,7 +15,7 @@ from typing import Final
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from tpuembed.files import FilePath
 
-__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "Step", "find_step", "is_orbax", "orbax_in"]
+__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "OrbaxStep", "find_step", "is_orbax", "orbax_in"]
 
 METADATA: Final = "_METADATA"
 MANIFEST: Final = "manifest.ocdbt"
@@ -28,7 +28,7 @@ _NUMBERED: Final = re.compile(r"(?P<prefix>|[^.]*_)(?P<number>\d{1,18})")
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class OrbaxStep:
     """One checkpoint.
 
     Attributes:
@@ -67,7 +67,7 @@ def _number(step: FilePath) -> int:
     return int(match["number"]) if match else -1
 
 
-def find_step(path: FilePath) -> Step:
+def find_step(path: FilePath) -> OrbaxStep:
     """Return the checkpoint that `path`, which `is_orbax` accepts, names: the latest in a folder of steps.
 
     Raises:
@@ -83,14 +83,14 @@ def find_step(path: FilePath) -> Step:
             "supported. Restore it with Orbax and save it again."
         )
     if _is_item(folder):
-        return Step(folder, (folder,), _protos(folder.parent) if _is_step(folder.parent) else ())
+        return OrbaxStep(folder, (folder,), _protos(folder.parent) if _is_step(folder.parent) else ())
     step = folder if _is_step(folder) else _latest(folder)
     items = tuple(child for child in _folders(step) if _is_item(child))
     if not items:
         raise CheckpointCorruptError(
             f"checkpoint {step}: has {STEP_METADATA} but no item with {METADATA}. Restore it from another copy."
         )
-    return Step(step, items, _protos(step))
+    return OrbaxStep(step, items, _protos(step))
 
 
 def _is_item(folder: FilePath) -> bool:

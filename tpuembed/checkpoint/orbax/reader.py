@@ -11,7 +11,15 @@ from typing import Any, Final, Self
 import numpy as np
 
 from tpuembed.checkpoint.orbax.arrays import ArrayStore
-from tpuembed.checkpoint.orbax.location import MANIFEST, METADATA, STEP_METADATA, Step, find_step, is_orbax, orbax_in
+from tpuembed.checkpoint.orbax.location import (
+    MANIFEST,
+    METADATA,
+    STEP_METADATA,
+    OrbaxStep,
+    find_step,
+    is_orbax,
+    orbax_in,
+)
 from tpuembed.checkpoint.orbax.metadata import read_item
 from tpuembed.checkpoint.orbax.stack_specs import given_specs, saved_specs, to_mapping
 from tpuembed.checkpoint.orbax.tables import StoredTable, open_tables
@@ -40,7 +48,7 @@ class OrbaxCheckpoint:
     accepted_options: Final = frozenset({_SPEC, _MEMORY})
     layer_config: Final = None
 
-    def __init__(self, step: Step, options: Mapping[str, Any]) -> None:
+    def __init__(self, step: OrbaxStep, options: Mapping[str, Any]) -> None:
         memory = _byte_count(options.get(_MEMORY))
         given = given_specs(options[_SPEC]) if _SPEC in options else None
         self.path = str(step.path)

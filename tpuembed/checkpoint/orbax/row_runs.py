@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
 
-__all__ = ["Run", "contiguous_run", "interleaved_runs", "split_run"]
+__all__ = ["Run", "contiguous_run", "mod_sharded_runs", "split_run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ def contiguous_run(start: int, stop: int) -> Iterator[Run]:
         yield Run(start, stop - start, 0, 1)
 
 
-def interleaved_runs(table: Interleaved, start: int, stop: int) -> Iterator[Run]:
+def mod_sharded_runs(table: ModSharded, start: int, stop: int) -> Iterator[Run]:
     """Yield the runs of the rows [start, stop) of a mod-sharded table: one per part that has any of them."""
     rows = np.arange(start, min(stop, start + table.count))
     groups, parts = np.divmod(rows, table.count)

@@ -27,7 +27,7 @@ from tpuembed.protobuf import MalformedError
 __all__ = ["HOW_TO_SAY", "StackSpec", "TableSpec", "given_specs", "saved_specs", "short_stack_name", "to_mapping"]
 
 HOW_TO_SAY: Final = (
-    'say it by embedding_spec=FILE: the text of jax_tpu_embedding\'s create_proto_from_feature_specs(...), or JSON {"STACK": '
+    'Give embedding_spec=FILE: the text of jax_tpu_embedding\'s create_proto_from_feature_specs(...), or JSON {"STACK": '
     '{"num_sparsecores": N, "tables": {"TABLE": {"vocab_size": V, "embedding_dim": D, "row_offset_in_shard": O, '
     '"shard_rotation": R}}}}'
 )

@@ -8,7 +8,7 @@ from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.orbax.arrays import ArrayStore, StoredArray
 from tpuembed.checkpoint.orbax.discovery import KNOWN_SLOTS, TableLeaves, keras_tables, matrices, merge, slot_name
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, interleaved_runs
+from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, mod_sharded_runs
 from tpuembed.checkpoint.orbax.stack_specs import StackSpec
 from tpuembed.checkpoint.orbax.stacks import Stack, find_stacks, match_specs, place_tables
 from tpuembed.checkpoint.types import TableInfo
@@ -31,7 +31,7 @@ class StoredTable:
         """Return the runs of the rows [start, stop)."""
         if self.layout is None:
             return contiguous_run(start, stop)
-        return interleaved_runs(self.layout, start, stop)
+        return mod_sharded_runs(self.layout, start, stop)
 
 
 def open_tables(

@@ -33,7 +33,7 @@ def parse_text(text: str) -> Fields:
     Raises:
         MalformedError: it is not text format, or has unsupported parts: floats, extensions, Any.
     """
-    return _Parser(text).message("", 0)
+    return _TextParser(text).message("", 0)
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
@@ -48,7 +48,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
     yield "end", ""
 
 
-class _Parser:
+class _TextParser:
     def __init__(self, text: str) -> None:
         self._tokens = _tokens(text)
         self._kind, self._text = next(self._tokens)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import Tables, first_row, open_tables
+from tpuembed.checkpoint.tools.exports import ReadableTables, first_row, open_tables
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.files import FilePath
 
@@ -140,8 +140,8 @@ def _extra_slots(of: dict[str, TableInfo], over: dict[str, TableInfo], names: li
 class _Pair:
     """The same table, or slot, of two checkpoints."""
 
-    a: Tables
-    b: Tables
+    a: ReadableTables
+    b: ReadableTables
     info_a: TableInfo
     info_b: TableInfo
     slot: str | None

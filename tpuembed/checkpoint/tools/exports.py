@@ -15,7 +15,7 @@ from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
 from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
 
-__all__ = ["Tables", "find_export", "first_row", "open_tables"]
+__all__ = ["ReadableTables", "find_export", "first_row", "open_tables"]
 
 _DTYPES: Final = {
     "float32": np.dtype(np.float32),
@@ -25,7 +25,7 @@ _DTYPES: Final = {
 }
 
 
-class Tables(Protocol):
+class ReadableTables(Protocol):
     """The interface that `head` and `diff` need of a checkpoint or of an export."""
 
     @property
@@ -60,7 +60,7 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
 
 
 @contextlib.contextmanager
-def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[Tables]:
+def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[ReadableTables]:
     """Open the export, or else the checkpoint, at `path`.
 
     Args:
@@ -84,7 +84,7 @@ def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[Ta
     yield _ExportTables(*export)
 
 
-def first_row(tables: Tables, table: str) -> int:
+def first_row(tables: ReadableTables, table: str) -> int:
     """Return the number of the first existing row: above 0 for an export of some rows of `table`."""
     return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
 
@@ -99,7 +99,7 @@ class _ExportTables:
         self._stacks = {stack.name: stack for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:
-        """See Tables. `rows` ends at the last existing row."""
+        """See ReadableTables. `rows` ends at the last existing row."""
         return {name: self._info(table) for name, table in self._tables.items()}
 
     def first_row(self, table: str) -> int:
@@ -107,7 +107,7 @@ class _ExportTables:
         return self._tables[table].first_row if table in self._tables else 0
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """See Tables."""
+        """See ReadableTables."""
         if table not in self._tables:
             raise UnknownTableError(f"export {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}")
         if slot is not None:

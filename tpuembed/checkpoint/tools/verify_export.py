@@ -35,9 +35,9 @@ def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> Exp
     stacks = list(_damaged_stacks(version, manifest, on_read))
     files = list(_damaged_files(version, manifest, on_read))
     tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
-    strangers = sorted(_strangers(version, manifest))
-    free = [name for name in strangers if name.startswith(f"{_FREE}/")]
-    extra = [Damage(name, str(version / name), "is not part of the export") for name in strangers if name not in free]
+    unlisted = sorted(_unlisted_files(version, manifest))
+    free = [name for name in unlisted if name.startswith(f"{_FREE}/")]
+    extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
     return ExportFindings(
         entries=len(manifest.stacks) + len(manifest.files),
         bytes=total_bytes(manifest),
@@ -128,7 +128,7 @@ def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
     )
 
 
-def _strangers(version: FilePath, manifest: Manifest) -> Iterator[str]:
+def _unlisted_files(version: FilePath, manifest: Manifest) -> Iterator[str]:
     """Return the files that the manifest does not name."""
     known: set[str] = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
     return (name for name in names_below(version) if name not in known)

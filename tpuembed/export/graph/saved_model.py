@@ -27,12 +27,12 @@ from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import FeatureEntry, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 
-__all__ = ["SavedGraph", "Servable", "save_graph"]
+__all__ = ["ExportableModel", "SavedGraph", "save_graph"]
 
 Tensor = Any
 
 
-class Servable(Protocol):
+class ExportableModel(Protocol):
     """A model that can be saved: it maps named tensors to named tensors."""
 
     def input_specs(self) -> dict[str, Any]:
@@ -80,21 +80,21 @@ class SavedGraph:
 
 
 def save_graph(
-    servable: Servable,
+    model: ExportableModel,
     tables: StackedTables,
     stacks: Sequence[StackPlan],
     dense: Callable[[], Sequence[Any]],
     folder: Path,
     layout: str = "variables",
 ) -> SavedGraph:
-    """Save `servable` into `folder`, with the signatures `serving_default`, `serving_examples` and `packed`, and warmup
+    """Save `model` into `folder`, with the signatures `serving_default`, `serving_examples` and `packed`, and warmup
     requests.
 
     Args:
-        servable: the model to save; it looks up in `tables`.
+        model: the model to save; it looks up in `tables`.
         tables: bound here to one uninitialised variable per stack, or to one `MappedTable`.
         stacks: of the plan.
-        dense: returns the tf.Variables that `servable` reads, with the values to save, and its hash tables. Called
+        dense: returns the tf.Variables that `model` reads, with the values to save, and its hash tables. Called
             before
             anything is traced, because a trace may make constants of values.
         folder: an existing or new directory.
@@ -107,23 +107,23 @@ def save_graph(
     tables.bind(stacks, variables)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
-    signatures = {name: _concrete(function) for name, function in _functions(servable).items()}
+    signatures = {name: _concrete(function) for name, function in _functions(model).items()}
     _save(root, folder, signatures)
     if layout == "mmap" and not root.dense:
         _restore_nothing(folder)
     keys = {stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks}
     with tables.rows_of_zeros():
-        samples = servable.samples()
+        samples = model.samples()
     if samples:
-        write_warmup(folder, samples, signatures, servable.packing())
+        write_warmup(folder, samples, signatures, model.packing())
     described = {name: _signature_of(function) for name, function in signatures.items()}
     return SavedGraph(
         stack_keys=keys,
         signatures=described,
-        features=servable.features(),
-        vocabularies=servable.vocabularies(),
-        padding=servable.padding(),
-        packing=servable.packing(),
+        features=model.features(),
+        vocabularies=model.vocabularies(),
+        padding=model.padding(),
+        packing=model.packing(),
     )
 
 
@@ -175,17 +175,17 @@ class _Children(tf.Module):
             setattr(self, name, variable)
 
 
-def _functions(servable: Servable) -> dict[str, Any]:
-    specs = servable.input_specs()
-    weighted = [feature.name for feature in servable.features() if feature.weighted]
+def _functions(model: ExportableModel) -> dict[str, Any]:
+    specs = model.input_specs()
+    weighted = [feature.name for feature in model.features() if feature.weighted]
 
     @tf.function(input_signature=[specs], autograph=False)
     def serving_default(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return servable(inputs)
+        return model(inputs)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="examples")], autograph=False)
     def serving_examples(examples: Tensor) -> dict[str, Tensor]:
-        return servable(parse_examples(examples, specs, weighted, servable.padding()))
+        return model(parse_examples(examples, specs, weighted, model.padding()))
 
     functions = {"serving_default": serving_default}
     if reason := unparsable(specs):
@@ -195,15 +195,15 @@ def _functions(servable: Servable) -> dict[str, Any]:
         )
     else:
         functions["serving_examples"] = serving_examples
-    if not servable.packing().left_out:
-        functions["packed"] = _packed(servable)
+    if not model.packing().left_out:
+        functions["packed"] = _packed(model)
     return functions
 
 
-def _packed(servable: Servable) -> Any:
-    @tf.function(input_signature=[matrix_spec(servable.packing())], autograph=False)
+def _packed(model: ExportableModel) -> Any:
+    @tf.function(input_signature=[matrix_spec(model.packing())], autograph=False)
     def packed(ids: Tensor) -> dict[str, Tensor]:
-        return servable.packed(ids)
+        return model.packed(ids)
 
     return packed
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import KerasModel
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = ["Request", "check_model_config", "make_request"]
+__all__ = ["ExportRequest", "check_model_config", "make_request"]
 
 
-class Request(Protocol):
+class ExportRequest(Protocol):
     """An export before it is planned.
 
     Attributes:
@@ -52,7 +52,7 @@ def make_request(
     output_names: Mapping[str, str] | None = None,
     *,
     allow_unused_weights: bool = False,
-) -> Request:
+) -> ExportRequest:
     """Return the export that the arguments describe, checked against `checkpoint`.
 
     Raises:

@@ -44,7 +44,7 @@ from tpuembed.tensor_bundle import (
 )
 
 if TYPE_CHECKING:  # a cycle: destinations imports the module of reports
-    from tpuembed.export.publish.destinations import Stage
+    from tpuembed.export.publish.destinations import StagedVersion
 
 __all__ = ["assemble"]
 
@@ -52,7 +52,7 @@ Signatures = Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
 
 
 def assemble(
-    staging: "Stage",
+    staging: "StagedVersion",
     plan: ExportPlan,
     streamed: StreamReport,
     *,

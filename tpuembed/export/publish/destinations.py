@@ -18,10 +18,10 @@ from tpuembed.export.stream.execute import StreamReport
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.files import FilePath, as_path
 
-__all__ = ["Destination", "Stage", "choose_destination"]
+__all__ = ["Destination", "StagedVersion", "choose_destination"]
 
 
-class Stage(Protocol):
+class StagedVersion(Protocol):
     """A version being written. A context that commits once, or else leaves only what can be resumed."""
 
     @property
@@ -69,14 +69,14 @@ class Destination(Protocol):
         """Return a version whose data files can be shared."""
 
     def share(
-        self, same: SameTables, plan: ExportPlan, stage: Stage, on_progress: Callable[[int, int], None]
+        self, same: SameTables, plan: ExportPlan, stage: StagedVersion, on_progress: Callable[[int, int], None]
     ) -> StreamReport | None:
         """Share the data files of `same`, or return None if they cannot be shared."""
 
     def layout(self, options: ExportOptions) -> Layout:
         """Return the layout that `options` name, for versions served from here."""
 
-    def stage(self, options: ExportOptions, header: Header | None) -> Stage:
+    def stage(self, options: ExportOptions, header: Header | None) -> StagedVersion:
         """Start a version."""
 
 
@@ -88,7 +88,7 @@ def choose_destination(model_dir: str | FilePath) -> Destination:
     """
     path = as_path(model_dir)
     if isinstance(path, Path):
-        return _Folder(path)
+        return _FolderDestination(path)
     if path.scheme != "s3":
         raise ConfigError(
             f"MODEL_DIR {path}: an export can be written only to a disk or to s3://. Export to a disk and copy "
@@ -100,7 +100,7 @@ def choose_destination(model_dir: str | FilePath) -> Destination:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Folder:
+class _FolderDestination:
     """A destination on a disk."""
 
     model_dir: Path
@@ -120,7 +120,7 @@ class _Folder:
         return find_same_tables(self.model_dir, key)
 
     def share(
-        self, same: SameTables, plan: ExportPlan, stage: Stage, on_progress: Callable[[int, int], None]
+        self, same: SameTables, plan: ExportPlan, stage: StagedVersion, on_progress: Callable[[int, int], None]
     ) -> StreamReport | None:
         """See Destination. Uses hard links."""
         folder = stage.path.parent

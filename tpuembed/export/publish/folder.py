@@ -32,7 +32,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, Con
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.tables import FolderTables
-from tpuembed.export.publish.unfinished import PREFIX, TABLES, VERSION, Sorted, Unfinished, sort_out
+from tpuembed.export.publish.unfinished import PREFIX, TABLES, VERSION, StagingFolders, Unfinished, classify_staging
 from tpuembed.export.stream.resume_log import Header, flush, read_record
 
 __all__ = [
@@ -93,7 +93,7 @@ def ensure_space(model_dir: Path, size: int, header: Header | None = None, *, re
     place = next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())
     found = _peek(model_dir, header, restart=restart)
     reused = [] if found.resumable is None else [found.resumable]
-    free = shutil.disk_usage(place).free + sum(unfinished.bytes for unfinished in (*reused, *found.litter))
+    free = shutil.disk_usage(place).free + sum(unfinished.bytes for unfinished in (*reused, *found.stale))
     if free < size:
         kept = "".join(f" An unfinished export uses {unfinished}." for unfinished in found.kept)
         raise ExportError(
@@ -102,15 +102,15 @@ def ensure_space(model_dir: Path, size: int, header: Header | None = None, *, re
         )
 
 
-def _peek(model_dir: Path, header: Header | None, *, restart: bool) -> Sorted:
+def _peek(model_dir: Path, header: Header | None, *, restart: bool) -> StagingFolders:
     """Return the staging folders that an export into `model_dir` would find now."""
     if not model_dir.is_dir():
-        return sort_out((), header)
+        return classify_staging((), header)
     with _failing(model_dir), _locked(model_dir):
         held = dict(_abandoned(model_dir))
         for lock in held.values():
             os.close(lock)
-    return sort_out([Unfinished(folder) for folder in held], header, restart=restart)
+    return classify_staging([Unfinished(folder) for folder in held], header, restart=restart)
 
 
 def sync_tree(root: Path) -> None:
@@ -152,11 +152,11 @@ class Staging:
             with _locked(model_dir):
                 check_free(self.model_dir, self.version)
                 held = dict(_abandoned(model_dir))
-                found = sort_out([Unfinished(folder) for folder in held], header, restart=restart)
+                found = classify_staging([Unfinished(folder) for folder in held], header, restart=restart)
                 self.folder = self._make() if found.resumable is None else found.resumable.folder
                 self._lock = held.pop(self.folder) if self.folder in held else _lock(self.folder)
         self.kept: Sequence[Unfinished] = found.kept
-        for unfinished in found.litter:
+        for unfinished in found.stale:
             shutil.rmtree(unfinished.folder, ignore_errors=True)
         for lock in held.values():
             os.close(lock)
@@ -185,7 +185,7 @@ class Staging:
         """Returns True if the next export can resume this one after `error`."""
         return self._can_go_on and not isinstance(error, _SPOILING) and self.finished > 0
 
-    def open_tables(self, plan: ExportPlan) -> FolderTables:  # noqa: ARG002 - as Stage
+    def open_tables(self, plan: ExportPlan) -> FolderTables:  # noqa: ARG002 - as StagedVersion
         """Return the place to stream the tables of `plan` to."""
         return FolderTables(self.tables)
 

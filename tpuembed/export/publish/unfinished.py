@@ -18,7 +18,7 @@ from typing import Final
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.stream.resume_log import Header, Record, read_record
 
-__all__ = ["MAX_AGE_SECONDS", "PREFIX", "TABLES", "VERSION", "Sorted", "Unfinished", "sort_out"]
+__all__ = ["MAX_AGE_SECONDS", "PREFIX", "TABLES", "VERSION", "StagingFolders", "Unfinished", "classify_staging"]
 
 PREFIX: Final = ".staging-"
 TABLES: Final = "tables"
@@ -61,7 +61,7 @@ class Unfinished:
         """Returns True if the export of `header` may resume it."""
         return self.record is not None and self.record.header == header and not self._is_published
 
-    def is_litter(self, header: Header | None) -> bool:
+    def is_stale(self, header: Header | None) -> bool:
         """Returns True if no later run can resume it, as far as the export of `header` can tell."""
         if self.record is None or self._is_published or time.time() - self.record.written > MAX_AGE_SECONDS:
             return True
@@ -70,15 +70,15 @@ class Unfinished:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sorted:
+class StagingFolders:
     """Staging folders without an exporter, by what to do with them."""
 
     resumable: Unfinished | None
-    litter: tuple[Unfinished, ...]
+    stale: tuple[Unfinished, ...]
     kept: tuple[Unfinished, ...]
 
 
-def sort_out(found: Iterable[Unfinished], header: Header | None, *, restart: bool = False) -> Sorted:
+def classify_staging(found: Iterable[Unfinished], header: Header | None, *, restart: bool = False) -> StagingFolders:
     """Classify the staging folders in `found`. The export of `header` resumes the one with most shards, with `restart`
     none.
 
@@ -89,9 +89,9 @@ def sort_out(found: Iterable[Unfinished], header: Header | None, *, restart: boo
         (mine if header and unfinished.is_resumable(header) else others).append(unfinished)
     mine.sort(key=_finished_shards)
     resumable = None if restart or not mine else mine.pop()
-    litter = [unfinished for unfinished in others if unfinished.is_litter(header)]
-    kept = tuple(unfinished for unfinished in others if unfinished not in litter)
-    return Sorted(resumable=resumable, litter=(*mine, *litter), kept=kept)
+    stale = [unfinished for unfinished in others if unfinished.is_stale(header)]
+    kept = tuple(unfinished for unfinished in others if unfinished not in stale)
+    return StagingFolders(resumable=resumable, stale=(*mine, *stale), kept=kept)
 
 
 def _finished_shards(unfinished: Unfinished) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.types import ReadSum, SmallPieces, SummedReads
+from tpuembed.checkpoint.types import PartialChecksum, SmallPieces, SummedReads
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ExportError
 from tpuembed.export.storage.error import SAMPLE_VALUE_BYTES, ErrorSums, sample_step, sampled_rows
@@ -96,7 +96,7 @@ class Chunk:
         best = self._checkpoint.piece_rows(self._task.table) if isinstance(self._checkpoint, SmallPieces) else None
         return min(best or self._task.chunk_rows, self._task.chunk_rows)
 
-    def source_sums(self) -> dict[str, ReadSum]:
+    def source_sums(self) -> dict[str, PartialChecksum]:
         """Return the checksums of what was read of the checkpoint's tensors, if it offers them; see SummedReads."""
         return {} if self._reader is None else dict(self._reader.sums())
 

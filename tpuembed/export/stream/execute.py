@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.checkpoint.types import ReadSum, SummedReads
+from tpuembed.checkpoint.types import PartialChecksum, SummedReads
 from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.tables import FolderTables, Tables
@@ -125,7 +125,7 @@ def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int
 
     A table of which only a part is exported is not checked, because that would mean reading all of it.
     """
-    unproven, met = list[str](), dict[str, ReadSum]()
+    unproven, sums = list[str](), dict[str, PartialChecksum]()
     whole = {place.table for stack in plan.stacks for place in stack.tables if place.is_whole}
     for table, group in groupby(plan.shards, key=attrgetter("table")):
         tasks = list(group)
@@ -134,7 +134,7 @@ def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int
         stated = checkpoint.checksum(table)
         if stated is None:
             unproven.append(table)
-            _add_up(met, (results[task.index] for task in tasks))
+            _add_up(sums, (results[task.index] for task in tasks))
             continue
         read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
         if stated != read:
@@ -144,20 +144,20 @@ def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int
                 table,
                 f"had the CRC32C {read:#010x} when they were exported, but the index has {stated:#010x}",
             )
-    _check_sums(checkpoint, unproven, met)
+    _check_sums(checkpoint, unproven, sums)
 
 
-def _add_up(met: dict[str, ReadSum], results: Iterable[ShardResult]) -> None:
+def _add_up(sums: dict[str, PartialChecksum], results: Iterable[ShardResult]) -> None:
     for result in results:
         for key, fields in result.source_sums.items():
-            met[key] = met.get(key, ReadSum()) + ReadSum(*fields)
+            sums[key] = sums.get(key, PartialChecksum()) + PartialChecksum(*fields)
 
 
-def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], met: Mapping[str, ReadSum]) -> None:
+def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], sums: Mapping[str, PartialChecksum]) -> None:
     """Check `tables` whose files have checksums over other bytes than rows. Files that the reads do not cover are read
     again.
     """
-    proven = checkpoint.proven(tables, met) if isinstance(checkpoint, SummedReads) else {}
+    proven = checkpoint.proven(tables, sums) if isinstance(checkpoint, SummedReads) else {}
     checkpoint.verify([table for table in tables if not proven.get(table)])
     for table, is_right in proven.items():
         if not is_right:

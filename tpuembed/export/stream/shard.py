@@ -205,7 +205,7 @@ def _stream(
         "crc32c": stored_crc,
         "source_crc32c": read_crc,
         "errors": dataclasses.asdict(chunk.errors),
-        "source_sums": {key: (met.checksum, met.bytes) for key, met in chunk.source_sums().items()},
+        "source_sums": {key: (partial.checksum, partial.bytes) for key, partial in chunk.source_sums().items()},
     }
 
 

@@ -23,7 +23,7 @@ from tests.unit.export.store.exports import (
     stage,
 )
 from tpuembed.errors import ExportError
-from tpuembed.export.publish.store import version_lease as claims
+from tpuembed.export.publish.store import version_lease
 from tpuembed.export.publish.store.record import Owner, StoreRecord
 from tpuembed.export.publish.store.staging import StoreStaging
 from tpuembed.export.run import resumable
@@ -137,7 +137,7 @@ def test_what_died_on_another_machine_is_taken_over_when_it_was_silent(
 ) -> None:
     fail_half_way(proxy, f"s3://{bucket}/m", prefix)
     edit_record(server, bucket, "m/.staging-1/record", owner=elsewhere())
-    monkeypatch.setattr(claims, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(version_lease, "LEASE_SECONDS", 2.0)
     with pytest.warns(UserWarning, match="waiting 2 seconds at most"):
         url, report = export(f"s3://{bucket}/m", prefix)
     assert url == f"s3://{bucket}/m/1"

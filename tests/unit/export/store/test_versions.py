@@ -12,7 +12,7 @@ from tests.unit.export.store.exports import assert_complete, export, fill, lefto
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.publish.destinations import choose_destination
-from tpuembed.export.publish.store import version_lease as claims
+from tpuembed.export.publish.store import version_lease
 
 
 def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> None:
@@ -55,16 +55,16 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
 
 def after_looking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Have every thread call `act` once, when it has seen which version is free and has not reserved it."""
-    looks, look = Counter[int](), claims.look
+    looks, look = Counter[int](), version_lease.list_versions
 
-    def look_and_act(root: claims.Root) -> claims.Found:
+    def look_and_act(root: version_lease.StoreModelDir) -> version_lease.StoreVersions:
         found = look(root)
         looks[threading.get_ident()] += 1
         if looks[threading.get_ident()] == 2:  # the first look is for what is unfinished
             act()
         return found
 
-    monkeypatch.setattr(claims, "look", look_and_act)
+    monkeypatch.setattr(version_lease, "list_versions", look_and_act)
 
 
 def test_two_exports_at_once_get_a_version_each(

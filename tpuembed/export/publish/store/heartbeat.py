@@ -10,35 +10,35 @@ from typing import Any, Final, Self
 from tpuembed.errors import ExportError
 from tpuembed.export.publish.store.failing import failing
 from tpuembed.export.publish.store.record import StoreRecord
-from tpuembed.export.publish.store.version_lease import Claim, Root
+from tpuembed.export.publish.store.version_lease import StoreModelDir, VersionReservation
 from tpuembed.export.publish.unfinished import PREFIX
 from tpuembed.export.stream.shard import ShardResult
 from tpuembed.files import MissingBucketError
 
-__all__ = ["Keeper"]
+__all__ = ["LeaseRenewer"]
 
 _SECONDS_BETWEEN_WRITES: Final = 3.0
 _SECONDS_BETWEEN_BEATS: Final = 15.0
 """A fraction of LEASE_SECONDS."""
 
 
-class Keeper:
+class LeaseRenewer:
     """Owns the record of a reserved version; a context, during which the record is renewed.
 
     Attributes:
         version: the reserved version.
     """
 
-    def __init__(self, root: Root, claim: Claim) -> None:
-        self.version = claim.version
-        self._root, self._record, self._tag = root, claim.record, claim.tag
-        self._finished: dict[int, ShardResult] = dict(claim.record.finished)
+    def __init__(self, root: StoreModelDir, reserved: VersionReservation) -> None:
+        self.version = reserved.version
+        self._root, self._record, self._tag = root, reserved.record, reserved.tag
+        self._finished: dict[int, ShardResult] = dict(reserved.record.finished)
         self._error: OSError | None = None
         self._has_news = self._is_over = False
         self._write_seconds = 0.0
         self._changed = threading.Condition()
         self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="tpuembed-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tpuembed-lease", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -9,10 +9,10 @@ from pathlib import Path
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.store.failing import failing
-from tpuembed.export.publish.store.heartbeat import Keeper
+from tpuembed.export.publish.store.heartbeat import LeaseRenewer
 from tpuembed.export.publish.store.parts import StackPart, parts_of
 from tpuembed.export.publish.store.record import Upload
-from tpuembed.export.publish.store.version_lease import Root
+from tpuembed.export.publish.store.version_lease import StoreModelDir
 from tpuembed.export.stream.batch import Batch, Where
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.export.stream.shard import ShardResult
@@ -24,14 +24,14 @@ __all__ = ["StoreTables"]
 class StoreTables:
     """The data files of one version; a `Tables`, and the `Place` of its parts."""
 
-    def __init__(self, root: Root, keeper: Keeper, folder: Path, names: Mapping[str, str]) -> None:
+    def __init__(self, root: StoreModelDir, lease: LeaseRenewer, folder: Path, names: Mapping[str, str]) -> None:
         """Create the tables of a version in MODEL_DIR `root`.
 
         Args:
             names: `StackPlan.file` -> the path of its data file inside the version.
             folder: for sparse files that stand for the objects.
         """
-        self._root, self._keeper, self._folder, self._names = root, keeper, folder, names
+        self._root, self._lease, self._folder, self._names = root, lease, folder, names
         self._sizes: dict[str, int] = {}
         self._parts: dict[str, list[StackPart]] = {}
         self._by_index: dict[int, StackPart] = {}
@@ -64,12 +64,12 @@ class StoreTables:
                 _make_holes(self._folder / file, size)
                 self._begin(file)
             self._remove_others()
-            self._keeper.update(uploads=self._uploads, finished=self._known)
+            self._lease.update(uploads=self._uploads, finished=self._known)
         return [task for task in plan.shards if task.index not in self._known]
 
     def _begin(self, file: str) -> None:
         """Take over the recorded upload of `file` if it is still valid, or start a new one."""
-        key, record = self._key(file), self._keeper.record
+        key, record = self._key(file), self._lease.record
         upload = record.uploads.get(file)
         there = self._bucket.parts(key, upload.id) if upload and upload.key == key else None
         if upload and there is None and _is_object(self._bucket, key, self._recorded_tags(file), self._sizes[file]):
@@ -83,14 +83,14 @@ class StoreTables:
                 self._known |= {shard.index: record.finished[shard.index] for shard in part.batch.shards}
 
     def _recorded_tags(self, file: str) -> list[str]:
-        finished = self._keeper.record.finished
+        finished = self._lease.record.finished
         return [_tag_of(part, finished) for part in self._parts[file]]
 
     def _remove_others(self) -> None:
         """Remove all other objects and uploads below the version, which an interrupted export left."""
-        prefix = self._root.key(str(self._keeper.version)) + "/"
-        ours = {upload.key for upload in self._uploads.values()}
-        self._bucket.delete([key for key in self._bucket.keys(prefix) if key not in ours])
+        prefix = self._root.key(str(self._lease.version)) + "/"
+        kept = {upload.key for upload in self._uploads.values()}
+        self._bucket.delete([key for key in self._bucket.keys(prefix) if key not in kept])
         ids = {(upload.key, upload.id) for upload in self._uploads.values()}
         for key, upload_id in self._bucket.uploads(prefix):
             if (key, upload_id) not in ids:
@@ -115,11 +115,11 @@ class StoreTables:
         return ""
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Keeper]:
+    def recording(self) -> Iterator[LeaseRenewer]:
         """See Tables."""
-        yield self._keeper
+        yield self._lease
         with failing(self._root.path):
-            self._keeper.update()
+            self._lease.update()
 
     def results(self, results: Sequence[ShardResult]) -> list[ShardResult]:
         """See Tables."""
@@ -144,7 +144,7 @@ class StoreTables:
                 )
 
     def _key(self, file: str) -> str:
-        return self._root.key(f"{self._keeper.version}/{self._names[file]}")
+        return self._root.key(f"{self._lease.version}/{self._names[file]}")
 
     @property
     def _bucket(self) -> Bucket:

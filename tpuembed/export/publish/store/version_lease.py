@@ -23,15 +23,24 @@ from tpuembed.export.stream.resume_log import Header
 from tpuembed.files import UrlPath
 from tpuembed.files.bucket import Bucket, Stored
 
-__all__ = ["LEASE_SECONDS", "Claim", "Found", "Root", "check_free", "claim", "forget", "look"]
+__all__ = [
+    "LEASE_SECONDS",
+    "StoreModelDir",
+    "StoreVersions",
+    "VersionReservation",
+    "check_free",
+    "list_versions",
+    "remove_unfinished",
+    "reserve_version",
+]
 
 LEASE_SECONDS: Final = 60.0
-_LOOK_SECONDS: Final = 2.0
+_POLL_SECONDS: Final = 2.0
 _RESERVATION: Final = re.compile(re.escape(PREFIX) + r"(\d{1,19})", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
-class Root:
+class StoreModelDir:
     """MODEL_DIR in a bucket."""
 
     path: UrlPath
@@ -65,7 +74,7 @@ class Root:
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
+class VersionReservation:
     """A version that only this export may write, and its record."""
 
     version: int
@@ -77,7 +86,7 @@ class Claim:
 class StoreUnfinished:
     """A version being written, as it was when it was listed."""
 
-    root: Root
+    root: StoreModelDir
     version: int
     stored: Stored
     is_published: bool = False
@@ -105,7 +114,7 @@ class StoreUnfinished:
         """Return the number of finished shards."""
         return len(self.record.finished) if self.record else 0
 
-    def is_litter(self, header: Header | None) -> bool:
+    def is_stale(self, header: Header | None) -> bool:
         """Returns True if no later run can resume it, as far as the export of `header` can tell, once it is dead."""
         if self.is_published or self.stored.age_seconds > MAX_AGE_SECONDS:
             return True
@@ -125,7 +134,7 @@ class StoreUnfinished:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
+class StoreVersions:
     """The versions in MODEL_DIR.
 
     Attributes:
@@ -142,52 +151,54 @@ class Found:
         return max((*self.versions, *(one.version for one in self.unfinished)), default=0) + 1
 
 
-def look(root: Root) -> Found:
+def list_versions(root: StoreModelDir) -> StoreVersions:
     """List the versions that exist now."""
     names = root.names()
     versions = frozenset(versions_among(names))
     reserved = [int(match[1]) for name in names if (match := _RESERVATION.fullmatch(name))]
-    return Found(versions=versions, unfinished=tuple(_unfinished(root, reserved, versions)))
+    return StoreVersions(versions=versions, unfinished=tuple(_unfinished(root, reserved, versions)))
 
 
-def _unfinished(root: Root, reserved: Sequence[int], versions: Set[int]) -> Iterator[StoreUnfinished]:
+def _unfinished(root: StoreModelDir, reserved: Sequence[int], versions: Set[int]) -> Iterator[StoreUnfinished]:
     for version in reserved:
         stored = root.bucket.get(root.record_key(version))
         if stored is not None:
             yield StoreUnfinished(root, version, stored, version in versions and root.is_version(version))
 
 
-def check_free(root: Root, version: int | None, found: Found) -> None:
+def check_free(root: StoreModelDir, version: int | None, found: StoreVersions) -> None:
     """Raise ExportError if `version` exists; None is always free. Raise ConfigError if it is not a positive integer."""
     check_version(version)
     if version in found.versions and version not in {one.version for one in found.unfinished if not one.is_published}:
         raise ExportError(f"MODEL_DIR {root.path}: version {version} exists. Choose another one, such as {found.free}.")
 
 
-def claim(root: Root, version: int | None, header: Header | None, *, restart: bool) -> tuple[Claim, tuple[str, ...]]:
+def reserve_version(
+    root: StoreModelDir, version: int | None, header: Header | None, *, restart: bool
+) -> tuple[VersionReservation, tuple[str, ...]]:
     """Reserve a version to write. Return it with the names of other unfinished exports. Stale versions are removed.
 
     Raises:
         ExportError: `version` exists, or another export has reserved it, or the store does not support conditional
             writes.
     """
-    found = look(root)
+    found = list_versions(root)
     check_free(root, version, found)
     same = [one for one in found.unfinished if header and one.is_resumable(header) and version in (None, one.version)]
-    mine = sorted((one for one in map(_settled, same) if one.is_dead), key=lambda one: one.finished)
+    mine = sorted((one for one in map(_wait_until_certain, same) if one.is_dead), key=lambda one: one.finished)
     others = [one for one in found.unfinished if one.is_dead and one not in mine and one not in same]
     resumable = None if restart or not mine else mine.pop()
-    litter = [one for one in others if one.is_litter(header)]
-    for one in (*mine, *litter):
+    stale = [one for one in others if one.is_stale(header)]
+    for one in (*mine, *stale):
         _remove(one)
-    kept = tuple(str(one) for one in others if one not in litter)
-    taken = None if resumable is None else _take(resumable)
+    kept = tuple(str(one) for one in others if one not in stale)
+    taken = None if resumable is None else _take_over(resumable)
     if taken is not None and version is None:
         _warn_below(root, taken.version, found)
     return taken or _reserve(root, version, header), kept
 
 
-def _warn_below(root: Root, version: int, found: Found) -> None:
+def _warn_below(root: StoreModelDir, version: int, found: StoreVersions) -> None:
     newest = max(found.versions, default=0)
     if version < newest:
         warnings.warn(
@@ -198,7 +209,7 @@ def _warn_below(root: Root, version: int, found: Found) -> None:
         )
 
 
-def _settled(unfinished: StoreUnfinished) -> StoreUnfinished:
+def _wait_until_certain(unfinished: StoreUnfinished) -> StoreUnfinished:
     """Wait until it is certain whether the same export still runs, for example on another machine. Return its latest
     state.
     """
@@ -211,7 +222,7 @@ def _settled(unfinished: StoreUnfinished) -> StoreUnfinished:
         stacklevel=2,
     )
     while not unfinished.is_dead:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         stored = unfinished.root.bucket.get(unfinished.root.record_key(unfinished.version))
         if stored is None or stored.tag != unfinished.stored.tag:
             return unfinished  # it was renewed or removed, so it counts as alive
@@ -219,13 +230,15 @@ def _settled(unfinished: StoreUnfinished) -> StoreUnfinished:
     return unfinished
 
 
-def _take(unfinished: StoreUnfinished) -> Claim | None:
+def _take_over(unfinished: StoreUnfinished) -> VersionReservation | None:
     """Make this export the owner of the version. Returns None if another process was faster."""
     assert unfinished.record
     record = dataclasses.replace(unfinished.record, owner=Owner.this())
     key, tag = unfinished.root.record_key(unfinished.version), unfinished.stored.tag
     try:
-        return Claim(unfinished.version, record, unfinished.root.bucket.replace(key, record.to_bytes(), tag))
+        return VersionReservation(
+            unfinished.version, record, unfinished.root.bucket.replace(key, record.to_bytes(), tag)
+        )
     except (FileExistsError, FileNotFoundError):
         return None
 
@@ -233,12 +246,12 @@ def _take(unfinished: StoreUnfinished) -> Claim | None:
 def _remove(unfinished: StoreUnfinished) -> None:
     """Remove a dead version, unless another process has taken it over."""
     root, version = unfinished.root, unfinished.version
-    if unfinished.record is not None and _take(unfinished) is None:
+    if unfinished.record is not None and _take_over(unfinished) is None:
         return
-    forget(root, version, unfinished.record)
+    remove_unfinished(root, version, unfinished.record)
 
 
-def forget(root: Root, version: int, record: StoreRecord | None) -> None:
+def remove_unfinished(root: StoreModelDir, version: int, record: StoreRecord | None) -> None:
     """Remove what an unfinished version consists of, its reservation last. A complete version is kept."""
     if not root.is_version(version):
         root.remove_version(version)
@@ -248,9 +261,9 @@ def forget(root: Root, version: int, record: StoreRecord | None) -> None:
     root.bucket.delete([root.record_key(version)])
 
 
-def _reserve(root: Root, version: int | None, header: Header | None) -> Claim:
+def _reserve(root: StoreModelDir, version: int | None, header: Header | None) -> VersionReservation:
     while True:
-        found = look(root)
+        found = list_versions(root)
         check_free(root, version, found)
         number = version or found.free
         if number > MAX_VERSION:
@@ -267,11 +280,11 @@ def _reserve(root: Root, version: int | None, header: Header | None) -> Claim:
             raise _is_taken(root, version, found) from None
         _check_conditions(root, number, record)
         if not root.bucket.keys(root.key(str(number)) + "/"):
-            return Claim(number, record, tag)
+            return VersionReservation(number, record, tag)
         root.bucket.delete([root.record_key(number)])  # the version was committed a moment ago
 
 
-def _check_conditions(root: Root, version: int, record: StoreRecord) -> None:
+def _check_conditions(root: StoreModelDir, version: int, record: StoreRecord) -> None:
     """Raise ExportError if the store ignores the condition not to replace an object."""
     probe = dataclasses.replace(record, owner=Owner.this(), beats=-1)
     try:
@@ -285,7 +298,7 @@ def _check_conditions(root: Root, version: int, record: StoreRecord) -> None:
     )
 
 
-def _is_taken(root: Root, version: int, found: Found) -> ExportError:
+def _is_taken(root: StoreModelDir, version: int, found: StoreVersions) -> ExportError:
     """Return the error for a version that another export has reserved."""
     one = next((one for one in found.unfinished if one.version == version), None)
     state = f"an unfinished export has reserved it: {one}" if one and one.is_dead else "another export is writing it"

@@ -44,14 +44,14 @@ class LocalEngine:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._started: list[_Worker] = []
+        self._started: list[_WorkerProcess] = []
 
     @contextlib.contextmanager
     def starting(self, source: Source, tasks: int) -> Iterator[None]:
         """See StartsEarly."""
         try:
             for _ in range(min(self._workers, tasks)):
-                self._started.append(_Worker(source))
+                self._started.append(_WorkerProcess(source))
             yield
         finally:
             for worker in self._started:
@@ -68,31 +68,31 @@ class LocalEngine:
     ) -> list[ShardResult]:
         """See Engine.run. All workers have ended when it returns or raises, also after KeyboardInterrupt."""
         results: list[ShardResult] = []
-        with _Crew(tasks, job, self._workers, self._started) as crew:
+        with _WorkerPool(tasks, job, self._workers, self._started) as pool:
             while len(results) < len(tasks):
-                for result in crew.receive():
+                for result in pool.receive():
                     results.append(result)
                     on_result(result)
-                on_progress(sum(result.bytes for result in results) + crew.written)
+                on_progress(sum(result.bytes for result in results) + pool.written)
         return sorted(results, key=lambda result: result.index)
 
 
-class _Crew:
+class _WorkerPool:
     """The worker processes of one run. They end normally at its end, and are killed after an exception."""
 
-    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int, started: "list[_Worker]") -> None:
+    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int, started: "list[_WorkerProcess]") -> None:
         """Queue `tasks`. `started` are idle workers; those that are used are removed from it."""
         self._waiting, self._job = deque(job.place.batches(tasks)), job
         self._started = started
         self._count = min(workers, len(self._waiting))
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._failures = Counter[int]()
 
     def __enter__(self) -> Self:
         try:
             for _ in range(self._count):
-                self._hire(self._waiting.popleft())
+                self._start(self._waiting.popleft())
         except BaseException:
             self._end()
             raise
@@ -110,7 +110,7 @@ class _Crew:
     def _finish(self) -> None:
         """Shut down all workers at once."""
         for worker in self._workers:
-            worker.dismiss()
+            worker.shut_down()
         for worker in self._workers:
             worker.wait()
 
@@ -127,7 +127,7 @@ class _Crew:
     def receive(self) -> Iterator[ShardResult]:
         """Wait for messages and yield results. Workers that have finished get their next tasks."""
         for key, _ in self._selector.select():
-            worker: _Worker = key.data
+            worker: _WorkerProcess = key.data
             try:
                 for results in worker.receive():
                     yield from results
@@ -136,23 +136,23 @@ class _Crew:
             except _MayPass as failure:
                 self._replace(worker, failure)
 
-    def _hire(self, task: Batch, delay_seconds: float = 0) -> None:
+    def _start(self, task: Batch, delay_seconds: float = 0) -> None:
         started = None if delay_seconds else self._idle()  # an idle worker has been started without the delay
-        worker = started or _Worker(self._job.source, delay_seconds)
+        worker = started or _WorkerProcess(self._job.source, delay_seconds)
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
         self._assign(worker, task)
 
-    def _idle(self) -> "_Worker | None":
+    def _idle(self) -> "_WorkerProcess | None":
         """Return an idle worker that was started for this source, or None."""
         if self._started and self._started[-1].source == self._job.source:
             return self._started.pop()
         return None
 
-    def _assign(self, worker: "_Worker", task: Batch) -> None:
+    def _assign(self, worker: "_WorkerProcess", task: Batch) -> None:
         worker.assign(task, self._job.place.where(task))
 
-    def _replace(self, worker: "_Worker", failure: "_MayPass") -> None:
+    def _replace(self, worker: "_WorkerProcess", failure: "_MayPass") -> None:
         """Retry the failed task of `worker` in a new worker. Raise the error if it has failed too often."""
         task = failure.task
         self._failures[task.index] += 1
@@ -164,7 +164,7 @@ class _Crew:
         self._selector.unregister(worker.replies)
         self._workers.remove(worker)
         worker.kill()
-        self._hire(task, _RETRY_SECONDS[failures - 1])
+        self._start(task, _RETRY_SECONDS[failures - 1])
 
 
 class _MayPass(Exception):  # noqa: N818 - the error is inside
@@ -175,7 +175,7 @@ class _MayPass(Exception):  # noqa: N818 - the error is inside
         self.task, self.error = task, error
 
 
-class _Worker:
+class _WorkerProcess:
     """A worker process and its current batch."""
 
     def __init__(self, source: Source, delay_seconds: float = 0) -> None:
@@ -209,7 +209,7 @@ class _Worker:
         for line in lines:
             yield from self._understand(json.loads(line))
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         """Tell the worker to exit: close its input."""
         self._tasks.close()
 
