@@ -219,7 +219,12 @@ def test_a_subset_writes_only_its_tables_bytes(checkpoint: Any, tmp_path: Path) 
             "'user' is not exported; did you",
         ),
         ({"x": {"table": "users"}}, {"layout": "paged"}, ConfigError, "layout"),
-        ({"x": {"table": "users"}}, {"serving_root": "/m"}, ConfigError, "serving_root is for layout mmap"),
+        (
+            {"x": {"table": "users"}},
+            {"serving_root": "/m"},
+            ConfigError,
+            "serving_root: supported only for layout mmap",
+        ),
         ({"x": {"table": "users"}}, {"layout": "mmap", "serving_root": "m"}, ConfigError, "is relative"),
         ({"x": {"table": "users"}}, {"engine": "beam"}, ConfigError, "engine"),
         ({"x": {"table": "users"}}, {"workers": 0}, ConfigError, "workers"),
@@ -236,5 +241,5 @@ def test_a_request_that_cannot_be_answered_leaves_nothing(
 @pytest.mark.parametrize("size", [{"vocabulary_size": 31}, {"dim": 5}])
 def test_a_size_that_disagrees_with_the_checkpoint_is_refused(checkpoint: Any, tmp_path: Path, size: Any) -> None:
     config = {"features": {"x": {"table": "users"}}, "tables": {"users": size}}
-    with pytest.raises(CheckpointMismatchError, match=r"in the serving_config and .* in the checkpoint"):
+    with pytest.raises(CheckpointMismatchError, match=r"in the serving_config, but .* in the checkpoint"):
         export_saved_model(checkpoint[0], tmp_path / "m", serving_config=config)

@@ -136,7 +136,7 @@ def test_a_store_that_never_answers(stub: GcsStub) -> None:
     started = time.monotonic()
     with silent_server() as url:
         said = read(stub, url)
-    assert said.startswith("CheckpointError checkpoint gs://bucket/run: array 'emb': the store gave no answer in time")
+    assert said.startswith("CheckpointError checkpoint gs://bucket/run: array 'emb': the store did not answer in time")
     assert time.monotonic() - started < 30
 
 

@@ -105,7 +105,7 @@ def test_a_saved_model_among_checkpoints(folder: Path) -> None:
     saved_model(folder)
     message = re.escape(
         f"directory {folder}: holds a SavedModel ({folder / 'variables' / 'variables.index'}) and a checkpoint "
-        f"({folder / 'ckpt-1.index'}), and which is meant cannot be told; give the path of that one"
+        f"({folder / 'ckpt-1.index'}), Give the path of one of them"
     )
     with pytest.raises(CheckpointFormatError, match=message):
         open_checkpoint(folder)

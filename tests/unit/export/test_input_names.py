@@ -44,7 +44,7 @@ def test_what_tensorflow_cannot_tell_apart(names: tuple[str, str], tmp_path: Pat
     if _is_saved(names, tmp_path):
         check_input_names(names)
         return
-    with pytest.raises(ConfigError, match="TensorFlow takes these names of inputs for the same; rename one"):
+    with pytest.raises(ConfigError, match=r"TensorFlow cannot distinguish these names of inputs\. Rename one"):
         check_input_names(names)
 
 
