@@ -105,11 +105,9 @@ class Packing:
 
     Attributes:
         inputs: in the order of their columns; first those of a fixed number of columns. All others have the same number
-            of
-            columns in one request, `hot`, which follows from the width of the matrix.
+            of columns in one request, `hot`, which follows from the width of the matrix.
         outputs: of a lookup-only export, whose only output is `activations`, float32 [batch, width]. None if the
-            outputs are
-            those of `serving_default`.
+            outputs are those of `serving_default`.
         left_out: the reason why there is no such signature; empty if there is one.
     """
 
@@ -247,8 +245,7 @@ class Manifest:
         tables, stacks: the table data. A mapped stack is a whole file.
         signatures: name -> {"inputs": {name: TensorSpec}, "outputs": {name: TensorSpec}}.
         files: all other files except this manifest, by their path inside the version directory. saved_model.pb is
-            recorded
-            with mapped paths relative to that directory, because the real ones depend on the server.
+            recorded with mapped paths relative to that directory, because the real ones depend on the server.
         errors: of the storage against float32, by table, as in the export's report.
         tables_key: equal for versions whose stacks are the same bytes in files of their own.
         features: of a lookup-only export.

@@ -36,8 +36,7 @@ def diff(
     """Compare the tables of A and B, checkpoints or exports: names, shapes, dtypes, and every row by value.
 
     NaN is equal to NaN. A and B may be checkpoints of different formats, or exports (a version, or MODEL_DIR's
-    highest). Exits with 0
-    whether or not they differ.
+    highest). Exits with 0 whether or not they differ.
     """
     from tpuembed.checkpoint.tools import diff_checkpoints
 

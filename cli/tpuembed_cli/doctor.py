@@ -34,8 +34,7 @@ def doctor(config: str, sample: str, as_json: bool, **options: Any) -> None:
     """Estimate limits of ids, padding and memory on SparseCores for the tables in CONFIG, from the ids in SAMPLE.
 
     CONFIG is a YAML or JSON feature config, or a serving_config with the shapes of its tables. SAMPLE is a .npz (an
-    array
-    of ids per feature, padded with -1), a .csv (a column per feature) or a .jsonl (an object per example).
+    array of ids per feature, padded with -1), a .csv (a column per feature) or a .jsonl (an object per example).
     """
     import_tensorflow()
     with stdout_on_stderr(), warnings.catch_warnings():

@@ -90,8 +90,7 @@ def export(
     """Write MODEL_DIR/<version>/, a SavedModel of CHECKPOINT's tables. MODEL_DIR is a folder, or s3://BUCKET/KEY.
 
     CHECKPOINT is a prefix such as ckpt-1, a directory (its latest), or any file of a checkpoint. The version appears by
-    one
-    rename when it is complete; in a store, saved_model.pb is written last.
+    one rename when it is complete; in a store, saved_model.pb is written last.
     """
     request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
     request |= {"model_dir": model_dir, "version": version, "resume": resume}

@@ -18,8 +18,7 @@ def relocate(export: str, root: str, as_json: bool) -> None:
     """Make EXPORT, of layout mmap, map its tables from ROOT/<version>/.
 
     EXPORT is a version, or a MODEL_DIR with its newest version. ROOT is the absolute path of MODEL_DIR as the server
-    sees it.
-    tpuembed's own server does not need this: it maps the tables of the version that it loads.
+    sees it. tpuembed's own server does not need this: it maps the tables of the version that it loads.
     """
     from tpuembed.checkpoint.tools import find_export
     from tpuembed.saved_model import relocate_export

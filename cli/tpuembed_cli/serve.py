@@ -153,10 +153,8 @@ def serve(
     """Serve MODEL_DIR/<version>/, or the models of --config, over TensorFlow Serving's REST and gRPC APIs.
 
     The newest version is loaded. A newer one replaces it without a gap when it appears. The ports listen at once. GET
-    /readyz is
-    200 when the model is loaded; until then, requests for models are answered 503. After SIGTERM the server is not
-    ready,
-    answers for a while longer, then finishes the accepted requests and exits 0. SIGINT skips the waiting.
+    /readyz is 200 when the model is loaded; until then, requests for models are answered 503. After SIGTERM the server
+    is not ready, answers for a while longer, then finishes the accepted requests and exits 0. SIGINT skips the waiting.
     """
     if backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)

@@ -89,8 +89,7 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
 
     Args:
         path: a prefix (`ckpt-1`), a directory (its latest checkpoint), a `.index` or `.data-` file, or a SavedModel; on
-            a
-            disk, or as s3:// or gs:// URL.
+            a disk, or as s3:// or gs:// URL.
         options: facts that the files do not contain, for formats that need them.
 
     Raises:

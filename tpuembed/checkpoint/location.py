@@ -27,8 +27,8 @@ def find_bundle(path: FilePath) -> FilePath | None:
     """Return the prefix of the bundle that `path` names, or None if there is none.
 
     `path` is a prefix, one of its files, a SavedModel, or a directory of checkpoints. In a directory, its `checkpoint`
-    file
-    names the latest. Without that file, it is the only bundle in the directory, or the one with the highest number.
+    file names the latest. Without that file, it is the only bundle in the directory, or the one with the highest
+    number.
 
     Raises:
         CheckpointNotFoundError: the `checkpoint` file names a checkpoint that does not exist.
@@ -88,8 +88,7 @@ def _named_by(state_file: FilePath) -> FilePath:
     """Return the latest checkpoint according to a `checkpoint` file.
 
     A checkpoint beside the `checkpoint` file is preferred. An absolute path in that file is where the checkpoint was
-    written,
-    which may have another one by now.
+    written, which may have another one by now.
     """
     try:
         match = _STATE_LINE.search(state_file.read_text(encoding="utf-8"))

@@ -46,17 +46,15 @@ def export_saved_model(
 ) -> ExportReport:
     """Write `model_dir`/<version>/, a SavedModel that TensorFlow Serving, Python and the C API load.
 
-    Worker processes that never import TensorFlow stream the tables from the checkpoint in bounded memory.
-    On a disk, the version appears by one rename after every byte is flushed. In a store, `saved_model.pb` is written
-    last,
-    and only if the object does not exist yet.
+    Worker processes that never import TensorFlow stream the tables from the checkpoint in bounded memory. On a disk,
+    the version appears by one rename after every byte is flushed. In a store, `saved_model.pb` is written last, and
+    only if the object does not exist yet.
 
     Args:
         checkpoint: a prefix, a directory, or any file or folder that a reader recognises.
         model_dir: a folder, created if it is missing, or s3://BUCKET/KEY, whose bucket exists.
         serving_config: the features to serve (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested
-            structure of
-            FeatureConfig. None: the features of the layer that wrote the checkpoint.
+            structure of FeatureConfig. None: the features of the layer that wrote the checkpoint.
         model: exports a whole model instead of lookups. A function that builds the Keras model, or its name as
             "MODULE:FACTORY". Its `TPUEmbedding` layers allocate no tables. For a subclassed model, the function returns
             (model, specs of its inputs). Dense weights are restored from the checkpoint, by name.
@@ -66,11 +64,9 @@ def export_saved_model(
             inputs.
         output_names: new names of a model's outputs, by their old names.
         rows: table -> (start, stop): export only rows [start, stop) of this table, under their own ids. Any other id is
-            out
-            of its vocabulary.
+            out of its vocabulary.
         storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables.
-            Or by
-            table, such as {"videos": "int8", "*": "bfloat16"}. "*" stands for all other tables, which are float32
+            Or by table, such as {"videos": "int8", "*": "bfloat16"}. "*" stands for all other tables, which are float32
             without it.
         max_error: fail if a stored value of a table differs by more than this from its float32 value; None for no
             bound.

@@ -17,8 +17,7 @@ class ExportReport:
 
     Attributes:
         path: path of the version. In a store it is a `tpuembed.files.UrlPath`, which has the methods of Path that
-            readers use.
-            It is typed as Path, which it is for all other exports.
+            readers use. It is typed as Path, which it is for all other exports.
         version: its number.
         tables: names, in the order of the plan.
         dropped_features: features that were left out because their tables were left out.

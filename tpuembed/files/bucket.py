@@ -1,8 +1,7 @@
 """A bucket of S3, or of a store with its API, opened for writing: objects, conditional writes, uploads in parts.
 
 It uses Amazon's own client, which finds credentials, region and endpoint as Amazon's tools do. Every failure raises an
-OSError
-with one line as its `strerror`.
+OSError with one line as its `strerror`.
 """
 
 import base64

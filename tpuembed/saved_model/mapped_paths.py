@@ -1,8 +1,7 @@
 """The paths that a graph maps its tables from, in the `ImmutableConst` nodes of saved_model.pb.
 
 The path is a static attribute of the node. So a graph that moves to another folder is rewritten: on the disk at deploy
-time,
-or in memory while it is loaded. Everything else in the file stays byte for byte the same.
+time, or in memory while it is loaded. Everything else in the file stays byte for byte the same.
 
 Source of the field numbers: saved_model, meta_graph, graph, function, node_def, attr_value and tensor_shape .proto in
 tensorflow/core/protobuf and tensorflow/core/framework.

@@ -40,8 +40,7 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
     """Make the export at `version_dir` map its tables from `root`/<name of version_dir>/.
 
     saved_model.pb is replaced by one rename. If the new folder exists on this machine, the data files must be in it.
-    Otherwise
-    it is on another machine, and they must be in `version_dir`.
+    Otherwise it is on another machine, and they must be in `version_dir`.
 
     Args:
         version_dir: the version.

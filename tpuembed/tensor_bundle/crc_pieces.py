@@ -1,10 +1,8 @@
 """The CRC32C of bytes that are read in pieces, in any order.
 
 `crc.combine` is linear: the CRC of a concatenation is the XOR of its pieces' CRCs, each multiplied by x^8 for every
-byte after
-it. A piece's product does not depend on the other pieces. So each reader of pieces can add up its own, and the sums can
-be
-added too.
+byte after it. A piece's product does not depend on the other pieces. So each reader of pieces can add up its own, and
+the sums can be added too.
 """
 
 import functools

@@ -56,8 +56,7 @@ class Entry:
         shard, offset, size, crc32c: as in Slice; all 0 if the tensor has slices.
         slices: the boxes that tile the tensor; empty for a tensor in one piece.
         holes: the reason why it cannot be read, if its slices cover only a part of it; else empty. TensorFlow 1 writes
-            such
-            tensors: the slots of partitioned variables whose optimizer was created in a variable_scope.
+            such tensors: the slots of partitioned variables whose optimizer was created in a variable_scope.
     """
 
     dtype: str

@@ -1,9 +1,8 @@
 """The sorted string table of a bundle's index: LevelDB's format without compression.
 
 A file consists of blocks and a footer. A block has entries (varint shared, varint rest, varint value size, key rest,
-value), the
-offsets of the entries that share nothing with their predecessor, and their count; then a compression byte and a masked
-CRC of both. The index block maps the last key of every data block to its place.
+value), the offsets of the entries that share nothing with their predecessor, and their count; then a compression byte
+and a masked CRC of both. The index block maps the last key of every data block to its place.
 
 Source: https://github.com/google/leveldb/blob/main/doc/table_format.md, tensorflow/core/lib/io/table_builder.cc.
 """

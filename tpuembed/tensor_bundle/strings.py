@@ -1,8 +1,7 @@
 """String tensors: their bytes in a data file and their CRC.
 
 A string tensor is stored as varint lengths, the masked CRC of the lengths, and the strings. Both CRCs are computed with
-each
-length as four little-endian bytes (eight if necessary) instead of the varint.
+each length as four little-endian bytes (eight if necessary) instead of the varint.
 
 Source: WriteStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
 """

@@ -23,10 +23,8 @@ def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
     Raises HolesError if they have too few elements.
 
     Remove corners that coincide in pairs. A set of boxes covers exactly the elements of one box an odd number of times
-    if and only
-    if the corners of that box are left. If the volumes also add up, "odd" is "once". This takes time linear in the
-    number of
-    slices, in any arrangement.
+    if and only if the corners of that box are left. If the volumes also add up, "odd" is "once". This takes time linear
+    in the number of slices, in any arrangement.
     """
     held, volume = sum(math.prod(piece.shape) for piece in slices), math.prod(shape)
     if held < volume:

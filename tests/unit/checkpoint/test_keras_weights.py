@@ -63,7 +63,7 @@ def test_keras_rs_layer_alone_in_a_checkpoint() -> None:
 
 def test_keras_rs_of_a_subclassed_model_in_a_checkpoint() -> None:
     message = refused(GOLDEN / "keras_rs_refused" / "nameless" / "ckpt")
-    assert "has the name 'sub/embeddings', but it cannot be proven that this is a table's own name" in message
+    assert "has the name 'sub/embeddings', but it cannot be proven that this is the table's own name" in message
     assert "model.save_weights('model.weights.h5')" in message
 
 

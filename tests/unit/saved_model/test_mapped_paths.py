@@ -98,7 +98,7 @@ def test_bytes_that_are_no_graph() -> None:
     for content in (saved()[:-1], b"\x0a\xff\xff\xff\xff\x7f", b"not a graph"):
         with pytest.raises(MalformedError):
             mapped_tensors(content)
-        with pytest.raises(ConfigError, match=r"no SavedModel.*export again"):
+        with pytest.raises(ConfigError, match=r"not a SavedModel.*Export again"):
             mapped_from(content, manifest(), PurePosixPath("/new"))
 
 

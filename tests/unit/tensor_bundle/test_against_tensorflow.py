@@ -241,7 +241,7 @@ def test_variants_are_carried_and_not_read(tmp_path: Path) -> None:
     with Bundle.open(prefix) as bundle:
         [variant] = [key for key, entry in bundle.entries.items() if entry.dtype == "variant"]
         assert bundle.read(f"x{VALUE}").tolist() == [1.0]
-        with pytest.raises(CheckpointFormatError, match="of dtype variant"):
+        with pytest.raises(CheckpointFormatError, match="has dtype variant"):
             bundle.read(variant)
 
 

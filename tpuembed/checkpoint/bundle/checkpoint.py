@@ -35,8 +35,7 @@ _STORE_PIECE_BYTES: Final = 64 << 20
 
 class BundleCheckpoint:
     """A checkpoint written by `tpuembed.TPUEmbedding`, TensorFlow's embedding classes on any hardware, their wrappers,
-    plain
-    variables, or TensorFlow 1.
+    plain variables, or TensorFlow 1.
 
     Attributes:
         format: of its tables: "dense", "tpu_v1", "sparsecore" or "partitioned", joined with "+" if they differ.

@@ -2,12 +2,10 @@
 there.
 
 A `keras_rs.layers.DistributedEmbedding` hides its tables from TensorFlow. A checkpoint of a model that was compiled and
-trained
-has them as `optimizer/_trainable_variables/<i>`, and their names only as TensorFlow's names of the variables. A
-checkpoint of
-any other model does not have them. TensorFlow's name of a variable is the scope that it was created in, which may be
-that of
-an enclosing layer. Keras' optimizers name their slots after the variable's own path, which proves the name.
+trained has them as `optimizer/_trainable_variables/<i>`, and their names only as TensorFlow's names of the variables. A
+checkpoint of any other model does not have them. TensorFlow's name of a variable is the scope that it was created in,
+which may be that of an enclosing layer. Keras' optimizers name their slots after the variable's own path, which proves
+the name.
 
 Source: keras/src/backend/tensorflow/trackable.py, keras/src/optimizers/base_optimizer.py.
 """
@@ -84,8 +82,7 @@ def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
     "_".
 
     The scope of an enclosing layer would be found in the middle of the path. TensorFlow numbers scopes that it enters
-    twice
-    (`layer_1`). A number at `table` could be part of the table's own name.
+    twice (`layer_1`). A number at `table` could be part of the table's own name.
 
     Source: add_variable_from_reference in keras/src/optimizers/base_optimizer.py.
     """

@@ -1,8 +1,7 @@
 """Recognises Keras' optimizers in a checkpoint by their attributes, and finds their slots.
 
 The class of an object is not saved. An optimizer is recognised by exactly the attributes of its class. So a list of the
-same
-name in another class (RMSprop's `_velocities`, Lion's `_momentums`) is not mistaken for a slot.
+same name in another class (RMSprop's `_velocities`, Lion's `_momentums`) is not mistaken for a slot.
 
 Source: keras/src/optimizers/ of Keras 3; tf_keras/src/optimizers/ of Keras 2, its optimizers that are not "legacy".
 """

@@ -1,10 +1,8 @@
 """SavedModels of Keras 3, written by `model.export` or `tf.saved_model.save`, and the names of the variables in them.
 
 `model.export` keeps variables in lists: `variables` and, for some or all of them, also `_all_variables`. Positions in
-lists do
-not identify tables; TensorFlow's names of the variables do. These are the scopes that the variables were created in. So
-tables
-are listed under the whole name, and no part of it is taken for a table's own name.
+lists do not identify tables; TensorFlow's names of the variables do. These are the scopes that the variables were
+created in. So tables are listed under the whole name, and no part of it is taken for a table's own name.
 
 Source: keras/src/export/saved_model_export_archive.py; keras_rs/src/layers/embedding/base_distributed_embedding.py.
 """

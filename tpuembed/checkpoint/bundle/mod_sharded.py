@@ -1,10 +1,8 @@
 """Mod-sharded rows, as SparseCores and partitioned variables store them, read back in order.
 
 Of n parts, part m has the rows m, m + n, m + 2n ... of a table, adjacent. So a range of rows is one run in each part.
-The
-runs are read into a buffer of bounded size. One strided copy moves them from there to their places. Both the read and
-the copy
-move every byte at the speed of one core, so two threads share a long range of rows on a disk.
+The runs are read into a buffer of bounded size. One strided copy moves them from there to their places. Both the read
+and the copy move every byte at the speed of one core, so two threads share a long range of rows on a disk.
 """
 
 import dataclasses

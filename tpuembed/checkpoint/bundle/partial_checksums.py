@@ -1,10 +1,8 @@
 """Checks mod-sharded tensors by partial checksums: their own checksums cover the bytes in another order.
 
 A reader adds up the contributions of its runs to the CRC32C of their tensor. After all rows of some tables of a stack,
-and the
-other bytes of the stack, were read, the sum must equal the tensor's checksum. So a streamed table need not be read a
-second
-time to be verified.
+and the other bytes of the stack, were read, the sum must equal the tensor's checksum. So a streamed table need not be
+read a second time to be verified.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

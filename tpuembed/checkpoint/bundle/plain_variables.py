@@ -40,8 +40,7 @@ def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]
     """Yield the matrices of floats of a TensorFlow 1 checkpoint by variable name, with the slots that are proven.
 
     A tensor with holes is left out. TensorFlow 1 writes such for a partitioned variable's slots, if the optimizer was
-    created in a
-    variable_scope; see `Entry.holes`.
+    created in a variable_scope; see `Entry.holes`.
 
     Args:
         bundle: the checkpoint.
@@ -62,11 +61,9 @@ def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
     """Return {variable: {slot: its key}} for TensorFlow 1's optimizers with their default names.
 
     A slot's variable is called `SCOPE/VARIABLE/OPTIMIZER`, then `..._1`. SCOPE is the scope that the optimizer was
-    created in, or
-    missing. A slot is proven if exactly the numbers of one optimizer exist, if its pieces are those of the variable,
-    and if just
-    one optimizer and one variable match. Source: slot_creator.py, optimizer.py, adam.py, ftrl.py in
-    tensorflow/python/training.
+    created in, or missing. A slot is proven if exactly the numbers of one optimizer exist, if its pieces are those of
+    the variable, and if just one optimizer and one variable match. Source: slot_creator.py, optimizer.py, adam.py,
+    ftrl.py in tensorflow/python/training.
     """
     found: dict[str, list[dict[str, str]]] = {}
     for optimizer, slots in _OPTIMIZERS.items():

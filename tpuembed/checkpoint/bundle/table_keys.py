@@ -72,8 +72,7 @@ def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:
 
     Raises:
         CheckpointCorruptError: the tensor is missing, is not a matrix of floats, or contradicts the layout; or a slot
-            has
-            another shape.
+            has another shape.
     """
     entry = _entry(bundle, table, table.key)
     if not is_table(entry):

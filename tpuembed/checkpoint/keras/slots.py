@@ -22,8 +22,7 @@ def with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Tabl
     """Return `tables` with their proven slots. A table whose slots could be another variable's gets none.
 
     Slots are proven for a table whose shape no other variable has. They are also proven for all tables of one layer
-    that share a
-    shape with no other variable, because layer and optimizer number them in the same order.
+    that share a shape with no other variable, because layer and optimizer number them in the same order.
     """
     optimizer = optimizer_config(weights.config)
     kept = [] if optimizer is None else list(_kept(weights, optimizer))

@@ -144,8 +144,7 @@ def find_weights(path: FilePath) -> FilePath | None:
     """Return the weight file, index of weight files or `.keras` file that `path` names, or None if there is none.
 
     `path` is that file; or a directory with exactly one, or with one per epoch, of which the last is returned; or a
-    directory that
-    `model.save(..., zipped=False)` wrote.
+    directory that `model.save(..., zipped=False)` wrote.
 
     Raises:
         CheckpointFormatError: a directory has several, or `path` is one of several files that belong together.

@@ -86,10 +86,8 @@ class ChunkMemory:
     """Bounds the memory for chunks of all arrays of a checkpoint together.
 
     The default is one chunk, decoded and as stored, and few small ones; otherwise it is the given memory. TensorStore
-    drops a chunk
-    only after others have arrived. To avoid holding two large ones, each kept chunk has its own cache, which is dropped
-    first.
-    Smaller ones share a cache if all chunks that the next read begins with fit.
+    drops a chunk only after others have arrived. To avoid holding two large ones, each kept chunk has its own cache,
+    which is dropped first. Smaller ones share a cache if all chunks that the next read begins with fit.
     """
 
     def __init__(self, given: int | None, opener: Opener) -> None:

@@ -1,8 +1,7 @@
 """Decodes a stored chunk from its beginning on, one piece at a time.
 
 A frame of zstd is fed to the decoder block by block. No block, even of a damaged or malicious file, decodes to more
-than 128 KiB
-(RFC 8878, 3.1.1.2.3). So memory is a window, a piece of the stored bytes, and a block.
+than 128 KiB (RFC 8878, 3.1.1.2.3). So memory is a window, a piece of the stored bytes, and a block.
 """
 
 from typing import Any, Final, Protocol

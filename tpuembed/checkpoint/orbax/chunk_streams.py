@@ -68,8 +68,7 @@ class ChunkStreams:
     Frames end with proof that they are whole: their size, and perhaps a checksum. So the first rows of a chunk are
     returned after it
     was decoded to its end, once. Later reads start again and then continue forward. Rows far apart that are read in
-    step, such as
-    those of several SparseCores in one chunk, have a stream each.
+    step, such as those of several SparseCores in one chunk, have a stream each.
     """
 
     def __init__(self, given: int | None) -> None:

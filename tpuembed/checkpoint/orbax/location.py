@@ -1,8 +1,7 @@
 """From a user's path to the items of one Orbax checkpoint.
 
 Orbax's CheckpointManager writes DIR/<step>/<item>/, and its Checkpointer one item at the given path. An item with
-arrays has a
-file `_METADATA`, one with a protocol buffer `proto.pbtxt`.
+arrays has a file `_METADATA`, one with a protocol buffer `proto.pbtxt`.
 
 Source: orbax/checkpoint/_src/path/step.py, orbax/checkpoint/_src/handlers (orbax-checkpoint 0.12).
 """

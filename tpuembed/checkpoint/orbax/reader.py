@@ -78,14 +78,12 @@ class OrbaxCheckpoint:
         """Open the checkpoint that `path`, which `recognises` accepts, leads to.
 
         Large chunks on a disk are decoded as streams, and the process stays at 128 MiB. Other chunks, of up to 256 MiB,
-        are decoded one
-        at a time. Small ones are kept as long as one chunk, decoded and as stored, and 128 MiB suffice.
+        are decoded one at a time. Small ones are kept as long as one chunk, decoded and as stored, and 128 MiB suffice.
 
         Args:
             path: a folder of steps (the latest), a step, or an item.
             options: `embedding_spec`, how tables are stacked on SparseCores, if the checkpoint does not record it (a
-                mapping or
-                a file, see stack_specs); `chunk_memory_bytes`, the memory for chunks instead of the default.
+                mapping or a file, see stack_specs); `chunk_memory_bytes`, the memory for chunks instead of the default.
         """
         opened = cls(find_step(path), options)
         if path.is_file():

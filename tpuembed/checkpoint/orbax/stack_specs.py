@@ -1,10 +1,8 @@
 """How tables are stacked on SparseCores, as recorded in the checkpoint or given by the user.
 
 jax-tpu-embedding records it in an EmbeddingSpecProto (jax_tpu_embedding/sparsecore/lib/proto/embedding_spec.proto),
-which its
-examples save as an item of the checkpoint. keras-rs does not record it, so the user gives it: as such a proto in text
-form, or
-as a mapping or JSON file
+which its examples save as an item of the checkpoint. keras-rs does not record it, so the user gives it: as such a proto
+in text form, or as a mapping or JSON file
 
     {STACK: {"num_sparsecores": N, "tables": {TABLE: {"vocab_size": V, "embedding_dim": D,
         "row_offset_in_shard": O, "shard_rotation": R}}}}

@@ -60,10 +60,8 @@ def verify_files(
     """Read everything at `path` and compare it with its checksums.
 
     A tensor bundle is checked entry by entry, for all kinds of entries. An export is checked file by file, as its
-    manifest lists
-    them, and its tensors also against the bundle's index. A `.keras` file is checked file by file, as a zip archive.
-    Formats
-    without checksums are only read, and the report says so.
+    manifest lists them, and its tensors also against the bundle's index. A `.keras` file is checked file by file, as a
+    zip archive. Formats without checksums are only read, and the report says so.
 
     Args:
         path: a checkpoint as for `open_checkpoint`; a version of an export, or its MODEL_DIR.

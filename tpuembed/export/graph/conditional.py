@@ -2,8 +2,7 @@
 
 TensorFlow lowers `tf.cond` to operations that are scheduled, dead, with every request. A call of a function that is not
 inlined (`tpuembed.lookup.not_inlined`) is one such operation. The operation `If` runs a function as its own small
-graph,
-which is cheaper than a call if it is taken.
+graph, which is cheaper than a call if it is taken.
 """
 
 from collections.abc import Callable

@@ -19,10 +19,9 @@ def parse_examples(
     """Parse `examples`, string [batch], into the tensors of `specs`.
 
     A spec of known inner shape takes exactly that many values. One of unknown width takes any number, and is padded to
-    the widest
-    of the batch with its value in `padding`, or -1 (integers), 0.0 or "". None of `specs` may be `unparsable`. An
-    example fails if
-    its `<name>_weights` has not as many values as its `weighted` name: padding with 0.0 would hide the missing ones.
+    the widest of the batch with its value in `padding`, or -1 (integers), 0.0 or "". None of `specs` may be
+    `unparsable`. An example fails if its `<name>_weights` has not as many values as its `weighted` name: padding with
+    0.0 would hide the missing ones.
     """
     features = {name: _feature(spec) for name, spec in specs.items()}
     parsed = tf.io.parse_example(examples, features)

@@ -2,8 +2,7 @@
 
 The check costs three small operations for any number of features: as unsigned numbers, negative ids are large, so one
 comparison checks both ends. A separate function makes the error message and is called only if the check fails. Inside
-the
-graph, its operations would take longer than the check even if not taken (measured).
+the graph, its operations would take longer than the check even if not taken (measured).
 """
 
 import dataclasses

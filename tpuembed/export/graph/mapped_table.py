@@ -3,8 +3,7 @@ memory.
 
 The resource is a variable that no checkpoint restores. Its initializer assigns a constant to it that is the mapped file
 itself (`ImmutableConst`). The assignment shares the memory. So all processes, and both versions during a swap, use the
-one
-copy in the page cache.
+one copy in the page cache.
 """
 
 from typing import Any

@@ -19,10 +19,8 @@ def name_outputs(model: Any, outputs: Any) -> list[tuple[str, Any]]:
     """Return (name, tensor) for every leaf of the output of `model`, a Keras model.
 
     Values of dicts are named by their keys, joined with "/". Other outputs of a functional model are named after the
-    layer that
-    makes them, and those of a sub-model with several outputs SUBMODEL/OUTPUT. Other outputs of a subclassed model are
-    output_0,
-    output_1, ... If several have the same name, they become NAME/0, NAME/1, ... in their order.
+    layer that makes them, and those of a sub-model with several outputs SUBMODEL/OUTPUT. Other outputs of a subclassed
+    model are output_0, output_1, ... If several have the same name, they become NAME/0, NAME/1, ... in their order.
 
     Raises:
         ConfigError: two outputs still have the same name.

@@ -2,8 +2,7 @@
 lookup.
 
 The first columns are inputs with a fixed number of columns. Then come lists of `hot` columns each, padded with -1; they
-share the
-remaining width equally. `tpuembed.manifest.Packing` records the columns.
+share the remaining width equally. `tpuembed.manifest.Packing` records the columns.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -10,8 +10,7 @@ an
   infinity into NaN.
 - Many rows are gathered feature by feature. One gather for all of them uses memory that is returned to the system and
   requested again with every request, and it jumps from table to table. Few rows are gathered at once, because each
-  operation
-  costs as much as the rows.
+  operation costs as much as the rows.
 
 Formulas: see `tpuembed.lookup`.
 """

@@ -2,8 +2,7 @@
 them.
 
 `UninitializedVariable` keeps the variable and its checkpoint key in the object graph and writes no data. The table
-bytes are
-added to the bundle afterwards. A mapped stack is not a variable of the checkpoint: its graph names the file.
+bytes are added to the bundle afterwards. A mapped stack is not a variable of the checkpoint: its graph names the file.
 """
 
 import dataclasses
@@ -94,8 +93,7 @@ def save_graph(
         model: the model to save; it looks up in `tables`.
         tables: bound here to one uninitialised variable per stack, or to one `MappedTable`.
         stacks: of the plan.
-        dense: returns the tf.Variables that `model` reads, with the values to save, and its hash tables. Called
-            before
+        dense: returns the tf.Variables that `model` reads, with the values to save, and its hash tables. Called before
             anything is traced, because a trace may make constants of values.
         folder: an existing or new directory.
         layout: "mmap" maps each stack from the file `StackPlan.file`, a name that `assemble` replaces by a path.

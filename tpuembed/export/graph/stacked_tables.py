@@ -33,8 +33,7 @@ class StackedTables:
 
     While the model is built, layers register the tables they need (`required`) and their quantization in training
     (`quantization`). A trace before `bind` records the tables that the model reads whole (`read_whole`). `bind` then
-    assigns
-    the tables to variables.
+    assigns the tables to variables.
     """
 
     def __init__(self, available: Mapping[str, "TableInfo"]) -> None:
@@ -71,8 +70,7 @@ class StackedTables:
         """Assign the tables to `variables`, by stack name, which hold stored rows.
 
         Rows of a table that is read whole are gathered from the value read: once an operation has gathered from a
-        variable,
-        TensorFlow copies it at every read.
+        variable, TensorFlow copies it at every read.
         """
         self._variables = variables
         self._stacks = {stack.name: stack for stack in stacks}

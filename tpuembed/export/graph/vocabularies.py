@@ -1,8 +1,8 @@
 """The vocabularies of a model's preprocessing layers: recorded in an export, and compared with those of the training.
 
 They are not weights, so the factory has to provide them. Entry k is the one that the layer maps to k, masks and out of
-vocabulary
-entries included, as `get_vocabulary()` lists them. Another order returns the rows of other words, without any error.
+vocabulary entries included, as `get_vocabulary()` lists them. Another order returns the rows of other words, without
+any error.
 """
 
 import dataclasses
@@ -135,8 +135,7 @@ def check_vocabularies(model: Any, source: str | FilePath) -> None:
 
     A layer with a user's name is compared with the layer of that name. Layers with generated names must have the file's
     vocabularies in the order in which the layers were made: all of them, or some if the factory makes fewer. When the
-    file has
-    none left, a further layer counts as added by the factory.
+    file has none left, a further layer counts as added by the factory.
 
     Raises:
         CheckpointMismatchError: a vocabulary differs; the message names the first difference.

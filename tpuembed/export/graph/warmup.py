@@ -1,12 +1,10 @@
 """Requests that TensorFlow Serving runs before a version becomes available, so that no user's request is the first one.
 
 One record per signature and batch size. A record that fails makes the load fail. So the ids in records are rows of
-their
-tables, and a model that computes more than lookups is called with them before they are written.
+their tables, and a model that computes more than lookups is called with them before they are written.
 
 Source: tensorflow_serving/apis/prediction_log.proto, predict.proto and model.proto, and TensorFlow Serving's page
-"SavedModel
-Warmup" for the place and the format of the file.
+"SavedModel Warmup" for the place and the format of the file.
 """
 
 from collections.abc import Mapping

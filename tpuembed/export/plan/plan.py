@@ -1,8 +1,7 @@
 """Plan which bytes an export writes, to which files and in which pieces, without touching a file.
 
-Tables of one width and storage type are stacked into one variable, so that one gather serves all their features.
-Each stack is a data file of its own and starts at the file's first byte. So the files of a TensorFlow bundle can also
-be
+Tables of one width and storage type are stacked into one variable, so that one gather serves all their features. Each
+stack is a data file of its own and starts at the file's first byte. So the files of a TensorFlow bundle can also be
 mapped in place: `ImmutableConst` maps whole files only.
 """
 
@@ -233,8 +232,7 @@ def plan_export(
 
     Raises:
         ConfigError: no table; a table given twice, or of an unsupported shape or dtype; an unknown storage or layout;
-            fewer
-            than one worker; or a budget too small for one row, and the reader's buffers, in every worker.
+            fewer than one worker; or a budget too small for one row, and the reader's buffers, in every worker.
         UnknownTableError: `storage` or `row_ranges` name another table.
         RowRangeError: rows outside of a table.
     """

@@ -1,8 +1,7 @@
 """Join the graph that TensorFlow saved with the table data that workers wrote, verify the result, and publish it.
 
 TensorFlow's bundle in `variables/` holds the dense variables and the object graph. The object graph names a key,
-without
-data, for every stacked variable. The tables' files become further data files of that bundle, and the index is
+without data, for every stacked variable. The tables' files become further data files of that bundle, and the index is
 rewritten.
 """
 

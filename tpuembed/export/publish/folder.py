@@ -1,19 +1,15 @@
 """The staging folder that an export is written in, and the one rename that publishes it.
 
 A version is written under `MODEL_DIR/.staging-<version>-<token>`, which servers ignore. `version/` in it will be
-published.
-`tables/` has the streamed rows and the record of the finished ones. When every byte of `version/` is on the disk, it is
-renamed to `MODEL_DIR/<version>`.
+published. `tables/` has the streamed rows and the record of the finished ones. When every byte of `version/` is on the
+disk, it is renamed to `MODEL_DIR/<version>`.
 
 Two flock locks keep exporters apart; the kernel releases them when a process ends. The lock on MODEL_DIR is held
-briefly,
-while folders are created or renamed. The lock on the staging folder is held as long as its exporter runs. A staging
-folder
-without an exporter is resumed, kept or removed: see `unfinished`.
+briefly, while folders are created or renamed. The lock on the staging folder is held as long as its exporter runs. A
+staging folder without an exporter is resumed, kept or removed: see `unfinished`.
 
 Some file systems (such as NFS) have no such locks for folders. There, nothing is resumed and stale folders stay. A
-rename
-still never replaces a version, because a version is not empty.
+rename still never replaces a version, because a version is not empty.
 """
 
 import contextlib
@@ -200,8 +196,7 @@ class Staging:
 
         Args:
             settle: called with the version's name before every attempt to publish it, under the lock of MODEL_DIR. It
-                flushes
-                what it writes.
+                flushes what it writes.
 
         Raises:
             ExportError: another export committed that version first, or MODEL_DIR cannot be written.

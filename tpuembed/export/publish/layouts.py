@@ -2,8 +2,7 @@
 
 Both layouts consist of the same files, except for saved_model.pb. Each stack is a data file of the bundle
 `variables/variables` and starts at its first byte. `variables` restores the file into a variable. `mmap` maps the file
-in
-place, so its graph contains the path.
+in place, so its graph contains the path.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Shares the tables of an existing version in MODEL_DIR by hard links instead of streaming them again.
 
 The same export in the other layout, or with another model around the same tables, differs only in a few files. Each
-shared
-file is read once and compared with its checksum. Removing a version does not harm the versions that share its files.
+shared file is read once and compared with its checksum. Removing a version does not harm the versions that share its
+files.
 """
 
 import dataclasses

@@ -2,8 +2,7 @@
 tables.
 
 The largest error covers every value. RMS and cosine cover rows sampled at even distances, and all rows of a small
-table.
-More rows would not make these two figures better.
+table. More rows would not make these two figures better.
 """
 
 import dataclasses

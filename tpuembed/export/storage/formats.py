@@ -1,8 +1,7 @@
 """How a table's rows are stored in an export: one codec per storage type.
 
 float32, bfloat16 and float16 are casts to the nearest value, ties to even, as `tf.cast` rounds. An int8 row has codes
-and two
-numbers that turn them into values; see `tpuembed.export.storage.int8`. Lookups return float32 for all types.
+and two numbers that turn them into values; see `tpuembed.export.storage.int8`. Lookups return float32 for all types.
 """
 
 import dataclasses

@@ -2,10 +2,9 @@
 
     value = code * scale + centre,   centre = (min + max) / 2,   scale = (max - min) / 254,   code in [-127, 127]
 
-Codes around the centre stay correct if max - min overflows, and decode a row of one value, such as zeros, exactly.
-One gather reads the whole row; the eight bytes at its end are reinterpreted in place. They are little-endian, as
-TensorFlow's
-bundles are.
+Codes around the centre stay correct if max - min overflows, and decode a row of one value, such as zeros, exactly. One
+gather reads the whole row; the eight bytes at its end are reinterpreted in place. They are little-endian, as
+TensorFlow's bundles are.
 
 A table that was quantized in training with at most 256 buckets has its own grid. Its codes are the numbers of the
 buckets.
@@ -42,8 +41,7 @@ class Int8Blocks:
     """Encodes transposed blocks of rows: numpy is fast along many rows, and slow along the few values of one row.
 
     Up to four neighbours in a row are moved as one wider element, which makes the transposition faster. They stay
-    adjacent,
-    as `lanes` of their row.
+    adjacent, as `lanes` of their row.
     """
 
     def __init__(self, dim: int, quantization: QuantizationConfig | None) -> None:

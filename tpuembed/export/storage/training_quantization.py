@@ -1,9 +1,8 @@
 """Simulated quantization: the values that lookups of a table with a QuantizationConfig returned in training.
 
 An accelerator clips and rounds every row that it looks up, before it combines rows. The checkpoint has the unrounded
-rows.
-An export applies the same function to every stored value. So a server looks up the values of the training, at no cost
-per request.
+rows. An export applies the same function to every stored value. So a server looks up the values of the training, at no
+cost per request.
 """
 
 import numpy as np

@@ -1,8 +1,7 @@
 """The unit of work of a worker: shards that are adjacent in one file, and the place to write them.
 
 The process that assigns batches has a `Place`. A worker gets the place's description of a batch, in JSON values, made
-when the
-batch is assigned. In a folder a batch is one shard. In a store it is one part of an upload.
+when the batch is assigned. In a folder a batch is one shard. In a store it is one part of an upload.
 """
 
 import dataclasses

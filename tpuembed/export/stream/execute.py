@@ -58,8 +58,7 @@ def stream_tables(
     """Write the tables of `plan` from `source` into `folder`, created if it is missing, and fsync them.
 
     Shards that an earlier call for the same export has recorded there are reused if their bytes still have the
-    checksum. Anything
-    else in the folder is removed. For the rest see `stream_into`.
+    checksum. Anything else in the folder is removed. For the rest see `stream_into`.
     """
     return stream_into(plan, source, FolderTables(folder), engine, on_progress=on_progress, on_result=on_result)
 

@@ -1,10 +1,8 @@
 """The finished shards of an export, recorded on the disk, so that the next run can resume an interrupted one.
 
 The record is a file beside the data files, and only grows. Each line has one fact: the CRC32C of some JSON, a space,
-the JSON.
-The first line identifies the export (`Header`). Every other line is the ShardResult of a shard whose bytes were flushed
-to
-the disk before. A line that was cut short is ignored, and so is everything after it.
+the JSON. The first line identifies the export (`Header`). Every other line is the ShardResult of a shard whose bytes
+were flushed to the disk before. A line that was cut short is ignored, and so is everything after it.
 """
 
 import dataclasses
@@ -227,8 +225,7 @@ def flush_data(path: Path) -> None:
     """fsync a data file and drop it from the page cache.
 
     The kernel then writes new rows into the pages that this frees, instead of evicting other programs' pages. On a
-    virtual
-    machine this also avoids memory that the host must first provide: a table took half the time.
+    virtual machine this also avoids memory that the host must first provide: a table took half the time.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -118,8 +118,7 @@ def run_shard(
     """Write the rows of `task` into its existing file in `folder`, unless the bytes there have `task.written_crc32c`.
 
     `on_chunk` is called after every chunk with the bytes written so far. If `checkpoint` is given, it is read, and
-    `source` is
-    not opened.
+    `source` is not opened.
 
     Raises:
         CheckpointError: the source cannot be read, or is not what the export was planned from.

@@ -1,11 +1,9 @@
 """The worker process that streams shards: `python -m tpuembed.export.stream.worker`, controlled over pipes.
 
 It reads JSON lines on stdin: first the job (`{"source": ..., "parent": pid, "delay_seconds": ...}`), then batches
-(`{"shards": [...], "where": ...}`). It ends when stdin ends. It writes JSON lines on stdout: regularly
-`{"progress": bytes of the current batch}`, and for each batch `{"results": [...]}` or
-`{"error": {"type": ..., "message": ..., "may_pass": ...}}`. After an error it ends. It never imports TensorFlow, and
-never
-outlives its parent.
+(`{"shards": [...], "where": ...}`). It ends when stdin ends. It writes JSON lines on stdout: regularly `{"progress":
+bytes of the current batch}`, and for each batch `{"results": [...]}` or `{"error": {"type": ..., "message": ...,
+"may_pass": ...}}`. After an error it ends. It never imports TensorFlow, and never outlives its parent.
 """
 
 import contextlib

@@ -178,7 +178,9 @@ def test_a_bucket_that_was_removed_is_named(server: S3, proxy: S3Proxy, bucket: 
     def lose(_: StoreStaging) -> None:
         proxy.fault = lambda _: (404, "NoSuchBucket")
 
-    with pytest.raises(ExportError, match=f"version 1: there is no bucket '{bucket}'. Nothing is kept. Export again.$"):
+    with pytest.raises(
+        ExportError, match=f"version 1: the bucket '{bucket}' does not exist. Nothing is kept. Export again.$"
+    ):
         export(f"s3://{bucket}/m", prefix, meanwhile=lose)
 
 

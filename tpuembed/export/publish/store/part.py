@@ -2,8 +2,7 @@
 URL.
 
 The request carries the part's MD5, so the store refuses a part that was damaged on the way. The MD5 is complete only
-after
-all bytes are known, so they are kept in a file. A part can be sent again without reading the checkpoint again.
+after all bytes are known, so they are kept in a file. A part can be sent again without reading the checkpoint again.
 """
 
 import dataclasses

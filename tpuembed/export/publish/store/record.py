@@ -1,8 +1,7 @@
 """The record of a version being written, in one object: its owner, its uploads, and its finished shards.
 
 The object is created only if it does not exist, so it reserves the version. It is replaced only with the right ETag, so
-it
-has one owner at a time. It is removed when the version is published.
+it has one owner at a time. It is removed when the version is published.
 """
 
 import dataclasses

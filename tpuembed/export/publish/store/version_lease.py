@@ -1,9 +1,8 @@
 """Reserves the version of an export: resumes what an interrupted run of the same export left, or reserves a new number.
 
 A version being written has a record, `MODEL_DIR/.staging-<version>/record`. A store has no locks. A running owner
-renews
-its record every fifteen seconds. The owner counts as dead if its process ran on this machine and has ended, or if the
-record was not renewed for a minute.
+renews its record every fifteen seconds. The owner counts as dead if its process ran on this machine and has ended, or
+if the record was not renewed for a minute.
 """
 
 import dataclasses

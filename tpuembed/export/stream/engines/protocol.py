@@ -43,8 +43,7 @@ class Engine(Protocol):
         """Run all `tasks` and return their results in the order of their index.
 
         `on_result` is called with every result as soon as it arrives, and `on_progress` with the bytes that all tasks
-        have written
-        so far. Both are called in the caller's thread.
+        have written so far. Both are called in the caller's thread.
 
         Raises:
             TpuEmbedError: the error of the first task that failed; the others are stopped.

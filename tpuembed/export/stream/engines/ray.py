@@ -151,7 +151,7 @@ def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult
 
 def _with_hint(error: TpuEmbedError, job: Job) -> TpuEmbedError:
     if job.place.hint and isinstance(error, ExportError) and "No such file" in str(error):
-        error.args = (f"{error}; {job.place.hint}",)
+        error.args = (f"{str(error).removesuffix('.')}. {job.place.hint}",)
     return error
 
 
