@@ -307,7 +307,9 @@ class Manifest:
         try:
             return cls._from_dict(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"manifest {path}: not a tpuembed manifest ({error}). Export again.") from None
+            raise ConfigError(
+                f"manifest {path}: not a tpuembed manifest ({str(error).removesuffix('.')}). Export again."
+            ) from None
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":

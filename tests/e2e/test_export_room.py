@@ -131,7 +131,7 @@ def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
     def limit(worker: int) -> None:
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (SHARD_BYTES, resource.RLIM_INFINITY))
 
-    message = r"^data file .*/m/\.staging-1-.*stack_float32_8\.data: cannot be written: File too large; free space"
+    message = r"^data file .*/m/\.staging-1-.*stack_float32_8\.data: cannot be written: File too large\. Free space"
     fails(large, tmp_path / "m", Trouble(tmp_path / "m", limit), ExportError, message)
     goes_on(large, tmp_path / "m")
 

@@ -147,7 +147,7 @@ def test_tables_on_sparse_cores_in_a_checkpoint(tmp_path: Path) -> None:
     rows = [keras.layers.Flatten()(keras.layers.Embedding(9, 4)(ids)), OnSparseCores(name="de")(ids)]
     model = keras.Model(ids, keras.layers.Concatenate()(rows))
     message = refused(Path(tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))))
-    assert "keras_rs.layers.DistributedEmbedding de lie on SparseCores" in message
+    assert "keras_rs.layers.DistributedEmbedding de are on SparseCores" in message
     assert "tf.train.Checkpoint(emb=layer._tpu_embedding)" in message
 
 

@@ -49,7 +49,7 @@ def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
         streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
         keys = save_gathers(other, staging.path)
         with pytest.raises(
-            ExportError, match=r"stack 'stack_float32_4': its data has shape \[10, 4\] .* variable has \[11, 4\]"
+            ExportError, match=r"stack 'stack_float32_4': its data has shape \[10, 4\].* variable has \[11, 4\]"
         ):
             assemble(
                 staging,

@@ -105,7 +105,7 @@ def test_what_does_not_pass_is_told_and_the_next_export_goes_on(
 
 def test_a_store_that_stays_busy_is_told_in_one_short_line(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     proxy.fault = lambda request: (503, "SlowDown") if request.part == 3 else None
-    line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)$"
+    line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)\.$"
     with pytest.raises(ExportError, match=line):
         export(f"s3://{bucket}/m", prefix)
 
