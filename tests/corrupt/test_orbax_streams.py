@@ -151,7 +151,7 @@ def mend(index: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d[:30], "its index alone 68"),
+        (lambda d: d[:30], "its index alone needs 68"),
         (lambda d: d[:-1] + bytes([d[-1] ^ 1]), "a wrong checksum"),
         (lambda d: d[:-60] + bytes([d[-60] ^ 1]) + d[-59:], "a wrong checksum"),
         (lambda d: d[:-68] + mend(struct.pack("<QQ", 0, 1 << 40) + d[-52:-4]), "its index refers to"),

@@ -229,7 +229,7 @@ def test_two_quantizations_of_a_table_are_refused(quantized: Any, tmp_path: Path
     tables = {"users": {"quantization_config": {"num_buckets": 15, "lower": -0.5, "upper": 0.75}}}
     config = {"features": {"u": {"table": "users"}}, "tables": tables}
     with pytest.raises(
-        CheckpointMismatchError, match=r"'users': its quantization_config is .*=15.* and .*=16.*leave it"
+        CheckpointMismatchError, match=r"'users': its quantization_config is .*=15.* but .*=16.*Leave it"
     ):
         export_saved_model(quantized[0], tmp_path / "m", serving_config=config)
 

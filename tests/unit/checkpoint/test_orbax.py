@@ -129,7 +129,7 @@ class TestPlainTrees:
 
     def test_names_that_meet(self, tmp_path: Path) -> None:
         write_tree(tmp_path / "ckpt", {("a/b",): ROWS, ("a", "b"): ROWS})
-        with pytest.raises(CheckpointFormatError, match="'a/b' and 'a/b' are both table 'a/b'. Rename one"):
+        with pytest.raises(CheckpointFormatError, match=r"'a/b' and 'a/b' are both table 'a/b'\. Rename one"):
             open_checkpoint(tmp_path / "ckpt")
 
 
@@ -200,7 +200,7 @@ class TestKeras:
             open_keras(tmp_path, **more)
 
     def test_two_layers_with_one_table_name(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointFormatError, match="are both table 't'. Rename one"):
+        with pytest.raises(CheckpointFormatError, match=r"are both table 't'\. Rename one"):
             open_keras(tmp_path, trainable_variables__other__t__embeddings=ROWS)
 
     def test_a_table_that_is_changed_by_more(self, tmp_path: Path) -> None:

@@ -144,4 +144,4 @@ def test_a_server_that_tensorstore_does_not_know_of(stub: GcsStub) -> None:
     """It would look for the arrays at Google, and ask for long."""
     said = read(stub, None)
     assert said.startswith("CheckpointError checkpoint gs://bucket/run: GOOGLE_BASE_URL")
-    assert "set TENSORSTORE_GCS_HTTP_URL" in said
+    assert "Set TENSORSTORE_GCS_HTTP_URL" in said

@@ -44,7 +44,7 @@ def test_other_notices_are_shown_and_the_address_is_the_users(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = connect(monkeypatch, b"disk full\n")
-    assert message.startswith("ray: no cluster at 'auto' can be used: ConnectionError: failed to connect; start one, ")
+    assert message.startswith("ray: no cluster at 'auto' can be used: ConnectionError: failed to connect. Start one, ")
     assert "192.0.2.1" not in message
     assert capfd.readouterr().err == "disk full\n" * 2
 

@@ -293,5 +293,5 @@ def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest
         ExportError, match=rf"Free space, or export fewer tables. An unfinished export uses {left} \(14 B"
     ):
         ensure_space(tmp_path, held + 1000, OTHER)
-    with Staging(tmp_path, None, HEADER), pytest.raises(ExportError, match="free space"):
+    with Staging(tmp_path, None, HEADER), pytest.raises(ExportError, match="Free space"):
         ensure_space(tmp_path, held + 1000, HEADER)  # a living export's room is its own

@@ -167,7 +167,7 @@ def test_a_folder_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "is_file", refuse)
     assert find_export(tmp_path) is None
-    with pytest.raises(CheckpointError, match=r": cannot be read: Permission denied \(of .*/_METADATA\)$"):
+    with pytest.raises(CheckpointError, match=r": cannot be read: Permission denied \(of .*/_METADATA\)\.$"):
         verify_files(tmp_path)
 
 
