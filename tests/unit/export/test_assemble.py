@@ -80,7 +80,7 @@ def test_what_fits_is_published(tmp_path: Path) -> None:
         (
             lambda _, keys: keys.update(stack_float32_4=keys["stack_float32_8"]),
             ExportError,
-            rf"restores \['{KEY}'\] and the bundle has no value",
+            rf"restores \['{KEY}'\], and the bundle has no value",
         ),
         (
             lambda streamed, _: (streamed.folder / "stack_float32_8.data").write_bytes(b"short"),

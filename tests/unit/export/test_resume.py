@@ -223,8 +223,8 @@ def test_damage_of_the_source_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "shards", "text"),
     [
-        (ExportError("disk full"), 2, "disk full. 2 finished shards were kept. Run the same export again to resume"),
-        (ExportError("disk full"), 1, "disk full. 1 finished shard was kept. Run the same export again to resume"),
+        (ExportError("disk full"), 2, "disk full. 2 finished shards were kept. Run the same export again to resume."),
+        (ExportError("disk full"), 1, "disk full. 1 finished shard was kept. Run the same export again to resume."),
         (CheckpointCorruptError("bad rows"), 2, "bad rows"),
     ],
 )

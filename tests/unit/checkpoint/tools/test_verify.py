@@ -116,7 +116,7 @@ def test_a_data_file_that_is_cut_or_gone(prefix: Path) -> None:
     [path, *_] = sorted(prefix.parent.glob("*.data-*"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointCorruptError, match="it is truncated"):
+    with pytest.raises(CheckpointCorruptError, match="It is truncated"):
         verify_files(prefix)
     path.unlink()
     with pytest.raises(CheckpointCorruptError, match="is missing"):
@@ -329,7 +329,7 @@ def test_an_index_that_disagrees(export: Path) -> None:
     path.write_text(json.dumps(manifest))
     [damage] = verify_files(export).damaged
     assert (damage.name, damage.file) == (stack.name, str(index))
-    assert "with CRC32C 0x00000005 but the manifest bytes [0, " in damage.reason
+    assert "with CRC32C 0x00000005, but the manifest has bytes [0, " in damage.reason
 
 
 @pytest.mark.parametrize(
