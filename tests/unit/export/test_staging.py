@@ -213,7 +213,7 @@ def test_a_full_disk_is_seen_before_the_start(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", usage)
     ensure_space(tmp_path / "not" / "yet", 2_500_000)
     with pytest.raises(
-        ExportError, match=r"needs 10 GB \(10000000000 bytes\) .* has 2\.5 MB \(2500000 bytes\) free. Free"
+        ExportError, match=r"needs 10 GB \(10000000000 bytes\),.* has 2\.5 MB \(2500000 bytes\) free. Free"
     ):
         ensure_space(tmp_path / "not" / "yet", 10**10)
     assert asked == [tmp_path, tmp_path]

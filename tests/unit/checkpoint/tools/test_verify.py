@@ -337,7 +337,7 @@ def test_an_index_that_disagrees(export: Path) -> None:
     [({"offset": 10**9}, "but the manifest has 1000000060"), ({"file": "nowhere"}, "is missing")],
 )
 def test_a_stack_that_lies_elsewhere(export: Path, fields: dict[str, Any], reason: str) -> None:
-    """Its bytes are looked for where but the manifest has."""
+    """Its bytes are looked for where the manifest says."""
     name = rewrite_manifest(export, **fields)
     damages = [damage for damage in verify_files(export).damaged if damage.name == name]
     assert [reason in damage.reason for damage in damages] == [True]
