@@ -1,6 +1,6 @@
-"""What an export contains and where it came from: the contract between exporter and server, free of TensorFlow.
+"""The content and origin of an export: the contract between exporter and server, free of TensorFlow.
 
-The manifest lies at `<version>/assets.extra/tpuembed.json`; TensorFlow Serving ignores that folder.
+The manifest is at `<version>/assets.extra/tpuembed.json`; TensorFlow Serving ignores that folder.
 """
 
 import dataclasses
@@ -35,16 +35,18 @@ __all__ = [
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
 LOOKUP_SCOPE: Final = "tpuembed_lookup"
-"""The name scope of a lookup's operations in an export. Each row of its outputs is looked up by the ids of the same row, whatever
-stands beside it, and entries of -1 behind a row's ids change nothing: the server takes the scope for one operation."""
+"""The name scope of a lookup's operations in an export. The server treats the scope as one operation. Each row of its
+outputs depends only on the ids of that row, and entries of -1 after a row's ids change nothing.
+"""
 FORMAT = 1
-"""Raised by a field without which a reader would go wrong. A field that it may leave out does not raise it: readers leave out what
-they do not know."""
+"""The format number. A new field that readers need raises it. Other new fields do not, because readers ignore unknown
+fields.
+"""
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
 _ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}
-"""Storage -> (bytes of an element, bytes that a row has besides: int8 keeps a float32 scale and offset in it)."""
+"""Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and offset in it)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,11 @@ class FeatureEntry:
     """A feature of a lookup-only export: the input `name`, and how it is looked up.
 
     Attributes:
-        table: its TableEntry says which ids are rows.
+        table: its TableEntry has the range of ids.
         input: "id" for int64 [batch], or "ids" for int64 [batch, hot], padded with -1.
         weighted: whether `<name>_weights` is an input too.
-        max_sequence_length: above 0, its rows are not combined.
-        out_of_vocabulary: "error" where other ids than rows fail the request; else any id is answered.
+        max_sequence_length: if positive, its rows are not combined.
+        out_of_vocabulary: "error" if ids that are not rows fail the request; else any id is answered.
     """
 
     name: str
@@ -80,7 +82,7 @@ class PackedInput:
     """Columns of the matrix that the signature `packed` takes: those of the input `name` of `serving_default`.
 
     Attributes:
-        columns: how many; None for `hot` of them, padded with -1.
+        columns: number of columns; None for `hot` columns, padded with -1.
     """
 
     name: str
@@ -102,11 +104,11 @@ class Packing:
     """The signature `packed`: `ids`, int64 [batch, columns].
 
     Attributes:
-        inputs: in the order of their columns; first those of a fixed number of columns. All others have equally many in one
-            request, `hot`, which the width of the matrix tells.
-        outputs: of a lookup-only export, whose only output is `activations`, float32 [batch, width]. None where the outputs are
-            those of `serving_default`.
-        left_out: why there is no such signature; empty where there is one.
+        inputs: in the order of their columns; first those of a fixed number of columns. All others have the same number
+            of columns in one request, `hot`, which follows from the width of the matrix.
+        outputs: of a lookup-only export, whose only output is `activations`, float32 [batch, width]. None if the
+            outputs are those of `serving_default`.
+        left_out: the reason why there is no such signature; empty if there is one.
     """
 
     inputs: tuple[PackedInput, ...] = ()
@@ -116,11 +118,11 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabularyEntry:
-    """The vocabulary of a preprocessing layer in a whole model, as it was when the export was made.
+    """The vocabulary of a preprocessing layer in a whole model, at the time of the export.
 
     Attributes:
         layer: its name.
-        size: how many entries it has, masks and out of vocabulary entries included.
+        size: number of entries, masks and out of vocabulary entries included.
         sha256: of its entries in the order of their numbers, each as LENGTH:ENTRY, in UTF-8.
     """
 
@@ -134,7 +136,7 @@ class VocabularyEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """A file as it was written: its bytes, and their CRC32C, unmasked."""
+    """A file as it was written: its size, and its CRC32C, unmasked."""
 
     size: int
     crc32c: int
@@ -145,7 +147,7 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizationEntry:
-    """What the accelerator rounded a table's values to while it was trained: `num_buckets` levels from `lower` to `upper`."""
+    """The levels that the accelerator rounded a table's values to in training: `num_buckets`, from `lower` to `upper`."""
 
     num_buckets: int
     lower: float
@@ -158,7 +160,10 @@ class QuantizationEntry:
             not all(type(bound) in (int, float) and math.isfinite(bound) for bound in bounds)
             or self.lower >= self.upper
         ):
-            raise ConfigError(f"QuantizationEntry {self}: lower and upper are no two numbers, of which lower is less")
+            raise ConfigError(
+                f"QuantizationEntry {self}: lower and upper must be two finite numbers, and lower must be less than "
+                "upper."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,8 +171,8 @@ class TableEntry:
     """A table's place in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on.
 
     Attributes:
-        quantization: what its values were passed through before they were stored; None where they were not, or where the
-            export is older than this field.
+        quantization: applied to its values before they were stored; None if there was none, or if the export is older
+            than this field.
     """
 
     name: str
@@ -192,7 +197,7 @@ class StackEntry:
         key: its key in the bundle `variables/variables`.
         rows, dim, storage: its shape and dtype.
         file: the data file's path inside the version directory.
-        offset, size: where its bytes lie in that file, in bytes.
+        offset, size: the place of its bytes in that file, in bytes.
         crc32c: of those bytes, unmasked.
     """
 
@@ -210,23 +215,23 @@ class StackEntry:
         _check_integers(self, rows=1, dim=1, offset=0, size=1, crc32c=0)
         _check_inside(self.file)
         if self.storage not in _ROW_BYTES:
-            raise ConfigError(f"stack {self.name!r}: storage {self.storage!r} is not known")
+            raise ConfigError(f"stack {self.name!r}: unknown storage {self.storage!r}.")
         element, more = _ROW_BYTES[self.storage]
         needed = self.rows * (self.dim * element + more)
         if self.size != needed:
             raise ConfigError(
-                f"stack {self.name!r}: {self.storage} [{self.rows}, {self.dim}] takes {needed} bytes, not {self.size}"
+                f"stack {self.name!r}: {self.storage} [{self.rows}, {self.dim}] takes {needed} bytes, not {self.size}."
             )
 
 
 class Folder(Protocol):
-    """What a manifest is read from: a `pathlib.Path`, or what has these methods of one, such as a URL."""
+    """The folder to read a manifest from: a `pathlib.Path`, or an object with these methods of one, such as a URL."""
 
     def __truediv__(self, name: Path, /) -> "Folder":
-        """Below it."""
+        """Return the path `name` below it."""
 
     def read_text(self, encoding: str) -> str:
-        """All of the file."""
+        """Return the text of the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,18 +239,18 @@ class Manifest:
     """One export. It never contradicts itself: tables fill their stacks, and stacks share no byte of a file.
 
     Attributes:
-        tool_version: of the tpuembed that wrote it.
+        tool_version: version of the tpuembed that wrote it.
         source: the checkpoint's path, format and fingerprint.
         layout: one of LAYOUTS.
-        tables, stacks: the table data. A stack that is mapped is a whole file.
+        tables, stacks: the table data. A mapped stack is a whole file.
         signatures: name -> {"inputs": {name: TensorSpec}, "outputs": {name: TensorSpec}}.
-        files: all other files by their path inside the version directory, this manifest apart. saved_model.pb as it is
-            with its mapped paths relative to that directory: the others depend on where it is served.
-        errors: of the storage against float32, by table, as the export's report had them.
+        files: all other files except this manifest, by their path inside the version directory. saved_model.pb is
+            recorded with mapped paths relative to that directory, because the real ones depend on the server.
+        errors: of the storage against float32, by table, as in the export's report.
         tables_key: equal for versions whose stacks are the same bytes in files of their own.
         features: of a lookup-only export.
         vocabularies: of a whole model, sorted by layer.
-        padding: of a whole model: its inputs that are lists, by name, and what pads them: -1, "" or "NaN".
+        padding: of a whole model: its list inputs, by name, with their padding: -1, "" or "NaN".
         packing: of the signature `packed`.
     """
 
@@ -265,21 +270,21 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ConfigError(f"its layout is {self.layout!r}, none of {', '.join(LAYOUTS)}")
+            raise ConfigError(f"its layout is {self.layout!r}. Known layouts: {', '.join(LAYOUTS)}.")
         _check_stacks(self.stacks, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
         for file in self.files:
             _check_inside(file)
 
     def table_files(self) -> dict[str, int]:
-        """The data files of the stacks, by their path inside the version directory, and how many bytes each has."""
+        """Return the bytes of each data file of the stacks, by its path inside the version directory."""
         sizes: dict[str, int] = {}
         for stack in self.stacks:
             sizes[stack.file] = max(sizes.get(stack.file, 0), stack.offset + stack.size)
         return sizes
 
     def write(self, version_dir: Path) -> None:
-        """Write it into `version_dir`, making the folder it lies in."""
+        """Write the manifest into `version_dir`, and create its folder."""
         path = version_dir / MANIFEST_PATH
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
@@ -287,10 +292,10 @@ class Manifest:
 
     @classmethod
     def read(cls, version_dir: Folder) -> "Manifest | None":
-        """The manifest of `version_dir`, or None where there is none (a SavedModel that tpuembed did not write).
+        """Return the manifest of `version_dir`, or None if there is none (a SavedModel that tpuembed did not write).
 
         Raises:
-            ConfigError: it is there and is not what `write` writes; the message names the file.
+            ConfigError: the file is not a valid manifest; the message names the file.
         """
         path = version_dir / MANIFEST_PATH
         try:
@@ -298,11 +303,13 @@ class Manifest:
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"manifest {path}: cannot be read: {error}") from None
+            raise ConfigError(f"manifest {path}: cannot be read: {error}.") from None
         try:
             return cls._from_dict(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"manifest {path}: not a tpuembed manifest ({error}); export again") from None
+            raise ConfigError(
+                f"manifest {path}: not a tpuembed manifest ({str(error).removesuffix('.')}). Export again."
+            ) from None
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
@@ -322,7 +329,7 @@ class Manifest:
 
 
 def _known(kind: Any, value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `value` that a `kind` has."""
+    """Return the fields of `value` that a `kind` has."""
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: field for name, field in value.items() if name in names}
 
@@ -351,18 +358,20 @@ def _tensor_spec(spec: Mapping[str, Any]) -> TensorSpec:
 
 
 def _check_integers(entry: Any, **minimums: int) -> None:
-    """Raise ConfigError unless these fields of `entry` are integers of at least so much."""
+    """Raise ConfigError unless these fields of `entry` are integers of at least the given minimums."""
     for field, minimum in minimums.items():
         value = getattr(entry, field)
         if type(value) is not int or not minimum <= value < 2**63:
-            raise ConfigError(f"{type(entry).__name__} {entry}: {field} is {value!r}, no integer from {minimum} up")
+            raise ConfigError(
+                f"{type(entry).__name__} {entry}: {field} must be an integer of at least {minimum}, got {value!r}."
+            )
 
 
 def _check_inside(file: object) -> None:
     """Raise ConfigError unless `file` is a path to a file inside the version directory."""
     parts = PurePosixPath(file).parts if isinstance(file, str) else ()
     if not parts or "/".join(parts) != file or ".." in parts or parts[0] == "/" or "\0" in str(file):
-        raise ConfigError(f"file {file!r} is no path inside the export")
+        raise ConfigError(f"file {file!r} is not a path inside the export.")
 
 
 def _check_stacks(stacks: Iterable[StackEntry], *, mapped: bool) -> None:
@@ -371,10 +380,10 @@ def _check_stacks(stacks: Iterable[StackEntry], *, mapped: bool) -> None:
     for file, group in groupby(in_place, key=attrgetter("file")):
         shared = list(group)
         if mapped and (len(shared) > 1 or shared[0].offset):
-            raise ConfigError(f"stack {shared[-1].name!r} is mapped and does not fill {file} alone")
+            raise ConfigError(f"stack {shared[-1].name!r} is mapped, but is not the only content of {file}.")
         for one, other in pairwise(shared):
             if one.offset + one.size > other.offset:
-                raise ConfigError(f"stacks {one.name!r} and {other.name!r} overlap in {file}")
+                raise ConfigError(f"stacks {one.name!r} and {other.name!r} overlap in {file}.")
 
 
 def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) -> None:
@@ -382,26 +391,30 @@ def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) ->
     by_stack: dict[str, list[TableEntry]] = {stack.name: [] for stack in stacks}
     for table in sorted(tables, key=attrgetter("row_offset")):
         if table.stack not in by_stack:
-            raise ConfigError(f"table {table.name!r} is in stack {table.stack!r}, which is not there")
+            raise ConfigError(f"table {table.name!r} is in stack {table.stack!r}, which does not exist.")
         by_stack[table.stack].append(table)
     for stack in stacks:
         _check_filled(stack, by_stack[stack.name])
 
 
 def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:
-    """Raise ConfigError unless `tables`, in row order, are the rows of `stack`, each once."""
+    """Raise ConfigError unless `tables`, in row order, cover each row of `stack` exactly once."""
     rows = 0
     for table in tables:
         if table.dim != stack.dim:
-            raise ConfigError(f"table {table.name!r} has width {table.dim} and its stack {stack.name!r} {stack.dim}")
+            raise ConfigError(
+                f"table {table.name!r} has width {table.dim}, but its stack {stack.name!r} has {stack.dim}."
+            )
         if table.row_offset != rows:
-            raise ConfigError(f"table {table.name!r} starts at row {table.row_offset} of {stack.name!r}, not at {rows}")
+            raise ConfigError(
+                f"table {table.name!r} starts at row {table.row_offset} of {stack.name!r}, not at {rows}."
+            )
         rows += table.rows
     if rows != stack.rows:
-        raise ConfigError(f"stack {stack.name!r} has {stack.rows} rows and its tables {rows}")
+        raise ConfigError(f"stack {stack.name!r} has {stack.rows} rows, but its tables have {rows}.")
 
 
 def _check_distinct(what: str, names: list[str]) -> None:
     twice = sorted(str(name) for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise ConfigError(f"{what} {twice[0]!r} is there twice")
+        raise ConfigError(f"{what} {twice[0]!r} is listed twice.")

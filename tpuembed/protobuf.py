@@ -1,4 +1,4 @@
-"""Protocol buffers on the wire, as far as tensor bundles, object graphs and SavedModels need them.
+"""The wire format of protocol buffers, as far as tensor bundles, object graphs and SavedModels need it.
 
 Source: https://protobuf.dev/programming-guides/encoding/
 """
@@ -24,15 +24,15 @@ _MAX_VARINT_BYTES: Final = 10
 
 
 class MalformedError(Exception):
-    """The bytes are not what they claim to be; whoever knows the file's name turns this into a CheckpointError."""
+    """The bytes are malformed. A caller that knows the file's name turns this into a CheckpointError."""
 
 
 class UnsupportedError(MalformedError):
-    """The bytes are sound, and of a kind that is not read here."""
+    """The bytes are valid, but of a kind that is not supported."""
 
 
 def shown(key: bytes) -> str:
-    """A key for a message: readable, in one line, and not longer than a line."""
+    """Return a key for a message: readable, and at most one line long."""
     try:
         text: str | bytes = key.decode()
     except UnicodeDecodeError:
@@ -41,7 +41,7 @@ def shown(key: bytes) -> str:
 
 
 def read_varint(buffer: bytes, position: int) -> tuple[int, int]:
-    """(the unsigned 64-bit varint at `position`, the position after it)."""
+    """Return (the unsigned 64-bit varint at `position`, the position after it)."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         if position + index >= len(buffer):
@@ -56,7 +56,7 @@ def read_varint(buffer: bytes, position: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
-    """`value` as a varint; a negative one as its 64-bit two's complement."""
+    """Encode `value` as a varint; a negative one as its 64-bit two's complement."""
     value &= (1 << 64) - 1
     out = bytearray()
     while value >= 0x80:
@@ -67,24 +67,24 @@ def varint(value: int) -> bytes:
 
 
 def varint_field(number: int, value: int) -> bytes:
-    """An integer field; nothing for 0, proto3's default."""
+    """Encode an integer field; nothing for 0, proto3's default."""
     return varint(number << 3 | _VARINT) + varint(value) if value else b""
 
 
 def bytes_field(number: int, value: bytes) -> bytes:
-    """A bytes, string or message field, written even when empty."""
+    """Encode a bytes, string or message field, even if it is empty."""
     return varint(number << 3 | _BYTES) + varint(len(value)) + value
 
 
 def fixed32_field(number: int, value: int) -> bytes:
-    """A fixed32 field; nothing for 0, proto3's default."""
+    """Encode a fixed32 field; nothing for 0, proto3's default."""
     return varint(number << 3 | _FIXED32) + value.to_bytes(4, "little") if value else b""
 
 
 def edit_messages(buffer: bytes, path: tuple[int, ...], edit: Callable[[bytes], bytes]) -> bytes:
-    """`buffer` with every message below it at `path`, field numbers from the outside in, replaced by `edit` of it.
+    """Return `buffer` with every message at `path`, field numbers from the outside in, replaced by `edit` of it.
 
-    All other fields stay byte for byte as they are; the lengths around the replaced messages are made to fit.
+    All other fields stay byte for byte the same. The lengths of the enclosing messages are adjusted.
 
     Raises:
         MalformedError: the bytes do not parse.
@@ -104,10 +104,10 @@ def edit_messages(buffer: bytes, path: tuple[int, ...], edit: Callable[[bytes], 
 
 
 class Message:
-    """A decoded message: the values of each field number, in order. Unknown fields are kept and never looked at.
+    """A decoded message: the values of each field number, in order. Unknown fields are kept and ignored.
 
     Raises:
-        MalformedError: on construction, where the bytes do not parse; on access, where a field is of another type.
+        MalformedError: on construction, if the bytes do not parse; on access, if a field is of another type.
     """
 
     def __init__(self, buffer: bytes) -> None:
@@ -119,48 +119,48 @@ class Message:
             self._fields.setdefault(tag >> 3, []).append(value)
 
     def has(self, number: int) -> bool:
-        """Whether the field is there at all."""
+        """Returns True if the message has the field."""
         return number in self._fields
 
     def integer(self, number: int) -> int:
-        """An unsigned integer, 0 where absent."""
+        """Return an unsigned integer, 0 if absent."""
         value = self._fields.get(number, [0])[-1]
         if not isinstance(value, int):
             raise MalformedError(f"field {number} should be an integer")
         return value
 
     def signed(self, number: int) -> int:
-        """An int32 or int64, 0 where absent."""
+        """Return an int32 or int64, 0 if absent."""
         value = self.integer(number)
         return value - (1 << 64) if value >= 1 << 63 else value
 
     def signed_integers(self, number: int) -> list[int]:
-        """A repeated int32 or int64, packed or not."""
+        """Return a repeated int32 or int64, packed or not."""
         unsigned: list[int] = []
         for value in self._fields.get(number, []):
             unsigned += [value] if isinstance(value, int) else _read_packed(value)
         return [value - (1 << 64) if value >= 1 << 63 else value for value in unsigned]
 
     def data(self, number: int) -> bytes:
-        """A bytes field, empty where absent."""
+        """Return a bytes field, empty if absent."""
         value = self._fields.get(number, [b""])[-1]
         if not isinstance(value, bytes):
             raise MalformedError(f"field {number} should be bytes")
         return value
 
     def text(self, number: int) -> str:
-        """A string field, empty where absent."""
+        """Return a string field, empty if absent."""
         try:
             return self.data(number).decode()
         except UnicodeDecodeError:
             raise MalformedError(f"field {number} is not UTF-8") from None
 
     def message(self, number: int) -> "Message":
-        """A message field, empty where absent."""
+        """Return a message field, empty if absent."""
         return Message(self.data(number))
 
     def messages(self, number: int) -> "list[Message]":
-        """A repeated message field."""
+        """Return a repeated message field."""
         out = []
         for value in self._fields.get(number, []):
             if not isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""The options of `tpuembed serve` that say which requests share runs; those of TensorFlow Serving have its names too."""
+"""The batching options of `tpuembed serve`. Those that TensorFlow Serving has too also take its names."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ _OPTIONS = [
         "--enable_batching/--disable_batching",
         "enable_batching",
         default=None,
-        help="Whether requests of a signature share runs.  [default: where its graph proves that it changes no answer]",
+        help="Batch requests of a signature together.  [default: if its graph proves that this changes no answer]",
     ),
     click.option(
         "--batching-parameters-file",
@@ -35,7 +35,7 @@ _OPTIONS = [
         type=click.IntRange(min=1),
         default=512,
         show_default=True,
-        help="Of a run that several requests share, where no parameters say it.",
+        help="Most rows of a batch of several requests, unless parameters set it.",
     ),
 ]
 
@@ -44,10 +44,10 @@ batching_options = option_group(_OPTIONS)
 
 
 def take_batching(options: dict[str, Any]) -> Any:
-    """The `tpuembed_serving.settings.BatchingSettings` that `options` say, taken out of them.
+    """Remove the batching options from `options` and return them as `tpuembed_serving.settings.BatchingSettings`.
 
     Raises:
-        ConfigError: the file is not what it should be, or batching is not enabled.
+        ConfigError: the file is invalid, or batching is not enabled.
     """
     from tpuembed_serving.batching.parameters import read_parameters
     from tpuembed_serving.settings import BatchingSettings

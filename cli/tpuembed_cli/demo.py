@@ -1,4 +1,4 @@
-"""`tpuembed demo`: the whole road on one screen."""
+"""`tpuembed demo`: train, export, serve and predict, with the results on one screen."""
 
 import json
 import tempfile
@@ -10,7 +10,7 @@ import click
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
 if TYPE_CHECKING:
-    from tpuembed_cli.ratings.road import DemoResult
+    from tpuembed_cli.ratings.pipeline import DemoResult
 
 __all__ = ["demo"]
 
@@ -34,7 +34,7 @@ def demo(ratings: Path | None, out: Path | None, epochs: int, as_json: bool) -> 
 
     loaded = data.generate() if ratings is None else data.load(ratings)
     import_tensorflow()
-    from tpuembed_cli.ratings.road import run_demo
+    from tpuembed_cli.ratings.pipeline import run_demo
 
     out = Path(tempfile.mkdtemp(prefix="tpuembed-demo-")) if out is None else out
     with stdout_on_stderr():

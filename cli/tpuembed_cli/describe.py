@@ -1,4 +1,4 @@
-"""`tpuembed describe`: what a checkpoint or an export holds."""
+"""`tpuembed describe`: the content of a checkpoint or an export."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ __all__ = ["describe"]
 @options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None:
-    """Tables of the checkpoint at PATH, or tables and signatures of the export at PATH (a version, or a MODEL_DIR)."""
+    """Show the tables of the checkpoint, or tables and signatures of the export, at PATH (a version, or a MODEL_DIR)."""
     from tpuembed.checkpoint.tools import describe_checkpoint, describe_export, find_export
 
     export = find_export(path)
@@ -40,7 +40,7 @@ def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> No
 
 
 def _origin(found: dict[str, Any]) -> str:
-    """Of an export: its layout, who wrote it, and from what."""
+    """Return the layout of an export, the version of its writer, and its source."""
     source = found["source"]
     origin = f" from {source['path']} ({source['format']})" if {"path", "format"} <= source.keys() else ""
     return f", layout {found['layout']}, by tpuembed {found['tool_version']}{origin}"
@@ -73,5 +73,5 @@ def _export_tables(found: dict[str, Any]) -> list["Table"]:
 
 
 def _levels(quantization: dict[str, Any] | None) -> str | None:
-    """What a table's values were rounded to in training."""
+    """Return the levels that a table's values were rounded to in training, as text."""
     return "{num_buckets} levels, {lower} to {upper}".format(**quantization) if quantization else None

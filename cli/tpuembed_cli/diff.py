@@ -1,4 +1,4 @@
-"""`tpuembed diff`: what changed from one checkpoint to another."""
+"""`tpuembed diff`: the differences between two checkpoints or exports."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ __all__ = ["diff"]
 @click.command()
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--slots", is_flag=True, help="Compare the rows of optimizer slots too.")
+@click.option("--slots", is_flag=True, help="Also compare the rows of optimizer slots.")
 @options
-@options_of("--first-option", "first_options", "The same, for A alone.")
-@options_of("--second-option", "second_options", "The same, for B alone.")
+@options_of("--first-option", "first_options", "The same, for A only.")
+@options_of("--second-option", "second_options", "The same, for B only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def diff(
     first: str,
@@ -35,15 +35,20 @@ def diff(
 ) -> None:
     """Compare the tables of A and B, checkpoints or exports: names, shapes, dtypes, and every row by value.
 
-    NaN is equal to NaN. Checkpoints of different formats can be compared, and exports (a version, or MODEL_DIR's highest) with
-    both. Exits with 0 whether or not they differ.
+    NaN is equal to NaN. A and B may be checkpoints of different formats, or exports (a version, or MODEL_DIR's
+    highest). Exits with 0 whether or not they differ.
     """
     from tpuembed.checkpoint.tools import diff_checkpoints
 
-    ours, theirs = (_joined(checkpoint_options, own) for own in (first_options, second_options))
+    first_joined, second_joined = (_joined(checkpoint_options, own) for own in (first_options, second_options))
     with byte_progress("diff") as on_progress:
         found = diff_checkpoints(
-            first, second, slots=slots, checkpoint_options=ours, second_options=theirs, on_progress=on_progress
+            first,
+            second,
+            slots=slots,
+            checkpoint_options=first_joined,
+            second_options=second_joined,
+            on_progress=on_progress,
         )
     if as_json:
         print_json(found.to_dict())
@@ -53,7 +58,7 @@ def diff(
 
 def _joined(both: dict[str, str], own: dict[str, str]) -> dict[str, str]:
     for name in both.keys() & own.keys():
-        raise click.UsageError(f"option {name!r} is given for both checkpoints and for one of them; give it once")
+        raise click.UsageError(f"option {name!r} is given for both checkpoints and for one of them. Give it once.")
     return both | own
 
 

@@ -1,4 +1,4 @@
-"""`tpuembed doctor`: what tables and a sample of their ids need on SparseCores."""
+"""`tpuembed doctor`: the SparseCore limits that tables and a sample of their ids need."""
 
 import dataclasses
 import logging
@@ -25,20 +25,20 @@ __all__ = ["doctor"]
     "--sparse-cores-per-chip", type=click.IntRange(1), default=4, show_default=True, help="4 on v5p, 2 on v6e."
 )
 @click.option(
-    "--margin", type=click.FloatRange(0), default=0.25, show_default=True, help="Added to the most of the sample."
+    "--margin", type=click.FloatRange(0), default=0.25, show_default=True, help="Added to the maximum of the sample."
 )
-@click.option("--optimizer", help="Of tables without their own: sgd, adagrad, adagrad_momentum, adam or ftrl.")
+@click.option("--optimizer", help="For tables without their own: sgd, adagrad, adagrad_momentum, adam or ftrl.")
 @click.option("--no-stacking", is_flag=True, help="As disable_table_stacking=True.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def doctor(config: str, sample: str, as_json: bool, **options: Any) -> None:
-    """Limits of ids, padding and memory of the tables in CONFIG on SparseCores, from the ids in SAMPLE.
+    """Estimate limits of ids, padding and memory on SparseCores for the tables in CONFIG, from the ids in SAMPLE.
 
-    CONFIG is a YAML or JSON feature config, or a serving_config that says the shapes of its tables. SAMPLE is a .npz (an array
-    of ids per feature, padded with -1), a .csv (a column per feature) or a .jsonl (an object per example).
+    CONFIG is a YAML or JSON feature config, or a serving_config with the shapes of its tables. SAMPLE is a .npz (an
+    array of ids per feature, padded with -1), a .csv (a column per feature) or a .jsonl (an object per example).
     """
     import_tensorflow()
     with stdout_on_stderr(), warnings.catch_warnings():
-        # TensorFlow repeats --no-stacking, by a function that Python has deprecated.
+        # TensorFlow warns about --no-stacking, through a function that Python has deprecated.
         warnings.filterwarnings("ignore", "The 'warn' function is deprecated", DeprecationWarning)
         logging.getLogger("absl").setLevel(logging.ERROR)
         report = _estimate(config, sample, **options)

@@ -16,13 +16,13 @@ __all__ = ["export"]
 @click.argument("checkpoint")
 @click.argument("model_dir")
 @click.option(
-    "--serving-config", metavar="FILE", help="Features to answer, as YAML or JSON. Default: the checkpoint's own."
+    "--serving-config", metavar="FILE", help="Features to serve, as YAML or JSON. Default: the checkpoint's own."
 )
 @click.option("--model", metavar="MODULE:FACTORY", help="Export the whole Keras model that FACTORY() builds.")
 @click.option(
     "--allow-unused-weights",
     is_flag=True,
-    help="With --model: leave out saved weights that the model has no place for, as for fewer heads or one tower.",
+    help="With --model: ignore saved weights that the model does not have, as for fewer heads or one tower.",
 )
 @click.option(
     "--table", "tables", metavar="NAME", multiple=True, help="Export only this table and its features. Repeatable."
@@ -37,19 +37,19 @@ __all__ = ["export"]
     "--max-error",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Refuse to publish if a value would differ by more from what float32 storage gives. Default: no bound.",
+    help="Fail if a stored value would differ by more from its float32 value. Default: no bound.",
 )
 @click.option(
     "--layout",
     type=click.Choice(["variables", "mmap"]),
     default="variables",
     show_default=True,
-    help="Load the tables, from wherever the export lies; or map their files.",
+    help="Load the tables, from any location; or map their files.",
 )
 @click.option(
     "--serving-root",
     metavar="ROOT",
-    help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine; of a store, there is none.",
+    help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine; required for a store.",
 )
 @click.option(
     "--max-memory", type=SIZE, default="512MiB", show_default=True, help="Bound on all workers' buffers together."
@@ -70,7 +70,7 @@ __all__ = ["export"]
     "--resume/--restart",
     default=True,
     show_default=True,
-    help="Go on with what the same export finished before it was killed, or remove that.",
+    help="Resume an interrupted run of the same export, or remove what it finished.",
 )
 @checkpoint_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -89,12 +89,12 @@ def export(
 ) -> None:
     """Write MODEL_DIR/<version>/, a SavedModel of CHECKPOINT's tables. MODEL_DIR is a folder, or s3://BUCKET/KEY.
 
-    CHECKPOINT is a prefix such as ckpt-1, a directory (its latest), or any file of a checkpoint. The version appears by one
-    rename when it is complete; in a store, saved_model.pb is written last.
+    CHECKPOINT is a prefix such as ckpt-1, a directory (its latest), or any file of a checkpoint. The version appears by
+    one rename when it is complete; in a store, saved_model.pb is written last.
     """
     request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
     request |= {"model_dir": model_dir, "version": version, "resume": resume}
-    with stdout_on_stderr():  # whatever a model's code prints must not mix with the report
+    with stdout_on_stderr():  # a model's code may print, and that must not mix with the report
         _check_without_tensorflow(checkpoint, request)
         import_tensorflow()
         text = (_plan if dry_run else _run)(checkpoint, request, as_json)
@@ -102,7 +102,7 @@ def export(
 
 
 def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
-    """Raise for whatever is wrong before TensorFlow's import takes its seconds."""
+    """Check everything that can be checked before TensorFlow's import takes seconds."""
     from tpuembed.checkpoint import open_checkpoint
     from tpuembed.export import plan_saved_model
 
@@ -129,11 +129,11 @@ def _run(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
     with byte_progress("export") as on_progress:
         report = export_saved_model(checkpoint, on_progress=on_progress, **request)
     if report.dropped_features:
-        click.echo(f"left out with their tables: {', '.join(report.dropped_features)}", err=True)
+        click.echo(f"Left out with their tables: {', '.join(report.dropped_features)}", err=True)
     if as_json:
         return json.dumps(report.to_dict())
     rate = (report.bytes_written - report.bytes_reused) / max(report.stream_seconds, 1e-9) / 1e6
-    reused = f", {report.bytes_reused / 1e6:.1f} MB of it found finished" if report.bytes_reused else ""
+    reused = f", {report.bytes_reused / 1e6:.1f} MB of it reused" if report.bytes_reused else ""
     return (
         f"{report.path}: {len(report.tables)} tables, {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s{reused} "
         f"(streamed in {report.stream_seconds:.2f} s, {rate:.0f} MB/s); peak memory {report.peak_rss_bytes / 1e6:.0f} MB, "

@@ -22,10 +22,10 @@ class _RowRange(click.ParamType[tuple[int, int]]):
     name = "range"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """(first row, the row after the last)."""
+        """Return (first row, the row after the last)."""
         match = re.fullmatch(r"(\d{0,19}):(\d{1,19})", value, re.ASCII)
         if not match:
-            self.fail(f"{value!r} is not a range of rows; write START:STOP, such as 0:5", param, ctx)
+            self.fail(f"{value!r} is not a range of rows. Write START:STOP, such as 0:5.", param, ctx)
         return int(match[1] or 0), int(match[2])
 
 
@@ -33,11 +33,11 @@ class _RowRange(click.ParamType[tuple[int, int]]):
 @click.argument("path")
 @click.argument("table")
 @click.option(
-    "--rows", "row_range", type=_RowRange(), metavar="START:STOP", help="Default: the first five that are there."
+    "--rows", "row_range", type=_RowRange(), metavar="START:STOP", help="Default: the first five existing rows."
 )
 @click.option("--slot", help="Rows of this optimizer slot, such as accumulators, instead.")
 @options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, every value of a row in it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, with every value of a row.")
 def head(
     path: str,
     table: str,
@@ -46,7 +46,8 @@ def head(
     checkpoint_options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Print rows of TABLE in the checkpoint or the export at PATH, a line each; of long rows the first values alone.
+    """Print rows of TABLE in the checkpoint or the export at PATH, one per line. Long rows are cut after the first
+    values.
 
     PATH of an export is a version or MODEL_DIR, whose highest version is read. Its int8 rows are decoded.
     """
@@ -68,7 +69,7 @@ def _line(number: int, row: Any) -> str:
 
 
 def _json_pieces(pieces: "Iterable[Rows]") -> "Iterator[str]":
-    """One object, a piece at a time; numbers as short as their dtype tells them apart."""
+    """Yield one JSON object in pieces. Numbers have the fewest digits that identify them in their dtype."""
     for number, rows in enumerate(pieces):
         about = {"table": rows.table, "slot": rows.slot, "start": rows.start, "dtype": str(rows.values.dtype)}
         values = json_text([[float(str(value)) for value in row] for row in rows.values])

@@ -1,4 +1,4 @@
-"""`tpuembed`: the group of commands. A command's module is imported when the command is asked for."""
+"""`tpuembed`: the group of commands. The module of a command is imported when the command runs."""
 
 import importlib
 import io
@@ -47,7 +47,7 @@ class _Commands(click.Group):
         except TpuEmbedError as error:
             raise click.ClickException(_short(str(error))) from error
         except BrokenPipeError:
-            raise  # whoever read stdout has enough, as `head` has: click ends with 1 and says nothing
+            raise  # the reader of stdout has closed it, as `head` does: click exits with 1 and prints nothing
         except OSError as error:
             raise click.ClickException(_short(str(error))) from error
 
@@ -71,27 +71,27 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """In one line, as errors are shown; where the code is that warns is not the user's news."""
+    """Print a warning as one line, like errors. The place in the code is left out."""
     del category, filename, lineno, line
     click.echo(f"Warning: {printable(' '.join(str(message).split()))}", file=file, err=True)
 
 
 def main() -> None:
-    """The console script."""
-    # Before TensorFlow is imported by whichever command needs it: its start-up notices are not the user's news.
+    """Run the console script."""
+    # Set before TensorFlow is imported: hides its start-up messages.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")  # names that the terminal's encoding does not have
+            stream.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding does not have
     warnings.showwarning = _show_warning
     try:
         cli()
     finally:
-        _let_go_of_runs()
+        _abandon_executions()
 
 
-def _let_go_of_runs() -> None:
-    """A server's run that nobody waits for any more does not keep the process."""
+def _abandon_executions() -> None:
+    """Do not let an abandoned execution of the server keep the process alive."""
     stopping = sys.modules.get("tpuembed_serving.workers.stopping")
     if stopping is not None:
         stopping.end_within(stopping.LAST_SECONDS)

@@ -12,7 +12,7 @@ __all__ = [
     "FOLDER",
     "SIZE",
     "STORAGE_TYPES",
-    "SizeType",
+    "ByteSize",
     "checkpoint_options",
     "option_group",
     "options_of",
@@ -30,43 +30,43 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class SizeType(click.ParamType[int]):
+class ByteSize(click.ParamType[int]):
     """A number of bytes such as 512MiB, 2GB or 1048576; at least 1."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The bytes that `value` says."""
+        """Return the number of bytes in `value`."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]*)\s*", value)
         if not match or match[2].lower() not in _UNITS:
-            self.fail(f"{value!r} is not a size; write it as 512MiB, 2GB or a number of bytes", param, ctx)
+            self.fail(f"{value!r} is not a size. Write it as 512MiB, 2GB or a number of bytes.", param, ctx)
         size = int(Fraction(match[1]) * _UNITS[match[2].lower()])
         if size < 1:
-            self.fail(f"{value!r} is not a positive size", param, ctx)
+            self.fail(f"{value!r} is not a positive size.", param, ctx)
         return size
 
 
-SIZE = SizeType()
+SIZE = ByteSize()
 
 
-class _Folder(click.Path):
+class _LocalFolder(click.Path):
     """A folder of this machine."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path; a URL is refused by name."""
+        """Return the path. Fails for a URL."""
         if "://" in str(value):
             self.fail(
-                f"{value} is in a store, and models are served from disks alone; copy the version to a disk, saved_model.pb "
-                "last, or mount the bucket",
+                f"{value} is in a store, but models can be served only from disks. Copy the version to a disk, "
+                "saved_model.pb last, or mount the bucket.",
                 param,
                 ctx,
             )
         return super().convert(value, param, ctx)
 
 
-FOLDER = _Folder(path_type=Path)
+FOLDER = _LocalFolder(path_type=Path)
 
 
 def _as_mapping(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -80,14 +80,17 @@ def _as_mapping(_: click.Context, __: click.Parameter, values: tuple[str, ...]) 
 
 
 def options_of(flag: str, argument: str, text: str) -> Callable[[_Command], _Command]:
-    """A mapping for `open_checkpoint(path, **argument)`."""
+    """Return an option for a mapping, as `open_checkpoint(path, **argument)` takes it."""
     return click.option(flag, argument, metavar="NAME=VALUE", multiple=True, callback=_as_mapping, help=text)
 
 
 checkpoint_options = options_of(
     "--checkpoint-option",
     "checkpoint_options",
-    "What the checkpoint's files do not say: partition_strategy=div, or root=model/query for the object that is meant. Repeatable.",
+    (
+        "A fact that the checkpoint's files do not contain: partition_strategy=div, or root=model/query to choose an "
+        "object. Repeatable."
+    ),
 )
 
 
@@ -98,7 +101,7 @@ def _as_storage(_: click.Context, __: click.Parameter, values: tuple[str, ...]) 
         if storage not in STORAGE_TYPES or (equals and not name):
             raise click.BadParameter(f"{value!r}: write one of {', '.join(STORAGE_TYPES)}, or TABLE= and one of them")
         if (name or "*") in by_table:
-            raise click.BadParameter(f"{value!r}: {f'table {name!r}' if name else 'every other table'} has one already")
+            raise click.BadParameter(f"{value!r}: {f'table {name!r}' if name else 'every other table'} already has one")
         by_table[name or "*"] = storage
     return by_table if by_table.keys() - {"*"} else by_table.get("*", STORAGE_TYPES[0])
 
@@ -121,7 +124,7 @@ def _as_row_ranges(_: click.Context, __: click.Parameter, values: tuple[str, ...
         if not name or not match:
             raise click.BadParameter(f"{value!r}: write TABLE=START:STOP, such as videos=0:1000000")
         if name in ranges:
-            raise click.BadParameter(f"{value!r}: table {name!r} has a range already")
+            raise click.BadParameter(f"{value!r}: table {name!r} already has a range")
         ranges[name] = int(match[1]), int(match[2])
     return ranges
 
@@ -143,7 +146,7 @@ def _as_output_names(_: click.Context, __: click.Parameter, values: tuple[str, .
         if not (equals and old and new):
             raise click.BadParameter(f"{value!r}: write OLD=NEW, such as ranker/click=click")
         if old in names:
-            raise click.BadParameter(f"{value!r}: output {old!r} has a new name already")
+            raise click.BadParameter(f"{value!r}: output {old!r} already has a new name")
         names[old] = new
     return names or None
 
@@ -160,7 +163,7 @@ output_names_option = click.option(
 
 
 def option_group(options: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a command `options`, which `click.option` made, in their order."""
+    """Return a decorator that adds `options`, made by `click.option`, to a command, in their order."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):

@@ -1,4 +1,4 @@
-"""What commands print: one JSON object, or lines and tables for people."""
+"""Prints the results of commands: one JSON object, or lines and tables for people."""
 
 import json
 import math
@@ -20,12 +20,12 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def print_json(value: Any) -> None:
-    """One object in one line."""
+    """Print one object in one line."""
     click.echo(json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """In one line. JSON has no numbers for them, so NaN and infinities are the strings of these names."""
+    """Return JSON in one line. NaN and infinities become strings, because JSON has no numbers for them."""
     return json.dumps(_as_json(value), allow_nan=False)
 
 
@@ -40,12 +40,12 @@ def _as_json(value: Any) -> Any:
 
 
 def to_terminal(line: str, *tables: "Table") -> None:
-    """A line of text, and tables under it."""
+    """Print a line of text, and tables under it."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_WIDE)  # into a file or a pipe nothing is folded
+        console = Console(width=_WIDE)  # do not fold lines in a file or a pipe
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     for table in tables:
         fits = console.measure(table, options=console.options.update(width=_WIDE)).minimum <= console.width
@@ -53,7 +53,7 @@ def to_terminal(line: str, *tables: "Table") -> None:
 
 
 def _as_lines(table: "Table") -> "Text":
-    """The same for a terminal on which columns would be too narrow to read: a line for every cell."""
+    """Return the table as a line for every cell, for terminals that are too narrow for its columns."""
     from rich.text import Text
 
     cells = [[(str(column.header), str(cell)) for cell in column.cells] for column in table.columns]
@@ -62,7 +62,7 @@ def _as_lines(table: "Table") -> "Text":
 
 
 def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> "Table":
-    """The rows, which have the same keys, under their keys."""
+    """Return a table of `rows`, which have the same keys, with the keys as its header."""
     from rich.table import Table
     from rich.text import Text
 
@@ -81,6 +81,6 @@ def _cell(value: Any) -> str:
 
 
 def with_unit(size: float) -> str:
-    """A number of bytes for people: 1.5 GB."""
+    """Format a number of bytes for people: 1.5 GB."""
     power = min(len(_UNITS) - 1, int(math.log10(size) / 3)) if size >= 1 else 0
     return f"{size / 1000**power:.{1 if power else 0}f} {_UNITS[power]}"

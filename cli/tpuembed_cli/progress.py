@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @contextlib.contextmanager
 def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback of (bytes done, bytes in all)."""
+    """Return a context with a callback of (bytes done, total bytes)."""
     if sys.stderr.isatty():
         with _bar(label) as update:
             yield update
@@ -34,12 +34,12 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """One line every few seconds, from the first call on: what comes before it, and what was done before, is no rate."""
+    """Prints a line every few seconds. The rate counts from the first call, without the bytes done before it."""
 
     def __init__(self, label: str) -> None:
         self._label = label
         self._first: tuple[float, int] | None = None
-        self._next = 0.0  # known once there is a first call
+        self._next = 0.0  # set by the first call
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()

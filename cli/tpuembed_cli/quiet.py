@@ -1,6 +1,6 @@
-"""TensorFlow imported without its start-up notices, which would stand between a command's lines on stderr.
+"""Imports TensorFlow without its start-up messages, which would mix with a command's lines on stderr.
 
-They are written before TensorFlow's log level applies, straight to file descriptor 2.
+They are written before TensorFlow's log level applies, directly to file descriptor 2.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def import_tensorflow() -> None:
     with tempfile.TemporaryFile() as notices:
         os.dup2(notices.fileno(), 2)
         try:
-            import tensorflow  # noqa: F401, ICN001 - for what it does on the way
+            import tensorflow  # noqa: F401, ICN001 - imported for its messages
         except ModuleNotFoundError as error:
             if error.name != "tensorflow":
                 raise
@@ -39,7 +39,7 @@ def import_tensorflow() -> None:
 
 @contextlib.contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Send what is printed to stderr, also what other languages and child processes print to file descriptor 1."""
+    """Redirect stdout to stderr, including the output of other languages and child processes on file descriptor 1."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""The options of `tpuembed serve` that say who may ask, over what, and how much."""
+"""The security options of `tpuembed serve`: API keys, TLS and limits."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _OPTIONS = [
     click.option(
         "--api-key-file",
         type=_FILE,
-        help="A file with a key a line; requests need one ('Authorization: Bearer KEY' or 'X-API-Key: KEY').",
+        help="A file with one key per line; requests need one ('Authorization: Bearer KEY' or 'X-API-Key: KEY').",
     ),
     click.option("--tls-cert", type=_FILE, help="The server's certificate and its chain, PEM: TLS on both ports."),
     click.option("--tls-key", type=_FILE, help="Its private key, PEM, without a password."),
@@ -28,12 +28,12 @@ _OPTIONS = [
         "--rest_api_enable_cors_support",
         "cors",
         is_flag=True,
-        help="Let pages of other sites ask.",
+        help="Allow requests from pages of other sites.",
     ),
     click.option(
         "--max-connections",
         type=click.IntRange(min=1),
-        help="Open at once, per worker; more are answered 503.  [default: any]",
+        help="Open connections per worker; more are answered 503.  [default: any]",
     ),
     click.option(
         "--max-header-bytes",
@@ -55,7 +55,7 @@ _OPTIONS = [
         type=click.FloatRange(min=0, min_open=True),
         default=60.0,
         show_default=True,
-        help="In which a request must have come, and a client have taken some of its answer.",
+        help="Time for a request to arrive, and for a client to read some of its answer.",
     ),
 ]
 
@@ -64,10 +64,10 @@ security_options = option_group(_OPTIONS)
 
 
 def take_security(options: dict[str, Any]) -> Any:
-    """The `tpuembed_serving.core.security.SecuritySettings` that `options` say, taken out of them.
+    """Remove the security options from `options` and return them as `tpuembed_serving.core.security.SecuritySettings`.
 
     Raises:
-        ConfigError: a file is not what it should be.
+        ConfigError: a file is invalid.
     """
     from tpuembed_serving.core.api_keys import ApiKeys
     from tpuembed_serving.core.security import ConnectionLimits, SecuritySettings

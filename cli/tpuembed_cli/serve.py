@@ -15,7 +15,7 @@ from tpuembed_cli.options import FOLDER
 from tpuembed_cli.security_options import security_options, take_security
 from tpuembed_cli.telemetry_options import take_telemetry, telemetry_options
 
-if TYPE_CHECKING:  # the server's package is imported by its command alone
+if TYPE_CHECKING:  # only this command imports the server's package
     from tpuembed_serving import ServerSettings
 
 __all__ = ["serve"]
@@ -28,23 +28,23 @@ _OF_LOADING = {"config", "config_poll_seconds", "max_load_retries", "load_retry_
     *("run_threads", "prewarm", "verify_on_load", "random_access", "prints"),
     *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
-"""Options that mean nothing where another server loads and runs the models."""
+"""Options without a meaning if another server loads and runs the models."""
 _POSITIVE = click.IntRange(min=1)
 _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(short_help="Serve the models under MODEL_DIR over HTTP.")
 @click.argument("model_dir", type=FOLDER, required=False)
-@click.option("--name", help="What URLs call the model; the default is the folder's name.")
+@click.option("--name", help="The model's name in URLs; the default is the folder's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--rest-port", type=click.IntRange(0, 65535), default=8501, show_default=True, help="0 picks a free one.")
 @click.option(
     "--grpc-port", type=click.IntRange(0, 65535), help=f"0 picks a free one.  [default: {_GRPC_PORT}, if it is free]"
 )
-@click.option("--no-grpc", is_flag=True, help="Serve the REST API alone.")
+@click.option("--no-grpc", is_flag=True, help="Serve only the REST API.")
 @click.option("--config", type=click.Path(path_type=Path), help="A models.config, instead of MODEL_DIR.")
 @click.option(
-    "--config-poll-seconds", type=_POSITIVE_FLOAT, help="Pause between looks at --config.  [default: it is read once]"
+    "--config-poll-seconds", type=_POSITIVE_FLOAT, help="How often --config is read again.  [default: it is read once]"
 )
 @click.option("--workers", type=_POSITIVE, default=1, show_default=True, help="Processes that share the ports.")
 @click.option(
@@ -52,17 +52,21 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     type=_POSITIVE_FLOAT,
     default=1.0,
     show_default=True,
-    help="Pause between looks for a new version.",
+    help="How often to look for a new version.",
 )
 @click.option(
-    "--rest-timeout-ms", type=_POSITIVE, default=30_000, show_default=True, help="After this a request is answered 504."
+    "--rest-timeout-ms",
+    type=_POSITIVE,
+    default=30_000,
+    show_default=True,
+    help="Requests that take longer are answered 504.",
 )
 @click.option(
     "--max-load-retries",
     type=click.IntRange(min=0),
     default=5,
     show_default=True,
-    help="How often a version that fails to load is tried again.",
+    help="How often loading a version is retried.",
 )
 @click.option(
     "--load-retry-seconds", type=_POSITIVE_FLOAT, default=60.0, show_default=True, help="The pause before each retry."
@@ -74,7 +78,9 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     is_flag=True,
     help="New labels may name versions that are not loaded.",
 )
-@click.option("--run-threads", type=_POSITIVE, help="Runs of the model at once, per worker.  [default: CPUs / workers]")
+@click.option(
+    "--run-threads", type=_POSITIVE, help="Parallel executions of the model, per worker.  [default: CPUs / workers]"
+)
 @click.option(
     "--max-queued-requests", type=_POSITIVE, default=1000, show_default=True, help="More waiting are answered 503."
 )
@@ -84,19 +90,19 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     type=click.FloatRange(min=0),
     default=5.0,
     show_default=True,
-    help="To answer after SIGTERM, not ready any more, before the ports are closed.",
+    help="How long to answer requests after SIGTERM, while not ready, before the ports are closed.",
 )
 @click.option(
     "--drain-seconds",
     type=_POSITIVE_FLOAT,
     default=30.0,
     show_default=True,
-    help="To finish requests once the ports are closed.",
+    help="How long to wait for requests after the ports are closed.",
 )
 @click.option(
     "--listen-when-loaded",
     is_flag=True,
-    help="Open the ports once the models are loaded, or have failed to; they are bound before.",
+    help="Open the ports after the models are loaded or have failed to load; they are bound before.",
 )
 @click.option(
     "--prewarm", is_flag=True, help="Read mapped tables, and check their checksums, before a version is available."
@@ -105,7 +111,9 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--verify-on-load", is_flag=True, help="Check the checksum of every file of an export before it is loaded."
 )
 @click.option(
-    "--random-access", is_flag=True, help="Read one page, without readahead, where a mapped table is not in memory."
+    "--random-access",
+    is_flag=True,
+    help="Read one page, without readahead, if a part of a mapped table is not in memory.",
 )
 @batching_options
 @click.option(
@@ -113,14 +121,14 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     type=click.Choice(("tensorflow", _TF_SERVING)),
     default="tensorflow",
     show_default=True,
-    help="What runs the model: this server, or a TensorFlow Serving at --target that it stands in front of.",
+    help="The server that runs the model: this one, or a TensorFlow Serving at --target behind it.",
 )
 @click.option("--target", help="HOST:PORT of TensorFlow Serving's gRPC API, for --backend tf-serving.")
 @click.option(
     "--print-tf-serving",
     "prints",
     is_flag=True,
-    help="Print how TensorFlow Serving is started to serve the same: command, config and compose file; serve nothing.",
+    help="Print command, config and compose file that make TensorFlow Serving serve the same; serve nothing.",
 )
 @telemetry_options
 @security_options
@@ -144,9 +152,9 @@ def serve(
 ) -> None:
     """Serve MODEL_DIR/<version>/, or the models of --config, over TensorFlow Serving's REST and gRPC APIs.
 
-    The newest version is loaded, and a newer one takes over without a gap once it appears. The ports listen at once;
-    GET /readyz is 200 when the model is loaded, and requests of models are answered 503 before. SIGTERM makes the server
-    not ready, which goes on answering for a while, then finishes what it has accepted and exits 0; SIGINT does so at once.
+    The newest version is loaded. A newer one replaces it without a gap when it appears. The ports listen at once. GET
+    /readyz is 200 when the model is loaded; until then, requests for models are answered 503. After SIGTERM the server
+    is not ready, answers for a while longer, then finishes the accepted requests and exits 0. SIGINT skips the waiting.
     """
     if backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)
@@ -193,9 +201,9 @@ def _print_tf_serving(settings: "ServerSettings") -> None:
 
 
 def _grpc_options(port: int | None, off: bool) -> dict[str, Any]:
-    """The default port is tried; a server that only REST clients know need not have it."""
+    """Return the gRPC options. The default port is optional: a server for REST clients works without it."""
     if off and port is not None:
-        raise click.UsageError("--grpc-port and --no-grpc contradict each other; leave one out")
+        raise click.UsageError("--grpc-port and --no-grpc contradict each other. Leave one out.")
     if off:
         return {"grpc_port": None}
     return {"grpc_port": _GRPC_PORT if port is None else port, "grpc_optional": port is None}
@@ -205,19 +213,21 @@ def _check_what(model_dir: Path | None, name: str | None, config: Path | None, p
     if (model_dir is None) == (config is None):
         raise click.UsageError("give either MODEL_DIR or --config")
     if config is not None and name is not None:
-        raise click.UsageError("--name is for MODEL_DIR; the models of --config have their names there")
+        raise click.UsageError("--name is for MODEL_DIR; --config has the names of its models")
     if config is None and poll_seconds is not None:
         raise click.UsageError("--config-poll-seconds needs --config")
 
 
 def _check_target(context: click.Context, model_dir: Path | None, name: str | None, target: str | None) -> None:
-    """Options about how models are loaded and run are for the server that does it."""
+    """Raise UsageError if the options for a TensorFlow Serving are wrong, or include options about loading and running
+    models.
+    """
     for option, value in (("--target", target), ("--name", name)):
         if not value:
             raise click.UsageError(f"--backend {_TF_SERVING} needs {option}")
     host, _, port = (target or "").rpartition(":")
     if not host or not port.isdecimal():
-        raise click.UsageError(f"--target is {target!r}: give HOST:PORT of TensorFlow Serving's gRPC API")
+        raise click.UsageError(f"--target is {target!r}. Give HOST:PORT of TensorFlow Serving's gRPC API.")
     given = [] if model_dir is None else ["MODEL_DIR"]
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
@@ -225,7 +235,7 @@ def _check_target(context: click.Context, model_dir: Path | None, name: str | No
             given.append(parameter.opts[0])
     if given:
         raise click.UsageError(
-            f"{', '.join(given)}: not for --backend {_TF_SERVING}, where another server loads the models"
+            f"{', '.join(given)}: not supported with --backend {_TF_SERVING}, where another server loads the models"
         )
 
 

@@ -1,4 +1,4 @@
-"""The options of `tpuembed serve` that say what operators see of requests; TensorFlow Serving's has its name too."""
+"""The telemetry options of `tpuembed serve`. The one that TensorFlow Serving has too also takes its name."""
 
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ telemetry_options = option_group(_OPTIONS)
 
 
 def take_telemetry(options: dict[str, Any]) -> Any:
-    """The `tpuembed_serving.settings.TelemetrySettings` that `options` say, taken out of them.
+    """Remove the telemetry options from `options` and return them as `tpuembed_serving.settings.TelemetrySettings`.
 
     Raises:
-        ConfigError: the file is not what it should be.
+        ConfigError: the file is invalid.
     """
     from tpuembed_serving.settings import TelemetrySettings
     from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
@@ -41,6 +41,6 @@ def take_telemetry(options: dict[str, Any]) -> Any:
 
     file, switch = options.pop("monitoring_config_file"), options.pop("metrics")
     if file is not None and switch:
-        raise click.UsageError("--metrics and --monitoring-config-file both say where metrics are; leave one out")
+        raise click.UsageError("--metrics and --monitoring-config-file both set the path of metrics. Leave one out.")
     path = DEFAULT_PATH if switch else None if file is None else read_metrics_path(file)
     return TelemetrySettings(metrics_path=path, access_log=options.pop("access_log"), traces=options.pop("otel"))

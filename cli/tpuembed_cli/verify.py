@@ -1,4 +1,4 @@
-"""`tpuembed verify`: every checksum of a checkpoint or an export."""
+"""`tpuembed verify`: checks every checksum of a checkpoint or an export."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,9 @@ __all__ = ["verify"]
 @options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def verify(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None:
-    """Read the checkpoint or export at PATH through and compare it with its checksums.
+    """Read the checkpoint or export at PATH and compare it with its checksums.
 
-    Prints a line for every tensor that is not as it was written, and exits with 1 if there is one. What has no checksum is
-    named.
+    Prints a line for every damaged tensor, and exits with 1 if there is one. Also lists what has no checksum.
     """
     from tpuembed.checkpoint.tools import verify_files
 
@@ -35,7 +34,8 @@ def verify(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None
         _print(report)
     if report.damaged:
         raise CheckpointCorruptError(
-            f"{report.path}: {len(report.damaged)} of {report.entries} entries are damaged; restore it from another copy"
+            f"{report.path}: {len(report.damaged)} of {report.entries} entries are damaged. Restore it from "
+            "another copy."
         )
 
 
@@ -43,6 +43,6 @@ def _print(report: "VerifyReport") -> None:
     for damage in report.damaged:
         click.echo(printable(f"{damage.file}: {damage.name}: {damage.reason}"))
     for note in report.unchecked:
-        click.echo(printable(f"not checked: {note}"), err=True)
+        click.echo(printable(f"Not checked: {note}"), err=True)
     if not report.damaged:
         click.echo(f"{report.path}: {report.entries} entries read, {with_unit(report.bytes)}, no damage found")

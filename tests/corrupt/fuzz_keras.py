@@ -97,7 +97,7 @@ def run(source: Path, changed: str, folder: Path, first: int, last: int) -> None
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
-    vars(h5_listing)["_ask"] = list_in_process
+    vars(h5_listing)["_run_lister"] = list_in_process
     files = {path.name: path.read_bytes() for path in source.iterdir() if path.suffix in (".h5", ".keras", ".json")}
     files.pop("truth.json", None)
     for name, data in files.items():

@@ -118,7 +118,7 @@ def test_data_file_cut_while_it_is_open(prefix: Path) -> None:
         checkpoint.read("table")
         for path in prefix.parent.glob("*.data-*"):
             path.write_bytes(b"")
-        with pytest.raises(CheckpointCorruptError, match="truncated since it was opened"):
+        with pytest.raises(CheckpointCorruptError, match="truncated after it was opened"):
             checkpoint.read("table")
 
 
@@ -169,22 +169,22 @@ def entry(**fields: Any) -> Any:
         ({"shape": [2**62, 4], "size": 16}, "absurd"),
         ({"shape": [2**63 - 1, 2**63 - 1], "size": 16}, "absurd"),
         ({"shape": [0, 2**62, 4], "size": 0}, "absurd"),
-        ({"shape": [2**40, 4], "size": 16}, "takes 17592186044416 bytes, the index says 16"),
-        ({"shape": [2**40, 4], "size": 2**44}, "it is truncated"),
+        ({"shape": [2**40, 4], "size": 16}, "takes 17592186044416 bytes, but the index has 16"),
+        ({"shape": [2**40, 4], "size": 2**44}, "It is truncated"),
         ({"shape": [-1, 4], "size": 16}, "a negative number"),
         ({"shape": [1, 4], "size": 16, "offset": -8}, "a negative number"),
-        ({"shape": [1, 4], "size": 16, "offset": 2**63 - 1}, "it is truncated"),
-        ({"shape": [1, 4], "size": 16, "offset": 1_000_000}, "it is truncated"),
-        ({"shape": [1, 4], "size": 16, "shard_id": 1}, "data file 1, the header says there are 1"),
+        ({"shape": [1, 4], "size": 16, "offset": 2**63 - 1}, "It is truncated"),
+        ({"shape": [1, 4], "size": 16, "offset": 1_000_000}, "It is truncated"),
+        ({"shape": [1, 4], "size": 16, "shard_id": 1}, "data file 1, but the header has 1 data files"),
         ({"shape": [1, 4], "size": 16, "shard_id": -1}, "a negative number"),
-        ({"shape": [1, 2], "size": 8, "offset": 4}, "inside the one before, which ends at 16"),
+        ({"shape": [1, 2], "size": 8, "offset": 4}, "inside the previous tensor, which ends at 16"),
         ({"shape": [1] * 60, "size": 4}, "60 dimensions"),
         ({"dtype": 7, "shape": [2**62], "size": 16}, "overlaps nothing, and is refused when it is read"),
         ({"shape": [4, 4], "slices": [[(0, 2), (0, 4)], [(1, 2), (0, 4)]]}, "is missing"),
         ({"shape": [4, 4], "slices": [[(0, 2), (0, 4)]]}, "is missing"),
-        ({"shape": [4, 4], "slices": [[(3, 2), (0, 4)]]}, r"\[3, 5\) lies outside its dimension of 4"),
-        ({"shape": [4, 4], "slices": [[(-1, 2), (0, 4)]]}, r"\[-1, 1\) lies outside"),
-        ({"shape": [4, 4], "slices": [[(0, 2)]]}, "1 dimensions, the tensor has 2"),
+        ({"shape": [4, 4], "slices": [[(3, 2), (0, 4)]]}, r"\[3, 5\) is outside its dimension of 4"),
+        ({"shape": [4, 4], "slices": [[(-1, 2), (0, 4)]]}, r"\[-1, 1\) is outside"),
+        ({"shape": [4, 4], "slices": [[(0, 2)]]}, "1 dimensions, but the tensor has 2"),
         ({"shape": [4, 4], "size": 64, "slices": [[(0, 4), (0, 4)]]}, "slices and 64 bytes of its own"),
     ],
 )
@@ -196,7 +196,7 @@ def test_absurd_entries(tmp_path: Path, fields: dict[str, Any], message: str) ->
         rewrite(prefix, {**items_of(prefix), b"good": entry(shape=[0, 2]).SerializeToString()})
         with (
             Bundle.open(prefix) as bundle,
-            pytest.raises(CheckpointCorruptError, match="strings cannot lie in 16 bytes"),
+            pytest.raises(CheckpointCorruptError, match="strings cannot fit in 16 bytes"),
         ):
             bundle.read("table")
         return
@@ -234,7 +234,7 @@ def test_a_slice_of_another_shape_or_of_no_tensor(tmp_path: Path) -> None:
     table = entry(shape=[4, 4], slices=[[(0, 4), (0, 4)]]).SerializeToString()
     piece = slice_key(b"table", [0, 0], [4, 4])
     rewrite(prefix, {b"": header, b"table": table, piece: entry(shape=[4, 2], size=32).SerializeToString()})
-    assert "should be float32 [4, 4], the index says float32 [4, 2]" in refused(prefix, CheckpointCorruptError)
+    assert "should be float32 [4, 4], but the index has float32 [4, 2]" in refused(prefix, CheckpointCorruptError)
     rewrite(prefix, {b"": header, piece: entry(shape=[4, 4], size=64).SerializeToString()})
     assert "1 slices belong to no tensor" in refused(prefix, CheckpointCorruptError)
 
@@ -309,8 +309,8 @@ def varint(value: int) -> bytes:
         (b"\x05\x01\x00x" + one_restart, "reaches past its end"),
         (b"\x00\x7f\x00x" + one_restart, "reaches past its end"),
         (b"\x00\x01\xff\xff\x7fx" + one_restart, "reaches past its end"),
-        (b"\x00\x01\x06b" + EMPTY + b"\x00\x01\x06a" + EMPTY + one_restart, "'a' stands after 'b'"),
-        (b"\x00\x01\x06a" + EMPTY + b"\x00\x01\x06a" + EMPTY + one_restart, "'a' stands after 'a'"),
+        (b"\x00\x01\x06b" + EMPTY + b"\x00\x01\x06a" + EMPTY + one_restart, "'a' comes after 'b'"),
+        (b"\x00\x01\x06a" + EMPTY + b"\x00\x01\x06a" + EMPTY + one_restart, "'a' comes after 'a'"),
         (b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff" + one_restart, "varint"),
     ],
 )

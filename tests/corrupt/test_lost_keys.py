@@ -35,7 +35,7 @@ def test_every_key_in_turn(name: str, tmp_path: Path) -> None:
             "lost_table",
             "its object graph puts model/optimizer/_trainable_variables/0 at .*, which the index does not have",
         ),
-        ("lost_object_graph", "is the value of an object, and the index has no object graph"),
+        ("lost_object_graph", "is the value of an object, but the index has no object graph"),
     ],
 )
 def test_museum(name: str, message: str) -> None:

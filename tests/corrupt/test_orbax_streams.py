@@ -74,7 +74,7 @@ def test_cut_anywhere(chunk: Path) -> None:
 def test_bytes_after_the_end(tail: bytes, chunk: Path) -> None:
     chunk.write_bytes(chunk.read_bytes() + tail)
     message = refused(chunk)
-    assert f"goes on for {len(tail)} bytes after its end" in message or "more bytes than" in message
+    assert f"continues for {len(tail)} bytes after its end" in message or "more bytes than" in message
 
 
 @pytest.mark.parametrize("frames", [(0, 0), (0, 1), (1, 0)])
@@ -151,12 +151,12 @@ def mend(index: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d[:30], "its index alone 68"),
-        (lambda d: d[:-1] + bytes([d[-1] ^ 1]), "checksum is wrong"),
-        (lambda d: d[:-60] + bytes([d[-60] ^ 1]) + d[-59:], "checksum is wrong"),
-        (lambda d: d[:-68] + mend(struct.pack("<QQ", 0, 1 << 40) + d[-52:-4]), "its index leads to"),
-        (lambda d: d[:-68] + mend(struct.pack("<QQ", (1 << 64) - 1, 5) + d[-52:-4]), "its index leads to"),
-        (lambda d: d[:-68] + mend(struct.pack("<QQ", 1, 5_000) + d[-52:-4]), "is no frame of zstd"),
+        (lambda d: d[:30], "its index alone needs 68"),
+        (lambda d: d[:-1] + bytes([d[-1] ^ 1]), "a wrong checksum"),
+        (lambda d: d[:-60] + bytes([d[-60] ^ 1]) + d[-59:], "a wrong checksum"),
+        (lambda d: d[:-68] + mend(struct.pack("<QQ", 0, 1 << 40) + d[-52:-4]), "its index refers to"),
+        (lambda d: d[:-68] + mend(struct.pack("<QQ", (1 << 64) - 1, 5) + d[-52:-4]), "its index refers to"),
+        (lambda d: d[:-68] + mend(struct.pack("<QQ", 1, 5_000) + d[-52:-4]), "is not a frame of zstd"),
     ],
 )
 def test_damaged_shards(change: Callable[[bytes], bytes], words: str, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def flip(prefix: Path, key: str, part: int = -1, byte: int = -1) -> str:
     found = google_crc32c.value(bytes(data[piece.offset : piece.offset + piece.size]))
     return re.escape(
         f"data file {path}: tensor {key!r}: bytes [{piece.offset}, {piece.offset + piece.size}) have CRC32C "
-        f"{found:#010x}, the index says {piece.crc32c:#010x}; restore it from another copy"
+        f"{found:#010x}, but the index has {piece.crc32c:#010x}. Restore it from another copy."
     )
 
 

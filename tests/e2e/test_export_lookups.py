@@ -206,9 +206,9 @@ def test_a_subset_writes_only_its_tables_bytes(checkpoint: Any, tmp_path: Path) 
             ConfigError,
             "row 30 is outside table 'users' of 30 rows",
         ),
-        ({"_x": {"table": "users"}}, {}, ConfigError, "rename it"),
-        ({"a b": {"table": "users"}}, {}, ConfigError, "rename it"),
-        ({"x": {"table": "users"}}, {"tables": ["videos"]}, ConfigError, "no feature uses videos"),
+        ({"_x": {"table": "users"}}, {}, ConfigError, "Rename it"),
+        ({"a b": {"table": "users"}}, {}, ConfigError, "Rename it"),
+        ({"x": {"table": "users"}}, {"tables": ["videos"]}, ConfigError, "no feature looks up in videos"),
         ({"x": {"table": "users"}}, {"tables": []}, ConfigError, "tables is empty"),
         ({"x": {"table": "users"}}, {"tables": ["nope"]}, UnknownTableError, "'nope'"),
         ({"x": {"table": "users"}}, {"storage": "int4"}, ConfigError, "storage must be one of .*; got 'int4'"),
@@ -220,7 +220,12 @@ def test_a_subset_writes_only_its_tables_bytes(checkpoint: Any, tmp_path: Path) 
             "'user' is not exported; did you",
         ),
         ({"x": {"table": "users"}}, {"layout": "paged"}, ConfigError, "layout"),
-        ({"x": {"table": "users"}}, {"serving_root": "/m"}, ConfigError, "serving_root is for layout mmap"),
+        (
+            {"x": {"table": "users"}},
+            {"serving_root": "/m"},
+            ConfigError,
+            "serving_root: supported only for layout mmap",
+        ),
         ({"x": {"table": "users"}}, {"layout": "mmap", "serving_root": "m"}, ConfigError, "is relative"),
         ({"x": {"table": "users"}}, {"engine": "beam"}, ConfigError, "engine"),
         ({"x": {"table": "users"}}, {"workers": 0}, ConfigError, "workers"),
@@ -237,5 +242,5 @@ def test_a_request_that_cannot_be_answered_leaves_nothing(
 @pytest.mark.parametrize("size", [{"vocabulary_size": 31}, {"dim": 5}])
 def test_a_size_that_disagrees_with_the_checkpoint_is_refused(checkpoint: Any, tmp_path: Path, size: Any) -> None:
     config = {"features": {"x": {"table": "users"}}, "tables": {"users": size}}
-    with pytest.raises(CheckpointMismatchError, match=r"in the serving_config and .* in the checkpoint"):
+    with pytest.raises(CheckpointMismatchError, match=r"in the serving_config, but .* in the checkpoint"):
         export_saved_model(checkpoint[0], tmp_path / "m", serving_config=config)

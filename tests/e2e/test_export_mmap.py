@@ -251,7 +251,7 @@ def test_prewarming_finds_one_bit(checkpoint: Path, tables: dict[str, Array], tm
     content = bytearray(path.read_bytes())
     content[5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StatusError, match=r"has CRC32C 0x.* and the manifest says") as caught:
+    with pytest.raises(StatusError, match=r"has CRC32C 0x.* but the manifest has") as caught:
         ask_server(version, prewarm=True)
     assert caught.value.code is Code.DATA_LOSS
 

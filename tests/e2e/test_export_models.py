@@ -156,7 +156,7 @@ def _fails_when_called() -> Any:
         (_wider, CheckpointMismatchError, r"has shape \(4, 2\), the model's .* \(4, 3\)"),
         (_deeper, CheckpointMismatchError, "without a value: .*extra|without a value: .*dense"),
         (_other_table(name="tt"), UnknownTableError, "did you mean 't'"),
-        (_other_table(rows=11), CheckpointMismatchError, r"\[11, 4\] in the model and \[10, 4\] in the checkpoint"),
+        (_other_table(rows=11), CheckpointMismatchError, r"\[11, 4\] in the model, but \[10, 4\] in the checkpoint"),
         (_no_table, ConfigError, "no tpuembed.TPUEmbedding layer"),
         (_raises, ConfigError, "the factory failed: RuntimeError: no GPU today"),
         (_fails_when_called, ConfigError, "its call failed while it was traced: KeyError: .*missing"),

@@ -56,7 +56,7 @@ def test_a_slow_way_to_read_is_said_before(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(chunk_memory, "_SPARE_BYTES", 4 * chunk)
     export("one_piece", 1 << 20)
     need = 4 * (chunk + chunk // 64 + 1024) + 2 * chunk + chunk // 64 + 4096
-    with pytest.warns(UserWarning, match=f"lies in 4 chunks of {chunk} bytes.*chunk_memory_bytes={need}") as caught:
+    with pytest.warns(UserWarning, match=f"is in 4 chunks of {chunk} bytes.*chunk_memory_bytes={need}") as caught:
         found = export("slow", 4096)
     assert [warning.filename for warning in caught] == [__file__]
     np.testing.assert_array_equal(capi.predict(found, {"t": np.arange(rows)})["t"], table)

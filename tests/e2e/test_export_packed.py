@@ -179,7 +179,7 @@ def test_a_width_that_the_lists_cannot_share_fails(checkpoint: Any, tmp_path: Pa
 
 def test_weights_are_no_integers(checkpoint: Any, tmp_path: Path) -> None:
     path = _export(checkpoint, tmp_path, {"x": {"table": "a", "weighted": True}})
-    assert _packing(path).left_out == "feature 'x' has weights, which are no integers"
+    assert _packing(path).left_out == "feature 'x' has weights, which are not integers"
     assert "packed" not in tf.saved_model.load(str(path)).signatures
 
 
@@ -236,7 +236,7 @@ def test_a_models_integer_inputs_are_packed(checkpoint: Any, tmp_path: Path) -> 
     np.testing.assert_allclose(found["ragged"], _truth(rows["a"], inputs["ragged"], "mean"), atol=1e-6)
     np.testing.assert_allclose(found["sparse"], _truth(rows["a"], inputs["sparse"], "mean"), atol=1e-6)
     matrix[0, [packed.name for packed in packing.inputs].index("one")] += 2**32
-    with pytest.raises(capi.TensorFlowError, match="input one must be int32; these go from"):
+    with pytest.raises(capi.TensorFlowError, match="Input one must be int32, got values from"):
         capi.predict(path, {"ids": matrix}, "packed")
 
 
@@ -247,7 +247,7 @@ def test_floats_of_a_model_are_no_integers(checkpoint: Any, tmp_path: Path) -> N
         return keras.Model(inputs, keras.ops.concatenate([layer({"x": inputs["x"]})["x"], inputs["price"]], -1))
 
     path = export_saved_model(checkpoint[0], tmp_path / "m", model=model).path
-    assert _packing(path).left_out == "input 'price', float32 (None, 3), is no fixed number of integers"
+    assert _packing(path).left_out == "input 'price', float32 (None, 3), is not a fixed number of integers"
 
 
 def _sums() -> Any:

@@ -130,7 +130,7 @@ def test_of_two_towers_the_one_of_the_models_shapes_is_taken(tmp_path: Path) -> 
     ("config", "error", "message"),
     [
         ({"table": "u"}, UnknownTableError, "table 'u' is not in the checkpoint"),
-        ({"tables": {"t": {"dim": 5}}}, CheckpointMismatchError, "5 in the serving_config and 4 in the checkpoint"),
+        ({"tables": {"t": {"dim": 5}}}, CheckpointMismatchError, "5 in the serving_config, but 4 in the checkpoint"),
         ({"tables": {"t": {"combiner": "sum"}}}, ConfigError, "combiner is decided by the model's layer"),
     ],
 )
@@ -188,7 +188,7 @@ def test_bools_and_doubles_are_parsed_from_examples(tmp_path: Path) -> None:
 
 def test_an_input_that_an_example_cannot_hold_leaves_that_signature_out(tmp_path: Path) -> None:
     factory = _odd_inputs((None, None))
-    with pytest.warns(UserWarning, match="no signature serving_examples: .* cannot hold the input 'odd'"):
+    with pytest.warns(UserWarning, match="Leaving out the signature serving_examples: .* cannot hold the input 'odd'"):
         report = export_saved_model(_checkpoint(factory(), tmp_path), tmp_path / "m", model=factory)
     assert list(tf.saved_model.load(str(report.path)).signatures) == ["serving_default"]
 

@@ -170,7 +170,7 @@ def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
         plan = plan_export(list(checkpoint.tables().values()))
         source = Source(path=str(tmp_path / "ckpt"), fingerprint=checkpoint.fingerprint())
     engine = choose_engine("ray", 1, "local")
-    with pytest.raises(ExportError, match="every node of the cluster must see"):
+    with pytest.raises(ExportError, match="Every node of the cluster must see"):
         engine.run(plan.shards, Job(source=source, place=FolderPlace(tmp_path / "elsewhere" / ".staging" / "tables")))
 
 

@@ -50,7 +50,7 @@ def test_a_copy_of_shared_tables_needs_room(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
         with pytest.raises(
-            ExportError, match=r"needs .* \(12800 bytes\) and its disk has .*100 bytes\) free; free space"
+            ExportError, match=r"needs .* \(12800 bytes\) but its disk has .*100 bytes\) free. Free space"
         ):
             export(tmp_path / "ckpt", tmp_path / "m")
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
@@ -136,9 +136,9 @@ def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
     found = on_small_disk(tmp_path, "16m", "tests.e2e.full_disk")
-    assert "No space left on device; free space or fix the disk" in found["message"]
+    assert "No space left on device. Free space or repair the disk" in found["message"]
     assert f"{tmp_path / 'disk'}/.staging-1-" in found["message"]
-    assert re.search("finished shards? (is|are) kept, and the same export goes on from (it|them)", found["message"])
+    assert re.search("finished shards? (was|were) kept. Run the same export again to resume", found["message"])
     assert (found["left"], found["children"]) == ([".staging", "filler"], [])
     assert 0 < found["reused"] < LARGE.nbytes
     assert found["after"] == ["1"]
@@ -151,14 +151,14 @@ def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
     def limit(worker: int) -> None:
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (SHARD_BYTES, resource.RLIM_INFINITY))
 
-    message = r"^data file .*/m/\.staging-1-.*stack_float32_8\.data: cannot be written: File too large; free space"
+    message = r"^data file .*/m/\.staging-1-.*stack_float32_8\.data: cannot be written: File too large\. Free space"
     fails(large, tmp_path / "m", Trouble(tmp_path / "m", limit), ExportError, message)
     goes_on(large, tmp_path / "m")
 
 
 def test_a_worker_that_is_killed_once(large: Path, tmp_path: Path) -> None:
     trouble = Trouble(tmp_path / "m", lambda worker: os.kill(worker, signal.SIGKILL))
-    with pytest.warns(UserWarning, match="was killed by SIGKILL .*; it is tried again"):
+    with pytest.warns(UserWarning, match="was killed by SIGKILL .*. Retrying"):
         report = export(large, tmp_path / "m", on_progress=trouble)
     trouble.check_no_worker_is_left()
     found = capi.predict(report.path, {"x": np.arange(len(LARGE))})["x"]
@@ -173,9 +173,9 @@ def test_a_worker_that_is_killed_again_and_again(large: Path, tmp_path: Path, mo
 
     spawn = local._spawn
     trouble = Trouble(tmp_path / "m", kill)
-    with pytest.warns(UserWarning, match="it is tried again"):
+    with pytest.warns(UserWarning, match="Retrying"):
         fails(
-            large, tmp_path / "m", trouble, WorkerError, r"killed by SIGKILL .*; it was tried 3 times; .* (is|are) kept"
+            large, tmp_path / "m", trouble, WorkerError, r"killed by SIGKILL .*. It failed 3 times. .* (was|were) kept"
         )
     monkeypatch.setattr(local, "_spawn", spawn)
     goes_on(large, tmp_path / "m")
@@ -191,7 +191,7 @@ def test_a_source_that_is_gone(large: Path, tmp_path: Path) -> None:
         large.parent.rename(tmp_path / "elsewhere")
         os.kill(worker, signal.SIGKILL)  # the next one opens the files anew
 
-    with pytest.warns(UserWarning, match="it is tried again"):
+    with pytest.warns(UserWarning, match="Retrying"):
         fails(
             large, tmp_path / "m", Trouble(tmp_path / "m", unmount), CheckpointNotFoundError, f"{large}.* (is|are) kept"
         )

@@ -154,7 +154,7 @@ def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> N
     assert_answers(server.download(bucket, "m/1", tmp_path / "there"))
     again = run_command("export", *arguments, "--version", "1", "--dry-run")
     assert again.returncode == 1
-    assert "version 1 exists; choose another one, 2 is free" in again.stderr
+    assert "version 1 exists. Choose another one, such as 2" in again.stderr
 
 
 def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, server: S3, bucket: str) -> None:
@@ -175,18 +175,18 @@ def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, serv
     damaged = run_command("verify", url)
     assert damaged.returncode == 1
     assert f"s3://{bucket}/{key}: stack_float32_64: bytes [0, {len(data)}) have CRC32C" in damaged.stdout
-    assert "stranger: is no part of the export" in damaged.stdout
+    assert "stranger: is not part of the export" in damaged.stdout
     moved = run_command("relocate", url, "/models")
     assert moved.returncode == 1
-    assert "copy it to a disk" in moved.stderr
+    assert "opy it to a disk" in moved.stderr
 
 
 def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     for url, said in (
-        (f"gs://{bucket}/m", "exports are written to disks and to s3:// alone"),
-        (f"ftp://{bucket}/m", "copy it to a disk"),
-        ("s3://no-such-bucket-here/m", "there is no bucket 'no-such-bucket-here'"),
+        (f"gs://{bucket}/m", "an export can be written only to a disk or to s3://"),
+        (f"ftp://{bucket}/m", "opy it to a disk"),
+        ("s3://no-such-bucket-here/m", "the bucket 'no-such-bucket-here' does not exist"),
     ):
         done = run_command("export", prefix, url, "--serving-config", tmp_path / "config.json")
         assert (done.returncode, "Traceback" in done.stderr) == (1, False)
@@ -194,7 +194,7 @@ def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_pa
         assert len(done.stderr.splitlines()) == 1
     served = run_command("serve", f"s3://{bucket}/m")
     assert served.returncode == 2
-    assert "copy the version to a disk" in served.stderr
+    assert "opy the version to a disk" in served.stderr
 
 
 def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(
@@ -238,10 +238,10 @@ def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(
 
 SLOW_COMMAND = """
 from tpuembed.export.plan import plan
-from tpuembed.export.publish.store import heartbeat as keeper
+from tpuembed.export.publish.store import heartbeat
 from tpuembed_cli.main import main
 plan._SHARD_BYTES = 7 << 20
-keeper._SECONDS_BETWEEN_WRITES = 0.05
+heartbeat._SECONDS_BETWEEN_WRITES = 0.05
 main()
 """
 

@@ -83,7 +83,9 @@ def test_a_file_that_is_missing_or_of_another_size_is_refused_without_being_aske
             check_files(version)
         if name != "saved_model.pb":
             path.write_bytes(whole + b"\0")
-            with pytest.raises(StatusError, match=rf"^version 5: {name}.* has {len(whole) + 1} bytes and the manifest"):
+            with pytest.raises(
+                StatusError, match=rf"^version 5: {name}.* has {len(whole) + 1} bytes, but the manifest"
+            ):
                 check_files(version)
         path.write_bytes(whole)
 

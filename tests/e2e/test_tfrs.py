@@ -45,7 +45,7 @@ def test_an_export_looks_up_what_tfrs_looks_up(tmp_path: Path) -> None:
 
 
 def test_a_foreign_checkpoint_needs_a_serving_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give a serving_config or a model"):
+    with pytest.raises(ConfigError, match="Give a serving_config or a model"):
         export_saved_model(ROOT / "adam_lookups", tmp_path / "m")
 
 

@@ -73,50 +73,50 @@ INSIDE = ["/etc/passwd", "../1/x", "variables/../../x", "a/./b", "./a", "a//b", 
 def test_a_file_must_be_inside_the_export(tmp_path: Path, file: Any) -> None:
     path = written(tmp_path)
     spoil(path, of_stack(file=file))
-    with pytest.raises(ConfigError, match="is no path inside the export"):
+    with pytest.raises(ConfigError, match="is not a path inside the export"):
         Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("file", [file for file in INSIDE if isinstance(file, str)])
 def test_other_files_too(tmp_path: Path, file: str) -> None:
     spoil(written(tmp_path), lambda content: content["files"].update({file: {"size": 1, "crc32c": 1}}))
-    with pytest.raises(ConfigError, match="is no path inside the export"):
+    with pytest.raises(ConfigError, match="is not a path inside the export"):
         Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (of_stack(offset=-1), "offset is -1"),
-        (of_stack(offset=4), "does not fill .* alone"),
-        (of_stack(file=FILES[1]), "does not fill .* alone"),
+        (of_stack(offset=-1), "offset must be an integer of at least .*, got -1"),
+        (of_stack(offset=4), "is not the only content of"),
+        (of_stack(file=FILES[1]), "is not the only content of"),
         (of_stack(size=44), r"float32 \[3, 4\] takes 48 bytes, not 44"),
-        (of_stack(size=-48), "size is -48"),
-        (of_stack(size=48.0), r"size is 48\.0"),
-        (of_stack(rows=True), "rows is True"),
-        (of_stack(rows=0), "rows is 0"),
+        (of_stack(size=-48), "size must be an integer of at least .*, got -48"),
+        (of_stack(size=48.0), r"size must be an integer of at least .*, got 48\.0"),
+        (of_stack(rows=True), "rows must be an integer of at least .*, got True"),
+        (of_stack(rows=0), "rows must be an integer of at least .*, got 0"),
         (of_stack(rows=2**62, dim=2**62), "takes"),
-        (of_stack(crc32c="7"), "crc32c is '7'"),
-        (of_stack(storage="float64"), "storage 'float64' is not known"),
+        (of_stack(crc32c="7"), "crc32c must be an integer of at least .*, got '7'"),
+        (of_stack(storage="float64"), "unknown storage 'float64'"),
         (of_stack(storage="bfloat16"), "takes 24 bytes, not 48"),
-        (of_stack(name="b"), "stack 'b' is there twice"),
-        (of_stack(name="c"), "is in stack 'a', which is not there"),
+        (of_stack(name="b"), "stack 'b' is listed twice"),
+        (of_stack(name="c"), "is in stack 'a', which does not exist"),
         (of_table(row_offset=1), "starts at row 1 of 'a', not at 0"),
-        (of_table(row_offset=-1), "row_offset is -1"),
-        (of_table(rows=2), "stack 'a' has 3 rows and its tables 2"),
-        (of_table(rows=4), "stack 'a' has 3 rows and its tables 4"),
-        (of_table(dim=5), "has width 5 and its stack 'a' 4"),
-        (of_table(quantization={"num_buckets": 1, "lower": 0.0, "upper": 1.0}), "num_buckets is 1"),
-        (of_table(quantization={"num_buckets": 2, "lower": 1.0, "upper": 1.0}), "of which lower is less"),
-        (of_table(quantization={"num_buckets": 2, "lower": 0.0, "upper": "1"}), "no two numbers"),
+        (of_table(row_offset=-1), "row_offset must be an integer of at least .*, got -1"),
+        (of_table(rows=2), "stack 'a' has 3 rows, but its tables have 2"),
+        (of_table(rows=4), "stack 'a' has 3 rows, but its tables have 4"),
+        (of_table(dim=5), "has width 5, but its stack 'a' has 4"),
+        (of_table(quantization={"num_buckets": 1, "lower": 0.0, "upper": 1.0}), "num_buckets must be .*, got 1"),
+        (of_table(quantization={"num_buckets": 2, "lower": 1.0, "upper": 1.0}), "lower must be less than"),
+        (of_table(quantization={"num_buckets": 2, "lower": 0.0, "upper": "1"}), "two finite numbers"),
         (of_table(quantization={"num_buckets": 2, "lower": 0.0}), "upper"),
         (of_table(quantization=[]), "not a tpuembed manifest"),
-        (of_table(name="t_b"), "table 't_b' is there twice"),
+        (of_table(name="t_b"), "table 't_b' is listed twice"),
         (lambda content: content["tables"].append(content["tables"][0] | {"name": "more"}), "starts at row 0 of 'a', not at 3"),
-        (lambda content: content["tables"].pop(), "its tables 0"),
+        (lambda content: content["tables"].pop(), "its tables have 0"),
         (lambda content: content.update(layout="paged"), "its layout is 'paged'"),
         (lambda content: content.pop("files"), "files"),
-        (lambda content: content["files"]["saved_model.pb"].update(size=-3), "size is -3"),
+        (lambda content: content["files"]["saved_model.pb"].update(size=-3), "size must be an integer of at least .*, got -3"),
         (lambda content: content.update(stacks=5), "not a tpuembed manifest"),
         (lambda content: content.update(format=2), "its format is not 1"),
     ],

@@ -1,4 +1,4 @@
-"""Which tables a bundle holds: asked of the object graph, never of the spelling of keys."""
+"""Finds the tables in a bundle, by its object graph and never by the spelling of keys."""
 
 from typing import Final
 
@@ -16,27 +16,27 @@ from tpuembed.tensor_bundle import Bundle
 __all__ = ["discover"]
 
 _OBJECT_VALUE: Final = f"/.ATTRIBUTES/{VALUE}"
-"""How TensorFlow 2 ends the keys of variables."""
+"""The end of the keys of variables in TensorFlow 2."""
 
 
 def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None = None) -> Discovery:
-    """The tables of embedding layers; where the checkpoint has no such layer, all matrices of floats.
+    """Return the tables of embedding layers. If the checkpoint has no such layer, return all matrices of floats.
 
     Args:
         bundle: the checkpoint.
         graph: its object graph; None for a TensorFlow 1 checkpoint, which has none.
-        partition_strategy: how ids were dealt to the parts of a TensorFlow 1 checkpoint's partitioned variables.
+        partition_strategy: how ids were assigned to the parts of a TensorFlow 1 checkpoint's partitioned variables.
 
     Raises:
-        ConfigError: a partition strategy for a checkpoint with an object graph, where rows lie in order.
-        CheckpointFormatError: there is no table, two of one name, or a layer in a format that is not supported.
+        ConfigError: a partition strategy is given for a checkpoint with an object graph, whose rows are in order.
+        CheckpointFormatError: there is no table, two have the same name, or a layer's format is not supported.
         CheckpointCorruptError: graph, config and bundle contradict each other.
-        MalformedError: the graph is absurdly deep.
+        MalformedError: the graph is far too deep.
     """
     if graph is not None and partition_strategy is not None:
         raise ConfigError(
-            f"checkpoint {bundle.prefix}: partition_strategy is for checkpoints of TensorFlow 1, and this one has an object "
-            "graph, which says how its rows lie; leave it out"
+            f"checkpoint {bundle.prefix}: partition_strategy is only for checkpoints of TensorFlow 1. This one "
+            "has an object graph, which determines the order of its rows. Leave it out."
         )
     if graph is not None:
         _check_no_holes(bundle)
@@ -44,36 +44,39 @@ def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str 
     if not found.tables:
         _check_no_holes(bundle)
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: holds no table, neither an embedding layer's nor a variable that is a matrix "
-            f"of floats, among {len(bundle.entries)} tensors; was the layer built before the checkpoint was saved? (Of "
-            "keras_rs.layers.DistributedEmbedding TensorFlow saves nothing: use model.save_weights)"
+            f"checkpoint {bundle.prefix}: has no table, neither an embedding layer's nor a variable that is a "
+            f"matrix of floats, among {len(bundle.entries)} tensors. Check that the layer was built before the "
+            "checkpoint was saved. (TensorFlow does not save keras_rs.layers.DistributedEmbedding: use "
+            "model.save_weights.)"
         )
     _check_all_there(bundle, graph)
     return found
 
 
 def _check_no_holes(bundle: Bundle) -> None:
-    """Raise CheckpointCorruptError for a tensor with holes. TensorFlow 1 alone writes such; see `Entry.holes`."""
+    """Raise CheckpointCorruptError for a tensor with holes. Only TensorFlow 1 writes such; see `Entry.holes`."""
     for key, entry in bundle.entries.items():
         if entry.holes:
             bundle.entry(key)
 
 
 def _check_all_there(bundle: Bundle, graph: ObjectGraph | None) -> None:
-    """Raise CheckpointCorruptError where graph or values are lost: what is left may read well, and lack a table or slot."""
+    """Raise CheckpointCorruptError if the graph or values are missing: the rest could be read, but lack a table or
+    slot.
+    """
     if graph is None:
         for key in bundle.entries:
             if key.endswith(_OBJECT_VALUE):
                 raise CheckpointCorruptError(
-                    f"checkpoint {bundle.prefix}: {key} is the value of an object, and the index has no object graph, which "
-                    "says how its rows lie; restore it from another copy"
+                    f"checkpoint {bundle.prefix}: {key} is the value of an object, but the index has no object "
+                    "graph, which determines the order of its rows. Restore it from another copy."
                 )
         return
     for number, node in enumerate(graph.nodes):
         if node.value_key is not None and node.value_key not in bundle.entries:
             raise CheckpointCorruptError(
-                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which the index "
-                "does not have; restore it from another copy"
+                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, "
+                "which the index does not have. Restore it from another copy."
             )
 
 

@@ -1,4 +1,4 @@
-"""From the path that a user gives to the prefix of one tensor bundle."""
+"""From a user's path to the prefix of one tensor bundle."""
 
 import glob
 import os
@@ -17,20 +17,23 @@ _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)", re.DOTALL)
 _STATE_LINE = re.compile(r'^\s*model_checkpoint_path\s*:\s*"(?P<path>(?:[^"\\]|\\.)*)"\s*$', re.MULTILINE)
 _ESCAPE = re.compile(rb"\\([0-7]{1,3}|.)", re.DOTALL)
 _SSTABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
-"""How each file of a checkpoint in TensorFlow 1's format V1 ends, and no data file of V2. Source: table_format.txt of LevelDB."""
+"""The end of each file of a checkpoint in TensorFlow 1's format V1, and of no V2 data file. Source: LevelDB's
+table_format.txt.
+"""
 _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
 def find_bundle(path: FilePath) -> FilePath | None:
-    """The prefix of the bundle that `path` names, or None where there is none.
+    """Return the prefix of the bundle that `path` names, or None if there is none.
 
-    `path` is a prefix, one of its files, a SavedModel, or a directory of checkpoints: the latest by its `checkpoint`
-    file; without one the only bundle in it, or the one of the highest number.
+    `path` is a prefix, one of its files, a SavedModel, or a directory of checkpoints. In a directory, its `checkpoint`
+    file names the latest. Without that file, it is the only bundle in the directory, or the one with the highest
+    number.
 
     Raises:
-        CheckpointNotFoundError: the `checkpoint` file names a checkpoint that is not there.
+        CheckpointNotFoundError: the `checkpoint` file names a checkpoint that does not exist.
         CheckpointCorruptError: the `checkpoint` file names none.
-        CheckpointFormatError: a directory holds several and nothing says which is meant, or it is of format V1.
+        CheckpointFormatError: a directory has several bundles and no `checkpoint` file, or it is of format V1.
     """
     ending = _FILE_ENDING.fullmatch(str(path))
     if ending and path.is_file():
@@ -42,7 +45,7 @@ def find_bundle(path: FilePath) -> FilePath | None:
 
 
 def find_index(directory: FilePath) -> FilePath | None:
-    """The index file of the bundle that `directory` names; of several, of any; None where there is none."""
+    """Return the index file of the bundle that `directory` names, of any of several, or None if there is none."""
     try:
         prefix = find_bundle(directory)
     except CheckpointError:
@@ -60,18 +63,20 @@ def _find_in_directory(directory: FilePath) -> FilePath | None:
 
 
 def _only(directory: FilePath, saved_model: FilePath) -> FilePath:
-    """The SavedModel's prefix; CheckpointFormatError where `directory` holds other bundles too."""
+    """Return the SavedModel's prefix. Raises CheckpointFormatError if `directory` has other bundles too."""
     others = _prefixes(directory)
     if others:
         raise CheckpointFormatError(
-            f"directory {directory}: holds a SavedModel ({index_path(saved_model)}) and a checkpoint "
-            f"({index_path(others[0])}), and which is meant cannot be told; give the path of that one"
+            f"directory {directory}: contains a SavedModel ({index_path(saved_model)}) and a checkpoint "
+            f"({index_path(others[0])}). Give the path of one of them."
         )
     return saved_model
 
 
 def _prefixes(directory: FilePath) -> list[FilePath]:
-    """Of the bundles right in `directory`, sorted; in a store, where asking is dear, whatever is called so."""
+    """Return the prefixes of the bundles directly in `directory`, sorted. In a store, only names are checked, to save
+    requests.
+    """
     if not directory.is_dir():
         return []
     indices = sorted(path for path in directory.iterdir() if path.name.endswith(".index"))
@@ -80,18 +85,18 @@ def _prefixes(directory: FilePath) -> list[FilePath]:
 
 
 def _named_by(state_file: FilePath) -> FilePath:
-    """Return the checkpoint that a `checkpoint` file calls the latest.
+    """Return the latest checkpoint according to a `checkpoint` file.
 
-    It is taken from beside the `checkpoint` file where it is there. An absolute path in that file is of where the checkpoint was
-    written, and may by now hold another one.
+    A checkpoint beside the `checkpoint` file is preferred. An absolute path in that file is where the checkpoint was
+    written, which may have another one by now.
     """
     try:
         match = _STATE_LINE.search(state_file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"checkpoint state {state_file}: cannot be read: {error}") from None
+        raise CheckpointError(f"checkpoint state {state_file}: cannot be read: {error}.") from None
     if match is None:
         raise CheckpointCorruptError(
-            f"checkpoint state {state_file}: has no model_checkpoint_path; give the checkpoint's own path"
+            f"checkpoint state {state_file}: has no model_checkpoint_path. Give the checkpoint's own path."
         )
     named = _unescape(match["path"])
     candidates = _candidates(state_file, named)
@@ -100,16 +105,16 @@ def _named_by(state_file: FilePath) -> FilePath:
             return candidate
         _refuse_v1(candidate)
     raise CheckpointNotFoundError(
-        f"checkpoint state {state_file}: names {named!r} as the latest, and there is no "
-        f"{_in_one_line(index_path(candidates[0]))}; give the path of a checkpoint that is there"
+        f"checkpoint state {state_file}: names {named!r} as the latest, but there is no "
+        f"{_in_one_line(index_path(candidates[0]))}. Give the path of an existing checkpoint."
     )
 
 
 def _refuse_v1(path: FilePath) -> None:
-    """Raise CheckpointFormatError for a checkpoint of TensorFlow 1's format V1: one sstable, which may be cut in shards."""
+    """Raise CheckpointFormatError for a checkpoint of TensorFlow 1's format V1: an sstable, perhaps in several shards."""
     if not isinstance(path, Path):
         return
-    stem = re.sub(r"-\?{5}-of-\d{5}$", "", path.name)  # how a state file names shards
+    stem = re.sub(r"-\?{5}-of-\d{5}$", "", path.name)  # the name of the shards in a state file
     for file in (path, *path.parent.glob(f"{glob.escape(stem)}-?????-of-?????")):
         if file.is_file() and file.stat().st_size >= len(_SSTABLE_END):
             with open(file, "rb") as stream:
@@ -117,13 +122,13 @@ def _refuse_v1(path: FilePath) -> None:
                 is_v1 = stream.read() == _SSTABLE_END
             if is_v1:
                 raise CheckpointFormatError(
-                    f"checkpoint {path}: is of TensorFlow 1's format V1, and only V2 is read. Restore it with "
-                    "tf.compat.v1.train.Saver() and save it again, which writes V2"
+                    f"checkpoint {path}: is of TensorFlow 1's format V1, and only V2 can be read. Restore it with "
+                    "tf.compat.v1.train.Saver() and save it again, which writes V2."
                 )
 
 
 def _candidates(state_file: FilePath, named: str) -> list[FilePath]:
-    """Where a `checkpoint` file may mean: never from a store to a disk or to another bucket, nor from a disk to a store."""
+    """Return the paths that a `checkpoint` file may mean, always in the same store or bucket, or on the disk."""
     folder = state_file.parent
     base: FilePath = folder / Path(named).name
     if isinstance(folder, Path):
@@ -138,7 +143,7 @@ def _in_one_line(path: FilePath) -> str:
 
 
 def _unescape(text: str) -> str:
-    """A string of protocol buffers' text format."""
+    """Decode a string of protocol buffers' text format."""
 
     def replace(match: re.Match[bytes]) -> bytes:
         code = match[1]
@@ -148,12 +153,14 @@ def _unescape(text: str) -> str:
 
 
 def _highest(directory: FilePath) -> FilePath | None:
-    """The only bundle of `directory`, or the one of the highest number where all are numbered alike."""
+    """Return the only bundle of `directory`, or the one of the highest number if all have the same stem."""
     names = [prefix.name for prefix in _prefixes(directory)]
     if len(names) < 2:
         return directory / names[0] if names else None
     numbered = [match for match in map(_NUMBERED.fullmatch, names) if match]
     if len(numbered) < len(names) or len({match["stem"] for match in numbered}) > 1:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise CheckpointFormatError(f"directory {directory}: holds several checkpoints ({shown}); give the path of one")
+        raise CheckpointFormatError(
+            f"directory {directory}: contains several checkpoints ({shown}). Give the path of one."
+        )
     return directory / max(numbered, key=lambda match: int(match["number"]))[0]

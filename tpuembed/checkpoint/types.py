@@ -1,4 +1,4 @@
-"""What every checkpoint reader offers, whatever is on disk."""
+"""The interface of every checkpoint reader."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -10,9 +10,9 @@ import numpy as np
 __all__ = [
     "Array",
     "Checkpoint",
+    "PartialChecksum",
     "PieceAdvice",
     "ReadBuffers",
-    "ReadSum",
     "SmallPieces",
     "SummedReader",
     "SummedReads",
@@ -27,12 +27,12 @@ class TableInfo:
     """A table of a checkpoint.
 
     Attributes:
-        name: what `read` takes.
+        name: the name that `read` takes.
         rows, dim: its shape.
         dtype: of its elements.
-        slots: of its optimizer, each [rows, dim]; TensorFlow's mid-level names (accumulators, momenta, velocities,
-            linears) whatever the file calls them.
-        layout: how its rows lie in the files, in a few words for people; empty where there is nothing to say.
+        slots: of its optimizer, each [rows, dim], by TensorFlow's mid-level names (accumulators, momenta, velocities,
+            linears), whatever names the file has.
+        layout: a short description, for people, of the order of its rows in the files; empty if rows are in order.
     """
 
     name: str
@@ -44,46 +44,48 @@ class TableInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadSum:
-    """What reads met of a tensor; sums of different pieces add up.
+class PartialChecksum:
+    """Partial CRC32C of the pieces of a tensor that were read. Partial checksums of disjoint pieces can be added.
 
     Attributes:
         checksum: the pieces' contribution to its CRC32C; see `tpuembed.tensor_bundle.crc_pieces`.
-        bytes: how many.
+        bytes: number of bytes read.
     """
 
     checksum: int = 0
     bytes: int = 0
 
-    def __add__(self, other: "ReadSum") -> "ReadSum":
-        return ReadSum(self.checksum ^ other.checksum, self.bytes + other.bytes)
+    def __add__(self, other: "PartialChecksum") -> "PartialChecksum":
+        return PartialChecksum(self.checksum ^ other.checksum, self.bytes + other.bytes)
 
 
 @runtime_checkable
 class Checkpoint(Protocol):
-    """A checkpoint opened for reading; reads take the memory of the rows asked for, and any thread may read."""
+    """A checkpoint opened for reading. A read uses the memory of the rows read, and any thread may read."""
 
     @property
     def format(self) -> str:
-        """The name of the on-disk format."""
+        """Return the name of the on-disk format."""
 
     @property
     def path(self) -> str:
-        """What `open_checkpoint` takes to open the same checkpoint again, even when a newer one has come."""
+        """Return the path that opens the same checkpoint again, even if there is a newer one by then."""
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What `open_checkpoint` takes beside `path` to open it the same way again: JSON, and usually empty."""
+        """Return the options that open it the same way again: JSON values, and usually empty."""
 
     @property
     def layer_config(self) -> dict[str, Any] | None:
-        """The config of the tpuembed layers that wrote it, as `feature_config_from_dict` reads it; None for others."""
+        """Return the config of the tpuembed layers that wrote it, as `feature_config_from_dict` reads it; None for
+        others.
+        """
 
     def tables(self) -> dict[str, TableInfo]:
-        """The tables by name; never empty."""
+        """Return the tables by name; never empty."""
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Rows [start, stop) of a table or of one of its slots: [stop - start, dim]; `stop` None is the end.
+        """Return rows [start, stop) of a table or of one of its slots, [stop - start, dim]. `stop` None is the end.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -95,20 +97,21 @@ class Checkpoint(Protocol):
 
         Raises:
             UnknownTableError, RowRangeError: as `read`.
-            ConfigError: `out` is of another width or dtype.
+            ConfigError: `out` has another width or dtype.
         """
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """CRC32C, unmasked, of the rows of a table or slot one after another, as the checkpoint states it; None where it does not.
+        """Return the recorded CRC32C, unmasked, of the rows of a table or slot in order; None if the checkpoint has
+        none.
 
         Raises:
             UnknownTableError: there is no such table or slot.
         """
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Read what holds `tables`, or that slot of theirs, through once, and compare it with the checksums that the files keep.
+        """Read the tensors of `tables`, or of that slot of theirs, and compare them with the checksums in the files.
 
-        It takes bounded memory. Where a format keeps no checksums of rows nothing is read.
+        It takes bounded memory. If a format has no checksums of rows, nothing is read.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -116,7 +119,7 @@ class Checkpoint(Protocol):
         """
 
     def fingerprint(self) -> str:
-        """Changes when the checkpoint's files change; reads the metadata alone."""
+        """Return a text that changes when the checkpoint's files change. Reads only metadata."""
 
     def close(self) -> None:
         """Close the files."""
@@ -130,12 +133,12 @@ class Checkpoint(Protocol):
 
 @runtime_checkable
 class ReadBuffers(Protocol):
-    """What a checkpoint offers beside whose reads hold more than the rows that are asked for."""
+    """A checkpoint whose reads hold more memory than the rows that are read."""
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
-        """The most that one thread holds, beside the rows and between reads, that reads `table` `rows` rows at a time.
+        """Return the most bytes that a thread holds beside the rows while it reads `table`, `rows` rows at a time.
 
-        Not less for more rows.
+        The result does not decrease with more rows.
 
         Raises:
             UnknownTableError: there is no such table.
@@ -143,30 +146,30 @@ class ReadBuffers(Protocol):
 
 
 class SummedReader(Protocol):
-    """Reads one table, each row once, and adds up what it met."""
+    """Reads one table, each row once, and adds up the checksums."""
 
     def read_into(self, start: int, out: Array) -> None:
-        """As Checkpoint.read_into."""
+        """Fill `out`; see Checkpoint.read_into."""
 
-    def sums(self) -> Mapping[str, ReadSum]:
-        """What it met so far, by tensor."""
+    def sums(self) -> Mapping[str, PartialChecksum]:
+        """Return the checksums of what it has read so far, by tensor."""
 
 
 @runtime_checkable
 class SummedReads(Protocol):
-    """What a checkpoint offers beside whose checksums are over bytes in another order than a table's rows."""
+    """A checkpoint whose checksums cover bytes in another order than a table's rows."""
 
     def summed(self, table: str) -> SummedReader | None:
-        """A reader of `table`; None where `checksum` proves it, or nothing does.
+        """Return a reader of `table`, or None if `checksum` covers it, or if it has no checksum.
 
         Raises:
             UnknownTableError: there is no such table.
         """
 
-    def proven(self, tables: Collection[str], met: Mapping[str, ReadSum]) -> Mapping[str, bool]:
-        """Which of `tables`, all of whose rows were read, are as the files' checksums say, and which are not.
+    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
+        """Compare `tables`, all of whose rows were read, with the files' checksums. Return whether each is right.
 
-        What else the checksums cover is read here. Tables of which `met` cannot say it are left out.
+        Other bytes that the checksums cover are read here. Tables for which `sums` are not enough are left out.
 
         Raises:
             UnknownTableError: there is no such table.
@@ -175,10 +178,10 @@ class SummedReads(Protocol):
 
 @runtime_checkable
 class SmallPieces(Protocol):
-    """What a checkpoint offers beside that is read fastest in pieces that stay in a processor's cache."""
+    """A checkpoint that is read fastest in pieces that fit in a processor's cache."""
 
     def piece_rows(self, table: str) -> int | None:
-        """How many rows of `table` to read at a time; None where more are better.
+        """Return the number of rows of `table` to read at a time, or None if more are better.
 
         Raises:
             UnknownTableError: there is no such table.
@@ -187,10 +190,10 @@ class SmallPieces(Protocol):
 
 @runtime_checkable
 class PieceAdvice(Protocol):
-    """What a checkpoint offers beside that takes much longer to read piece by piece than at once."""
+    """A checkpoint that takes much longer to read in pieces than at once."""
 
     def advise(self, table: str, rows: int) -> str | None:
-        """What to change before all of a table is read, `rows` rows at a time; None: nothing.
+        """Return advice for reading all of a table, `rows` rows at a time, or None if there is none.
 
         Raises:
             UnknownTableError: there is no such table.

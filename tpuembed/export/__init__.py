@@ -1,6 +1,6 @@
-"""Export = plan -> stream -> assemble: a CPU-servable SavedModel of a checkpoint's tables, of any size.
+"""Export a checkpoint's tables, of any size, as a SavedModel for CPU servers: plan, stream, assemble.
 
-`run` is the order of the steps; this module is how they are asked for. Importing it imports no TensorFlow.
+This module holds the entry points; `run` holds the order of the steps. Importing it imports no TensorFlow.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,40 +46,47 @@ def export_saved_model(
 ) -> ExportReport:
     """Write `model_dir`/<version>/, a SavedModel that TensorFlow Serving, Python and the C API load.
 
-    The tables are streamed from the checkpoint by processes that never import TensorFlow, in bounded memory; the version
-    appears by one rename when every byte of it is on the disk. In a store, `saved_model.pb` is written last, if no other is there.
+    Worker processes that never import TensorFlow stream the tables from the checkpoint in bounded memory. On a disk,
+    the version appears by one rename after every byte is flushed. In a store, `saved_model.pb` is written last, and
+    only if the object does not exist yet.
 
     Args:
         checkpoint: a prefix, a directory, or any file or folder that a reader recognises.
-        model_dir: a folder, made where missing, or s3://BUCKET/KEY, whose bucket exists.
-        serving_config: what to answer (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested structure of
-            FeatureConfig. None: the features of the layer that wrote the checkpoint.
-        model: for a whole model instead of lookups: a function that builds the Keras model (its `TPUEmbedding` layers then
-            allocate no tables), or its name as "MODULE:FACTORY". Of a subclassed model it returns (model, its inputs' specs).
-            Dense weights are restored from the checkpoint, by name.
-        allow_unused_weights: for a model that is a part of the trained one: leave saved weights out that it has no place for.
-        tables: export these only, with the features that look up in them.
-        features: export these only, with the tables that they look up in. Not for a model, which needs its inputs.
-        output_names: new names of a model's outputs by their old ones.
-        rows: table -> (start, stop): of this table, only rows [start, stop), under their own ids; any other id is out of its
-            vocabulary.
-        storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables; or by
-            table, as {"videos": "int8", "*": "bfloat16"}, where "*" is all others, float32 without it.
-        max_error: refuse to publish where a value of a table would differ by more from what float32 gives; None for no bound.
-        layout: "variables" is loaded, from wherever it lies; "mmap" is mapped from its files, whose paths its graph knows.
-        serving_root: for "mmap": MODEL_DIR as the machine or container that serves it sees it; None for `model_dir` itself.
+        model_dir: a folder, created if it is missing, or s3://BUCKET/KEY, whose bucket exists.
+        serving_config: the features to serve (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested
+            structure of FeatureConfig. None: the features of the layer that wrote the checkpoint.
+        model: exports a whole model instead of lookups. A function that builds the Keras model, or its name as
+            "MODULE:FACTORY". Its `TPUEmbedding` layers allocate no tables. For a subclassed model, the function returns
+            (model, specs of its inputs). Dense weights are restored from the checkpoint, by name.
+        allow_unused_weights: for a model that is a part of the trained one: ignore saved weights that it does not have.
+        tables: export only these tables, with the features that look up in them.
+        features: export only these features, with the tables that they look up in. Not for a model, which needs its
+            inputs.
+        output_names: new names of a model's outputs, by their old names.
+        rows: table -> (start, stop): export only rows [start, stop) of this table, under their own ids. Any other id is
+            out of its vocabulary.
+        storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables.
+            Or by table, such as {"videos": "int8", "*": "bfloat16"}. "*" stands for all other tables, which are float32
+            without it.
+        max_error: fail if a stored value of a table differs by more than this from its float32 value; None for no
+            bound.
+        layout: "variables" loads the tables from any location. "mmap" maps them from files whose paths are in the
+            graph.
+        serving_root: for "mmap": the path of MODEL_DIR on the machine or in the container that serves it; None for
+            `model_dir`.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that stream; None for one per processor.
-        engine: "local", processes of this machine; or "ray", a Ray cluster, all of whose nodes see `checkpoint` and
+        engine: "local", processes of this machine; or "ray", a Ray cluster whose nodes all see `checkpoint` and
             `model_dir` under the same paths.
-        ray_address: HOST:PORT, "ray://..." or "auto"; None for the cluster of RAY_ADDRESS, or else a new one on this machine.
+        ray_address: HOST:PORT, "ray://..." or "auto". None for the cluster of RAY_ADDRESS, or a new one on this
+            machine.
         version: None for the next free integer.
-        resume: go on with what the same export has finished in `model_dir` before it was killed or failed; False: remove it.
-        on_progress: called with (bytes done, bytes in all).
-        checkpoint_options: what `open_checkpoint` takes beside the path.
+        resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them.
+        on_progress: called with (bytes done, bytes in total).
+        checkpoint_options: further arguments of `open_checkpoint`.
 
     Raises:
-        TpuEmbedError: nothing was published; the message says what to change.
+        TpuEmbedError: the export failed, and nothing was published.
     """
     options = ExportOptions(
         rows=rows or {},
@@ -123,9 +130,9 @@ def plan_saved_model(
     resume: bool = True,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> ExportPlan:
-    """What `export_saved_model` would write: the dry run, which writes nothing. The arguments are the same.
+    """Return the plan of `export_saved_model` with the same arguments, and write nothing.
 
-    Without a `model_dir`, nobody looks whether the disk has room.
+    Free disk space is checked only if `model_dir` is given.
     """
     options = ExportOptions(
         rows=rows or {},

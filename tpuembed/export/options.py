@@ -1,4 +1,4 @@
-"""How to export, whatever is exported: what every entry to the exporter takes."""
+"""The options of an export, shared by every entry point."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -34,10 +34,11 @@ class ExportOptions:
 
     @classmethod
     def of(cls, where: str, given: Mapping[str, Any], without: Iterable[str] = ()) -> "ExportOptions":
-        """From keyword arguments of a function called `where`, which has no use for the options `without`.
+        """Return the options given as keyword arguments of the function `where`, which does not accept those in
+        `without`.
 
         Raises:
-            ConfigError: an argument that is no option.
+            ConfigError: an argument is not an option.
         """
         known = {field.name for field in dataclasses.fields(cls)} - set(without)
         check_keys(where, given, known)

@@ -1,4 +1,4 @@
-"""What an export did."""
+"""The report of an export."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,19 +16,20 @@ class ExportReport:
     """One finished export.
 
     Attributes:
-        path: of the version. In a store it is a `tpuembed.files.UrlPath`, which offers what readers use of a Path; it is typed as
-            what it is everywhere else.
+        path: path of the version. In a store it is a `tpuembed.files.UrlPath`, which has the methods of Path that
+            readers use. It is typed as Path, which it is for all other exports.
         version: its number.
         tables: names, in the order of the plan.
-        dropped_features: features that were left out because `tables` left out theirs.
-        vocabularies: of a whole model's preprocessing layers, sorted by layer.
-        bytes_written: of table data.
-        bytes_reused: of them, what an export that did not end had written, or another version in MODEL_DIR shares.
-        errors: of what is looked up against float32, by table.
-        seconds: in all.
-        stream_seconds: of them, from the first table byte to the last one's fsync.
-        peak_rss_bytes: of this process so far; TensorFlow's own import is about 520 MB of it.
-        worker_peak_rss_bytes: the largest of the processes that streamed.
+        dropped_features: features that were left out because their tables were left out.
+        vocabularies: vocabularies of a whole model's preprocessing layers, sorted by layer.
+        bytes_written: bytes of table data.
+        bytes_reused: the part of them that an interrupted export had written, or that is shared with another version in
+            MODEL_DIR.
+        errors: by table, the differences of looked up values from float32.
+        seconds: duration of the whole export.
+        stream_seconds: the part of it from the first table byte to the last fsync.
+        peak_rss_bytes: peak of this process so far. TensorFlow's import alone is about 520 MB.
+        worker_peak_rss_bytes: the largest peak of the processes that streamed.
     """
 
     path: Path
@@ -45,5 +46,5 @@ class ExportReport:
     worker_peak_rss_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         return {**dataclasses.asdict(self), "path": str(self.path)}

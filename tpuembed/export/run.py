@@ -1,6 +1,6 @@
-"""The order of an export's steps, each of which is a module: plan -> graph -> stream -> assemble.
+"""Run the steps of an export in order: plan, graph, stream, assemble.
 
-The graph is saved before the first table byte is read: what can fail soon fails soon.
+The graph is saved before the first table byte is read, so that most errors occur early.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
 from tpuembed.errors import ExportError, TpuEmbedError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, plan_export
-from tpuembed.export.plan.request import Request
+from tpuembed.export.plan.request import ExportRequest
 from tpuembed.export.publish.assemble import assemble
-from tpuembed.export.publish.destinations import Stage, choose_destination
+from tpuembed.export.publish.destinations import StagedVersion, choose_destination
 from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.reuse import tables_key
 from tpuembed.export.report import ExportReport
@@ -38,8 +38,8 @@ __all__ = ["Progress", "check_place", "make_plan", "resumable", "run_export", "s
 Progress = Callable[[int, int], None]
 
 
-def make_plan(checkpoint: Checkpoint, request: Request, options: ExportOptions) -> ExportPlan:
-    """The plan of `request`."""
+def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOptions) -> ExportPlan:
+    """Return the plan of `request`."""
     check_layout(options.layout, options.serving_root)
     check_engine(options.engine, options.ray_address)
     available = checkpoint.tables()
@@ -62,14 +62,14 @@ def _no_buffers(table: str, rows: int) -> int:  # noqa: ARG001 - as ReadBuffers
 
 
 def source_of(checkpoint: Checkpoint) -> Source:
-    """What a worker opens `checkpoint` by."""
+    """Return the source that a worker opens to read `checkpoint`."""
     return Source(
         path=checkpoint.path, fingerprint=checkpoint.fingerprint(), options=json.dumps(dict(checkpoint.options))
     )
 
 
 def check_place(checkpoint: Checkpoint, plan: ExportPlan, model_dir: str | FilePath, options: ExportOptions) -> None:
-    """Raise ExportError where the export by `plan` would not find room, or its version, in `model_dir`."""
+    """Raise ExportError if `model_dir` has no room for the export of `plan`, or already has its version."""
     destination, source = choose_destination(model_dir), source_of(checkpoint)
     destination.check(plan, options)
     is_shared = options.resume and destination.same_tables(tables_key(plan, source)) is not None
@@ -78,7 +78,7 @@ def check_place(checkpoint: Checkpoint, plan: ExportPlan, model_dir: str | FileP
 
 def run_export(
     checkpoint: Checkpoint,
-    request: Request,
+    request: ExportRequest,
     model_dir: str | FilePath,
     options: ExportOptions,
     *,
@@ -89,11 +89,11 @@ def run_export(
     """Export `request` of `checkpoint` into `model_dir`.
 
     Args:
-        source: what the engine's tasks open; None for the checkpoint's own path.
+        source: the source that the engine's tasks open; None for the checkpoint's own path.
         engine: None for the one that `options` names.
 
     Raises:
-        TpuEmbedError: nothing was published; the message says what to change.
+        TpuEmbedError: the export failed, and nothing was published.
     """
     started = time.monotonic()
     plan = make_plan(checkpoint, request, options)
@@ -104,7 +104,7 @@ def run_export(
     destination.check(plan, options)
     same = destination.same_tables(key) if options.resume and key else None
     destination.check_room(plan, header, options, is_shared=same is not None)
-    _pass_advice_on(checkpoint, plan)
+    _warn_of_slow_reads(checkpoint, plan)
     engine = engine or choose_engine(options.engine, plan.workers, options.ray_address)
     with (
         destination.stage(options, header) as staging,
@@ -112,7 +112,7 @@ def run_export(
         _naming_the_place(staging),
         _starting(engine, source, plan) if same is None else contextlib.nullcontext(),
     ):
-        _name_kept(staging)
+        _warn_of_kept(staging)
         graph = request.save_graph(plan, staging.path)
         bound = ErrorBound(plan.shards, options.max_error)
         on_progress = on_progress or ignore
@@ -139,39 +139,39 @@ def run_export(
 
 
 def _starting(engine: Engine, source: Source, plan: ExportPlan) -> contextlib.AbstractContextManager[None]:
-    """What takes long to start begins to, beside the graph."""
+    """Return a context that starts the engine's workers while the graph is being saved, if the engine can."""
     return engine.starting(source, len(plan.shards)) if isinstance(engine, StartsEarly) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def resumable(staging: Stage) -> Iterator[None]:
-    """Have an error say what is not lost."""
+def resumable(staging: StagedVersion) -> Iterator[None]:
+    """Add the number of shards that the next run can reuse to the message of an error."""
     try:
         yield
     except TpuEmbedError as error:
         if staging.is_kept_after(error):
             count = staging.finished
-            kept = "1 finished shard is kept" if count == 1 else f"{count} finished shards are kept"
-            error.args = (f"{error}; {kept}, and the same export goes on from {'it' if count == 1 else 'them'}",)
+            kept = "1 finished shard was kept" if count == 1 else f"{count} finished shards were kept"
+            error.args = (f"{str(error).removesuffix('.')}. {kept}. Run the same export again to resume.",)
         raise
 
 
 @contextlib.contextmanager
-def _naming_the_place(staging: Stage) -> Iterator[None]:
+def _naming_the_place(staging: StagedVersion) -> Iterator[None]:
     """Turn an OSError, such as that of a full disk, into an ExportError that names MODEL_DIR."""
     try:
         yield
     except OSError as error:
         raise ExportError(
-            f"MODEL_DIR {staging.model_dir}: cannot be written: {error.strerror or error}. Free space or fix the disk"
+            f"MODEL_DIR {staging.model_dir}: cannot be written: {error.strerror or error}. Free space or repair the disk."
         ) from error
 
 
-def _name_kept(staging: Stage) -> None:
+def _warn_of_kept(staging: StagedVersion) -> None:
     for unfinished in staging.kept:
         warnings.warn(
-            f"MODEL_DIR {staging.model_dir}: an unfinished export of something else is kept for a week: {unfinished}; "
-            "the same export goes on with it; remove it if nobody will",
+            f"MODEL_DIR {staging.model_dir}: another unfinished export is in {unfinished}. Run that export again "
+            "to resume it, or delete it. It is deleted automatically after 7 days.",
             stacklevel=4,
         )
 
@@ -179,7 +179,7 @@ def _name_kept(staging: Stage) -> None:
 def _report(
     path: FilePath,
     plan: ExportPlan,
-    request: Request,
+    request: ExportRequest,
     graph: "SavedGraph",
     streamed: StreamReport,
     seconds: float,
@@ -200,8 +200,8 @@ def _report(
     )
 
 
-def _pass_advice_on(checkpoint: Checkpoint, plan: ExportPlan) -> None:
-    """Workers, which would notice that reading is slow, print nothing."""
+def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:
+    """Print the reader's advice on slow reads here, because workers print nothing."""
     if isinstance(checkpoint, PieceAdvice):
         rows = {task.table: task.chunk_rows for task in plan.shards}
         for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):

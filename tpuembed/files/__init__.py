@@ -1,12 +1,14 @@
 """Byte access to files, on disks and in object stores: sizes, versions, exact ranges, listings.
 
-paths     what a user's text names: a `Path`, or a `UrlPath` that has the few methods of one that readers need
-types     the protocol of an open file
-local     files of the operating system
-remote    objects in a store, read by parallel range requests under one byte budget
-answers   what a store says when it refuses, in one line
+    paths         a user's path: a `Path`, or a `UrlPath` with the few methods of one that readers need
+    types         the protocol of an open file
+    local         files of the operating system
+    remote        objects in a store, read by parallel range requests under one byte budget
+    bucket        a bucket of S3 that is written
+    put           a PUT of an open file to a URL
+    store_errors  a store's refusal as one line
 
-Whatever fails raises an OSError with one line as its `strerror`, or EOFError where a file is shorter than the range.
+Every failure raises an OSError with one line as its `strerror`, or EOFError if a file is shorter than the range.
 """
 
 import io
@@ -40,12 +42,12 @@ _STREAM_BUFFER_BYTES = 1 << 20
 
 
 def open_bytes(path: FilePath) -> ByteFile:
-    """Open a file for reads of exact ranges; any thread may read."""
+    """Open a file for reads of exact ranges. Any thread may read."""
     return LocalFile(path) if isinstance(path, Path) else RemoteFile(path)
 
 
 def versions(paths: Sequence[FilePath]) -> list[FileVersion]:
-    """Size and version of every file, a store being asked in parallel. The first that is missing raises."""
+    """Return size and version of every file. A store is queried in parallel. The first missing file raises."""
     if any(isinstance(path, UrlPath) for path in paths):
         return in_parallel(_version, paths)
     return [_version(path) for path in paths]
@@ -56,7 +58,7 @@ def _version(path: FilePath) -> FileVersion:
 
 
 def names_below(folder: FilePath) -> list[str]:
-    """The paths inside `folder` of all files below it, with slashes, in order."""
+    """Return the paths inside `folder` of all files below it, with slashes, in order."""
     if isinstance(folder, UrlPath):
         inside = f"{folder.key}/".removeprefix("/")
         return sorted(key.removeprefix(inside) for key in below(folder) if not key.endswith("/"))
@@ -65,7 +67,7 @@ def names_below(folder: FilePath) -> list[str]:
 
 
 def read_all(requests: Iterable[tuple[ByteFile, Iterable[tuple[int, memoryview]]]]) -> None:
-    """Fill every (offset, buffer) from its file: from a disk in turn, from a store in parallel."""
+    """Fill every (offset, buffer) from its file: sequentially from a disk, in parallel from a store."""
     with finish() as pending:
         for file, ranges in requests:
             pending += file.begin(ranges)

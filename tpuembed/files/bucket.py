@@ -1,7 +1,7 @@
-"""A bucket of S3, or of a store that speaks its API, that is written: objects, conditional writes, uploads in parts.
+"""A bucket of S3, or of a store with its API, opened for writing: objects, conditional writes, uploads in parts.
 
-Amazon's own client does it, which finds credentials, region and endpoint as Amazon's tools do. Whatever fails raises an OSError
-with one line as its `strerror`.
+It uses Amazon's own client, which finds credentials, region and endpoint as Amazon's tools do. Every failure raises an
+OSError with one line as its `strerror`.
 """
 
 import base64
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import MissingExtraError, one_line
-from tpuembed.files.answers import NOT_ALLOWED, refusal
+from tpuembed.files.store_errors import NOT_ALLOWED, refusal
 from tpuembed.files.types import MissingBucketError
 
 __all__ = ["Bucket", "Part", "Stored", "content_md5", "md5"]
 
 _TRIES: Final = 8
-"""Of a request that fails in a way that may pass: 500, 503, time-outs, broken connections."""
+"""Tries of a request whose failure may be temporary: 500, 503, time-outs, broken connections."""
 _CONNECT_SECONDS: Final = 10
 _READ_SECONDS: Final = 300
-"""Putting thousands of parts together takes minutes."""
+"""Joining thousands of parts takes minutes."""
 _CONNECTIONS: Final = 16
 _SIGNED_SECONDS: Final = 6 * 3600
 _MAX_PUT_BYTES: Final = 5 << 30
@@ -41,7 +41,7 @@ class Stored:
     Attributes:
         data: its bytes.
         tag: its ETag.
-        age_seconds: since it was written, both by the store's clock.
+        age_seconds: time since it was written, by the store's clock.
     """
 
     data: bytes
@@ -51,17 +51,17 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A finished part of an upload."""
+    """A finished part of an upload, or an object."""
 
     tag: str
     size: int
 
 
 class Bucket:
-    """The bucket called `name`; any thread may use it.
+    """The bucket `name`. Any thread may use it.
 
     Raises:
-        MissingBucketError: there is none.
+        MissingBucketError: it does not exist.
         OSError: it cannot be reached, or not with these credentials.
     """
 
@@ -74,7 +74,7 @@ class Bucket:
                 self._client = _client(region)
 
     def _region(self) -> str:
-        """Where the store says that the bucket is; it answers that even where it refuses the rest."""
+        """Return the region of the bucket, which the store reveals even if it refuses other requests."""
         from botocore.exceptions import ClientError
 
         try:
@@ -86,22 +86,22 @@ class Bucket:
         return str(answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", ""))
 
     def create(self, key: str, data: bytes) -> str:
-        """Write an object that is not there yet; its ETag. FileExistsError where another one is."""
+        """Write a new object and return its ETag. Raises FileExistsError if the object exists."""
         try:
             return self._put(key, data, IfNoneMatch="*")
         except FileExistsError:
-            # The client tries again where an answer was lost: then it is ours.
+            # If an answer was lost, the client has retried: then this is the object it wrote.
             found = self.get(key)
             if found is None or found.data != data:
                 raise
             return found.tag
 
     def replace(self, key: str, data: bytes, tag: str) -> str:
-        """Write an object over the one of ETag `tag`; its ETag.
+        """Replace the object that has the ETag `tag`, and return the new ETag.
 
         Raises:
-            FileExistsError: it is another one by now.
-            FileNotFoundError: there is none any more; MissingBucketError where there is no bucket.
+            FileExistsError: the object has changed.
+            FileNotFoundError: the object is gone; MissingBucketError if the bucket does not exist.
         """
         try:
             return self._put(key, data, IfMatch=tag)
@@ -132,7 +132,7 @@ class Bucket:
         return str(answer["ETag"])
 
     def get(self, key: str) -> Stored | None:
-        """The object; None where there is none."""
+        """Return the object, or None if there is none."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
             answer = self._client.get_object(Bucket=self.name, Key=key)
             data = answer["Body"].read()
@@ -141,14 +141,14 @@ class Bucket:
         return None
 
     def head(self, key: str) -> Part | None:
-        """ETag and size of the object; None where there is none."""
+        """Return ETag and size of the object, or None if there is none."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
             answer = self._client.head_object(Bucket=self.name, Key=key)
             return Part(str(answer["ETag"]), int(answer["ContentLength"]))
         return None
 
     def children(self, prefix: str) -> list[str]:
-        """The names right below `prefix`, which ends in a slash or is empty: of objects and of what would be folders."""
+        """Return the names directly below `prefix`, of objects and of folders. `prefix` ends in a slash or is empty."""
         names = list[str]()
         with self._failing(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -160,31 +160,33 @@ class Bucket:
         return [name.removeprefix(prefix).rstrip("/") for name in names if name != prefix]
 
     def keys(self, prefix: str) -> list[str]:
-        """All objects whose keys begin so."""
+        """Return the keys of all objects that start with `prefix`."""
         with self._failing(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
             return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove these objects, where they are there."""
+        """Remove those of these objects that exist."""
         for key in keys:
             with self._failing(key):
                 self._client.delete_object(Bucket=self.name, Key=key)
 
     def begin_upload(self, key: str) -> str:
-        """Begin an object that is uploaded in parts, and seen when it is completed; the upload's id."""
+        """Start the upload of an object in parts, and return the upload's id. The object is visible once it is
+        completed.
+        """
         with self._failing(key):
             return str(self._client.create_multipart_upload(Bucket=self.name, Key=key)["UploadId"])
 
     def uploads(self, prefix: str) -> list[tuple[str, str]]:
-        """(key, id) of the uploads under way whose keys begin so."""
+        """Return (key, id) of the unfinished uploads whose keys start with `prefix`."""
         with self._failing(prefix):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.name, Prefix=prefix)
             found = [(entry["Key"], entry["UploadId"]) for page in pages for entry in page.get("Uploads", ())]
         return [(key, upload) for key, upload in found if key.startswith(prefix)]
 
     def parts(self, key: str, upload: str) -> Mapping[int, Part] | None:
-        """The finished parts of an upload by number; None where there is no such upload, perhaps no longer."""
+        """Return the finished parts of an upload by number, or None if the upload does not exist any more."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
             pages = self._client.get_paginator("list_parts").paginate(Bucket=self.name, Key=key, UploadId=upload)
             found = [entry for page in pages for entry in page.get("Parts", ())]
@@ -192,13 +194,15 @@ class Bucket:
         return None
 
     def sign_part(self, key: str, upload: str, number: int) -> str:
-        """A URL that whoever has it may PUT the part to, for some hours."""
+        """Return a URL that accepts a PUT of the part from anyone, for some hours."""
         asked = {"Bucket": self.name, "Key": key, "UploadId": upload, "PartNumber": number}
         with self._failing(key):
             return str(self._client.generate_presigned_url("upload_part", Params=asked, ExpiresIn=_SIGNED_SECONDS))
 
     def complete_upload(self, key: str, upload: str, tags: Sequence[str]) -> None:
-        """Make the object of the parts of these ETags, in their order. FileNotFoundError where there is no such upload."""
+        """Complete the object from the parts with these ETags, in their order. Raises FileNotFoundError if the upload
+        is gone.
+        """
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
         with self._failing(key):
             self._client.complete_multipart_upload(
@@ -206,7 +210,7 @@ class Bucket:
             )
 
     def abort_upload(self, key: str, upload: str) -> None:
-        """Forget an upload and its parts, where it is there."""
+        """Abort an upload, if it exists, and remove its parts."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
             self._client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload)
 
@@ -215,7 +219,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def _failing(self, key: str) -> Iterator[None]:
-        """Turn the client's errors into the operating system's terms."""
+        """Turn the client's errors into OSErrors."""
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
         try:
@@ -232,7 +236,7 @@ class Bucket:
         code, status = said.get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
         line, url = refusal(status, code=code, message=said.get("Message", "")), self._url(key)
         if code == "NoSuchBucket" or (status == 404 and not key):
-            return MissingBucketError(errno.ENOENT, f"there is no bucket {self.name!r}", url)
+            return MissingBucketError(errno.ENOENT, f"the bucket {self.name!r} does not exist", url)
         if status == 404:
             return FileNotFoundError(errno.ENOENT, line, url)
         if status in (409, 412):
@@ -243,12 +247,14 @@ class Bucket:
 
 
 def md5(data: bytes = b"") -> Any:
-    """The hash that S3's API checks bodies by, on machines too whose policies forbid it for secrets."""
+    """Return the hash with which S3's API checks bodies. It also works on machines whose policies forbid MD5 for
+    security.
+    """
     return hashlib.md5(data, usedforsecurity=False)
 
 
 def content_md5(digest: bytes) -> str:
-    """The header of a digest."""
+    """Return the value of the header Content-MD5 for a digest."""
     return base64.b64encode(digest).decode()
 
 
@@ -265,7 +271,8 @@ def _client(region: str | None) -> Any:
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,
         max_pool_connections=_CONNECTIONS,
-        # Bodies carry Content-MD5, which every store checks; a signed URL must ask for no checksum that nobody sends.
+        # Bodies carry Content-MD5, which every store checks. A signed URL must not require a checksum that the worker
+        # does not send.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": _addressing()},
@@ -275,7 +282,7 @@ def _client(region: str | None) -> Any:
 
 
 def _addressing() -> str:
-    """Where buckets are in a URL: other stores than Amazon's have them in the path."""
+    """Return the addressing style of buckets: stores other than Amazon's have them in the path."""
     other = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return "path" if other and not _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
 

@@ -17,7 +17,7 @@ class LocalFile:
     """A file on a disk.
 
     Attributes:
-        version: its size and time of change when it was opened.
+        version: its size and modification time when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,11 +26,11 @@ class LocalFile:
         self.version = FileVersion.of(os.fstat(self._descriptor))
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill `out`, contiguous bytes, with those at `offset`."""
+        """Fill `out`, contiguous bytes, with the bytes at `offset`."""
         while len(out):
             try:
                 count = os.preadv(self._descriptor, (out[:_MAX_READ_BYTES],), offset)
-            except OSError as error:  # which names no file
+            except OSError as error:  # this error names no file
                 raise OSError(error.errno, error.strerror, str(self._path)) from None
             if not count:
                 raise EOFError(f"{self._path}: ends at byte {offset}, {len(out)} bytes early")
@@ -38,7 +38,7 @@ class LocalFile:
 
     def read_ranges(self, ranges: Iterable[tuple[int, memoryview]]) -> None:
         """Fill every buffer with the bytes at its offset, one after another."""
-        # Many ranges are short: the usual case makes one call each, and whatever else happens is met again by `read_into`.
+        # Many ranges are short. The usual case makes one call each; `read_into` handles all other cases.
         preadv, descriptor = os.preadv, self._descriptor
         for offset, out in ranges:
             try:
@@ -49,12 +49,12 @@ class LocalFile:
                 self.read_into(offset, out)
 
     def begin(self, ranges: Iterable[tuple[int, memoryview]]) -> Pending:
-        """`read_ranges`; there is nothing left to wait for."""
+        """Read the ranges now. Nothing is pending afterwards."""
         self.read_ranges(ranges)
         return ()
 
     def close(self) -> None:
-        """Close it; reading is over."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

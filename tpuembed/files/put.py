@@ -1,6 +1,6 @@
-"""A PUT of an open file to a URL, tried again for as long as that may help: what workers need of a store, and no more.
+"""Uploads an open file to a URL by PUT, with retries. This is the only access to a store that workers need.
 
-The standard library does it, in two megabytes of memory; Amazon's client would take more than a worker has.
+The standard library does it, in two megabytes of memory. Amazon's client would take more than a worker has.
 """
 
 import errno
@@ -15,12 +15,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, Final
 
-from tpuembed.files.answers import NOT_ALLOWED, refusal
+from tpuembed.files.store_errors import NOT_ALLOWED, refusal
 
 __all__ = ["put_file"]
 
 _PAUSES_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Between tries, of which there is one more."""
+"""Pauses between tries."""
 _TIMEOUT_SECONDS: Final = 60.0
 _BLOCK_BYTES: Final = 256 << 10
 _MAY_PASS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -31,13 +31,13 @@ _MAX_BODY_BYTES: Final = 2000
 def put_file(
     url: str, file: BinaryIO, size: int, headers: Mapping[str, str], on_block: Callable[[], None] = lambda: None
 ) -> str:
-    """PUT the first `size` bytes of `file`; the ETag of the answer. `on_block` is called again and again meanwhile.
+    """PUT the first `size` bytes of `file` and return the ETag of the answer. `on_block` is called after every block.
 
     Raises:
-        TimeoutError: it failed in a way that may pass, too often; or the URL has expired.
+        TimeoutError: it failed too often with errors that may be temporary, or the URL has expired.
         PermissionError: the store refuses it.
-        FileNotFoundError: what the URL is of is gone.
-        OSError: anything else.
+        FileNotFoundError: the target of the URL is gone.
+        OSError: any other failure.
     """
     for pause in (*_PAUSES_SECONDS, None):
         failure = ""
@@ -54,7 +54,7 @@ def put_file(
 
 
 def _put(url: str, file: BinaryIO, size: int, headers: Mapping[str, str], on_block: Callable[[], None]) -> str:
-    # A body of form data, which is what a request without a type has, is taken apart by some servers.
+    # Some servers parse the body of a request without a type as form data.
     fields = {"Content-Type": "application/octet-stream", **headers, "Content-Length": str(size)}
     request = urllib.request.Request(url, data=_blocks(file, size, on_block), headers=fields, method="PUT")
     with _opener().open(request, timeout=_TIMEOUT_SECONDS) as answer:
@@ -76,19 +76,19 @@ def _blocks(file: BinaryIO, size: int, on_block: Callable[[], None]) -> Iterator
 
 @functools.cache
 def _opener() -> Any:
-    """Of http and https, through the proxies that the environment names."""
+    """Return an opener for http and https that uses the proxies of the environment."""
     context = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
     return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
 
 
 def _meaning(error: urllib.error.HTTPError) -> str:
-    """What the store says, where another try may help; raises otherwise."""
+    """Return the store's message if a retry may help; raise an error otherwise."""
     body = error.read(_MAX_BODY_BYTES)
     line = refusal(error.code, body.decode(errors="replace"))
     if error.code in _MAY_PASS or b"RequestTimeout" in body or b"BadDigest" in body:
         return line
     if any(code in body for code in _EXPIRED):
-        raise TimeoutError(errno.ETIMEDOUT, line)  # whoever signs anew may go on
+        raise TimeoutError(errno.ETIMEDOUT, line)  # a newly signed URL may work
     if error.code in NOT_ALLOWED:
         raise PermissionError(errno.EACCES, line)
     if error.code == 404:
@@ -99,5 +99,7 @@ def _meaning(error: urllib.error.HTTPError) -> str:
 def _reason(error: Exception) -> str:
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(reason, ssl.SSLCertVerificationError):
-        raise PermissionError(errno.EACCES, f"{reason.verify_message}; set AWS_CA_BUNDLE")
+        raise PermissionError(
+            errno.EACCES, f"{reason.verify_message}. Set AWS_CA_BUNDLE to a file with the store's CA certificate"
+        )
     return f"{type(reason).__name__}: {reason}"

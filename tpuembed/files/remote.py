@@ -1,6 +1,6 @@
-"""Objects in a store: S3 and Google Cloud Storage, through obstore.
+"""Objects in S3 and Google Cloud Storage, read through obstore.
 
-Credentials, region and endpoint are what obstore finds by itself: AWS_* and GOOGLE_* variables, or the machine's identity.
+obstore finds credentials, region and endpoint itself: AWS_* and GOOGLE_* variables, or the machine's identity.
 """
 
 import concurrent.futures
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from tpuembed.errors import MissingExtraError
-from tpuembed.files.answers import NOT_ALLOWED, refusal
+from tpuembed.files.store_errors import NOT_ALLOWED, refusal
 from tpuembed.files.types import FileVersion, MissingBucketError, Pending, finish
 
 if TYPE_CHECKING:
@@ -25,15 +25,17 @@ __all__ = ["IN_FLIGHT_BYTES", "RemoteFile", "below", "children", "head", "in_par
 _REQUEST_BYTES: Final = 4 << 20
 """A longer range is split: several connections are faster than one."""
 _REQUESTS: Final = 16
-"""At once, in this process: 64 MiB on their way at most, whoever asked for them."""
+"""Parallel requests of this process; together they request 64 MiB at most."""
 _CHUNK_BYTES: Final = 1 << 18
-"""How a response is taken in."""
+"""The chunk size of a response."""
 IN_FLIGHT_BYTES: Final = _REQUESTS * 4 * _CHUNK_BYTES
-"""Of responses that have come and are not in their buffers yet: of each request some chunks, in Python and in the client."""
+"""Most bytes of responses that have arrived and are not in their buffers yet: some chunks per request, in Python and
+the client.
+"""
 _MAX_MESSAGE: Final = 300
 
 _NO_BUCKET: Final = "status code: 404 Not Found"
-"""In the client's message, which has no class for it: of a listing, only a bucket can be missing."""
+"""A part of the client's message, which has no class for this error. A listing fails so only if the bucket is missing."""
 
 _ANSWER: Final = re.compile(r"non-2xx status code: (\d{3})\b")
 
@@ -42,14 +44,14 @@ _CREDENTIALS: Final = {
     '~/.aws are not read: eval "$(aws configure export-credentials --format env)"',
     "/computeMetadata/": "no credentials: set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true",
 }
-"""Paths of the service that a cloud's machine gets its identity from, asked last -> what to do where there is none."""
+"""Paths of the service that gives a cloud's machine its identity, which is tried last -> the remedy if there is none."""
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 class RemoteFile:
-    """An object as it was when this was made: once another takes its place, reads raise.
+    """An object as it was when this was created. If it is replaced, reads raise an error.
 
     Attributes:
         version: its size and ETag.
@@ -60,7 +62,7 @@ class RemoteFile:
         self._path = path
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill `out`, contiguous bytes, with those at `offset`."""
+        """Fill `out`, contiguous bytes, with the bytes at `offset`."""
         self.read_ranges([(offset, out)])
 
     def read_ranges(self, ranges: Iterable[tuple[int, memoryview]]) -> None:
@@ -69,9 +71,9 @@ class RemoteFile:
             pending += self.begin(ranges)
 
     def begin(self, ranges: Iterable[tuple[int, memoryview]]) -> Pending:
-        """Ask for the bytes of every range; the buffers are full when all that is returned is done."""
+        """Request the bytes of every range. The buffers are full when all returned futures are done."""
         ranges = list(ranges)
-        for offset, out in ranges:  # all of them before the first request is under way
+        for offset, out in ranges:  # check all of them before the first request is sent
             if offset + len(out) > self.version.size:
                 end = max(offset, self.version.size)
                 raise EOFError(f"{self._path}: ends at byte {self.version.size}, {offset + len(out) - end} bytes early")
@@ -79,7 +81,7 @@ class RemoteFile:
         return [_pool().submit(self._read, offset + at, out[at : at + _REQUEST_BYTES]) for offset, out, at in pieces]
 
     def _read(self, offset: int, out: memoryview) -> None:
-        """One request, for the version that was opened."""
+        """Read one range of the version that was opened."""
         import obstore
 
         options: Any = {"range": (offset, offset + len(out)), "if_match": self.version.tag or None}
@@ -95,11 +97,11 @@ class RemoteFile:
             raise EOFError(f"{self._path}: ends at byte {offset + done}, {len(out) - done} bytes early")
 
     def close(self) -> None:
-        """Connections are the store's, and shared."""
+        """Do nothing: connections belong to the store and are shared."""
 
 
 def head(path: "UrlPath") -> FileVersion:
-    """Size and ETag of an object."""
+    """Return size and ETag of an object."""
     store = _store(path.scheme, path.bucket)
     import obstore
 
@@ -111,24 +113,26 @@ def head(path: "UrlPath") -> FileVersion:
 
 
 def children(path: "UrlPath") -> Iterator[str]:
-    """The keys right below `path`, of objects and of folders. MissingBucketError where there is no such bucket."""
+    """Yield the keys directly below `path`, of objects and of folders. Raises MissingBucketError if the bucket does not
+    exist.
+    """
     store = _store(path.scheme, path.bucket)
     import obstore
 
     try:
         found = obstore.list_with_delimiter(store, path.key or None)
-    except (FileNotFoundError, ValueError):  # no key that can be
+    except (FileNotFoundError, ValueError):  # the key is not a possible one
         return
     except Exception as error:
         if _NO_BUCKET in _first_paragraph(error):
-            raise MissingBucketError(errno.ENOENT, f"there is no bucket {path.bucket!r}", str(path)) from None
+            raise MissingBucketError(errno.ENOENT, f"the bucket {path.bucket!r} does not exist", str(path)) from None
         _fail(path, error)
     yield from found["common_prefixes"]
     yield from (entry["path"] for entry in found["objects"])
 
 
 def below(path: "UrlPath") -> Iterator[str]:
-    """The keys of all objects below `path`."""
+    """Yield the keys of all objects below `path`."""
     import obstore
 
     try:
@@ -139,7 +143,7 @@ def below(path: "UrlPath") -> Iterator[str]:
 
 
 def in_parallel(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    """`function` of every item, in order, as many at once as requests are."""
+    """Return `function` of every item, in order. As many run at once as there are parallel requests."""
     return list(_pool().map(function, items))
 
 
@@ -150,38 +154,38 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
 
 @functools.cache
 def _store(scheme: str, bucket: str) -> "ObjectStore":
-    """The store of a bucket, which holds its connections."""
+    """Return the store of a bucket, which holds its connections."""
     try:
         from obstore.store import MemoryStore, from_url
     except ModuleNotFoundError:
         raise MissingExtraError(f"{scheme}://", "obstore", "cloud") from None
     if scheme == "memory":
         return MemoryStore()
-    # Its own defaults retry for three minutes, which on a machine without credentials is a hang.
+    # obstore's defaults retry for three minutes, which looks like a hang on a machine without credentials.
     retry: Any = {"max_retries": 5, "retry_timeout": dt.timedelta(seconds=60)}
     return from_url(f"{scheme}://{bucket}", retry_config=retry)
 
 
 def _fail(path: "UrlPath", error: Exception) -> NoReturn:
-    """Raise what the store's error is in the operating system's terms."""
+    """Raise the store's error as an OSError."""
     from obstore import exceptions
 
     if isinstance(error, FileNotFoundError):
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from None
-    if isinstance(error, ValueError):  # a key that the client cannot spell, such as one with control characters
+        raise FileNotFoundError(errno.ENOENT, "the object does not exist", str(path)) from None
+    if isinstance(error, ValueError):  # the client cannot encode the key, for example because of control characters
         raise FileNotFoundError(errno.ENOENT, _line(error), str(path)) from None
     if isinstance(error, exceptions.PreconditionError):
         raise OSError(errno.ESTALE, "it has changed since it was opened", str(path)) from None
     refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
     if refused or _status(error) in NOT_ALLOWED:
         line = _line(error)
-        remedy = "" if line in _CREDENTIALS.values() else "; the credentials are wrong, or not allowed to read there"
+        remedy = "" if line in _CREDENTIALS.values() else "; the credentials are wrong, or may not read there"
         raise PermissionError(errno.EACCES, line + remedy, str(path)) from None
     raise OSError(errno.EIO, _line(error), str(path)) from None
 
 
 def _line(error: Exception) -> str:
-    """What the store answered, or else the first paragraph of the client's message, in one line that is not long."""
+    """Return the store's answer, or else the first paragraph of the client's message, as one short line."""
     text = _first_paragraph(error)
     for metadata_service, hint in _CREDENTIALS.items():
         if metadata_service in text:
@@ -192,7 +196,7 @@ def _line(error: Exception) -> str:
 
 
 def _status(error: Exception) -> int:
-    """Of the answer that the client's message is about; 0 where it is about none."""
+    """Return the status of the answer in the client's message; 0 if there is none."""
     found = _ANSWER.search(str(error))
     return int(found[1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""What every open file offers, wherever it lies."""
+"""The interface of an open file, local or remote."""
 
 import concurrent.futures
 import contextlib
@@ -10,16 +10,16 @@ from typing import Protocol
 __all__ = ["ByteFile", "FileVersion", "MissingBucketError", "Pending", "finish"]
 
 Pending = Sequence[concurrent.futures.Future[None]]
-"""Reads under way."""
+"""Reads that have been started."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FileVersion:
-    """How many bytes a file has, and what changes when they do.
+    """The size of a file, and a tag that changes with its content.
 
     Attributes:
         size: in bytes.
-        tag: the time of change in nanoseconds on a disk, the ETag in a store.
+        tag: the modification time in nanoseconds on a disk, the ETag in a store.
     """
 
     size: int
@@ -27,39 +27,39 @@ class FileVersion:
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileVersion":
-        """That of a file on a disk."""
+        """Return the version of a file on a disk."""
         return cls(status.st_size, str(status.st_mtime_ns))
 
 
 class MissingBucketError(FileNotFoundError):
-    """A URL names a bucket that the store does not have."""
+    """The bucket of a URL does not exist."""
 
 
 class ByteFile(Protocol):
-    """A file opened for reads of exact ranges; any thread may read. A failure raises OSError, an early end EOFError."""
+    """A file opened for reads of exact ranges. Any thread may read. A failure raises OSError, an early end EOFError."""
 
     @property
     def version(self) -> FileVersion:
-        """As it was when the file was opened."""
+        """Return the version of the file when it was opened."""
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill `out`, contiguous bytes, with those at `offset`."""
+        """Fill `out`, contiguous bytes, with the bytes at `offset`."""
 
     def read_ranges(self, ranges: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill every buffer with the bytes at its offset: on a disk in turn, in a store in parallel."""
+        """Fill every buffer with the bytes at its offset: sequentially on a disk, in parallel in a store."""
 
     def begin(self, ranges: Iterable[tuple[int, memoryview]]) -> Pending:
-        """Start `read_ranges`; the buffers are full when all that is returned is done. On a disk that is at once."""
+        """Start `read_ranges`. The buffers are full when all returned futures are done; on a disk, that is at once."""
 
     def close(self) -> None:
-        """Close it; reading is over."""
+        """Close the file."""
 
 
 @contextlib.contextmanager
 def finish() -> Iterator[list[concurrent.futures.Future[None]]]:
-    """A list for what is begun inside. On leaving all of it is done, or the first failure is raised.
+    """Return a context with a list for pending reads. It waits for them at its end and raises the first failure.
 
-    Either way nobody writes into a buffer any more.
+    Either way, no thread writes into a buffer afterwards.
     """
     pending: list[concurrent.futures.Future[None]] = []
     try:

@@ -12,7 +12,7 @@ from tpuembed.export.graph.saved_model import SavedGraph, save_graph
 from tpuembed.export.graph.signature import quantization_of
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.plan.plan import ExportPlan
-from tpuembed.export.plan.request import Request, check_model_config, make_request
+from tpuembed.export.plan.request import ExportRequest, check_model_config, make_request
 from tpuembed.layer import TPUEmbedding
 from tpuembed.live.tables import LiveCheckpoint, embedding_layers
 from tpuembed.runtime.table_scope import deferred_tables
@@ -27,7 +27,7 @@ def request_of(
     tables: Sequence[str] | None,
     features: Sequence[str] | None,
     output_names: Mapping[str, str] | None = None,
-) -> Request:
+) -> ExportRequest:
     """Return the export request of a layer's lookups, or of a whole model.
 
     Raises:

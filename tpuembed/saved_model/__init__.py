@@ -1,7 +1,7 @@
-"""SavedModels of tables without TensorFlow: what the exporter, the server and the command line share.
+"""SavedModels of tables without TensorFlow: code that the exporter, the server and the command line share.
 
-mapped_paths    where a graph maps its tables from, found and rewritten in the bytes of saved_model.pb
-table_files     whether an export's data files are there, whole, and what their checksums are
+mapped_paths    the paths that a graph maps its tables from, found and rewritten in the bytes of saved_model.pb
+table_files     sizes and checksums of an export's data files
 relocate        `tpuembed relocate`
 """
 

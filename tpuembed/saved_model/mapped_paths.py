@@ -1,7 +1,7 @@
-"""Where a graph maps its tables from: the paths of the `ImmutableConst` nodes in saved_model.pb.
+"""The paths that a graph maps its tables from, in the `ImmutableConst` nodes of saved_model.pb.
 
-The path is a static attribute of the node, so a graph that moves to another folder is rewritten: on the disk at deploy time,
-or in memory while it is loaded. Everything else in the file stays byte for byte as it is.
+The path is a static attribute of the node. So a graph that moves to another folder is rewritten: on the disk at deploy
+time, or in memory while it is loaded. Everything else in the file stays byte for byte the same.
 
 Source of the field numbers: saved_model, meta_graph, graph, function, node_def, attr_value and tensor_shape .proto in
 tensorflow/core/protobuf and tensorflow/core/framework.
@@ -36,8 +36,8 @@ class MappedTensor:
     """A tensor that a graph maps from a file.
 
     Attributes:
-        path: of the file, as the graph has it.
-        dtype: by name; "" for one that no table has.
+        path: of the file, as in the graph.
+        dtype: by name; "" for one that tables do not use.
         shape: of the tensor.
     """
 
@@ -47,10 +47,10 @@ class MappedTensor:
 
 
 def mapped_tensors(graph: bytes) -> set[MappedTensor]:
-    """Every tensor that saved_model.pb, whose bytes are `graph`, maps from a file.
+    """Return every tensor that saved_model.pb, whose bytes are `graph`, maps from a file.
 
     Raises:
-        MalformedError: the bytes are no SavedModel.
+        MalformedError: the bytes are not a SavedModel.
     """
     found: set[MappedTensor] = set()
 
@@ -64,10 +64,10 @@ def mapped_tensors(graph: bytes) -> set[MappedTensor]:
 
 
 def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
-    """saved_model.pb with the mapped paths that `paths` names replaced, and all others as they are.
+    """Return saved_model.pb with the mapped paths that `paths` names replaced, and all others unchanged.
 
     Raises:
-        MalformedError: the bytes are no SavedModel.
+        MalformedError: the bytes are not a SavedModel.
     """
 
     def replace(node: bytes) -> bytes:
@@ -81,23 +81,24 @@ def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
 
 
 def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
-    """saved_model.pb with every table of `manifest` mapped from its file below `folder`, wherever it was mapped from.
+    """Return saved_model.pb with every table of `manifest` mapped from its file below `folder`.
 
     Raises:
-        ConfigError: the graph does not map exactly what the manifest says.
+        ConfigError: the graph does not map exactly the stacks of the manifest.
     """
     try:
         paths = {path: str(folder / stack.file) for path, stack in _places(graph, manifest)}
         return replace_paths(graph, paths)
     except MalformedError as error:
-        raise ConfigError(f"saved_model.pb: no SavedModel: {error}; export again") from None
+        raise ConfigError(f"saved_model.pb: not a SavedModel: {error}. Export again.") from None
 
 
 def graph_crc32c(graph: bytes, manifest: Manifest) -> int:
-    """CRC32C of saved_model.pb as it would be in the folder "": the same wherever the export was relocated to.
+    """Return the CRC32C of saved_model.pb with its paths relative to the version, so that relocation does not change
+    it.
 
     Raises:
-        ConfigError: the graph does not map what the manifest says.
+        ConfigError: the graph does not map the stacks of the manifest.
     """
     mapped = manifest.layout == "mmap"
     return int(google_crc32c.value(mapped_from(graph, manifest, PurePosixPath()) if mapped else graph))
@@ -110,7 +111,7 @@ def _edit_nodes(graph: bytes, edit: Callable[[bytes], bytes]) -> bytes:
 
 
 def _tensor_of(node: bytes) -> MappedTensor | None:
-    """The tensor of a node that maps one; None for other nodes."""
+    """Return the tensor of a node that maps one; None for other nodes."""
     message = Message(node)
     if message.data(_NODE_OP) != _OP:
         return None
@@ -125,20 +126,20 @@ def _tensor_of(node: bytes) -> MappedTensor | None:
 
 
 def _with_path(entry: bytes, path: str) -> bytes:
-    """An entry of a node's attributes, with another path where it is the path."""
+    """Return an entry of a node's attributes with the path replaced, if it is the path."""
     if Message(entry).data(_KEY) != _PATH:
         return entry
     return bytes_field(_KEY, _PATH) + bytes_field(_VALUE, bytes_field(_ATTR_BYTES, os.fsencode(path)))
 
 
 def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, StackEntry]]:
-    """(path, the stack mapped from it); every stack of the manifest at least once."""
+    """Yield (path, the stack mapped from it), for every stack of the manifest at least once."""
     tensors = mapped_tensors(graph)
     for stack in manifest.stacks:
         mapped = [tensor for tensor in tensors if _ends_with(tensor.path, stack.file)]
         if not mapped:
             raise ConfigError(
-                f"saved_model.pb: the graph maps no {stack.file}, which holds stack {stack.name!r}; export again"
+                f"saved_model.pb: the graph does not map {stack.file}, the file of stack {stack.name!r}. Export again."
             )
         for tensor in mapped:
             _check(tensor, stack)
@@ -156,6 +157,6 @@ def _check(tensor: MappedTensor, stack: StackEntry) -> None:
         size *= dim
     if tensor.shape[:1] != (stack.rows,) or size != stack.size:
         raise ConfigError(
-            f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {stack.file}, and the manifest says "
-            f"{stack.rows} rows of stack {stack.name!r} in {stack.size} bytes; export again"
+            f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {stack.file}, but the "
+            f"manifest has {stack.rows} rows of stack {stack.name!r} in {stack.size} bytes. Export again."
         )

@@ -1,4 +1,4 @@
-"""Rewrite the paths that an export maps its tables from, so that it can be served from another folder."""
+"""Rewrites the paths that an export maps its tables from, so that it can be served from another folder."""
 
 import dataclasses
 import os
@@ -17,13 +17,13 @@ __all__ = ["Relocation", "check_root", "relocate_export", "replace_file"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relocation:
-    """What `relocate_export` did.
+    """The result of `relocate_export`.
 
     Attributes:
         path: of the version.
-        files: stack name -> the path that it is mapped from now.
-        changed: whether saved_model.pb was written anew.
-        found: whether the files were looked at where they will be mapped from; else that folder is another machine's.
+        files: stack name -> the path that it is now mapped from.
+        changed: whether saved_model.pb was rewritten.
+        found: whether the new folder exists on this machine, and its files were checked.
     """
 
     path: Path
@@ -32,15 +32,15 @@ class Relocation:
     found: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the relocation as JSON values."""
         return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
 def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocation:
-    """Have the export at `version_dir` map its tables from `root`/<name of version_dir>/.
+    """Make the export at `version_dir` map its tables from `root`/<name of version_dir>/.
 
-    saved_model.pb is replaced by one rename. Where the new folder exists on this machine, the data files must lie in it;
-    else it is another machine's, and they must lie in `version_dir`.
+    saved_model.pb is replaced by one rename. If the new folder exists on this machine, the data files must be in it.
+    Otherwise it is on another machine, and they must be in `version_dir`.
 
     Args:
         version_dir: the version.
@@ -48,13 +48,14 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
         root: MODEL_DIR as the serving machine or container sees it; absolute.
 
     Raises:
-        ConfigError: this is no mmap export, its graph or data files are not what the manifest says, or `root` is relative.
+        ConfigError: the export is not of layout mmap, its graph or data files do not match the manifest, or `root` is
+            relative.
     """
     check_root(root)
     if manifest.layout != "mmap":
         raise ConfigError(
-            f"export {version_dir}: its layout is {manifest.layout}, which maps no files and loads from any folder; "
-            "only exports of layout mmap are relocated"
+            f"export {version_dir}: its layout is {manifest.layout}, which maps no files and loads from any "
+            "folder. Only exports of layout mmap can be relocated."
         )
     target = PurePosixPath(root) / version_dir.absolute().name
     found = Path(target).is_dir()
@@ -68,13 +69,13 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
 
 
 def check_root(root: str) -> None:
-    """Raise ConfigError unless `root` is an absolute path: a relative one would depend on the server's own folder."""
+    """Raise ConfigError unless `root` is absolute. A relative path would depend on the server's working directory."""
     if not PurePosixPath(root).is_absolute():
-        raise ConfigError(f"ROOT {root!r} is relative; give the absolute path of MODEL_DIR as the server sees it")
+        raise ConfigError(f"ROOT {root!r} is relative. Give the absolute path of MODEL_DIR as the server sees it.")
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to the file `path` by one rename: whoever reads meanwhile sees the old bytes or the new ones.
+    """Write `content` to the file `path` by one rename, so that a reader sees either the old bytes or the new ones.
 
     Raises:
         OSError: the folder cannot be written.
@@ -96,7 +97,9 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"export {path.parent}: {path.name} cannot be read: {error.strerror}; export again") from None
+        raise ConfigError(
+            f"export {path.parent}: {path.name} cannot be read: {error.strerror}. Export again."
+        ) from None
 
 
 def _sync(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a row of the storage type int8 is laid out, and read back without TensorFlow."""
+"""The layout of a row of the storage type int8, decoded without TensorFlow."""
 
 from typing import Any
 

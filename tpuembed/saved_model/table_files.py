@@ -1,4 +1,4 @@
-"""An export's data files: whether they are there with the sizes that the manifest says, and their checksums."""
+"""Checks the data files of an export: their sizes, and their checksums."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ _PIECE_BYTES: Final = 8 << 20
 
 
 def size_faults(version_dir: FilePath, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """(file, what is wrong with it) for every data file of tables that is not there or has another size."""
+    """Yield (file, fault) for every data file of tables that is missing or has the wrong size."""
     for file, size in manifest.table_files().items():
         held = ", ".join(repr(stack.name) for stack in manifest.stacks if stack.file == file)
         try:
@@ -29,20 +29,20 @@ def size_faults(version_dir: FilePath, manifest: Manifest) -> Iterator[tuple[str
             yield file, f"which holds stack {held}, cannot be read: {error.strerror}"
         else:
             if found.size != size:
-                yield file, f"which holds stack {held}, has {found.size} bytes and the manifest says {size}"
+                yield file, f"which holds stack {held}, has {found.size} bytes, but the manifest has {size}"
 
 
 def check_sizes(version_dir: Path, manifest: Manifest) -> None:
-    """Raise ConfigError for the first data file of tables that is not there or has another size."""
+    """Raise ConfigError for the first data file of tables that is missing or has the wrong size."""
     for file, fault in size_faults(version_dir, manifest):
-        raise ConfigError(f"export {version_dir}: {file}, {fault}; copy the version again or export it again")
+        raise ConfigError(f"export {version_dir}: {file}, {fault}. Copy the version again, or export it again.")
 
 
 def file_crc32c(path: FilePath, on_read: Callable[[int], None] | None = None) -> int:
-    """CRC32C of a whole file, which is read piece by piece; `on_read` is told the bytes of each.
+    """Return the CRC32C of a whole file, which is read in pieces. `on_read` is called with the bytes of each piece.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     checksum, buffer = 0, np.empty(_PIECE_BYTES, np.uint8)
     with open(path, "rb", buffering=0) if isinstance(path, Path) else open_stream(path) as file:

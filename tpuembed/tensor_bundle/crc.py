@@ -17,40 +17,41 @@ _X_TO_THE_8: Final = 1 << 23
 
 
 def mask(crc: int) -> int:
-    """The stored form of `crc`: rotated and shifted, so that a CRC over bytes that hold CRCs stays strong."""
+    """Return the stored form of `crc`: rotated and shifted, so that a CRC over bytes that contain CRCs stays strong."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def unmask(masked: int) -> int:
-    """The CRC whose stored form is `masked`."""
+    """Return the CRC whose stored form is `masked`."""
     rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
     return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 
 
 def extend(crc: int, data: bytes | bytearray | memoryview | np.ndarray[Any, Any]) -> int:
-    """CRC32C of some bytes with CRC `crc` followed by `data`, which is contiguous and is not copied."""
+    """Return the CRC32C of bytes with CRC `crc` followed by `data`. `data` is contiguous and is not copied."""
     if not len(data):
         return crc
-    # google_crc32c refuses writable buffers but for arrays; an array over them costs nothing.
+    # google_crc32c refuses writable buffers except arrays; an array over the buffer costs nothing.
     return int(google_crc32c.extend(crc, data if isinstance(data, bytes) else np.frombuffer(data, np.uint8)))
 
 
 def value(data: bytes | bytearray | memoryview | np.ndarray[Any, Any]) -> int:
-    """CRC32C of `data`."""
+    """Return the CRC32C of `data`."""
     return extend(0, data)
 
 
 def combine(crc1: int, crc2: int, len2: int) -> int:
-    """CRC32C of A + B, given `crc1` of A, `crc2` of B and B's length in bytes. O(log len2).
+    """Return the CRC32C of A + B, given `crc1` of A, `crc2` of B and B's length in bytes. O(log len2).
 
-    Source: a CRC is the message as a polynomial modulo P, so A shifts by x^(8 len2) and the parts add; the
-    initial value and the final inversion cancel.
+    Source: a CRC is the message as a polynomial modulo P, so A shifts by x^(8 len2) and the parts add; the initial
+    value and the
+    final inversion cancel.
     """
     return _multiply(crc1, _power_of_x8(len2)) ^ crc2
 
 
 def _multiply(a: int, b: int) -> int:
-    """A times b modulo P over GF(2)."""
+    """Return a times b modulo P over GF(2)."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -60,7 +61,7 @@ def _multiply(a: int, b: int) -> int:
 
 
 def _power_of_x8(exponent: int) -> int:
-    """x^(8 exponent) modulo P, by repeated squaring."""
+    """Return x^(8 exponent) modulo P, by repeated squaring."""
     result, square = _ONE, _X_TO_THE_8
     while exponent:
         if exponent & 1:

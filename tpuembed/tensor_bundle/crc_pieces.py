@@ -1,7 +1,8 @@
-"""The CRC32C of bytes that are met in pieces, in any order.
+"""The CRC32C of bytes that are read in pieces, in any order.
 
-`crc.combine` is linear: the CRC of a concatenation is the XOR of its pieces' CRCs, each multiplied by x^8 for every byte after
-it. A piece's product does not depend on the others, so that whoever meets pieces adds theirs up, and sums add up too.
+`crc.combine` is linear: the CRC of a concatenation is the XOR of its pieces' CRCs, each multiplied by x^8 for every
+byte after it. A piece's product does not depend on the other pieces. So each reader of pieces can add up its own, and
+the sums can be added too.
 """
 
 import functools
@@ -18,11 +19,13 @@ _BYTES: Final = np.arange(256, dtype=np.uint32)
 
 
 def sum_of_pieces(checksums: npt.NDArray[Any], bytes_after: npt.NDArray[Any]) -> int:
-    """What pieces contribute to the CRC32C of the bytes that they are of; 0 for no pieces. XOR of all pieces' sums is that CRC.
+    """Return the contribution of pieces to the CRC32C of the bytes they belong to; 0 for no pieces.
+
+    The XOR of the contributions of all pieces is that CRC.
 
     Args:
         checksums: uint32 [n], of each piece.
-        bytes_after: int64 [n], how many bytes follow it.
+        bytes_after: int64 [n], the number of bytes after it.
     """
     products, left = checksums.astype(np.uint32), bytes_after.astype(np.int64)
     power = 0
@@ -35,7 +38,7 @@ def sum_of_pieces(checksums: npt.NDArray[Any], bytes_after: npt.NDArray[Any]) ->
 
 
 def _multiply(values: npt.NDArray[np.uint32], power: int) -> npt.NDArray[np.uint32]:
-    """`values` times x^(8 * 2^power) modulo P: four look-ups for each."""
+    """Return `values` times x^(8 * 2^power) modulo P, with four table look-ups per value."""
     tables = _tables(power)
     found = tables[0][values & 255]
     for number in (1, 2, 3):
@@ -45,7 +48,7 @@ def _multiply(values: npt.NDArray[np.uint32], power: int) -> npt.NDArray[np.uint
 
 @functools.cache
 def _tables(power: int) -> npt.NDArray[np.uint32]:
-    """uint32 [4, 256]: the products of each value of each byte."""
+    """Return uint32 [4, 256]: for each byte of a word, the product of each value of that byte."""
     tables = np.zeros((4, 256), np.uint32)
     for bit in range(32):
         column = np.uint32(crc.combine(1 << bit, 0, 1 << power))

@@ -1,4 +1,4 @@
-"""The data files of a bundle: opened when first needed, read by byte range from any number of threads."""
+"""The data files of a bundle, opened on first use and read by byte range from any number of threads."""
 
 import threading
 from collections.abc import Iterable
@@ -28,11 +28,11 @@ class DataFiles:
         self._closed = False
 
     def path(self, shard: int) -> FilePath:
-        """Where data file `shard` lies."""
+        """Return the path of data file `shard`."""
         return shard_path(self._prefix, shard, self._num_shards)
 
     def check_ranges(self, parts: Iterable[tuple[str, Slice]]) -> None:
-        """Raise CheckpointCorruptError unless every named part lies inside its data file, apart from all others."""
+        """Raise CheckpointCorruptError unless every named part is inside its data file and overlaps no other part."""
         ordered = sorted(parts, key=lambda item: (item[1].shard, item[1].offset, item[1].size))
         found = self._checked = self.versions(part.shard for _, part in ordered)
         ends: dict[int, int] = {}
@@ -40,44 +40,44 @@ class DataFiles:
             path, size, end = self.path(part.shard), found[part.shard].size, part.offset + part.size
             if end > size:
                 raise CheckpointCorruptError(
-                    f"data file {path}: has {size} bytes, and the index puts tensor {name!r} at bytes "
-                    f"[{part.offset}, {end}); it is truncated: restore it from another copy"
+                    f"data file {path}: has {size} bytes, but the index puts tensor {name!r} at bytes "
+                    f"[{part.offset}, {end}). It is truncated. Restore it from another copy."
                 )
             if part.size and part.offset < ends.get(part.shard, 0):
                 raise CheckpointCorruptError(
-                    f"data file {path}: the index puts tensor {name!r} at byte {part.offset}, inside the one before, "
-                    f"which ends at {ends[part.shard]}; restore the index from another copy"
+                    f"data file {path}: the index puts tensor {name!r} at byte {part.offset}, inside the previous "
+                    f"tensor, which ends at {ends[part.shard]}. Restore the index from another copy."
                 )
             ends[part.shard] = max(end, ends.get(part.shard, 0))
 
     def versions(self, shards: Iterable[int]) -> dict[int, FileVersion]:
-        """Sizes and times of change, by number, of the data files `shards`."""
+        """Return sizes and modification times of the data files `shards`, by number."""
         numbers = sorted(set(shards))
         try:
             return dict(zip(numbers, versions([self.path(shard) for shard in numbers]), strict=True))
         except FileNotFoundError as error:
             raise CheckpointCorruptError(
-                f"data file {error.filename}: is missing, and the index puts tensors in it; copy it here"
+                f"data file {error.filename}: is missing, but the index puts tensors in it. Copy it here."
             ) from None
         except OSError as error:
             _fail(error)
 
     def read_into(self, shard: int, offset: int, out: Array) -> None:
-        """Fill the C-contiguous `out` with the bytes at `offset`, without a copy between."""
+        """Fill the C-contiguous `out` with the bytes at `offset`, without an intermediate copy."""
         self.read_ranges([(shard, offset, out)])
 
     def read_ranges(self, ranges: Iterable[tuple[int, int, Array]]) -> None:
-        """Fill every C-contiguous array with the bytes of its data file at its offset; from a store in parallel."""
+        """Fill every C-contiguous array with the bytes of its data file at its offset, in parallel from a store."""
         self.read_views((shard, [(offset, _bytes_of(out))]) for shard, offset, out in ranges if out.size)
 
     def read_views(self, ranges: Iterable[tuple[int, Iterable[tuple[int, memoryview]]]]) -> None:
-        """Fill every buffer, given with its offset, by data file."""
+        """Fill the buffers, given with their offsets for each data file."""
         try:
             read_all((self._file(shard), in_file) for shard, in_file in ranges)
         except OSError as error:
             _fail(error)
         except EOFError as error:
-            raise CheckpointCorruptError(f"data file {error}; it was truncated since it was opened") from None
+            raise CheckpointCorruptError(f"data file {error}. It was truncated after it was opened.") from None
 
     def _file(self, shard: int) -> ByteFile:
         file = self._files.get(shard)
@@ -86,23 +86,23 @@ class DataFiles:
     def _open(self, shard: int) -> ByteFile:
         with self._lock:
             if self._closed:
-                raise CheckpointError(f"bundle {self._prefix}: is closed; open it again")
+                raise CheckpointError(f"bundle {self._prefix}: is closed. Open it again.")
             if shard not in self._files:
                 self._files[shard] = self._as_checked(shard, open_bytes(self.path(shard)))
             return self._files[shard]
 
     def _as_checked(self, shard: int, file: ByteFile) -> ByteFile:
-        """`file`; CheckpointError where it took the place of the one that the index was held against."""
+        """Return `file`. Raises CheckpointError if it has replaced the file that the index was checked against."""
         if file.version == self._checked.get(shard, file.version):
             return file
         file.close()
         raise CheckpointError(
-            f"data file {self.path(shard)}: has changed since the checkpoint was opened, and the index that was read may be of "
-            "other tensors; open it again"
+            f"data file {self.path(shard)}: has changed since the checkpoint was opened, so it may not match the "
+            "index. Open the checkpoint again."
         )
 
     def close(self) -> None:
-        """Close what was opened; reading is over."""
+        """Close the open data files."""
         with self._lock:
             self._closed = True
             while self._files:
@@ -114,4 +114,4 @@ def _bytes_of(out: Array) -> memoryview:
 
 
 def _fail(error: OSError) -> NoReturn:
-    raise CheckpointError(f"data file {error.filename}: cannot be read: {error.strerror}") from None
+    raise CheckpointError(f"data file {error.filename}: cannot be read: {error.strerror}.") from None

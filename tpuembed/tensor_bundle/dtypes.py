@@ -14,7 +14,7 @@ __all__ = ["OPAQUE", "STRING", "dtype_name", "dtype_number", "numpy_dtype"]
 
 STRING: Final = "string"
 OPAQUE: Final = frozenset({"qint8", "quint8", "qint32", "qint16", "quint16", "variant"})
-"""Dtypes that are carried along and never decoded."""
+"""Dtypes that are copied and never decoded."""
 
 _NAMES: Final = {
     1: "float32",
@@ -48,18 +48,18 @@ _NUMBERS: Final = {name: number for number, name in _NAMES.items()}
 
 
 def dtype_name(number: int) -> str:
-    """The name of TensorFlow's dtype `number`, as numpy and ml_dtypes spell it."""
+    """Return the name of TensorFlow's dtype `number`, as numpy and ml_dtypes spell it."""
     if number not in _NAMES:
         raise MalformedError(f"dtype number {number} is unknown")
     return _NAMES[number]
 
 
 def dtype_number(name: str) -> int:
-    """The inverse of `dtype_name`; KeyError for a name that TensorFlow does not have."""
+    """Return the number of the dtype `name`. Raises KeyError for a name that TensorFlow does not have."""
     return _NUMBERS[name]
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The little-endian numpy dtype `name`."""
+    """Return the little-endian numpy dtype `name`."""
     extension = getattr(ml_dtypes, name, None)
     return np.dtype(extension if extension is not None else name).newbyteorder("<")

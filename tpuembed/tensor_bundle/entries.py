@@ -1,4 +1,4 @@
-"""What a bundle's index says about one tensor, and its protocol buffers.
+"""The entry of one tensor in a bundle's index, and its protocol buffers.
 
 Source: tensorflow/core/protobuf/tensor_bundle.proto, tensor_shape.proto, tensor_slice.proto.
 """
@@ -25,12 +25,12 @@ _VERSION: Final = 1
 _BIG_ENDIAN: Final = 1
 _MAX_BYTES: Final = 1 << 62
 _MAX_DIMS: Final = 32
-"""What every numpy can hold."""
+"""The most dimensions that every numpy version supports."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A box of a tensor and where its bytes lie.
+    """A box of a tensor and the place of its bytes.
 
     Attributes:
         start, shape: the box, one number per dimension.
@@ -53,10 +53,10 @@ class Entry:
     Attributes:
         dtype: as numpy or ml_dtypes spell it; or "string".
         shape: of the whole tensor.
-        shard, offset, size, crc32c: as in Slice; all 0 where the tensor lies in slices.
+        shard, offset, size, crc32c: as in Slice; all 0 if the tensor has slices.
         slices: the boxes that tile the tensor; empty for a tensor in one piece.
-        holes: why it cannot be read, where its slices hold a part of it; else empty. TensorFlow 1 writes such tensors: the
-            slots of partitioned variables whose optimizer was made in a variable_scope.
+        holes: the reason why it cannot be read, if its slices cover only a part of it; else empty. TensorFlow 1 writes
+            such tensors: the slots of partitioned variables whose optimizer was created in a variable_scope.
     """
 
     dtype: str
@@ -69,7 +69,7 @@ class Entry:
     holes: str = ""
 
     def parts(self) -> tuple[Slice, ...]:
-        """The slices; for a tensor in one piece, one that covers it."""
+        """Return the slices; for a tensor in one piece, one slice that covers it."""
         if self.slices:
             return self.slices
         whole = Slice(
@@ -91,37 +91,39 @@ class SliceRegion:
     lengths: tuple[int, ...]
 
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this box of a tensor of `shape`; MalformedError where it does not lie inside."""
+        """Return the shape of this box in a tensor of `shape`. Raises MalformedError if it is not inside."""
         if len(self.starts) != len(shape):
-            raise MalformedError(f"a slice has {len(self.starts)} dimensions, the tensor has {len(shape)}")
+            raise MalformedError(f"a slice has {len(self.starts)} dimensions, but the tensor has {len(shape)}")
         lengths = tuple(
             size if length == FULL_EXTENT else length for size, length in zip(shape, self.lengths, strict=True)
         )
         for size, start, length in zip(shape, self.starts, lengths, strict=True):
             if start < 0 or length < 0 or start + length > size:
-                raise MalformedError(f"a slice [{start}, {start + length}) lies outside its dimension of {size}")
+                raise MalformedError(f"a slice [{start}, {start + length}) is outside its dimension of {size}")
         return lengths
 
 
 def decode_header(data: bytes) -> int:
-    """The number of data files that a BundleHeaderProto gives."""
+    """Return the number of data files in a BundleHeaderProto."""
     header = Message(data)
     if header.integer(2) == _BIG_ENDIAN:
         raise UnsupportedError("its tensors are big-endian")
     if header.message(3).signed(2) > _VERSION:
-        raise UnsupportedError(f"it needs a reader of bundle version {header.message(3).signed(2)}; this one has 1")
+        raise UnsupportedError(
+            f"it needs a reader of bundle version {header.message(3).signed(2)}, but this reader supports version 1"
+        )
     if header.signed(1) < 1:
         raise MalformedError(f"it claims {header.signed(1)} data files")
     return header.signed(1)
 
 
 def encode_header(num_shards: int) -> bytes:
-    """A BundleHeaderProto; field by field: num_shards, (little-endian), version.producer."""
+    """Return a BundleHeaderProto with its fields in order: num_shards, (little-endian), version.producer."""
     return varint_field(1, num_shards) + bytes_field(3, varint_field(1, _VERSION))
 
 
 def decode_entry(data: bytes) -> tuple[Entry, tuple[SliceRegion, ...]]:
-    """A BundleEntryProto: the entry, its size checked against dtype and shape, and the regions of its slices."""
+    """Return the entry of a BundleEntryProto, its size checked against dtype and shape, and the regions of its slices."""
     proto = Message(data)
     regions = tuple(_decode_region(message) for message in proto.messages(7))
     entry = Entry(
@@ -148,7 +150,9 @@ def _check_bytes(entry: Entry, sliced: bool) -> None:
         raise MalformedError(f"shape {entry.shape} is absurd")
     expected = math.prod(entry.shape) * item_bytes
     if not sliced and entry.size != expected:
-        raise MalformedError(f"{entry.dtype} {list(entry.shape)} takes {expected} bytes, the index says {entry.size}")
+        raise MalformedError(
+            f"{entry.dtype} {list(entry.shape)} takes {expected} bytes, but the index has {entry.size}"
+        )
 
 
 def _decode_shape(proto: Message) -> tuple[int, ...]:
@@ -167,10 +171,12 @@ def _decode_region(proto: Message) -> SliceRegion:
 
 
 def encode_entries(name: str, entry: Entry) -> dict[bytes, bytes]:
-    """The index keys and BundleEntryProtos of one tensor: its own and one per slice."""
+    """Return the index keys and BundleEntryProtos of one tensor: its own and one per slice."""
     key = name.encode()
     for piece in entry.parts():
-        if piece.shape == entry.shape:  # TensorFlow reads a slice that is everything only as a tensor in one piece
+        if (
+            piece.shape == entry.shape
+        ):  # TensorFlow reads a slice that covers the whole tensor only as a tensor in one piece
             return {key: _encode_entry(entry.dtype, entry.shape, piece, [])}
     regions = [_region(entry.shape, piece) for piece in entry.slices]
     encoded = {key: _encode_entry(entry.dtype, entry.shape, None, regions)}
@@ -180,7 +186,7 @@ def encode_entries(name: str, entry: Entry) -> dict[bytes, bytes]:
 
 
 def _region(shape: tuple[int, ...], piece: Slice) -> SliceRegion:
-    """As TensorFlow writes it: a whole dimension has no length."""
+    """Return the region as TensorFlow writes it: a whole dimension has no length."""
     lengths = tuple(FULL_EXTENT if have == size else have for size, have in zip(shape, piece.shape, strict=True))
     return SliceRegion(starts=piece.start, lengths=lengths)
 
@@ -201,5 +207,5 @@ def _encode_region(region: SliceRegion) -> bytes:
 def _encode_extent(start: int, length: int) -> bytes:
     if length == FULL_EXTENT:
         return b""
-    # Field 2 is a oneof: it is written even when it is 0.
+    # Field 2 is a oneof: it is written even if it is 0.
     return varint_field(1, start) + (varint_field(2, length) or b"\x10\x00")

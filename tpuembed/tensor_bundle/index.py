@@ -26,7 +26,7 @@ __all__ = ["BundleIndex", "index_path", "merge_entries", "read_index", "shard_pa
 
 @dataclasses.dataclass(frozen=True)
 class BundleIndex:
-    """What an index file says: an entry per tensor, and the number of data files."""
+    """The content of an index file: an entry per tensor, and the number of data files."""
 
     entries: Mapping[str, Entry]
     num_shards: int
@@ -37,7 +37,7 @@ def index_path(prefix: str | Path) -> Path: ...
 @overload
 def index_path(prefix: UrlPath) -> UrlPath: ...
 def index_path(prefix: str | FilePath) -> FilePath:
-    """The index file of the bundle `prefix`; a string is a path on a disk."""
+    """Return the index file of the bundle `prefix`. A string is a path on a disk."""
     return _with_ending(prefix, ".index")
 
 
@@ -46,7 +46,7 @@ def shard_path(prefix: str | Path, shard: int, num_shards: int) -> Path: ...
 @overload
 def shard_path(prefix: UrlPath, shard: int, num_shards: int) -> UrlPath: ...
 def shard_path(prefix: str | FilePath, shard: int, num_shards: int) -> FilePath:
-    """Data file number `shard` of `num_shards` of the bundle `prefix`; a string is a path on a disk."""
+    """Return data file number `shard` of `num_shards` of the bundle `prefix`. A string is a path on a disk."""
     return _with_ending(prefix, f".data-{shard:05d}-of-{num_shards:05d}")
 
 
@@ -57,24 +57,25 @@ def _with_ending(prefix: str | FilePath, ending: str) -> FilePath:
 
 
 def read_index(path: str | FilePath) -> BundleIndex:
-    """Read and check an index file; data files are not looked at.
+    """Read and check an index file. Data files are not read.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        CheckpointCorruptError: it contradicts itself: a CRC, a size, slices that overlap. (See Entry for slices with holes.)
+        CheckpointNotFoundError: the file does not exist.
+        CheckpointCorruptError: it contradicts itself: a CRC, a size, slices that overlap. (See Entry for slices with
+            holes.)
         CheckpointFormatError: it is compressed, big-endian or of a newer version.
     """
     try:
         with open_stream(as_path(path)) as file:
             return _parse(file)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"index {path}: no such file; check the checkpoint's path") from None
+        raise CheckpointNotFoundError(f"index {path}: no such file. Check the checkpoint's path.") from None
     except OSError as error:
-        raise CheckpointError(f"index {path}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"index {path}: cannot be read: {error.strerror}.") from None
     except UnsupportedError as error:
-        raise CheckpointFormatError(f"index {path}: {error}, which is not supported") from None
+        raise CheckpointFormatError(f"index {path}: {error}, which is not supported.") from None
     except MalformedError as error:
-        raise CheckpointCorruptError(f"index {path}: {error}; restore it from another copy") from None
+        raise CheckpointCorruptError(f"index {path}: {error}. Restore it from another copy.") from None
 
 
 def _parse(file: BinaryIO) -> BundleIndex:
@@ -96,7 +97,7 @@ def _parse(file: BinaryIO) -> BundleIndex:
 def _resolve_slices(
     tensors: dict[bytes, tuple[Entry, tuple[SliceRegion, ...]]], num_shards: int
 ) -> Mapping[str, Entry]:
-    """The tensors by name; the entries of slices, whose keys start with a zero byte, move into their tensor."""
+    """Return the tensors by name. The entries of slices, whose keys start with a zero byte, move into their tensor."""
     pieces = {key: entry for key, (entry, _) in tensors.items() if key.startswith(b"\0")}
     out: dict[str, Entry] = {}
     for key, (entry, regions) in tensors.items():
@@ -111,7 +112,7 @@ def _resolve_slices(
         except MalformedError as error:
             raise type(error)(f"tensor {shown(key)}: {error}") from None
     if pieces:
-        raise MalformedError(f"{len(pieces)} slices belong to no tensor, the first is {shown(min(pieces))}")
+        raise MalformedError(f"{len(pieces)} slices belong to no tensor; the first is {shown(min(pieces))}")
     return out
 
 
@@ -127,15 +128,15 @@ def _with_slices(key: bytes, entry: Entry, regions: Sequence[SliceRegion], piece
 
 
 def _take_slice(key: bytes, whole: Entry, region: SliceRegion, pieces: dict[bytes, Entry]) -> Slice:
-    """The slice of `whole` at `region`, taken out of `pieces`."""
+    """Remove the slice of `whole` at `region` from `pieces` and return it."""
     shape = region.shape_in(whole.shape)
     piece = pieces.pop(slice_key(key, region.starts, region.lengths), None)
     if piece is None:
         raise MalformedError(f"its slice at {region.starts} of shape {shape} is missing")
     if (piece.dtype, piece.shape) != (whole.dtype, shape):
         raise MalformedError(
-            f"its slice at {region.starts} should be {whole.dtype} {list(shape)}, "
-            f"the index says {piece.dtype} {list(piece.shape)}"
+            f"its slice at {region.starts} should be {whole.dtype} {list(shape)}, but the index has {piece.dtype} "
+            f"{list(piece.shape)}"
         )
     return Slice(
         start=region.starts,
@@ -150,11 +151,11 @@ def _take_slice(key: bytes, whole: Entry, region: SliceRegion, pieces: dict[byte
 def _check_shards(entry: Entry, num_shards: int) -> None:
     for part in entry.parts():
         if part.shard >= num_shards:
-            raise MalformedError(f"it lies in data file {part.shard}, the header says there are {num_shards}")
+            raise MalformedError(f"it is in data file {part.shard}, but the header has {num_shards} data files")
 
 
 def write_index(path: str | Path, entries: Mapping[str, Entry], num_shards: int) -> None:
-    """Write an index file over `num_shards` data files, slices and all. The file is not synced to disk."""
+    """Write an index file over `num_shards` data files, including slices. The file is not flushed to the disk."""
     items = {b"": encode_header(num_shards)}
     for name, entry in entries.items():
         items.update(encode_entries(name, entry))
@@ -163,19 +164,19 @@ def write_index(path: str | Path, entries: Mapping[str, Entry], num_shards: int)
 
 
 def merge_entries(parts: Sequence[BundleIndex]) -> BundleIndex:
-    """One index over the data files of all `parts`: the first keep their numbers, the next ones follow on.
+    """Return one index over the data files of all `parts`. The first part keeps its numbers, the next ones follow.
 
     The data files have to be renamed to match: file `s` of a part becomes number `s` plus the data files before it.
 
     Raises:
-        CheckpointCorruptError: two parts hold a tensor of one name.
+        CheckpointCorruptError: two parts have a tensor of the same name.
     """
     merged: dict[str, Entry] = {}
     num_shards = 0
     for part in parts:
         for name, entry in part.entries.items():
             if name in merged:
-                raise CheckpointCorruptError(f"tensor {name!r} lies in two of the bundles to merge; rename one")
+                raise CheckpointCorruptError(f"tensor {name!r} is in two of the bundles to merge. Rename one.")
             merged[name] = _renumbered(entry, num_shards)
         num_shards += part.num_shards
     return BundleIndex(merged, num_shards)

@@ -33,11 +33,13 @@ __all__ = ["Bundle"]
 Array = np.ndarray[Any, Any]
 
 _PIECE_BYTES: Final = 1 << 22
-"""How much of a slice that is narrower than its tensor is held at a time."""
+"""The bytes to hold at a time of a slice that is narrower than its tensor."""
 
 
 def strided_bytes(entry: Entry, rows: int) -> int:
-    """The most that reading `rows` rows holds beside them: where slices cut other axes too, a piece of one."""
+    """Return the most bytes that reading `rows` rows holds beside them: a piece of a slice, if slices also cut other
+    axes.
+    """
     cut = [part.size // max(1, part.shape[0]) for part in entry.parts() if part.shape[1:] != entry.shape[1:]]
     return max((min(rows * row_bytes, max(_PIECE_BYTES, row_bytes)) for row_bytes in cut), default=0)
 
@@ -46,9 +48,9 @@ class Bundle:
     """TensorFlow's tensor bundle `prefix`.index + `prefix`.data-*, read by byte range. Safe to share among threads.
 
     Attributes:
-        prefix: its path without the endings.
+        prefix: its path without the extensions.
         num_shards: the number of data files.
-        entries: what the index says about each tensor.
+        entries: the index entry of each tensor.
     """
 
     def __init__(self, prefix: FilePath, num_shards: int, entries: Mapping[str, Entry], files: DataFiles) -> None:
@@ -60,13 +62,13 @@ class Bundle:
 
     @classmethod
     def open(cls, prefix: str | FilePath) -> Self:
-        """Read the index and check it against itself and the data files' sizes; no payload byte is read.
+        """Read the index and check it against itself and the data files' sizes. No payload byte is read.
 
         Args:
             prefix: a path or URL.
 
         Raises:
-            CheckpointNotFoundError: there is no `prefix`.index.
+            CheckpointNotFoundError: `prefix`.index does not exist.
             CheckpointCorruptError: the index contradicts itself or the data files.
             CheckpointFormatError: the index is of a kind that is not supported.
         """
@@ -89,14 +91,15 @@ class Bundle:
         self._files.close()
 
     def data_path(self, shard: int) -> FilePath:
-        """Where data file `shard` lies."""
+        """Return the path of data file `shard`."""
         return self._files.path(shard)
 
     def fingerprint(self) -> str:
-        """Of the index's bytes, and of the sizes and times of change (or ETags) of index and data files, as they are now.
+        """Return a digest of the index's bytes, and of the current sizes and modification times (or ETags) of all
+        files.
 
         Raises:
-            CheckpointError: one of them cannot be read any more.
+            CheckpointError: a file cannot be read any more.
         """
         index = index_path(self.prefix)
         shards = {part.shard for entry in self.entries.values() for part in entry.parts()}
@@ -104,14 +107,14 @@ class Bundle:
             stamps = versions([index, *(self.data_path(shard) for shard in sorted(shards))])
             parts = [crc.value(index.read_bytes()), *((stamp.size, stamp.tag) for stamp in stamps)]
         except OSError as error:
-            raise CheckpointError(f"checkpoint {self.prefix}: cannot be read any more: {error.strerror}") from None
+            raise CheckpointError(f"checkpoint {self.prefix}: cannot be read any more: {error.strerror}.") from None
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def entry(self, key: str) -> Entry:
-        """Return the entry of tensor `key`, whose bytes are all there.
+        """Return the entry of tensor `key`, if its bytes are complete.
 
         Raises:
-            UnknownTableError: there is none; the message names the nearest.
+            UnknownTableError: there is no such tensor; the message names the nearest one.
             CheckpointCorruptError: its slices leave holes.
         """
         if key not in self.entries:
@@ -119,12 +122,12 @@ class Bundle:
         entry = self.entries[key]
         if entry.holes:
             raise CheckpointCorruptError(
-                f"index {index_path(self.prefix)}: tensor {key!r}: {entry.holes}; restore it from another copy"
+                f"index {index_path(self.prefix)}: tensor {key!r}: {entry.holes}. Restore it from another copy."
             )
         return entry
 
     def read(self, key: str) -> Array:
-        """The whole tensor; a string tensor as an object array of bytes."""
+        """Return the whole tensor. A string tensor is an object array of bytes."""
         entry = self.entry(key)
         if entry.dtype == STRING:
             return self._read_strings(key, entry)
@@ -135,14 +138,14 @@ class Bundle:
         return out
 
     def read_rows(self, key: str, start: int, stop: int, out: Array | None = None) -> Array:
-        """Rows [start, stop) of tensor `key`: [stop - start, *shape[1:]], read into `out` where one is given.
+        """Return rows [start, stop) of tensor `key`, [stop - start, *shape[1:]], read into `out` if it is given.
 
-        Only the bytes asked for are read; where they lie side by side they go straight into `out`.
+        Only these bytes are read. If they are contiguous, they go straight into `out`.
 
         Raises:
             UnknownTableError: there is no such tensor.
             RowRangeError: the range is not inside the tensor.
-            ConfigError: `out` is of another shape or dtype.
+            ConfigError: `out` has another shape or dtype.
             CheckpointFormatError: the tensor is not numeric.
         """
         entry = self.entry(key)
@@ -151,11 +154,11 @@ class Bundle:
             _check_rows(key, entry, start, stop)
             out = np.empty((stop - start, *entry.shape[1:]), dtype)
         elif len(out) != stop - start:
-            raise ConfigError(f"tensor {key!r}: out must have {stop - start} rows, got {out.dtype} {out.shape}")
+            raise ConfigError(f"tensor {key!r}: out must have {stop - start} rows, got {out.dtype} {out.shape}.")
         _check_rows(key, entry, start, stop)
         if out.shape[1:] != entry.shape[1:] or out.dtype != dtype:
             shape = (len(out), *entry.shape[1:])
-            raise ConfigError(f"tensor {key!r}: out must be {dtype} {shape}, got {out.dtype} {out.shape}")
+            raise ConfigError(f"tensor {key!r}: out must be {dtype} {shape}, got {out.dtype} {out.shape}.")
         self._read_targets(list(_targets(entry, start, out)))
         return out
 
@@ -166,9 +169,9 @@ class Bundle:
                 self._read_strided(shard, offset, out)
 
     def read_runs(self, key: str, rows: Array, views: Sequence[memoryview]) -> None:
-        """Fill the bytes of every view with whole rows of tensor `key`, from the row of that number (int64) on.
+        """Fill every view with the bytes of whole rows of tensor `key`. `rows` (int64) has the first row of each view.
 
-        Made for many short runs: from a store they are read in parallel.
+        Made for many short runs of rows. From a store they are read in parallel.
 
         Raises:
             UnknownTableError: there is no such tensor.
@@ -180,7 +183,7 @@ class Bundle:
         if key not in self._row_parts:
             self._row_parts[key] = RowParts.of(entry)
         parts = self._row_parts[key]
-        if parts is None:  # slices cut columns too, or there is nothing to read
+        if parts is None:  # slices also cut columns, or the tensor is empty
             for row, view in zip(rows.tolist(), views, strict=True):
                 out = np.frombuffer(view, dtype).reshape(-1, *entry.shape[1:])
                 self.read_rows(key, row, row + len(out), out)
@@ -188,10 +191,10 @@ class Bundle:
         try:
             self._files.read_views(parts.locate(rows, views))
         except IndexError as error:
-            raise RowRangeError(f"tensor {key!r}: {error}") from None
+            raise RowRangeError(f"tensor {key!r}: {error}.") from None
 
     def _read_strided(self, shard: int, offset: int, target: Array) -> None:
-        """Fill `target`, whose rows do not lie side by side, through a small buffer."""
+        """Fill `target`, whose rows are not contiguous, through a small buffer."""
         row_bytes = target[0].nbytes
         step = min(len(target), max(1, _PIECE_BYTES // row_bytes))
         buffer = np.empty((step, *target.shape[1:]), target.dtype)
@@ -201,7 +204,7 @@ class Bundle:
             target[row : row + step] = piece
 
     def read_string(self, key: str) -> bytes:
-        """The one string of a scalar string tensor.
+        """Return the string of a scalar string tensor.
 
         Raises:
             UnknownTableError: there is no such tensor.
@@ -211,14 +214,16 @@ class Bundle:
         entry = self.entry(key)
         if entry.dtype != STRING or entry.shape:
             raise CheckpointFormatError(
-                f"bundle {self.prefix}: tensor {key!r} is {entry.dtype} {list(entry.shape)}, not a scalar string"
+                f"bundle {self.prefix}: tensor {key!r} is {entry.dtype} {list(entry.shape)}, not a scalar string."
             )
         text: bytes = self._read_strings(key, entry).item()
         return text
 
     def _read_strings(self, key: str, entry: Entry) -> Array:
         if entry.slices:
-            raise CheckpointFormatError(f"bundle {self.prefix}: string tensor {key!r} is sliced: not supported")
+            raise CheckpointFormatError(
+                f"bundle {self.prefix}: string tensor {key!r} is sliced, which is not supported."
+            )
         payload = np.empty(entry.size, np.uint8)
         self._files.read_into(entry.shard, entry.offset, payload)
         try:
@@ -230,12 +235,12 @@ class Bundle:
         return out.reshape(entry.shape)
 
     def verify(self, key: str, chunk_bytes: int = 1 << 23) -> None:
-        """Read tensor `key` through, `chunk_bytes` at a time, and compare its CRCs.
+        """Read tensor `key`, `chunk_bytes` at a time, and compare its CRCs.
 
         Raises:
             UnknownTableError: there is no such tensor.
             CheckpointCorruptError: a CRC is wrong; the message names the data file.
-            CheckpointFormatError: the tensor is of a dtype whose CRC is not known here.
+            CheckpointFormatError: the CRC of this dtype is not supported.
         """
         entry = self.entry(key)
         if entry.dtype == STRING:
@@ -248,8 +253,10 @@ class Bundle:
                 raise self._corrupt(
                     key,
                     part.shard,
-                    f"bytes [{part.offset}, {part.offset + part.size}) have CRC32C {actual:#010x}, "
-                    f"the index says {part.crc32c:#010x}",
+                    (
+                        f"bytes [{part.offset}, {part.offset + part.size}) have CRC32C {actual:#010x}, but the index "
+                        f"has {part.crc32c:#010x}"
+                    ),
                 )
 
     def _crc(self, part: Slice, chunk_bytes: int) -> int:
@@ -264,24 +271,26 @@ class Bundle:
     def _dtype(self, key: str, entry: Entry) -> np.dtype[Any]:
         if entry.dtype == STRING or entry.dtype in OPAQUE:
             raise CheckpointFormatError(
-                f"bundle {self.prefix}: tensor {key!r} is of dtype {entry.dtype}, which has no rows of numbers"
+                f"bundle {self.prefix}: tensor {key!r} has dtype {entry.dtype}, which is not numeric."
             )
         return numpy_dtype(entry.dtype)
 
     def _corrupt(self, key: str, shard: int, what: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(
-            f"data file {self.data_path(shard)}: tensor {key!r}: {what}; restore it from another copy"
+            f"data file {self.data_path(shard)}: tensor {key!r}: {what}. Restore it from another copy."
         )
 
 
 def _check_rows(key: str, entry: Entry, start: int, stop: int) -> None:
     rows = entry.shape[0] if entry.shape else 0
     if not 0 <= start <= stop <= rows:
-        raise RowRangeError(f"tensor {key!r}: rows [{start}, {stop}) are not inside its {rows} rows")
+        raise RowRangeError(f"tensor {key!r}: rows [{start}, {stop}) are not inside its {rows} rows.")
 
 
 def _targets(entry: Entry, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """What each part of a tensor holds of `out`, its rows from `start` on: data file, offset, and its place in `out`."""
+    """Yield, for each part of a tensor, its data file, offset, and place in `out`, which has the tensor's rows from
+    `start` on.
+    """
     for part in entry.parts():
         first = max(start, part.start[0])
         last = min(start + len(out), part.start[0] + part.shape[0])

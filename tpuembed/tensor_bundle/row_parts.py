@@ -16,7 +16,7 @@ Ranges = Iterable[tuple[int, memoryview]]
 
 
 class RowParts:
-    """Of a tensor, not empty, whose slices, if it has any, hold whole rows."""
+    """The parts of a tensor that is not empty, and whose slices, if any, have whole rows."""
 
     def __init__(self, entry: Entry) -> None:
         parts = sorted((part for part in entry.parts() if part.size), key=lambda part: part.start[0])
@@ -29,20 +29,20 @@ class RowParts:
 
     @classmethod
     def of(cls, entry: Entry) -> Self | None:
-        """None for a tensor that is empty, or cut in more than its rows."""
+        """Return the parts of a tensor, or None if it is empty, or if its slices cut more than rows."""
         if not entry.shape or 0 in entry.shape or any(part.shape[1:] != entry.shape[1:] for part in entry.parts()):
             return None
         return cls(entry)
 
     def locate(self, rows: Array, views: Sequence[memoryview]) -> Iterator[tuple[int, Ranges]]:
-        """By data file, where the bytes of every view lie, which begin with the row of that number (int64).
+        """Yield, by data file, the place of the bytes of every view, which starts with the row in `rows` (int64).
 
         Raises:
-            IndexError: rows are not there.
+            IndexError: rows are outside of the tensor.
         """
         sizes = np.fromiter(map(len, views), np.int64, len(views))
         if len(rows) and (rows.min() < 0 or (rows + sizes // self._row_bytes).max() > self._rows):
-            raise IndexError(f"{len(rows)} runs from row {rows.min()} on are not all inside the {self._rows} rows")
+            raise IndexError(f"{len(rows)} runs from row {rows.min()} on are not all inside its {self._rows} rows")
         parts = np.searchsorted(self._starts, rows, "right") - 1
         offsets = self._offsets[parts] + (rows - self._starts[parts]) * self._row_bytes
         if (offsets + sizes > self._ends[parts]).any():
@@ -51,7 +51,7 @@ class RowParts:
         return _by_file(self._shards[parts], offsets.tolist(), views)
 
     def _split(self, part: int, offset: int, view: memoryview) -> Iterator[tuple[int, Ranges]]:
-        """A run that may go on in the next parts."""
+        """Yield the places of a run that may continue in the next parts."""
         while len(view):
             room = int(self._ends[part]) - offset
             yield int(self._shards[part]), [(offset, view[:room])]
@@ -60,7 +60,7 @@ class RowParts:
 
 
 def _by_file(shards: Array, offsets: list[int], views: Sequence[memoryview]) -> Iterator[tuple[int, Ranges]]:
-    """Neighbours in one data file together."""
+    """Group neighbours in one data file."""
     changes = (np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist()
     for begin, end in itertools.pairwise((0, *changes, len(views)) if views else ()):
         yield int(shards[begin]), zip(offsets[begin:end], views[begin:end], strict=True)

@@ -1,8 +1,8 @@
-"""The sorted string table that a bundle's index is: LevelDB's format without compression.
+"""The sorted string table of a bundle's index: LevelDB's format without compression.
 
-A file is blocks and a footer. A block is entries (varint shared, varint rest, varint value size, key rest, value), the
-offsets of the entries that share nothing with their predecessor, and their count; then a compression byte and a masked
-CRC of both. The index block maps the last key of every data block to its place.
+A file consists of blocks and a footer. A block has entries (varint shared, varint rest, varint value size, key rest,
+value), the offsets of the entries that share nothing with their predecessor, and their count; then a compression byte
+and a masked CRC of both. The index block maps the last key of every data block to its place.
 
 Source: https://github.com/google/leveldb/blob/main/doc/table_format.md, tensorflow/core/lib/io/table_builder.cc.
 """
@@ -25,18 +25,18 @@ _BLOCK_BYTES: Final = 1 << 18
 _MAX_BLOCK_BYTES: Final = 1 << 28
 _COMPRESSIONS: Final = {1: "snappy", 2: "zstd"}
 _MAX_KEY_EXPANSION: Final = 64
-"""How many times a block's size its keys may take in memory; restarts every 16 entries keep it under 16."""
+"""The limit of the memory of a block's keys, in block sizes. With restarts every 16 entries it stays below 16."""
 
 
 class _Handle(NamedTuple):
-    """Where a block lies."""
+    """The place of a block."""
 
     offset: int
     size: int
 
 
 def read_table(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
-    """The (key, value) pairs of the table that `file` holds, in strictly growing order of keys, block by block.
+    """Yield the (key, value) pairs of the table in `file`, block by block, in strictly ascending order of keys.
 
     Raises:
         MalformedError: a CRC, an offset, a count or the order of keys is wrong.
@@ -48,14 +48,14 @@ def read_table(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
     footer = _read(file, size - _FOOTER_BYTES, _FOOTER_BYTES)
     if int.from_bytes(footer[40:], "little") != _MAGIC:
         raise MalformedError("it does not end in the magic number of a table")
-    _, position = _read_handle(footer[:40], 0)  # of the meta index, which tensor bundles leave empty
+    _, position = _read_handle(footer[:40], 0)  # the meta index, which is empty in tensor bundles
     index, _ = _read_handle(footer[:40], position)
     last: bytes | None = None
     for _, handle in _entries(_block(file, size, index)):
         place, _ = _read_handle(handle, 0)
         for key, value in _entries(_block(file, size, place)):
             if last is not None and key <= last:
-                raise MalformedError(f"key {shown(key)} stands after {shown(last)}")
+                raise MalformedError(f"key {shown(key)} comes after {shown(last)}")
             last = key
             yield key, value
 
@@ -75,16 +75,16 @@ def _read_handle(buffer: bytes, position: int) -> tuple[_Handle, int]:
 
 
 def _block(file: BinaryIO, file_size: int, handle: _Handle) -> bytes:
-    """The block at `handle`, its CRC checked."""
+    """Return the block at `handle`, with its CRC checked."""
     end = handle.offset + handle.size + _TRAILER_BYTES
     if end > file_size - _FOOTER_BYTES or handle.size > _MAX_BLOCK_BYTES:
-        raise MalformedError(f"a block should lie at bytes [{handle.offset}, {end}) of {file_size}")
+        raise MalformedError(f"a block should be at bytes [{handle.offset}, {end}) of {file_size}")
     data = _read(file, handle.offset, handle.size + _TRAILER_BYTES)
     stored = int.from_bytes(data[-4:], "little")
     actual = crc.mask(crc.value(data[:-4]))
     if stored != actual:
         raise MalformedError(
-            f"the block at byte {handle.offset} has CRC {actual:#010x}, its trailer says {stored:#010x}"
+            f"the block at byte {handle.offset} has CRC {actual:#010x}, but its trailer has {stored:#010x}"
         )
     compression = data[-_TRAILER_BYTES]
     if compression:
@@ -131,7 +131,7 @@ def write_table(file: BinaryIO, items: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def _write_block(file: BinaryIO, items: list[tuple[bytes, bytes]]) -> bytes:
-    """Append a block; its handle (varint offset, varint size)."""
+    """Append a block and return its handle (varint offset, varint size)."""
     offset = file.tell()
     block = _encode_block(items)
     typed = block + b"\0"

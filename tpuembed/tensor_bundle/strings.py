@@ -1,7 +1,8 @@
-"""String tensors: their bytes in a data file and the CRC that goes with them.
+"""String tensors: their bytes in a data file and their CRC.
 
-Varint lengths, then the masked CRC of the lengths, then the strings. Both CRCs see each length as four little-endian
-bytes (eight where it needs them) instead of the varint.
+A string tensor is stored as varint lengths, the masked CRC of the lengths, and the strings. Both CRCs are computed with
+each length as four little-endian bytes (eight if necessary) instead of the varint.
+
 Source: WriteStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
 """
 
@@ -14,7 +15,7 @@ __all__ = ["decode_strings", "encode_strings"]
 
 
 def encode_strings(values: Sequence[bytes]) -> tuple[bytes, int]:
-    """(what a data file holds for a string tensor of `values`, its unmasked CRC32C)."""
+    """Return (bytes in the data file, unmasked CRC32C) of a string tensor of `values`."""
     lengths_crc = _lengths_crc([len(value) for value in values])
     checksum = crc.mask(lengths_crc).to_bytes(4, "little")
     text = b"".join(values)
@@ -23,19 +24,21 @@ def encode_strings(values: Sequence[bytes]) -> tuple[bytes, int]:
 
 
 def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
-    """The `count` strings of `payload`.
+    """Return the `count` strings of `payload`.
 
     Raises:
         MalformedError: the lengths do not fill the payload, or a CRC is wrong; `crc32c` is the entry's.
     """
     if count > len(payload):
-        raise MalformedError(f"{count} strings cannot lie in {len(payload)} bytes")
+        raise MalformedError(f"{count} strings cannot fit in {len(payload)} bytes")
     lengths, position = [], 0
     for _ in range(count):
         length, position = read_varint(payload, position)
         lengths.append(length)
     if position + 4 + sum(lengths) != len(payload):
-        raise MalformedError(f"{count} strings take {position + 4 + sum(lengths)} bytes, the index says {len(payload)}")
+        raise MalformedError(
+            f"{count} strings take {position + 4 + sum(lengths)} bytes, but the index has {len(payload)}"
+        )
     _check_crcs(payload, lengths, position, crc32c)
     out, position = [], position + 4
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Whether slices tile a tensor: no hole, no overlap, in any number of dimensions."""
+"""Checks that slices tile a tensor: no hole, no overlap, in any number of dimensions."""
 
 import itertools
 import math
@@ -14,17 +14,17 @@ _MAX_CUT_DIMS: Final = 8
 
 
 class HolesError(MalformedError):
-    """Slices that hold fewer elements than their tensor."""
+    """Slices have fewer elements than their tensor."""
 
 
 def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
     """Raise MalformedError unless the boxes `slices`, each inside `shape`, cover every element exactly once.
 
-    It is a HolesError where they hold too few elements.
+    Raises HolesError if they have too few elements.
 
-    A set of boxes covers exactly the elements of one box an odd number of times if and only if, with corners that
-    coincide in pairs struck out, that box's corners are left. If the volumes also add up, "odd" is "once". This takes
-    time linear in the number of slices, however they lie.
+    Remove corners that coincide in pairs. A set of boxes covers exactly the elements of one box an odd number of times
+    if and only if the corners of that box are left. If the volumes also add up, "odd" is "once". This takes time linear
+    in the number of slices, in any arrangement.
     """
     held, volume = sum(math.prod(piece.shape) for piece in slices), math.prod(shape)
     if held < volume:
@@ -42,7 +42,7 @@ def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
 
 
 def _corners(start: Sequence[int], shape: Sequence[int], cut: Sequence[int]) -> set[tuple[int, ...]]:
-    """The box's corners in the dimensions `cut`, those that coincide struck out."""
+    """Return the box's corners in the dimensions `cut`, without those that coincide."""
     if any(shape[dim] == 0 for dim in cut):
         return set()
     return set(itertools.product(*((start[dim], start[dim] + shape[dim]) for dim in cut)))

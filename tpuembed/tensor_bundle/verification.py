@@ -1,4 +1,4 @@
-"""The checksums of everything in a bundle, computed piece by piece in bounded memory."""
+"""Computes the checksums of everything in a bundle, piece by piece in bounded memory."""
 
 import dataclasses
 import itertools
@@ -28,12 +28,12 @@ OnRead = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """A tensor, or one of its slices, whose bytes are not what its checksum says.
+    """A tensor, or one of its slices, whose bytes do not match their checksum.
 
     Attributes:
         name: of the tensor.
-        file: the data file it lies in.
-        reason: what is wrong, in one line.
+        file: its data file.
+        reason: the fault, in one line.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Damage:
 
 
 def unchecked_keys(bundle: Bundle) -> list[str]:
-    """The tensors whose checksums are of a kind that is not known here."""
+    """Return the tensors whose kind of checksum is not supported."""
     return sorted(key for key, entry in bundle.entries.items() if entry.dtype == _VARIANT)
 
 
 def damaged_parts(bundle: Bundle, on_read: OnRead, without: Container[str] = ()) -> Iterator[Damage]:
-    """Read every data file through once, but for the tensors `without`, and name what does not match its checksum."""
+    """Read every data file once, except for the tensors `without`, and yield what does not match its checksum."""
     parts = [
         (part.shard, part.offset, key, entry, part)
         for key, entry in bundle.entries.items()
@@ -82,11 +82,11 @@ def _damage(file: BinaryIO, entry: Entry, part: Slice, on_read: OnRead) -> str |
         return f"{place} cannot be read: {error.strerror}"
     if actual == part.crc32c:
         return None
-    return f"{place} have CRC32C {actual:#010x}, the index says {part.crc32c:#010x}"
+    return f"{place} have CRC32C {actual:#010x}, but the index has {part.crc32c:#010x}"
 
 
 def stream_crc(file: BinaryIO, offset: int, size: int, on_read: OnRead) -> int:
-    """CRC32C of `size` bytes at `offset`. EOFError where they are not all there."""
+    """Return the CRC32C of `size` bytes at `offset`. Raises EOFError if the file ends before."""
     return _crc(_pieces(file, offset, size, on_read))
 
 
@@ -98,7 +98,7 @@ def _crc(pieces: Iterable[memoryview]) -> int:
 
 
 def _pieces(file: BinaryIO, offset: int, size: int, on_read: OnRead) -> Iterator[memoryview]:
-    """The bytes at `offset`, each piece valid until the next."""
+    """Yield the bytes at `offset`. Each piece is valid until the next."""
     file.seek(offset)
     buffer = np.empty(min(size, _PIECE_BYTES), np.uint8).data
     for done in range(0, size, _PIECE_BYTES):
@@ -111,7 +111,8 @@ def _pieces(file: BinaryIO, offset: int, size: int, on_read: OnRead) -> Iterator
 
 
 def strings_crc(payload: Iterable[bytes], count: int, size: int) -> int:
-    """The CRC32C that an entry states for a string tensor of `count` strings, whose `size` bytes come in pieces.
+    """Return the CRC32C that an entry records for a string tensor of `count` strings, whose `size` bytes come in
+    pieces.
 
     Raises:
         MalformedError: the lengths do not fill the payload, or their own CRC is wrong.
@@ -121,7 +122,7 @@ def strings_crc(payload: Iterable[bytes], count: int, size: int) -> int:
     while len(rest) < _CHECKSUM_BYTES and (piece := next(pieces, b"")):
         rest += piece
     if used + _CHECKSUM_BYTES + total != size:
-        raise MalformedError(f"{count} strings take {used + _CHECKSUM_BYTES + total} bytes, the index says {size}")
+        raise MalformedError(f"{count} strings take {used + _CHECKSUM_BYTES + total} bytes, but the index has {size}")
     if rest[:_CHECKSUM_BYTES] != crc.mask(lengths_crc).to_bytes(_CHECKSUM_BYTES, "little"):
         raise MalformedError("the CRC of its lengths is wrong")
     actual = crc.extend(lengths_crc, rest)
@@ -131,7 +132,7 @@ def strings_crc(payload: Iterable[bytes], count: int, size: int) -> int:
 
 
 def _lengths(pieces: Iterator[bytes], count: int) -> tuple[int, bytes, int, int]:
-    """Read `count` lengths: their CRC, what of the last piece is left, the bytes they take, and their sum."""
+    """Read `count` lengths. Return their CRC, the rest of the last piece, the bytes they take, and their sum."""
     checksum = used = total = 0
     rest, position = b"", 0
     for _ in range(count):

@@ -1,1 +1,3 @@
-"""The demo's parts: ratings, the model of the published ranking tutorial, and the road from one to a prediction."""
+"""The demo's parts: ratings, the model of the published ranking tutorial, and the pipeline from training to
+predictions.
+"""

@@ -22,7 +22,7 @@ _READY_SECONDS = 90.0
 
 @contextlib.contextmanager
 def serving(model_dir: Path) -> Iterator["Client"]:
-    """A server of `model_dir` on a free port of this machine, ended by SIGINT on the way out.
+    """Run a server of `model_dir` on a free port of this machine. SIGINT ends it.
 
     Raises:
         ServingError: it did not become ready; the message has its last lines.
@@ -43,7 +43,7 @@ def serving(model_dir: Path) -> Iterator["Client"]:
         try:
             yield _ready_client(process, log)
         finally:
-            process.send_signal(signal.SIGINT)  # nobody else asks it: no lame duck
+            process.send_signal(signal.SIGINT)  # no other client uses it: no lame duck period
             process.wait(30)
 
 
@@ -67,7 +67,7 @@ class Client:
         self._connection = HTTPConnection("127.0.0.1", port, timeout=30)
 
     def status(self, path: str) -> int:
-        """The status code of GET `path`; 0 where nothing answers."""
+        """Return the status code of GET `path`; 0 if the server does not answer."""
         try:
             self._connection.request("GET", path)
             response = self._connection.getresponse()
@@ -78,7 +78,7 @@ class Client:
         return response.status
 
     def predict(self, users: Sequence[int], items: Sequence[int]) -> list[float]:
-        """A rating for each pair."""
+        """Return a rating for each pair."""
         rows = [{"user_id": int(user), "movie_id": int(item)} for user, item in zip(users, items, strict=True)]
         self._connection.request("POST", "/v1/models/ratings:predict", json.dumps({"instances": rows}))
         response = self._connection.getresponse()
@@ -88,7 +88,7 @@ class Client:
         return [row[0] for row in body["predictions"]]
 
     def p50_ms(self, users: Sequence[int], items: Sequence[int]) -> float:
-        """The median time of one request per pair, in milliseconds."""
+        """Return the median time of one request per pair, in milliseconds."""
         times = []
         for user, item in zip(users, items, strict=True):
             started = time.perf_counter()

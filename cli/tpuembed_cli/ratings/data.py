@@ -27,21 +27,22 @@ class Ratings:
         return len(self.users)
 
     def take(self, rows: Any) -> "Ratings":
-        """The ratings at `rows`."""
+        """Return the ratings at `rows`."""
         return Ratings(self.users[rows], self.items[rows], self.labels[rows])
 
 
 def load(path: Path) -> Ratings:
-    """The ratings of a file of user, item, rating (and more, ignored), separated by tabs, with or without a header line.
+    """Read a file of user, item, rating (further columns are ignored), separated by tabs, with or without a header
+    line.
 
     Raises:
-        ConfigError: a line that is not that; the message gives its number.
+        ConfigError: a line is invalid; the message has its number.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"ratings {path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+            f"ratings {path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}."
         ) from None
     header = bool(lines) and not lines[0].split("\t")[0].strip().isdecimal()
     rows = [
@@ -50,7 +51,7 @@ def load(path: Path) -> Ratings:
         if line.strip() and not (header and number == 1)
     ]
     if len(rows) < 10:
-        raise ConfigError(f"ratings {path}: {len(rows)} ratings are too few to train on; give at least 10")
+        raise ConfigError(f"ratings {path}: {len(rows)} ratings are too few to train on. Give at least 10.")
     users, items, ratings = zip(*rows, strict=True)
     labels = (np.asarray(ratings, np.float32) - 1.0) / 4.0
     return Ratings(np.asarray(users, np.int64), np.asarray(items, np.int64), labels)
@@ -62,21 +63,23 @@ def _row(path: Path, number: int, line: str) -> tuple[int, int, float]:
         user, item, rating = int(fields[0]), int(fields[1]), float(fields[2])
     except (ValueError, IndexError):
         raise ConfigError(
-            f"ratings {path}, line {number}: expected user, item and rating separated by tabs, got {line!r}"
+            f"ratings {path}, line {number}: expected user, item and rating separated by tabs, got {line!r}."
         ) from None
     if not (0 <= user <= _LARGEST_ID and 0 <= item <= _LARGEST_ID):
         raise ConfigError(
-            f"ratings {path}, line {number}: ids must be between 0 and {_LARGEST_ID}, got {user} and {item}"
+            f"ratings {path}, line {number}: ids must be between 0 and {_LARGEST_ID}, got {user} and {item}."
         )
     if not _LOWEST <= rating <= _HIGHEST:
         raise ConfigError(
-            f"ratings {path}, line {number}: a rating must be between {_LOWEST} and {_HIGHEST}, got {rating}"
+            f"ratings {path}, line {number}: a rating must be between {_LOWEST} and {_HIGHEST}, got {rating}."
         )
     return user, item, rating
 
 
 def generate(users: int = 943, items: int = 1682, count: int = 100_000, seed: int = 7) -> Ratings:
-    """`count` different (user, item) pairs with tastes of rank 4, popular items rated more often, stars from 1 to 5."""
+    """Generate `count` different (user, item) pairs with tastes of rank 4, popular items rated more often, stars from 1
+    to 5.
+    """
     random = np.random.default_rng(seed)
     popularity = 1.0 / np.arange(1, items + 1) ** 0.6
     activity = random.gamma(1.0, 1.0, users) + 0.05
@@ -90,7 +93,7 @@ def generate(users: int = 943, items: int = 1682, count: int = 100_000, seed: in
 
 
 def split(ratings: Ratings, seed: int = 42) -> tuple[Ratings, Ratings]:
-    """(four fifths to train on, the rest to test on), shuffled by `seed`."""
+    """Return (four fifths to train on, the rest to test on), shuffled by `seed`."""
     order = np.random.default_rng(seed).permutation(len(ratings))
     cut = len(ratings) * 4 // 5
     return ratings.take(order[:cut]), ratings.take(order[cut:])

@@ -12,7 +12,9 @@ DIM = 32
 
 
 def build(users: int, items: int) -> Any:
-    """A functional model of inputs `user_id` and `movie_id`, int64 [batch], and output `rating`, float32 [batch, 1]."""
+    """Build a functional model of inputs `user_id` and `movie_id`, int64 [batch], and output `rating`, float32 [batch,
+    1].
+    """
     inputs = {name: keras.Input((), dtype="int64", name=name) for name in ("user_id", "movie_id")}
     features = {
         "user_id": FeatureConfig(TableConfig(users, DIM, "user_table")),
@@ -26,5 +28,5 @@ def build(users: int, items: int) -> Any:
 
 
 def rmse() -> Any:
-    """The metric of the tutorial."""
+    """Return the metric of the tutorial."""
     return keras.metrics.RootMeanSquaredError(name="rmse")

@@ -41,7 +41,7 @@ def test_models_without_an_optimizer_have_names_of_variables() -> None:
 
 
 def test_names_that_slots_disprove() -> None:
-    with pytest.raises(CheckpointFormatError, match=r"nothing proves that this is a table's own name"):
+    with pytest.raises(CheckpointFormatError, match=r"cannot be proven that this is the table's own name"):
         open_checkpoint(GOLDENS / "misleading" / "model")
 
 

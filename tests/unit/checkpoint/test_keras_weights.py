@@ -57,32 +57,32 @@ def test_keras_rs_in_a_checkpoint_of_an_uncompiled_model(name: str, missing: str
 
 def test_keras_rs_layer_alone_in_a_checkpoint() -> None:
     message = refused(GOLDEN / "keras_rs_refused" / "layer" / "ckpt")
-    assert "holds no table" in message
+    assert "has no table" in message
     assert "use model.save_weights" in message
 
 
 def test_keras_rs_of_a_subclassed_model_in_a_checkpoint() -> None:
     message = refused(GOLDEN / "keras_rs_refused" / "nameless" / "ckpt")
-    assert "is called 'sub/embeddings' there, and nothing proves that this is a table's own name" in message
+    assert "has the name 'sub/embeddings', but it cannot be proven that this is the table's own name" in message
     assert "model.save_weights('model.weights.h5')" in message
 
 
 def test_keras_rs_whose_tables_are_called_by_the_layers_around_them() -> None:
     """TensorFlow's name of the one table is "item" inside scopes, its own name and path are "user", and vice versa."""
     message = refused(GOLDEN / "keras_rs_refused" / "misleading" / "ckpt")
-    assert re.search("is called '.*/towers_1/user/embeddings' there, and nothing proves", message)
+    assert re.search("has the name '.*/towers_1/user/embeddings', but it cannot be proven", message)
 
 
 def test_weights_of_keras_2() -> None:
     message = refused(GOLDEN / "tfrs_weights" / "model.weights.h5")
     assert "its layers have no names (Keras 2 wrote it" in message
     assert "tf.train.Checkpoint(model=model)" in message
-    assert "has no variables as Keras 3 groups them" in refused(GOLDEN / "tfrs_weights" / "old.h5")
+    assert "has no variables in Keras 3's groups" in refused(GOLDEN / "tfrs_weights" / "old.h5")
 
 
 def test_weights_without_a_table(tmp_path: Path) -> None:
     keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]).save_weights(tmp_path / "model.weights.h5")
-    assert "holds no table of keras_rs.layers.DistributedEmbedding or tpuembed.TPUEmbedding among 2 arrays" in refused(
+    assert "has no table of keras_rs.layers.DistributedEmbedding or tpuembed.TPUEmbedding among 2 arrays" in refused(
         tmp_path / "model.weights.h5"
     )
 
@@ -147,7 +147,7 @@ def test_tables_on_sparse_cores_in_a_checkpoint(tmp_path: Path) -> None:
     rows = [keras.layers.Flatten()(keras.layers.Embedding(9, 4)(ids)), OnSparseCores(name="de")(ids)]
     model = keras.Model(ids, keras.layers.Concatenate()(rows))
     message = refused(Path(tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))))
-    assert "keras_rs.layers.DistributedEmbedding de lie on SparseCores" in message
+    assert "keras_rs.layers.DistributedEmbedding de are on SparseCores" in message
     assert "tf.train.Checkpoint(emb=layer._tpu_embedding)" in message
 
 
@@ -230,7 +230,7 @@ def test_config_and_weights_agree(tmp_path: Path) -> None:
 def test_tables_that_are_not_in_the_weights(tmp_path: Path) -> None:
     """Those that keras-rs placed on SparseCores, beside others that it did not."""
     message = refused(archive_with(tmp_path, USER, ITEM, USER | {"name": "big"}, USER | {"name": "huge"}))
-    assert "layer 'de' has tables 'big', 'huge', and the file has no rows of them" in message
+    assert "layer 'de' has tables 'big', 'huge', but the file has no rows of them" in message
 
 
 def test_config_and_weights_disagree(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_config_and_weights_disagree(tmp_path: Path) -> None:
 def test_config_and_weights_in_different_order(tmp_path: Path) -> None:
     """keras-rs numbers tables as its config does, and so do optimizers: names that were swapped show."""
     with pytest.raises(
-        CheckpointCorruptError, match=r"layer 'de' has tables 'item', 'user' in its config's order and 'user', 'item'"
+        CheckpointCorruptError, match=r"layer 'de' has tables 'item', 'user' in its config's order, but 'user', 'item'"
     ):
         open_checkpoint(archive_with(tmp_path, ITEM, USER))
 
@@ -348,7 +348,7 @@ def test_folders(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.path == str(tmp_path / "a.weights.h5")
     write_tables(tmp_path / "b.weights.h5", {"user": TABLE})
-    assert "holds several weight files (a.weights.h5, b.weights.h5); give the path of one" in refused(tmp_path)
+    assert "contains several weight files (a.weights.h5, b.weights.h5). Give the path of one" in refused(tmp_path)
 
 
 def test_file_of_any_name(tmp_path: Path) -> None:
@@ -513,4 +513,4 @@ def test_every_flipped_bit_of_an_archived_row_is_found(tmp_path: Path) -> None:
 def test_weights_without_checksums_say_so() -> None:
     report = verify_files(GOLDEN / "keras_rs" / "weights_h5")
     assert report.damaged == ()
-    assert "keras keeps no checksums" in report.unchecked[0]
+    assert "keras has no checksums" in report.unchecked[0]

@@ -87,7 +87,7 @@ def test_format_v1_is_named(tmp_path: Path, shards: int) -> None:
         saver.save(session, str(tmp_path / "ckpt"))
     for path in (tmp_path, tmp_path / "ckpt"):
         with pytest.raises(
-            CheckpointFormatError, match=r"format V1, and only V2 is read\. Restore it with tf\.compat\.v1"
+            CheckpointFormatError, match=r"format V1, and only V2 can be read\. Restore it with tf\.compat\.v1"
         ):
             open_checkpoint(path)
 
@@ -111,7 +111,9 @@ def test_a_directory_that_does_not_say_which(tmp_path: Path, others: list[str]) 
     (tmp_path / "checkpoint").unlink()
     for name in others:
         shutil.copy(path + ".index", tmp_path / f"{name}.index")
-    with pytest.raises(CheckpointFormatError, match=r"holds several checkpoints \(.*ckpt-1.*\); give the path of one"):
+    with pytest.raises(
+        CheckpointFormatError, match=r"contains several checkpoints \(.*ckpt-1.*\). Give the path of one"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -121,7 +123,7 @@ def test_a_state_file_that_names_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError, match="has no model_checkpoint_path"):
         open_checkpoint(tmp_path)
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "ckpt-9"\n')
-    with pytest.raises(CheckpointNotFoundError, match=r"names 'ckpt-9' as the latest, and there is no .*ckpt-9\.index"):
+    with pytest.raises(CheckpointNotFoundError, match=r"names 'ckpt-9' as the latest, but there is no .*ckpt-9\.index"):
         open_checkpoint(tmp_path)
 
 
@@ -129,8 +131,8 @@ def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.txt").write_text("")
     cases = {
-        "empty": "this directory holds none",
-        "file.txt": "this file is no part of one",
+        "empty": "this directory contains none",
+        "file.txt": "this file is not part of one",
         "absent": "no such file, directory or prefix",
         "absent.index": "no such file, directory or prefix",
     }
@@ -146,7 +148,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_a_saved_model_without_variables(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(b"")
-    with pytest.raises(CheckpointNotFoundError, match="this directory holds none"):
+    with pytest.raises(CheckpointNotFoundError, match="this directory contains none"):
         open_checkpoint(tmp_path)
 
 
@@ -165,7 +167,7 @@ def test_paths_that_cannot_be_read(path: str, message: str) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://host/ckpt-1", "s3://", "s3:///ckpt-1", "http://host/ckpt-1", "://x"])
 def test_urls_that_are_not_read(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"only local paths and s3://.* are read; copy it to a disk") as caught:
+    with pytest.raises(ConfigError, match=r"only local paths and s3://.* can be read. Copy it to a disk") as caught:
         open_checkpoint(url)
     assert str(caught.value).startswith(url)
 

@@ -55,7 +55,7 @@ def test_shortest_paths_in_a_graph_with_cycles() -> None:
         2: "long/way",
         3: "long/way/deep",
     }
-    with pytest.raises(MalformedError, match="no way leads from the root to node 4"):
+    with pytest.raises(MalformedError, match="no path from the root to node 4"):
         graph.path(4)
 
 

@@ -119,11 +119,11 @@ def test_what_is_asked_for_and_is_no_slot() -> None:
     with open_checkpoint(Path(__file__).parents[2] / "golden" / "keras_2" / "one_name" / "ckpt") as checkpoint:
         with pytest.raises(UnknownTableError) as caught:
             checkpoint.read("module/a", slot="momenta")
-        assert "optimizers keep 'Adam/m/Variable' at optimizer/_variables/1/" in str(caught.value)
-        assert "nothing proves that it is that slot of this table" in str(caught.value)
+        assert "optimizers have 'Adam/m/Variable' at optimizer/_variables/1/" in str(caught.value)
+        assert "cannot be proven that it is that slot of this table" in str(caught.value)
         for name in ("optimizer/_variables/1", "optimizer/_variables/1/.ATTRIBUTES/VARIABLE_VALUE"):
             with pytest.raises(
-                UnknownTableError, match=r"an optimizer keeps that: 'Adam/m/Variable' at optimizer/_var"
+                UnknownTableError, match=r"belongs to an optimizer: 'Adam/m/Variable' at optimizer/_var"
             ):
                 checkpoint.read(name)
         with pytest.raises(UnknownTableError) as caught:

@@ -136,7 +136,7 @@ def test_a_store_that_never_answers(stub: GcsStub) -> None:
     started = time.monotonic()
     with silent_server() as url:
         said = read(stub, url)
-    assert said.startswith("CheckpointError checkpoint gs://bucket/run: array 'emb': the store gave no answer in time")
+    assert said.startswith("CheckpointError checkpoint gs://bucket/run: array 'emb': the store did not answer in time")
     assert time.monotonic() - started < 30
 
 
@@ -144,4 +144,4 @@ def test_a_server_that_tensorstore_does_not_know_of(stub: GcsStub) -> None:
     """It would look for the arrays at Google, and ask for long."""
     said = read(stub, None)
     assert said.startswith("CheckpointError checkpoint gs://bucket/run: GOOGLE_BASE_URL")
-    assert "set TENSORSTORE_GCS_HTTP_URL" in said
+    assert "Set TENSORSTORE_GCS_HTTP_URL" in said

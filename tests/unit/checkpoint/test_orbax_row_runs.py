@@ -1,7 +1,7 @@
 """Runs of stored rows, by numbers worked out by hand."""
 
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
-from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, interleaved_runs, split_run
+from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, mod_sharded_runs, split_run
 
 LAYOUT = TableLayout(
     table="t",
@@ -23,14 +23,14 @@ def test_contiguous() -> None:
 
 
 def test_interleaved() -> None:
-    assert list(interleaved_runs(LAYOUT, 0, 9)) == [
+    assert list(mod_sharded_runs(LAYOUT, 0, 9)) == [
         Run(13, 3, 0, 4),
         Run(23, 2, 1, 4),
         Run(33, 2, 2, 4),
         Run(3, 2, 3, 4),
     ]
-    assert list(interleaved_runs(LAYOUT, 6, 9)) == [Run(34, 1, 0, 4), Run(4, 1, 1, 4), Run(15, 1, 2, 4)]
-    assert list(interleaved_runs(LAYOUT, 5, 5)) == []
+    assert list(mod_sharded_runs(LAYOUT, 6, 9)) == [Run(34, 1, 0, 4), Run(4, 1, 1, 4), Run(15, 1, 2, 4)]
+    assert list(mod_sharded_runs(LAYOUT, 5, 5)) == []
 
 
 def test_split() -> None:

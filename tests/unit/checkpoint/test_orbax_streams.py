@@ -226,7 +226,7 @@ class TestWork:
             advice = checkpoint.advise("t", 2_000)
         assert advice is not None
         need = int(advice.split("chunk_memory_bytes=")[1].split()[0])
-        with pytest.warns(UserWarning, match="lies in 16 chunks"):
+        with pytest.warns(UserWarning, match="is in 16 chunks"):
             assert read() > 3 * table.nbytes
         assert read(chunk_memory_bytes=need) == 2 * table.nbytes
 

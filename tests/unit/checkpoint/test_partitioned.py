@@ -52,7 +52,7 @@ def test_rows_by_hand(tmp_path: Path, cuts: tuple[str, ...], order: list[int]) -
 
 
 def test_without_a_strategy(tmp_path: Path) -> None:
-    message = r"variable 'emb' is partitioned in 2, .*\(div or mod\); give partition_strategy.*its default is mod"
+    message = r"variable 'emb' is partitioned in 2, .*\(div or mod\). Give partition_strategy.*its default is mod"
     with pytest.raises(CheckpointFormatError, match=message):
         open_checkpoint(partitioned(tmp_path, "0,6:-", "6,5:-"))
 
@@ -61,7 +61,7 @@ def test_without_a_strategy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cuts", [("0,5:-", "5,6:-"), ("0,10:-", "10,1:-"), ("0,6:0,1", "0,6:1,1", "6,5:-")])
 def test_parts_that_no_partitioner_makes(tmp_path: Path, strategy: str, cuts: tuple[str, ...]) -> None:
     with pytest.raises(
-        CheckpointFormatError, match=r"variable 'emb' of 11 rows is cut in \d parts of .* save it in one"
+        CheckpointFormatError, match=r"variable 'emb' of 11 rows is cut in \d parts of .* Save it in one"
     ):
         open_checkpoint(partitioned(tmp_path, *cuts), partition_strategy=strategy)
 
@@ -199,7 +199,7 @@ def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], messa
 
 def test_a_strategy_for_a_checkpoint_that_leaves_no_room_for_it(tmp_path: Path) -> None:
     prefix = tf.train.Checkpoint(table=tf.Variable(TABLE)).write(str(tmp_path / "ckpt"))
-    with pytest.raises(ConfigError, match=r"partition_strategy is for checkpoints of TensorFlow 1.*leave it out"):
+    with pytest.raises(ConfigError, match=r"partition_strategy is only for checkpoints of TensorFlow 1.*Leave it out"):
         open_checkpoint(prefix, partition_strategy="mod")
 
 

@@ -86,7 +86,7 @@ def test_the_highest_number_without_a_state_file(tmp_path: Path, upload: Upload)
     (tmp_path / "checkpoint").unlink()
     assert value(upload(tmp_path, "dir")) == 11
     (tmp_path / "best.index").write_bytes(b"")
-    with pytest.raises(CheckpointFormatError, match="holds several checkpoints"):
+    with pytest.raises(CheckpointFormatError, match="contains several checkpoints"):
         open_checkpoint(upload(tmp_path, "dir"))
 
 
@@ -134,7 +134,7 @@ def test_what_is_missing_or_cut(tmp_path: Path, upload: Upload) -> None:
         open_checkpoint(f"{url}/none/")
     for missing in (f"{url}/ckpt-1", url, url.partition("models")[0] + "models"):
         with pytest.raises(
-            CheckpointNotFoundError, match=r"no-such-bucket.*: there is no bucket 'no-such-bucket'; check"
+            CheckpointNotFoundError, match=r"no-such-bucket.*: the bucket 'no-such-bucket' does not exist. Check"
         ):
             open_checkpoint(missing.replace("models", "no-such-bucket"))
     [data, *_] = sorted(tmp_path.glob("*.data-00001-of-*"))

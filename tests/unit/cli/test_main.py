@@ -144,7 +144,7 @@ def test_a_warning_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     done = _run("export", checkpoint, tmp_path / "m")
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"Warning: MODEL_DIR {tmp_path / 'm'}: an unfinished export of something else is kept ")
+    assert line.startswith(f"Warning: MODEL_DIR {tmp_path / 'm'}: another unfinished export is in ")
 
 
 def test_a_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
@@ -187,11 +187,11 @@ _SERVING = {
         (["{ckpt}", "{tmp}/m", "--serving-config", "{tmp}/table.yaml"], "did you mean 'users'"),
         (
             ["{ckpt}", "{tmp}/m", "--serving-config", "{tmp}/rows.yaml"],
-            "31 in the serving_config and 30 in the checkpoint",
+            "31 in the serving_config, but 30 in the checkpoint",
         ),
         (
             ["{ckpt}", "{tmp}/m", "--serving-config", "{tmp}/dim.yaml"],
-            "5 in the serving_config and 4 in the checkpoint",
+            "5 in the serving_config, but 4 in the checkpoint",
         ),
         (["{ckpt}", "{tmp}/m", "--serving-config", "{tmp}/twice.yaml"], "'x' is given twice"),
         (["{ckpt}", "{tmp}/m", "--serving-config", "{tmp}/twice.json"], "'x' is given twice"),

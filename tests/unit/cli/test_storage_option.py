@@ -42,8 +42,8 @@ def test_storage_is_for_all_or_by_table(values: tuple[str, ...], storage: Any) -
         (("videos=",), "'videos=': write one of"),
         (("=int8",), "'=int8': write one of"),
         (("videos",), "'videos': write one of"),
-        (("int8", "float16"), "'float16': every other table has one already"),
-        (("a=int8", "a=int8"), "'a=int8': table 'a' has one already"),
+        (("int8", "float16"), "'float16': every other table already has one"),
+        (("a=int8", "a=int8"), "'a=int8': table 'a' already has one"),
     ],
 )
 def test_bad_usage_is_named(values: tuple[str, ...], message: str) -> None:

@@ -84,7 +84,7 @@ def test_verify(prefix: Path) -> None:
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [[str(data), "[red]table"], [str(data), "wide"]]
-    assert done.stderr == f"Error: {prefix}: 2 of 2 entries are damaged; restore it from another copy\n"
+    assert done.stderr == f"Error: {prefix}: 2 of 2 entries are damaged. Restore it from another copy.\n"
     done = run("verify", prefix, "--json")
     assert done.returncode == 1
     assert [entry["name"] for entry in json.loads(done.stdout)["damaged"]] == ["[red]table", "wide"]
@@ -95,7 +95,7 @@ def test_verify_says_what_it_cannot_check(prefix: Path) -> None:
         file.write(b"x")
     done = run("verify", prefix)
     assert done.returncode == 0
-    assert done.stderr.startswith("not checked: data file")
+    assert done.stderr.startswith("Not checked: data file")
 
 
 def test_diff(prefix: Path, tmp_path: Path) -> None:

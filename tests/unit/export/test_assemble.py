@@ -48,7 +48,9 @@ def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
     with Staging(tmp_path / "model") as staging:
         streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
         keys = save_gathers(other, staging.path)
-        with pytest.raises(ExportError, match=r"stack 'stack_float32_4': its data is \[10, 4\] .* variable \[11, 4\]"):
+        with pytest.raises(
+            ExportError, match=r"stack 'stack_float32_4': its data has shape \[10, 4\].* variable has \[11, 4\]"
+        ):
             assemble(
                 staging,
                 plan,
@@ -78,7 +80,7 @@ def test_what_fits_is_published(tmp_path: Path) -> None:
         (
             lambda _, keys: keys.update(stack_float32_4=keys["stack_float32_8"]),
             ExportError,
-            rf"restores \['{KEY}'\] and the bundle has no value",
+            rf"restores \['{KEY}'\], and the bundle has no value",
         ),
         (
             lambda streamed, _: (streamed.folder / "stack_float32_8.data").write_bytes(b"short"),

@@ -81,7 +81,7 @@ def test_a_row_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     rows = random_table(500, 4)
     rows[321, 2] = np.nan
     with pytest.raises(
-        ExportError, match=r"table 'a': row 321 holds nan, which int8 cannot hold; store this table as f"
+        ExportError, match=r"table 'a': row 321 contains nan, which int8 cannot hold. Store this table as f"
     ):
         stream(tmp_path, {"a": rows}, storage="int8", max_memory_bytes=8000)
 
@@ -118,7 +118,7 @@ def test_storage_by_table_makes_stacks_by_storage_and_width() -> None:
         ({"vidoes": "int8"}, UnknownTableError, "storage: table 'vidoes' is not exported; did you mean 'videos'"),
         ({"videos": "int4"}, ConfigError, "storage: table 'videos': it must be one of .*int8; got 'int4'"),
         ({"*": "int4"}, ConfigError, "storage must be one of"),
-        (["int8"], ConfigError, r"must be a storage type, or a mapping of tables to them; got \['int8'\]"),
+        (["int8"], ConfigError, r"must be a storage type, or a mapping of tables to storage types, got \['int8'\]"),
         (None, ConfigError, "must be a storage type"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_bound_names_the_table_both_sides_and_the_remedy(tmp_path: Path) -> No
         ErrorBound(plan.shards, max_error).check(errors)
         for result in results.values():
             ErrorBound(plan.shards, max_error).check_shard(result)
-    message = rf"'b': stored as int8, a value differs by {largest:.3g} from float32, and max_error is 1e-05; store this"
+    message = rf"'b': stored as int8, a value differs by {largest:.3g} from float32, but max_error is 1e-05. Store this"
     bound = ErrorBound(plan.shards, 1e-5)
     with pytest.raises(ExportError, match=message):
         bound.check(errors)

@@ -19,4 +19,4 @@ def test_an_error_keeps_its_class_and_its_text(name: str) -> None:
 
 def test_a_defect_names_the_shard() -> None:
     error = Failure("", "ZeroDivisionError: x", may_pass=False).error("shard 3")
-    assert str(error).startswith("shard 3: ZeroDivisionError: x; this is a defect")
+    assert str(error).startswith("shard 3: ZeroDivisionError: x. This is a defect")

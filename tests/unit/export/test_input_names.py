@@ -44,13 +44,13 @@ def test_what_tensorflow_cannot_tell_apart(names: tuple[str, str], tmp_path: Pat
     if _is_saved(names, tmp_path):
         check_input_names(names)
         return
-    with pytest.raises(ConfigError, match="TensorFlow takes these names of inputs for the same; rename one"):
+    with pytest.raises(ConfigError, match=r"TensorFlow cannot distinguish these names of inputs\. Rename one"):
         check_input_names(names)
 
 
 def test_an_export_names_both(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", {"t": random_table(5, 2)})
     config = {"features": {"Watched": {"table": "t"}, "watched": {"table": "t"}}}
-    with pytest.raises(ConfigError, match=r"^features 'Watched' and 'watched': TensorFlow takes"):
+    with pytest.raises(ConfigError, match=r"^features 'Watched' and 'watched': TensorFlow cannot"):
         export_saved_model(tmp_path / "ckpt", tmp_path / "m", serving_config=config)
     assert not (tmp_path / "m").exists()

@@ -177,14 +177,14 @@ def test_a_workers_error_passes_through(tmp_path: Path, plan: ExportPlan) -> Non
 
 
 def test_a_killed_worker_names_its_shard_and_the_signal(tmp_path: Path, plan: ExportPlan) -> None:
-    message = r"^shard \d \(table 't', rows \d+ to \d+\): .*killed by SIGKILL.*; it was tried 3 times$"
-    with pytest.warns(UserWarning, match="it is tried again"), pytest.raises(WorkerError, match=message):
+    message = r"^shard \d \(table 't', rows \d+ to \d+\): .*killed by SIGKILL.*. It failed 3 times.$"
+    with pytest.warns(UserWarning, match="Retrying"), pytest.raises(WorkerError, match=message):
         stream(plan, tmp_path, fakes.DyingCheckpoint)
 
 
 def test_a_worker_that_exits_is_quoted(tmp_path: Path, plan: ExportPlan) -> None:
-    message = r"shard \d .* exited with code 7: last words; it was tried 3 times$"
-    with pytest.warns(UserWarning, match="it is tried again"), pytest.raises(WorkerError, match=message):
+    message = r"shard \d .* exited with code 7: last words. It failed 3 times.$"
+    with pytest.warns(UserWarning, match="Retrying"), pytest.raises(WorkerError, match=message):
         stream(plan, tmp_path, fakes.ExitingCheckpoint)
 
 
@@ -195,7 +195,7 @@ def test_what_may_pass_is_tried_again(
     """On as many shards as it happens, so long as none of them fails three times."""
     for number, trouble in enumerate(troubles):
         (tmp_path / f"{number}.trouble-{trouble}").touch()
-    with pytest.warns(UserWarning, match=r"(killed by SIGKILL|cannot be read).*; it is tried again$"):
+    with pytest.warns(UserWarning, match=r"(killed by SIGKILL|cannot be read).*. Retrying.$"):
         report = stream(plan, tmp_path, fakes.FlakyCheckpoint)
     assert not list(tmp_path.glob("*.trouble-*"))
     assert (tmp_path / "out" / "stack_float32_16.data").read_bytes() == values.tobytes()
@@ -208,13 +208,13 @@ def test_a_retry_keeps_its_pause_though_a_started_worker_is_idle(
     """What may pass has passed after a while, and a worker that waits for tasks would not wait for longer."""
     pause_seconds, told = 0.25, list[float]()
     monkeypatch.setattr(local, "_RETRY_SECONDS", (pause_seconds,))
-    send = local._Worker._send
+    send = local._WorkerProcess._send
 
     def listen(worker: Any, message: Mapping[str, Any]) -> None:
         told.extend([message["delay_seconds"]] if "delay_seconds" in message else [])
         send(worker, message)
 
-    monkeypatch.setattr(local._Worker, "_send", listen)
+    monkeypatch.setattr(local._WorkerProcess, "_send", listen)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / plan.shards[0].file).touch()
     (tmp_path / "0.trouble-EIO").touch()
@@ -223,7 +223,7 @@ def test_a_retry_keeps_its_pause_though_a_started_worker_is_idle(
     with engine.starting(source, WORKERS):
         assert told == [0] * WORKERS
         started = time.monotonic()
-        with pytest.warns(UserWarning, match="it is tried again"):
+        with pytest.warns(UserWarning, match="Retrying"):
             (result,) = engine.run(plan.shards[:1], job)
         assert time.monotonic() - started >= pause_seconds
     assert told == [0] * WORKERS + [pause_seconds], "one was idle, and another one was started"
@@ -238,7 +238,7 @@ def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, plan: ExportPlan,
 
 
 def test_a_defect_in_a_worker_is_a_worker_error(tmp_path: Path, plan: ExportPlan) -> None:
-    with pytest.raises(WorkerError, match=r"shard \d .*: ZeroDivisionError: a defect; "):
+    with pytest.raises(WorkerError, match=r"shard \d .*: ZeroDivisionError: a defect\. "):
         stream(plan, tmp_path, fakes.BuggyCheckpoint)
 
 
@@ -337,14 +337,14 @@ def test_a_flipped_byte_in_the_source_is_found(tmp_path: Path, dtype: Any) -> No
     data[-1000] ^= 4
     shard_path(tmp_path / "ckpt", 0, 1).write_bytes(data)
     with pytest.raises(
-        CheckpointCorruptError, match=r"ckpt\.data-\S+: tensor 't': .* CRC32C 0x\w{8}, the index says 0x"
+        CheckpointCorruptError, match=r"ckpt\.data-\S+: tensor 't': .* CRC32C 0x\w{8}, but the index has 0x"
     ):
         stream(made, tmp_path)
 
 
 def test_damage_that_only_the_first_reading_met(tmp_path: Path, plan: ExportPlan) -> None:
     """Such as of a flaky memory: what the source states is not what was read, and its file is sound."""
-    message = r"ckpt: table 't': .* CRC32C 0x\w+ when .* says 0x\w+, and a second reading finds no damage; export again"
+    message = r"ckpt: table 't': .* CRC32C 0x\w+ when .* has 0x\w+, and a second read finds no damage. Export again"
     with pytest.raises(CheckpointCorruptError, match=message):
         stream(plan, tmp_path, fakes.OtherChecksumCheckpoint)
 
@@ -434,7 +434,7 @@ class ForgetfulEngine:
 
 
 def test_an_engine_that_loses_a_shard_is_found_out(tmp_path: Path, plan: ExportPlan) -> None:
-    with pytest.raises(ExportError, match=r"^shard 5 .*: 0 of 64000 bytes were written"):
+    with pytest.raises(ExportError, match=r"^shard 5 .*: only 0 of 64000 bytes were written"):
         stream_tables(plan, source_of(tmp_path / "ckpt"), tmp_path / "out", ForgetfulEngine())
 
 

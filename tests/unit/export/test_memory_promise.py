@@ -102,7 +102,7 @@ def test_a_reader_that_needs_more_than_there_is_is_refused_by_name(tmp_path: Pat
         plan_of(path, "float32", WORKERS * needed)
     assert str(caught.value) == (
         "table 'table': one row in each of 2 workers needs 512 bytes of buffers and the checkpoint's reader "
-        f"{WORKERS * needed} bytes, and max_memory_bytes is {WORKERS * needed}; raise it or use fewer workers"
+        f"needs {WORKERS * needed} bytes, but max_memory_bytes is {WORKERS * needed}. Raise it or use fewer workers."
     )
 
 

@@ -299,7 +299,7 @@ def test_row_splits_are_of_the_specs_type() -> None:
 
 
 def test_an_integer_that_does_not_fit_fails() -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match="input inputs must be int32"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Input inputs must be int32"):
         seen(tf.RaggedTensorSpec([None, None], tf.int32), {"inputs": tf.constant([[1 << 40]], tf.int64)})
 
 

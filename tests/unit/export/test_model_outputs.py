@@ -283,7 +283,7 @@ def test_outputs_are_renamed_all_at_once() -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({"ranker__clik": "a"}, "output_names: 'ranker/clik' is no output of the model; did you mean 'ranker/click'"),
+        ({"ranker__clik": "a"}, "output_names: the model has no output 'ranker/clik'; did you mean 'ranker/click'"),
         ({"ranker__click": "ranker/watch"}, "ranker/click and ranker/watch would both be called 'ranker/watch'"),
         ({"ranker__click": ""}, "output_names: 'ranker/click': the name must be a non-empty printable string, got ''"),
     ],
@@ -328,7 +328,10 @@ def test_ragged_text() -> None:
     ("structure", "message"),
     [
         (lambda x: {"r": tf.RaggedTensor.from_row_lengths(ragged(x, tf.int64), [3])}, "2 ragged dimensions"),
-        (lambda x: {"r": ragged(x, tf.int64), "r_lengths": x}, "would be called like the output 'r_lengths'"),
+        (
+            lambda x: {"r": ragged(x, tf.int64), "r_lengths": x},
+            "the name of its lengths, 'r_lengths', is already taken",
+        ),
         (lambda x: {"r": tf.sparse.from_dense(x)}, "output 'r' is a SparseTensor"),
         (lambda x: {"r": x, "s": None}, "output 's' is None"),
     ],
@@ -393,7 +396,7 @@ def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
         assert CliRunner().invoke(cli, [*arguments, "--output-name", *bad]).exit_code == 2
     refused = CliRunner().invoke(cli, [*arguments, "--dry-run", "--output-name", "clik=click"])
     assert refused.exit_code == 1
-    assert "'clik' is no output of the model" in refused.stderr
+    assert "the model has no output 'clik'" in refused.stderr
     model = ranker()
     model.compile("sgd", "mse")
     callback = ExportCallback(tmp_path / "live", output_names={"ranker/click": "click"})

@@ -34,9 +34,9 @@ def buffers(task: ShardTask) -> int:
 
 def test_tables_of_one_width_share_a_stack_in_the_order_of_their_names() -> None:
     made = plan(info("users", 5, 8), info("ads", 3, 4), info("movies", 7, 8), info("clips", 2, 8))
-    assert [(s.name, s.dim, s.rows, s.offset, s.size) for s in made.stacks] == [
-        ("stack_float32_4", 4, 3, 0, 48),
-        ("stack_float32_8", 8, 14, 0, 448),
+    assert [(s.name, s.dim, s.rows, s.size) for s in made.stacks] == [
+        ("stack_float32_4", 4, 3, 48),
+        ("stack_float32_8", 8, 14, 448),
     ]
     assert [(t.table, t.row_offset, t.rows) for t in made.stacks[1].tables] == [
         ("clips", 0, 2),
@@ -169,7 +169,7 @@ def test_a_plan_is_json_and_text() -> None:
     assert ShardTask(**decoded["shards"][1]) == made.shards[1]
     assert made.describe().split("\n") == [
         "2 tables in 1 stack, 256 B, layout variables: 2 shards by 1 worker, 160 B of buffers (at most 537 MB)",
-        "about 0.1 s, at 500 MB/s and worker: a stated rate, nothing was measured",
+        "about 0.1 s, if each worker moves 500 MB/s (an assumed rate, not measured)",
         "  stack_float32_8: float32 [8, 8], 256 B",
         "    ads: 3 rows from row 0, from float16; bytes 0 to 95 in 1 shard",
         "    users: 5 rows from row 3; bytes 96 to 255 in 1 shard",

@@ -111,9 +111,9 @@ def test_bits_that_flip_on_their_way_are_noticed(tmp_path: Path) -> None:
 def test_a_record_without_sums_has_the_files_read_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = read_golden(f"tpu/{GOLDENS[0]}")
     stream(golden, tmp_path / "out", "open_not_read_twice")
-    from tpuembed.checkpoint.types import ReadSum
+    from tpuembed.checkpoint.types import PartialChecksum
 
-    monkeypatch.setattr(ReadSum, "__add__", lambda _, __: ReadSum(1, 2))
+    monkeypatch.setattr(PartialChecksum, "__add__", lambda _, __: PartialChecksum(1, 2))
     with pytest.raises(CheckpointCorruptError, match="read once more"):
         stream(golden, tmp_path / "again", "open_read_twice")
 

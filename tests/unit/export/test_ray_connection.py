@@ -36,7 +36,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, notice: bytes) -> str:
 
 def test_a_wrong_token_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     message = connect(monkeypatch, NOTICE)
-    assert message.startswith("ray: the cluster at 'auto' refuses the token, or there is none: set RAY_AUTH_TOKEN")
+    assert message.startswith("ray: the cluster at 'auto' refuses the token, or no token is set. Set RAY_AUTH_TOKEN")
     assert capfd.readouterr().err == ""
 
 
@@ -44,7 +44,7 @@ def test_other_notices_are_shown_and_the_address_is_the_users(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = connect(monkeypatch, b"disk full\n")
-    assert message.startswith("ray: no cluster at 'auto' can be used: ConnectionError: failed to connect; start one, ")
+    assert message.startswith("ray: no cluster at 'auto' can be used: ConnectionError: failed to connect. Start one, ")
     assert "192.0.2.1" not in message
     assert capfd.readouterr().err == "disk full\n" * 2
 
@@ -75,6 +75,6 @@ def test_a_cluster_that_dies_is_told_before_ray_ends_the_process(
         cancel=lambda reference, **_: cancelled.append(reference),
     )
     task = types.SimpleNamespace(remote=lambda *_: "task")
-    with pytest.raises(ExportError, match=f"head at {address} has not answered .*; start the cluster again, and run"):
+    with pytest.raises(ExportError, match=f"head at {address} has not answered .*. Restart the cluster, and run"):
         list(engine._results(fake, task, [Batch(plan.shards)], job, 2))
     assert (waits, cancelled) == (2, ["task"])

@@ -164,7 +164,7 @@ def test_a_disk_that_fails_when_it_is_flushed_ends_the_export(
 
     monkeypatch.setattr(recording, "flush_data", failing)
     with pytest.raises(
-        ExportError, match=r"out: what was written cannot be flushed .*: Input/output error; free space"
+        ExportError, match=r"out: the written data cannot be flushed .*: Input/output error. Free space"
     ):
         stream(plan, tmp_path)
     assert len(record_lines(tmp_path / "out")) == 1, "nothing is recorded that may be lost"
@@ -223,8 +223,8 @@ def test_damage_of_the_source_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "shards", "text"),
     [
-        (ExportError("disk full"), 2, "disk full; 2 finished shards are kept, and the same export goes on from them"),
-        (ExportError("disk full"), 1, "disk full; 1 finished shard is kept, and the same export goes on from it"),
+        (ExportError("disk full"), 2, "disk full. 2 finished shards were kept. Run the same export again to resume."),
+        (ExportError("disk full"), 1, "disk full. 1 finished shard was kept. Run the same export again to resume."),
         (CheckpointCorruptError("bad rows"), 2, "bad rows"),
     ],
 )
@@ -290,8 +290,8 @@ def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest
     ensure_space(tmp_path, held + 1000, HEADER)
     ensure_space(tmp_path, held + 1000, HEADER, restart=True)
     with pytest.raises(
-        ExportError, match=rf"free space or export fewer tables; an unfinished export holds {left} \(14 B"
+        ExportError, match=rf"Free space, or export fewer tables. An unfinished export uses {left} \(14 B"
     ):
         ensure_space(tmp_path, held + 1000, OTHER)
-    with Staging(tmp_path, None, HEADER), pytest.raises(ExportError, match="free space"):
+    with Staging(tmp_path, None, HEADER), pytest.raises(ExportError, match="Free space"):
         ensure_space(tmp_path, held + 1000, HEADER)  # a living export's room is its own

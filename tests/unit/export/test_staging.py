@@ -41,7 +41,7 @@ def test_the_next_version_follows_the_highest(tmp_path: Path, present: list[str]
 def test_after_the_last_version_there_is_none(tmp_path: Path) -> None:
     (tmp_path / str(2**63 - 1)).mkdir()
     with pytest.raises(
-        ExportError, match=r"version 9223372036854775807 exists, after which there is none; name a lower"
+        ExportError, match=r"version 9223372036854775807 exists, and no higher number is possible. Name a lower"
     ):
         Staging(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [str(2**63 - 1)]
@@ -97,10 +97,10 @@ def test_a_failed_export_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_an_existing_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     commit(tmp_path, 7, "first")
-    with pytest.raises(ExportError, match=r"version 7 exists; choose another one, 8 is free$"):
+    with pytest.raises(ExportError, match=r"version 7 exists. Choose another one, such as 8.$"):
         Staging(tmp_path, 7)  # before anything is written
     (tmp_path / "0012").mkdir()
-    with pytest.raises(ExportError, match=r"version 12 exists; choose another one, 13 is free$"):
+    with pytest.raises(ExportError, match=r"version 12 exists. Choose another one, such as 13.$"):
         Staging(tmp_path, 12)
     assert (tmp_path / "7" / "saved_model.pb").read_text() == "first"
     assert names(tmp_path) == ["0012", "7"]
@@ -189,7 +189,7 @@ os.kill(os.getpid(), 9)
 def test_a_file_in_place_of_model_dir_is_named(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ExportError, match=r"^MODEL_DIR .*/file.*: it, or a folder above it, is a file; name a directory$"
+        ExportError, match=r"^MODEL_DIR .*/file.*: it, or a folder above it, is a file. Name a directory.$"
     ):
         Staging(tmp_path / "file" / below)
 
@@ -198,7 +198,7 @@ def test_a_file_in_place_of_model_dir_is_named(tmp_path: Path, below: str) -> No
 @pytest.mark.parametrize("model_dir", ["/sys", "/sys/model"])
 def test_a_model_dir_that_cannot_be_written_is_named(model_dir: str) -> None:
     with pytest.raises(
-        ExportError, match=rf"^MODEL_DIR {model_dir}: cannot be written: .*; name a directory that you may"
+        ExportError, match=rf"^MODEL_DIR {model_dir}: cannot be written: .*. Name a directory that you may"
     ):
         Staging(Path(model_dir))
 
@@ -213,7 +213,7 @@ def test_a_full_disk_is_seen_before_the_start(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", usage)
     ensure_space(tmp_path / "not" / "yet", 2_500_000)
     with pytest.raises(
-        ExportError, match=r"needs 10 GB \(10000000000 bytes\) .* has 2\.5 MB \(2500000 bytes\) free; free"
+        ExportError, match=r"needs 10 GB \(10000000000 bytes\),.* has 2\.5 MB \(2500000 bytes\) free. Free"
     ):
         ensure_space(tmp_path / "not" / "yet", 10**10)
     assert asked == [tmp_path, tmp_path]

@@ -108,7 +108,7 @@ def test_a_write_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: p
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(ExportError, match=r"s\.data: cannot be written: File too large; free space"):
+        with pytest.raises(ExportError, match=r"s\.data: cannot be written: File too large\. Free space"):
             run_shard(task_for(0, 100, 10), source, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

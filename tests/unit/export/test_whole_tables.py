@@ -247,7 +247,7 @@ def test_a_table_in_a_functional_models_graph(tmp_path: Path) -> None:
     truth = model(tf.constant(IDS), training=False)
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
     check(export_saved_model(checkpoint, tmp_path / "a", model=symbolic).path, {"item": IDS}, truth)
-    with pytest.raises(ExportError, match=r"read layer\.embedding_tables in the call of a layer"):
+    with pytest.raises(ExportError, match=r"Read layer\.embedding_tables in the call of a layer"):
         export_model(model, tmp_path / "b")  # the graph has the live variable, which is not exported
 
 
@@ -288,7 +288,7 @@ def kept() -> Any:
             functional,
             {"storage": "int8"},
             ConfigError,
-            "the model reads it whole, and storage int8 would be decoded whole",
+            "the model reads the whole table, and storage int8 would be decoded",
         ),
         (functional, {"storage": {"*": "bfloat16"}}, ConfigError, "--storage 'items=float32'"),
         (functional, {"rows": {"items": (0, 3)}}, ConfigError, "rows 0 to 3 are not all of its 7"),

@@ -120,7 +120,7 @@ def test_listings_of_many_pages(gcs: GcsStub) -> None:
 
 def test_buckets_that_are_missing(store: Store) -> None:
     """A folder of a bucket that is there is empty; a bucket that is not is an error, and of the missing."""
-    with pytest.raises(FileNotFoundError, match="there is no bucket 'no-such-bucket'") as caught:
+    with pytest.raises(FileNotFoundError, match="the bucket 'no-such-bucket' does not exist") as caught:
         list((as_path(store.url[:5] + "no-such-bucket") / "a").iterdir())
     assert caught.value.filename.endswith("://no-such-bucket/a")
 
@@ -241,14 +241,14 @@ def test_a_server_that_refuses(gcs: GcsStub, status: int, kind: type[OSError], m
     assert "\n" not in str(caught.value)
 
 
-NOT_ALLOWED = "the store answers 403 {}; the credentials are wrong, or not allowed to read there"
+NOT_ALLOWED = "the store answers 403 {}; the credentials are wrong, or may not read there"
 XML = b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>No.</Message><HostId>x</HostId></Error>'
 
 
 @pytest.mark.parametrize(
     ("status", "body", "line"),
     [
-        (403, XML, NOT_ALLOWED.format("AccessDenied: No.")),
+        (403, XML, NOT_ALLOWED.format("AccessDenied: No")),
         (403, b"<html>" + bytes(2000), NOT_ALLOWED.format("Forbidden")),
         (400, b"<html>\n<title>Bad</title>", "the store answers 400 Bad Request"),
     ],

@@ -54,9 +54,9 @@ def test_each_version_has_its_epochs_tables(tmp_path: Path) -> None:
 
 def test_a_failure_ends_training_or_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TpuEmbedError, match="name a directory"):
+    with pytest.raises(TpuEmbedError, match="Name a directory"):
         _model().fit(X, Y, verbose=0, callbacks=[ExportCallback(tmp_path / "file")])
-    with pytest.warns(UserWarning, match="not exported: .*name a directory"):
+    with pytest.warns(UserWarning, match="not exported: .*Name a directory"):
         _model().fit(X, Y, verbose=0, callbacks=[ExportCallback(tmp_path / "file", on_error="warn")])
 
 

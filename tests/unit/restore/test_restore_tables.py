@@ -290,7 +290,7 @@ def test_a_disagreement_is_refused(prefix: str, tables: Tables, match: str) -> N
         ({"resize": {"video": "grow"}}, UnknownTableError, "has no table 'video'"),
         ({"resize": {"videos": "larger"}}, ConfigError, r"resize\['videos'\] must be 'grow' or 'shrink', got 'larger'"),
         ({"resize": {"videos": "grow"}, "tables": ["plain"]}, ConfigError, "resize names table 'videos', which is not"),
-        ({"partition_strategy": "div"}, ConfigError, "partition_strategy is for checkpoints of TensorFlow 1"),
+        ({"partition_strategy": "div"}, ConfigError, "partition_strategy is only for checkpoints of TensorFlow 1"),
         ({"nonsense": 1}, ConfigError, "nonsense"),
     ],
 )

@@ -81,8 +81,8 @@ def test_the_checksum_is_of_the_graph_wherever_it_is() -> None:
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ([(A, [3, 4])], rf"maps no {FILES[1]}, which holds stack 'b'"),
-        ([(A, [3, 4]), (f"/x/my{FILES[1]}", [5, 2])], rf"maps no {FILES[1]}"),
+        ([(A, [3, 4])], rf"does not map {FILES[1]}, the file of stack 'b'"),
+        ([(A, [3, 4]), (f"/x/my{FILES[1]}", [5, 2])], rf"does not map {FILES[1]}"),
         ([(A, [3, 5]), (B, [5, 2])], r"maps float32 \[3, 5\] from .* 3 rows of stack 'a' in 48 bytes"),
         ([(A, [4, 3]), (B, [5, 2])], r"maps float32 \[4, 3\]"),
         ([(A, [-3, 4]), (B, [5, 2])], r"maps float32 \[-3, 4\]"),
@@ -98,7 +98,7 @@ def test_bytes_that_are_no_graph() -> None:
     for content in (saved()[:-1], b"\x0a\xff\xff\xff\xff\x7f", b"not a graph"):
         with pytest.raises(MalformedError):
             mapped_tensors(content)
-        with pytest.raises(ConfigError, match=r"no SavedModel.*export again"):
+        with pytest.raises(ConfigError, match=r"not a SavedModel.*Export again"):
             mapped_from(content, manifest(), PurePosixPath("/new"))
 
 

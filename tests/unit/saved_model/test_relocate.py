@@ -68,13 +68,13 @@ def test_a_root_of_this_machine_must_hold_the_files(version: Path, tmp_path: Pat
 def test_files_are_looked_for_in_the_export_where_the_root_is_elsewhere(version: Path) -> None:
     with (version / FILES[0]).open("ab") as file:
         file.write(b"x")
-    with pytest.raises(ConfigError, match=rf"{FILES[0]}, which holds stack 'a', has 49 bytes and the manifest says 48"):
+    with pytest.raises(ConfigError, match=rf"{FILES[0]}, which holds stack 'a', has 49 bytes, but the manifest has 48"):
         relocate_export(version, manifest(), "/srv/models")
 
 
 @pytest.mark.parametrize("root", ["", "models", "./models", "../models"])
 def test_a_relative_root_is_refused(version: Path, root: str) -> None:
-    with pytest.raises(ConfigError, match="is relative; give the absolute path of MODEL_DIR"):
+    with pytest.raises(ConfigError, match=r"is relative\. Give the absolute path of MODEL_DIR"):
         relocate_export(version, manifest(), root)
 
 

@@ -103,7 +103,7 @@ def test_string_tensors() -> None:
         decode_strings(payload[:-1] + b"c", 2, checksum)
     with pytest.raises(MalformedError, match="CRC of its lengths"):
         decode_strings(payload[:2] + b"0000" + payload[6:], 2, checksum)
-    with pytest.raises(MalformedError, match="4294967296 strings cannot lie in 8 bytes"):
+    with pytest.raises(MalformedError, match="4294967296 strings cannot fit in 8 bytes"):
         decode_strings(payload, 1 << 32, checksum)
 
 
@@ -180,7 +180,7 @@ def test_headers() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"size": 27}, r"float32 \[7\] takes 28 bytes, the index says 27"),
+        ({"size": 27}, r"float32 \[7\] takes 28 bytes, but the index has 27"),
         ({"offset": -1, "size": 28}, "a negative number"),
         ({"dtype": 99, "size": 28}, "dtype number 99"),
         ({"dtype": 0, "size": 28}, "dtype number 0"),

@@ -237,14 +237,14 @@ def rewritten(path: str, layouts: bytes) -> str:
     ("change", "message"),
     [
         ({}, None),
-        ({"table_name": "other", "stacked_table_name": "other"}, "know 'other', which is no table"),
-        ({"unsharded_shape": [127, 8]}, r"'lone' is \[128, 8\] in its layer's config and \[127, 8\] on disk"),
-        ({"total_rows_per_sparse_core_shard": 32}, r"is \[128, 8\] and its SparseCore layout says \[256, 8\]"),
-        ({"num_sparse_cores": 16}, r"is \[128, 8\] and its SparseCore layout says \[256, 8\]"),
+        ({"table_name": "other", "stacked_table_name": "other"}, "have 'other', which is not a table"),
+        ({"unsharded_shape": [127, 8]}, r"'lone' is \[128, 8\] in its layer's config, but \[127, 8\] on disk"),
+        ({"total_rows_per_sparse_core_shard": 32}, r"is \[128, 8\], but its SparseCore layout has \[256, 8\]"),
+        ({"num_sparse_cores": 16}, r"is \[128, 8\], but its SparseCore layout has \[256, 8\]"),
         (None, "_sparse_core_table_layouts are empty"),
         (
             {"sparse_core_shard_rotation": 3},
-            r"'lone' lies at .*'rotation': 0} by its layer's config and at .*'rotation': 3}",
+            r"'lone' is at .*'rotation': 0} by its layer's config, but at .*'rotation': 3}",
         ),
     ],
 )

@@ -1,4 +1,4 @@
 """Reads tables from TensorFlow's tensor bundles, without TensorFlow.
 
-They are of this layer, TensorFlow's classes, Keras, and plain variables.
+The tables are those of tpuembed's layer, TensorFlow's classes, Keras, and plain variables.
 """

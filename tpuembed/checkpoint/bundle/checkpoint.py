@@ -1,4 +1,4 @@
-"""Checkpoints whose tables lie in a tensor bundle; how each one's rows lie there, its `RowLayout` knows."""
+"""Checkpoints whose tables are in a tensor bundle. The `RowLayout` of each table knows the order of its rows."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -11,13 +11,13 @@ from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import own_layer_configs
-from tpuembed.checkpoint.bundle.partial_checksums import DealtReader, is_as_stated
+from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
 from tpuembed.checkpoint.bundle.table_keys import table_info
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
-from tpuembed.checkpoint.types import Array, ReadSum, SummedReader, TableInfo
+from tpuembed.checkpoint.types import Array, PartialChecksum, SummedReader, TableInfo
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.files import FilePath
@@ -28,18 +28,18 @@ from tpuembed.tensor_bundle.dtypes import numpy_dtype
 __all__ = ["BundleCheckpoint"]
 
 _DISK_PIECE_BYTES: Final = 1 << 20
-"""Which stays in a processor's cache between the read and the checksum."""
+"""A piece of this size stays in a processor's cache between the read and the checksum."""
 _STORE_PIECE_BYTES: Final = 64 << 20
-"""As many requests as are under way at once."""
+"""The total size of the parallel requests."""
 
 
 class BundleCheckpoint:
-    """Written by `tpuembed.TPUEmbedding`, by TensorFlow's embedding classes on any hardware and what wraps them, by plain
-    variables, or by TensorFlow 1.
+    """A checkpoint written by `tpuembed.TPUEmbedding`, TensorFlow's embedding classes on any hardware, their wrappers,
+    plain variables, or TensorFlow 1.
 
     Attributes:
-        format: of its tables: "dense", "tpu_v1", "sparsecore" or "partitioned", joined with "+" where they differ.
-        path: the bundle's prefix; its index file where there is a directory of the prefix's name too.
+        format: of its tables: "dense", "tpu_v1", "sparsecore" or "partitioned", joined with "+" if they differ.
+        path: the bundle's prefix; its index file if there is also a directory of the prefix's name.
         options: as they were given.
         bundle: all tensors of the checkpoint.
         graph: its objects; None for TensorFlow 1.
@@ -60,7 +60,7 @@ class BundleCheckpoint:
             discovery = discover(bundle, self.graph, options.get("partition_strategy"))
         except MalformedError as error:
             raise CheckpointCorruptError(
-                f"checkpoint {bundle.prefix}: its object graph: {error}; restore it from another copy"
+                f"checkpoint {bundle.prefix}: its object graph: {error}. Restore it from another copy."
             ) from None
         self._keys = discovery.tables
         self.format = "+".join(sorted({keys.rows.format for keys in discovery.tables.values()}))
@@ -69,12 +69,12 @@ class BundleCheckpoint:
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
-        """Whether `path` leads to a tensor bundle."""
+        """Returns True if `path` leads to a tensor bundle."""
         return find_bundle(path) is not None
 
     @classmethod
     def held_in(cls, directory: FilePath) -> FilePath | None:
-        """The index of a bundle that `directory` may mean; see Format."""
+        """Return the index of a bundle that `directory` may stand for; see Format."""
         return find_index(directory)
 
     @classmethod
@@ -100,18 +100,18 @@ class BundleCheckpoint:
         self.bundle.close()
 
     def tables(self) -> dict[str, TableInfo]:
-        """The tables by name, sorted."""
+        """Return the tables by name, sorted."""
         return dict(self._tables)
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Rows [start, stop) of a table or slot: [stop - start, dim].
+        """Return rows [start, stop) of a table or slot, [stop - start, dim].
 
         Raises:
             UnknownTableError: there is no such table or slot.
             RowRangeError: the range is not inside the table.
         """
         info, key = self._tables.get(table), self._key(table, slot)
-        assert info  # or there is no key
+        assert info  # `_key` has raised for an unknown table
         stop = info.rows if stop is None else stop
         self._check_range(table, start, stop)
         out = np.empty((stop - start, info.dim), numpy_dtype(self.bundle.entries[key].dtype))
@@ -131,12 +131,13 @@ class BundleCheckpoint:
         if out.shape != (len(out), dim) or out.dtype != dtype:
             raise ConfigError(
                 f"checkpoint {self.path}: table {table!r}: out must be {dtype} [rows, {dim}], got {out.dtype} "
-                f"{list(out.shape)}"
+                f"{list(out.shape)}."
             )
         self._keys[table].rows.read_into(self.bundle, key, start, out)
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """CRC32C of the rows of a table or slot as the index states it; None where its checksums are over rows in another order.
+        """Return the CRC32C of the rows of a table or slot from the index; None if its checksums cover rows in another
+        order.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -145,26 +146,28 @@ class BundleCheckpoint:
         return self._keys[table].rows.checksum(entry)
 
     def summed(self, table: str) -> SummedReader | None:
-        """A reader of a table whose rows are dealt out; see SummedReads."""
+        """Return a reader of a mod-sharded table; see SummedReads."""
         key = self._key(table, None)
-        dealt = self._keys[table].rows.dealt
-        return None if dealt is None else DealtReader(dealt, self.bundle, key)
+        sharding = self._keys[table].rows.mod_sharding
+        return None if sharding is None else ModShardedReader(sharding, self.bundle, key)
 
-    def proven(self, tables: Collection[str], met: Mapping[str, ReadSum]) -> Mapping[str, bool]:
-        """By the sums of readers that `summed` gave; see SummedReads."""
+    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
+        """Compare `tables` with their checksums by the sums of readers that `summed` returned; see SummedReads."""
         found: dict[str, bool] = {}
         for key, names in _grouped(tables, lambda table: self._key(table, None)).items():
-            dealt = [(self._keys[name].rows.dealt, self._tables[name].rows) for name in names]
-            answer = is_as_stated(self.bundle, key, dealt, met.get(key, ReadSum()))
+            shardings = [(self._keys[name].rows.mod_sharding, self._tables[name].rows) for name in names]
+            answer = matches_checksum(self.bundle, key, shardings, sums.get(key, PartialChecksum()))
             found |= {} if answer is None else dict.fromkeys(names, answer)
         return found
 
     def piece_rows(self, table: str) -> int | None:
-        """See SmallPieces: rows on a disk are read, added up and written a megabyte or two at a time, a fifth faster than four."""
+        """See SmallPieces. Reading, adding up and writing a megabyte or two at a time was a fifth faster than four, on
+        a disk.
+        """
         key = self._key(table, None)
         if not isinstance(self.bundle.prefix, Path):
             return None
-        runs = 1 if self._keys[table].rows.dealt is None else 2  # that one piece may have of every SparseCore
+        runs = 1 if self._keys[table].rows.mod_sharding is None else 2  # a piece may contain rows of every SparseCore
         return max(
             1,
             runs
@@ -182,9 +185,10 @@ class BundleCheckpoint:
         return self._keys[table].rows.buffer_bytes(self.bundle, entry, rows)
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Read every tensor that holds some of `tables`, or that slot of theirs, through once, and compare it with its checksums.
+        """Read every tensor that holds some of `tables`, or that slot of theirs, once, and compare it with its
+        checksums.
 
-        A checksum covers all that lies in a slice, so that of a stack every table is read.
+        A checksum covers a whole slice, so every table of a stack is read.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -195,7 +199,7 @@ class BundleCheckpoint:
             self.bundle.verify(key, piece_bytes)
 
     def objects(self, tables: Collection[str]) -> Objects | None:
-        """The layers in the object graph; None for TensorFlow 1. See HoldsWeights."""
+        """Return the layers in the object graph; None for TensorFlow 1. See HoldsWeights."""
         if self.graph is None:
             return None
         configs = own_layer_configs(self.bundle, self.graph)
@@ -210,12 +214,12 @@ class BundleCheckpoint:
         )
 
     def read_weight(self, weight: Weight) -> Array:
-        """The value of a variable, compared with its checksum."""
+        """Return the value of a variable, compared with its checksum."""
         self.bundle.verify(weight.key)
         return self.bundle.read(weight.key)
 
     def policies(self) -> Mapping[str, str]:
-        """None: an object graph has no configs of layers."""
+        """Return an empty dict: an object graph has no configs of layers."""
         return {}
 
     def model_config(self) -> Mapping[str, Any] | None:
@@ -223,14 +227,14 @@ class BundleCheckpoint:
         return None
 
     def fingerprint(self) -> str:
-        """That of the bundle: of its index and of all its files' sizes and times of change."""
+        """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""
         return self.bundle.fingerprint()
 
     def _key(self, table: str, slot: str | None) -> str:
-        """The bundle's key of a table or slot."""
+        """Return the bundle's key of a table or slot."""
         if table not in self._keys:
             if table in self.bundle.entries:
-                self.bundle.entry(table)  # which raises for one with holes
+                self.bundle.entry(table)  # raises for a tensor with holes
             raise UnknownTableError(
                 f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._keys)}"
                 f"{about_missing_table(self.graph, self._keys, table)}"
@@ -249,7 +253,7 @@ class BundleCheckpoint:
         rows = self._tables[table].rows
         if not 0 <= start <= stop <= rows:
             raise RowRangeError(
-                f"checkpoint {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows"
+                f"checkpoint {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows."
             )
 
 
@@ -260,13 +264,13 @@ def _read_graph(bundle: Bundle) -> ObjectGraph | None:
 
 
 def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:
-    """The objects that the option `root` leaves: those below it; all without it."""
+    """Return the objects below the one that the option `root` names; all objects without the option."""
     if root is None:
         return graph
     if not isinstance(root, str) or not root.strip("/"):
-        raise ConfigError(f"{where}: option root must be the path of an object, such as model/query, got {root!r}")
+        raise ConfigError(f"{where}: option root must be the path of an object, such as model/query, got {root!r}.")
     if graph is None:
-        raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects; leave it out")
+        raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects. Leave it out.")
     return graph.below(find_root(graph, root, where))
 
 

@@ -1,6 +1,8 @@
-"""Slots of Keras 2's optimizers that are not its legacy ones. They list slots, and not whose these are: names must prove it.
+"""Slots of Keras 2's optimizers, except its legacy ones. Their lists do not name the slots' variables: names must prove
+it.
 
 A slot of variable `user/embeddings` is called `Adam/m/user/embeddings`: the optimizer's scope, the slot, the variable.
+
 Source: `add_variable_from_reference` and `build` in tf_keras/src/optimizers/.
 """
 
@@ -22,19 +24,21 @@ _NAMES: Final = {
     "_velocities": "v",
     "momentums": "m",
 }
-"""Lists of slots -> how the variables in them are called."""
+"""Lists of slots -> the part for the slot in the names of their variables."""
 _SGD: Final = re.compile(r"(.*/)?SGD(_\d+)?/", re.DOTALL)
-"""A scope: Lion, whose slots are other quantities, has the attributes of SGD."""
+"""The scope of SGD. Lion has the attributes of SGD, but its slots are other quantities."""
 
 _MAX_SCOPES: Final = 100
-"""In a name; more are not looked into, as what they are joined to would take absurd memory."""
+"""The most scopes of a name to examine: joining more of them would take too much memory."""
 
 _Kind = tuple[str, tuple[int, ...]]
 """A variable's name and shape."""
 
 
 def keras_2_slots(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, str]]:
-    """Variable node -> slot name -> key, of what can be no other variable's; two optimizers' slots of one name are left out."""
+    """Return variable node -> slot name -> key for proven slots. If two optimizers have a slot of one name, it is left
+    out.
+    """
     variables = _by_kind(bundle, graph)
     found: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.nodes:
@@ -48,7 +52,7 @@ def keras_2_slots(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, str
 
 
 def _by_kind(bundle: Bundle, graph: ObjectGraph) -> Mapping[_Kind, list[int]]:
-    """The variables that optimizers may train."""
+    """Return the variables that optimizers may train."""
     found: dict[_Kind, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
         key = node.value_key
@@ -58,7 +62,7 @@ def _by_kind(bundle: Bundle, graph: ObjectGraph) -> Mapping[_Kind, list[int]]:
 
 
 def _slots_of(bundle: Bundle, graph: ObjectGraph, optimizer: Node) -> Iterator[tuple[_Kind, str, str]]:
-    """Each slot of an optimizer: of what variable it is, by name and shape; what it is; its key."""
+    """Yield each slot of an optimizer: the name and shape of its variable, the slot's name, and its key."""
     lists = {
         attribute: [graph.nodes[child] for child in graph.nodes[optimizer.children[attribute]].children.values()]
         for attribute in slot_lists(optimizer.children)
@@ -74,7 +78,9 @@ def _slots_of(bundle: Bundle, graph: ObjectGraph, optimizer: Node) -> Iterator[t
 
 
 def _scope(names: Sequence[tuple[str, str]]) -> str | None:
-    """What stands before the slot in all `names`, (slot, full name), with its slash; None where that is not one thing."""
+    """Return the common scope, with its slash, before the slot in all `names`, (slot, full name); None if it is not
+    unique.
+    """
     common: set[str] | None = None
     for slot, name in names:
         parts = name.split("/", _MAX_SCOPES)

@@ -1,10 +1,12 @@
-"""Keras 3 models in `tf.train.Checkpoint`: their optimizers, and the tables of keras-rs, which only optimizers hold there.
+"""Keras 3 models in `tf.train.Checkpoint`: their optimizers, and the tables of keras-rs, which only optimizers hold
+there.
 
-A `keras_rs.layers.DistributedEmbedding` keeps its tables out of TensorFlow's sight. A checkpoint of a model that was compiled
-and trained has them as `optimizer/_trainable_variables/<i>`, and their names only as the names that TensorFlow gave to the
-variables; a checkpoint of any other model does not have them. TensorFlow's name of a variable is the scope that it was made
-in, which may be that of a layer around the one that holds it; Keras' optimizers call their slots by the variable's own path,
-which proves it.
+A `keras_rs.layers.DistributedEmbedding` hides its tables from TensorFlow. A checkpoint of a model that was compiled and
+trained has them as `optimizer/_trainable_variables/<i>`, and their names only as TensorFlow's names of the variables. A
+checkpoint of any other model does not have them. TensorFlow's name of a variable is the scope that it was created in,
+which may be that of an enclosing layer. Keras' optimizers name their slots after the variable's own path, which proves
+the name.
+
 Source: keras/src/backend/tensorflow/trackable.py, keras/src/optimizers/base_optimizer.py.
 """
 
@@ -31,10 +33,10 @@ _SHOWN: Final = 5
 
 
 def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """The tables that nothing but an optimizer, and in a SavedModel keras-rs' layers, holds: `<layer>/<table>/embeddings`.
+    """Yield the tables that only an optimizer holds, or keras-rs' layers in a SavedModel: `<layer>/<table>/embeddings`.
 
     Raises:
-        CheckpointFormatError: one may have lost its name, as those of subclassed models do; or a layer's tables lie on
+        CheckpointFormatError: a table may have lost its name, as in subclassed models; or a layer's tables are on
             SparseCores, and not in the checkpoint.
     """
     _check_sparse_core_layers(bundle, graph)
@@ -52,14 +54,16 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
             yield TableKeys(match["table"], key, optimizer_slots(bundle, graph, number))
         elif is_table(bundle.entries[key]):
             raise CheckpointFormatError(
-                f"checkpoint {bundle.prefix}: the table at {key} is called {name!r} there, and nothing proves that this is a "
-                "table's own name (Keras 3 saves no more of many subclassed models and layers, nor where an optimizer has no "
-                "slots); restore it into the model and save that with model.save_weights('model.weights.h5')"
+                f"checkpoint {bundle.prefix}: the table at {key} has the name {name!r}, but it cannot be proven "
+                "that this is the table's own name. (Keras 3 does not save more for many subclassed models and "
+                "layers, or if an optimizer has no slots.) Restore it into the model and save that with "
+                "model.save_weights('model.weights.h5')."
             )
 
 
 def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
-    """Raise where layers on SparseCores, which have one weight of their own, are more than the objects that hold tables.
+    """Raise an error if there are more layers on SparseCores, which have one weight of their own, than objects with
+    tables.
 
     Source: `_gradient_trap_dummy` in keras_rs/src/layers/embedding/tensorflow/distributed_embedding.py.
     """
@@ -67,17 +71,19 @@ def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
     if len(weights) > len(mid_level_nodes(graph)):
         layers = sorted(weight.full_name.rpartition("/")[0] or str(weight.value_key) for weight in weights)
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {_shown(layers)} lie on "
-            "SparseCores, and TensorFlow saves none of them with the model; save them with "
-            "tf.train.Checkpoint(emb=layer._tpu_embedding)"
+            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {_shown(layers)} are "
+            "on SparseCores, and TensorFlow does not save them with the model. Save them with "
+            "tf.train.Checkpoint(emb=layer._tpu_embedding)."
         )
 
 
 def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
-    """Whether a variable's path ends with `<layer>/<table>/embeddings`: its slots are called by it, joined by "_".
+    """Returns True if a variable's path ends with `<layer>/<table>/embeddings`. Its slots are named after it, joined by
+    "_".
 
-    The scope of a layer around would be found in its middle. TensorFlow numbers scopes that it enters twice (`layer_1`); a
-    number at `table` could be the table's own.
+    The scope of an enclosing layer would be found in the middle of the path. TensorFlow numbers scopes that it enters
+    twice (`layer_1`). A number at `table` could be part of the table's own name.
+
     Source: add_variable_from_reference in keras/src/optimizers/base_optimizer.py.
     """
     scopes = "".join(f"(?:{re.escape(scope)}|{re.escape(_NUMBER.sub('', scope))})_" for scope in layer.split("/"))
@@ -88,7 +94,9 @@ def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
 
 
 def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
-    """What TensorFlow calls all that optimizers keep for a variable, in lists parallel to the one of what they train."""
+    """Yield TensorFlow's names of everything that optimizers keep for a variable, in lists parallel to the trained
+    variables.
+    """
     for optimizer in (node for node in graph.nodes if is_keras_3_optimizer(node.children)):
         trained = graph.nodes[optimizer.children[_TRAINABLE]].children
         for attribute in optimizer.children.keys() - {_TRAINABLE, _VARIABLES}:
@@ -98,26 +106,30 @@ def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
 
 
 def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
-    """Raise CheckpointFormatError where this is a Keras 3 model and no variable of it can be a table."""
+    """Raise CheckpointFormatError if this is a Keras 3 model without a variable that can be a table."""
     names = sorted(filter(None, (node.full_name for node in graph.nodes)))
     if not is_keras_3_model(graph) or any(name.rpartition("/")[2] == "embeddings" for name in names):
         return
     empty = [graph.path(number) for number in graph.parents if _is_empty_layer(graph, number)]
     raise CheckpointFormatError(
-        f"checkpoint {bundle.prefix}: holds no embedding table; of a Keras 3 model it has {_shown(names)}, and nothing of "
-        f"{_shown(empty)}. Of keras_rs.layers.DistributedEmbedding TensorFlow saves what a model that was compiled and "
-        "trained has in its optimizer, and nothing else; save with model.save_weights('model.weights.h5'), or from "
-        "SparseCores with tf.train.Checkpoint(emb=layer._tpu_embedding)"
+        f"checkpoint {bundle.prefix}: has no embedding table. Of a Keras 3 model it has {_shown(names)}, and "
+        f"nothing of {_shown(empty)}. TensorFlow saves a keras_rs.layers.DistributedEmbedding only in the "
+        "optimizer of a compiled and trained model. Save with model.save_weights('model.weights.h5'), or from "
+        "SparseCores with tf.train.Checkpoint(emb=layer._tpu_embedding)."
     )
 
 
 def is_keras_3_model(graph: ObjectGraph) -> bool:
-    """Whether a functional model, an optimizer or a layer with a kernel, as Keras 3 names their parts, is among the objects."""
+    """Returns True if an object is a functional model, an optimizer or a layer with a kernel, by Keras 3's names of
+    their parts.
+    """
     return any(_is_keras_layer(graph, node) for node in graph.nodes)
 
 
 def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:
-    """A functional model, an optimizer, or a layer with a kernel, as Keras 3 names their parts."""
+    """Returns True if `node` is a functional model, an optimizer or a layer with a kernel, by Keras 3's names of their
+    parts.
+    """
     kernel = node.children.get("_kernel")
     return (
         {"_operations", "_tracked"} <= set(node.children)
@@ -127,7 +139,7 @@ def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:
 
 
 def _is_empty_layer(graph: ObjectGraph, number: int) -> bool:
-    """What a layer is of which nothing was saved: an empty object below a model or, of a functional one, an operation."""
+    """Returns True for a layer that saved nothing: an empty object below a model or, in a functional one, an operation."""
     node = graph.nodes[number]
     parent, name = graph.parents[number]
     is_operation = parent != 0 and graph.parents[parent][1] == "_operations"

@@ -1,7 +1,8 @@
-"""Keras' optimizers as objects of a checkpoint: which they are, told by their attributes, and what these hold.
+"""Recognises Keras' optimizers in a checkpoint by their attributes, and finds their slots.
 
-The class of an object is not saved. An optimizer is known by exactly the attributes that its class gives it, so that a list that
-another class calls by the same name (RMSprop's `_velocities`, Lion's `_momentums`) is not taken for what it is not.
+The class of an object is not saved. An optimizer is recognised by exactly the attributes of its class. So a list of the
+same name in another class (RMSprop's `_velocities`, Lion's `_momentums`) is not mistaken for a slot.
+
 Source: keras/src/optimizers/ of Keras 3; tf_keras/src/optimizers/ of Keras 2, its optimizers that are not "legacy".
 """
 
@@ -31,7 +32,7 @@ _SLOTS: Final[Mapping[frozenset[str], Mapping[str, str]]] = {
         {"momentums": "momenta"},
     )
 }
-"""Adagrad, Ftrl, Adam (AdamW, Lamb) and SGD: lists -> the slot names of `tf.tpu.experimental.embedding`."""
+"""Lists of Adagrad, Ftrl, Adam (AdamW, Lamb) and SGD -> the slot names of `tf.tpu.experimental.embedding`."""
 _LEGACY_SLOTS: Final = {
     "accumulator": "accumulators",
     "linear": "linears",
@@ -43,26 +44,27 @@ _ADAMAX: Final = "Adamax"
 
 
 def is_optimizer(attributes: Iterable[str]) -> bool:
-    """Whether an object with these attributes is an optimizer of Keras 3, or of Keras 2 and not of its legacy ones."""
+    """Returns True if these are attributes of an optimizer of Keras 3, or of one of Keras 2 that is not legacy."""
     return set(attributes) >= _OPTIMIZER
 
 
 def is_keras_3_optimizer(attributes: Iterable[str]) -> bool:
-    """Whether it is one of Keras 3, which alone lists what it trains."""
+    """Returns True if these are attributes of an optimizer of Keras 3. Only those list the variables that they train."""
     return _OPTIMIZER | {"_trainable_variables"} <= set(attributes)
 
 
 def slot_lists(attributes: Iterable[str]) -> Mapping[str, str]:
-    """Those attributes of an optimizer that are lists of slots -> what slots they are; none of an unknown optimizer."""
+    """Return attribute -> slot name for the attributes of an optimizer that are lists of slots; empty if it is unknown."""
     return _SLOTS.get(frozenset(attributes) - _OF_EVERY_OPTIMIZER, {})
 
 
 def legacy_slot_name(name: str, beside: Iterable[str], scope: str) -> str:
-    """The slot `name` of a legacy optimizer of Keras 2, or of TensorFlow 1; as it is where it has no other name.
+    """Return the slot name for `name` of a legacy optimizer of Keras 2, or of TensorFlow 1; `name` itself if it has no
+    other.
 
     Args:
-        name: what the optimizer calls it.
-        beside: the names of all its slots: RMSprop's "momentum" is of other quantities than SGD's.
+        name: the optimizer's name of the slot.
+        beside: the names of all its slots: RMSprop's "momentum" is another quantity than SGD's.
         scope: the name of the slot's variable, which begins with the optimizer's: the "v" of Adamax is a maximum.
     """
     if (name == "momentum" and "rms" in beside) or (name == "v" and _ADAMAX in scope.split("/")):

@@ -1,8 +1,9 @@
-"""SavedModels of Keras 3: what `model.export` and `tf.saved_model.save` make of variables, and by what names they are told apart.
+"""SavedModels of Keras 3, written by `model.export` or `tf.saved_model.save`, and the names of the variables in them.
 
-`model.export` keeps variables in lists, `variables` and, for a part of them or all, once more in `_all_variables`. Positions in
-lists tell nobody which table is which; the names that TensorFlow gave to the variables do. They are those of the scopes that
-the variables were made in, so that they are listed as they are, and no part of them is taken for a table's own name.
+`model.export` keeps variables in lists: `variables` and, for some or all of them, also `_all_variables`. Positions in
+lists do not identify tables; TensorFlow's names of the variables do. These are the scopes that the variables were
+created in. So tables are listed under the whole name, and no part of it is taken for a table's own name.
+
 Source: keras/src/export/saved_model_export_archive.py; keras_rs/src/layers/embedding/base_distributed_embedding.py.
 """
 
@@ -22,13 +23,13 @@ _EMBEDDINGS: Final = "_embeddings"
 
 
 def archive_copies(bundle: Bundle, graph: ObjectGraph) -> frozenset[int]:
-    """The variable nodes of an export that are saved a second time, with the same name and the same bytes."""
+    """Return the variable nodes of an export that are saved twice, with the same name and the same bytes."""
     listed = {_identity(bundle, graph, number) for number in _list(graph, _VARIABLES)} - {None}
     return frozenset(number for number in _list(graph, _ALL) if _identity(bundle, graph, number) in listed)
 
 
 def variable_names(bundle: Bundle, graph: ObjectGraph) -> Mapping[int, str]:
-    """TensorFlow's names of the variables in an export's lists, and of keras-rs' tables: of those that no two variables have."""
+    """Return TensorFlow's unique names of the variables in an export's lists, and of keras-rs' tables."""
     tables = [graph.nodes[layer].children.get(_EMBEDDINGS) for layer in keras_rs_layers(graph)]
     nodes = {*_list(graph, _VARIABLES), *_list(graph, _ALL), *(node for node in tables if node is not None)}
     names = {number: graph.nodes[number].full_name for number in nodes - archive_copies(bundle, graph)}
@@ -37,19 +38,19 @@ def variable_names(bundle: Bundle, graph: ObjectGraph) -> Mapping[int, str]:
 
 
 def keras_rs_layers(graph: ObjectGraph) -> frozenset[int]:
-    """The nodes of the layers that hold keras-rs' tables, which a SavedModel has and a checkpoint has not."""
+    """Return the nodes of the layers that hold keras-rs' tables. Only a SavedModel has them."""
     holders = (node.children[_KERAS_RS_LAYERS] for node in graph.nodes if _KERAS_RS_LAYERS in node.children)
     return frozenset(layer for holder in holders for layer in graph.nodes[holder].children.values())
 
 
 def _list(graph: ObjectGraph, name: str) -> set[int]:
-    """The nodes in a list of an export; none of any other checkpoint."""
+    """Return the nodes in a list of an export; empty for any other checkpoint."""
     root = graph.nodes[0].children
     return set(graph.nodes[root[name]].children.values()) if set(root) >= _ARCHIVE else set()
 
 
 def _identity(bundle: Bundle, graph: ObjectGraph, number: int) -> tuple[Any, ...] | None:
-    """Name, type, shape and checksums of a variable; None where it has no name or no value."""
+    """Return name, type, shape and checksums of a variable; None if it has no name or no value."""
     node = graph.nodes[number]
     entry = bundle.entries.get(node.value_key or "")
     if entry is None or not node.full_name:

@@ -1,4 +1,4 @@
-"""The config that `tpuembed.TPUEmbedding` writes beside its tables: which there are, of which size, with which slots."""
+"""The config that `tpuembed.TPUEmbedding` writes beside its tables: their names, sizes and slots."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ __all__ = ["check_size", "merge_configs", "parse_config", "slot_names"]
 
 
 def parse_config(where: str, text: bytes) -> dict[str, Any]:
-    """The config of one layer; messages start with `where`.
+    """Return the config of one layer. Messages start with `where`.
 
     Raises:
         CheckpointCorruptError: it does not parse, or has no tables.
@@ -19,15 +19,15 @@ def parse_config(where: str, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{where} does not parse: {error}; restore it from another copy") from None
+        raise CheckpointCorruptError(f"{where} does not parse: {error}. Restore it from another copy.") from None
     tables = config.get("tables") if isinstance(config, dict) else None
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise CheckpointCorruptError(f"{where} has no mapping `tables` of mappings; restore it from another copy")
+        raise CheckpointCorruptError(f"{where} has no mapping `tables` of mappings. Restore it from another copy.")
     return config
 
 
 def slot_names(where: str, name: str, table: Mapping[str, Any]) -> tuple[str, ...]:
-    """The slots of table `name` as its config says; messages start with `where`.
+    """Return the slots of table `name` from its config. Messages start with `where`.
 
     Raises:
         CheckpointFormatError: its optimizer is unknown.
@@ -38,26 +38,26 @@ def slot_names(where: str, name: str, table: Mapping[str, Any]) -> tuple[str, ..
     kind = optimizer.get("kind") if isinstance(optimizer, dict) else optimizer
     if not isinstance(kind, str) or kind not in OPTIMIZERS:
         raise CheckpointFormatError(
-            f"{where}: table {name!r} has optimizer {kind!r}, and this version knows {', '.join(OPTIMIZERS)}; "
-            "upgrade tpuembed"
+            f"{where}: table {name!r} has optimizer {kind!r}, but this version supports {', '.join(OPTIMIZERS)}. "
+            "Upgrade tpuembed."
         )
     return OPTIMIZERS[kind].slots
 
 
 def check_size(where: str, name: str, table: Mapping[str, Any], found: tuple[int, int]) -> None:
-    """Raise CheckpointCorruptError unless table `name`, `found` on disk as (rows, dim), is of its config's size."""
+    """Raise CheckpointCorruptError unless table `name`, `found` on disk as (rows, dim), has the size in its config."""
     expected = [table.get("vocabulary_size"), table.get("dim")]
     if list(found) != expected:
         raise CheckpointCorruptError(
-            f"{where}: table {name!r} is {expected} in its layer's config and {list(found)} on disk; "
-            "restore it from another copy"
+            f"{where}: table {name!r} is {expected} in its layer's config, but {list(found)} on disk. Restore it "
+            "from another copy."
         )
 
 
 def merge_configs(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """One config of all layers, by their paths, without what it says of SparseCores.
+    """Merge the configs of all layers, by their paths, without their SparseCore layouts.
 
-    Their features lie side by side, or under the paths where they clash.
+    Features are merged into one dict, or kept under the paths if their names clash.
     """
     configs = {
         path: {part: said for part, said in config.items() if part != "layouts"} for path, config in configs.items()

@@ -24,10 +24,10 @@ _KERAS_LAYERS: Final = "_keras_embedding_layers"
 
 
 def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """The tables of all mid-level objects, each with how its rows lie.
+    """Yield the tables of all mid-level objects, each with the order of its rows.
 
     Raises:
-        CheckpointFormatError: what saved one cannot be told for sure, and so neither how its rows lie.
+        CheckpointFormatError: the class that saved an object is not certain, so neither is the order of rows.
         CheckpointCorruptError: a table has no value, or SparseCore layouts contradict it.
     """
     engines = {node.children.get(ENGINE) for node in graph.nodes if CONFIG_ATTRIBUTE in node.attributes}
@@ -38,8 +38,9 @@ def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
         layouts = sparse_core_layouts(bundle, graph, node)
         if layouts and saved_by_hosts(node):
             raise CheckpointFormatError(
-                f"checkpoint {bundle.prefix}: {graph.path(number) or 'its root'} is signed by TPUEmbedding, which keeps rows "
-                "on hosts, and has the SparseCore layouts of TPUEmbeddingV2; use the checkpoint it was restored from"
+                f"checkpoint {bundle.prefix}: {graph.path(number) or 'its root'} is signed by TPUEmbedding, which "
+                "keeps rows on hosts, but has the SparseCore layouts of TPUEmbeddingV2. Use the checkpoint it "
+                "was restored from."
             )
         if layouts:
             yield from sparse_core_tables(bundle, graph, node, layouts)
@@ -49,9 +50,9 @@ def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
 
 
 def keras_layer_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """The small tables that `PartialTPUEmbedding` keeps in Keras layers: they are known by their feature's name.
+    """Yield the small tables that `PartialTPUEmbedding` keeps in Keras layers, named after their feature.
 
-    Whichever optimizer of Keras 2 trains the model has their slots.
+    Their slots are those of the Keras 2 optimizer that trains the model.
     """
     for node in graph.nodes:
         if _KERAS_LAYERS not in node.children:

@@ -1,4 +1,4 @@
-"""What TensorFlow's mid-level embedding classes save in the same way, whatever they ran on: variables under their names.
+"""Variables that TensorFlow's mid-level embedding classes save under their names on any hardware.
 
 Source: tensorflow/python/tpu/tpu_embedding_base.py.
 """
@@ -18,12 +18,12 @@ _PARAMETERS: Final = "parameters"
 
 
 def mid_level_nodes(graph: ObjectGraph) -> list[int]:
-    """The numbers of the mid-level objects' nodes."""
+    """Return the numbers of the mid-level objects' nodes."""
     return [number for number, node in enumerate(graph.nodes) if set(node.children) >= _CHILDREN]
 
 
 def mid_level_variables(bundle: Bundle, graph: ObjectGraph, node: Node) -> Iterator[TableKeys]:
-    """The tables of a mid-level object, or where SparseCores saved it its stacks, with their slots.
+    """Yield the tables of a mid-level object, or its stacks if it was saved from SparseCores, with their slots.
 
     Raises:
         CheckpointCorruptError: one has no value.
@@ -34,14 +34,14 @@ def mid_level_variables(bundle: Bundle, graph: ObjectGraph, node: Node) -> Itera
 
 
 def _variable(bundle: Bundle, graph: ObjectGraph, name: str, roles: Node) -> TableKeys:
-    """From its node: child `parameters`, and a child per slot of its own optimizer."""
+    """Return the table of a node with a child `parameters`, and a child per slot of its own optimizer."""
     keys = {role: graph.nodes[child].value_key for role, child in roles.children.items()}
     key = keys.pop(_PARAMETERS, None)
     slots = {slot: value for slot, value in keys.items() if value is not None}
     if key is None or len(slots) < len(keys):
         raise CheckpointCorruptError(
             f"checkpoint {bundle.prefix}: table {name!r} has no value for {_PARAMETERS!r} or a slot, only for "
-            f"{', '.join(sorted(slots)) or 'nothing'}; save it again"
+            f"{', '.join(sorted(slots)) or 'nothing'}. Save it again."
         )
     slots = {**optimizer_slots(bundle, graph, roles.children[_PARAMETERS]), **slots}
     return TableKeys(name, key, slots)

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold, or lack, under a name that is no table's or slot's: for the message to whoever asked for it."""
+"""Hints for the error message about an unknown table or slot: other things in the checkpoint that the name may mean."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -16,7 +16,7 @@ _MAX_NAME: Final = 100
 
 
 def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKeys], name: str) -> str:
-    """Return a clause that follows "has no table `name`"; empty where there is nothing to say."""
+    """Return a clause that follows "has no table `name`"; empty if there is no hint."""
     for table in tables.values():
         for slot, key in table.slots.items():
             if key == name:
@@ -26,11 +26,11 @@ def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKey
     for number in sorted(graph.optimizer_variables & graph.parents.keys()):
         node = graph.nodes[number]
         if name in {node.value_key, node.full_name} or name == _path(graph, number):
-            return f" (an optimizer keeps that: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
+            return f" (it belongs to an optimizer: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
     if is_keras_3_model(graph):
         return (
-            " (of keras_rs.layers.DistributedEmbedding TensorFlow saves what the optimizer of a model that was compiled and "
-            "trained holds, and nothing else: model.save_weights('model.weights.h5') saves all of it)"
+            " (TensorFlow saves a keras_rs.layers.DistributedEmbedding only in the optimizer of a compiled and "
+            "trained model. model.save_weights('model.weights.h5') saves all of it)"
         )
     return ""
 
@@ -38,12 +38,14 @@ def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKey
 def _path(graph: ObjectGraph, number: int) -> str | None:
     try:
         return graph.path(number)
-    except MalformedError:  # absurdly deep, where no table is
+    except MalformedError:  # far too deep: there is no table
         return None
 
 
 def about_missing_slot(bundle: Bundle, graph: ObjectGraph | None, tables: Mapping[str, TableKeys], table: str) -> str:
-    """A clause that follows "table `table` has no slot ...": what optimizers keep that could be one, of nobody proven."""
+    """Return a clause that follows "table `table` has no slot ...": optimizer variables of its shape without a proven
+    table.
+    """
     if graph is None:
         return ""
     taken = {key for keys in tables.values() for key in keys.slots.values()}
@@ -57,4 +59,4 @@ def about_missing_slot(bundle: Bundle, graph: ObjectGraph | None, tables: Mappin
     if not alike:
         return ""
     shown = ", ".join(alike[:_SHOWN]) + (", ..." if len(alike) > _SHOWN else "")
-    return f" (optimizers keep {shown}, and nothing proves that it is that slot of this table)"
+    return f" (optimizers have {shown}, but it cannot be proven that it is that slot of this table)"

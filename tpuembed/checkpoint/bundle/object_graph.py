@@ -1,4 +1,4 @@
-"""The graph of Python objects that a TensorFlow 2 checkpoint carries, and where in the bundle their values lie.
+"""The graph of Python objects in a TensorFlow 2 checkpoint, and the keys of their values in the bundle.
 
 Source: tensorflow/core/protobuf/trackable_object_graph.proto.
 """
@@ -24,7 +24,7 @@ _MAX_DEPTH: Final = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """One saved value of an object: the name a graph gave it, and its key in the bundle."""
+    """One saved value of an object: its name in the graph, and its key in the bundle."""
 
     full_name: str
     checkpoint_key: str
@@ -32,7 +32,7 @@ class Attribute:
 
 @dataclasses.dataclass(frozen=True)
 class SlotVariable:
-    """What a Keras 2 optimizer keeps for variable node `original`, under `name`: variable node `slot`."""
+    """A slot of a Keras 2 optimizer: variable node `slot` is the slot `name` of variable node `original`."""
 
     original: int
     name: str
@@ -46,8 +46,8 @@ class Node:
     Attributes:
         children: attribute name -> node number.
         attributes: name -> saved value.
-        slot_variables: what this object keeps for variables, where it is an optimizer.
-        registered_saver: the name of the class that saved it in its own way; usually empty.
+        slot_variables: the slots that this object keeps for variables, if it is an optimizer.
+        registered_saver: the name of a custom saver; usually empty.
     """
 
     children: Mapping[str, int]
@@ -57,13 +57,13 @@ class Node:
 
     @property
     def value_key(self) -> str | None:
-        """The bundle's key of a variable's value; None for other objects."""
+        """Return the bundle's key of a variable's value; None for other objects."""
         attribute = self.attributes.get(VALUE)
         return None if attribute is None else attribute.checkpoint_key
 
     @property
     def full_name(self) -> str:
-        """What TensorFlow called the variable; empty for other objects."""
+        """Return TensorFlow's name of the variable; empty for other objects."""
         return self.attributes[VALUE].full_name if VALUE in self.attributes else ""
 
 
@@ -75,7 +75,7 @@ class ObjectGraph:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """From a serialized TrackableObjectGraph.
+        """Parse a serialized TrackableObjectGraph.
 
         Raises:
             MalformedError: it does not parse, or a reference leads to no node.
@@ -91,10 +91,12 @@ class ObjectGraph:
         return cls(nodes)
 
     def below(self, root: int) -> Self:
-        """The graph of `root` and of all below it. What an optimizer elsewhere keeps for its variables is left out."""
+        """Return the graph of `root` and everything below it. Slots that optimizers outside keep for its variables are
+        left out.
+        """
         kept = [root]
         numbers = {root: 0}
-        for number in kept:  # grows while it is walked
+        for number in kept:  # grows during the loop
             for child in self.nodes[number].children.values():
                 if child not in numbers:
                     numbers[child] = len(kept)
@@ -103,7 +105,7 @@ class ObjectGraph:
 
     @functools.cached_property
     def parents(self) -> Mapping[int, tuple[int, str]]:
-        """Node number -> (the node before it on a shortest way from the root, its name there), nearest nodes first."""
+        """Return node number -> (its parent on a shortest path from the root, its name there), nearest nodes first."""
         found: dict[int, tuple[int, str]] = {}
         queue = deque([0])
         while queue:
@@ -115,24 +117,26 @@ class ObjectGraph:
         return found
 
     def path(self, number: int) -> str:
-        """The names on a shortest way from the root to a node, joined with "/"; the root is "".
+        """Return the names on a shortest path from the root to a node, joined with "/"; the root is "".
 
         Raises:
-            MalformedError: there is no way, or it is absurdly long.
+            MalformedError: there is no path, or it is far too long.
         """
         names: list[str] = []
         while number:
             if len(names) == _MAX_DEPTH:
-                raise MalformedError(f"a node lies over {_MAX_DEPTH} objects deep")
+                raise MalformedError(f"a node is over {_MAX_DEPTH} objects deep")
             if number not in self.parents:
-                raise MalformedError(f"no way leads from the root to node {number}")
+                raise MalformedError(f"there is no path from the root to node {number}")
             number, name = self.parents[number]
             names.append(name)
         return "/".join(reversed(names))
 
     @functools.cached_property
     def slots(self) -> Mapping[int, Mapping[str, frozenset[int]]]:
-        """What legacy optimizers of Keras 2 and those of Keras 3 keep: variable node -> slot -> nodes (one per optimizer)."""
+        """Return variable node -> slot -> nodes (one per optimizer), for legacy optimizers of Keras 2 and those of
+        Keras 3.
+        """
         found: dict[int, dict[str, frozenset[int]]] = {}
         for node in self.nodes:
             for slot in (*self._legacy_slots(node), *self._keras_3_slots(node)):
@@ -141,14 +145,14 @@ class ObjectGraph:
         return found
 
     def _legacy_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
-        """What an optimizer keeps that names its slots, and says whose they are."""
+        """Yield the slots of an optimizer that names its slots and their variables."""
         names = {slot.name for slot in optimizer.slot_variables}
         for slot in optimizer.slot_variables:
             name = legacy_slot_name(slot.name, names, self.nodes[slot.slot].full_name)
             yield dataclasses.replace(slot, name=name)
 
     def _keras_3_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
-        """What an optimizer of Keras 3 keeps: lists of variables, parallel to the one of those that it trains."""
+        """Yield the slots of an optimizer of Keras 3: lists of variables, parallel to the list of trained variables."""
         if not is_keras_3_optimizer(optimizer.children):
             return
         trained = self.nodes[optimizer.children["_trainable_variables"]].children
@@ -159,7 +163,7 @@ class ObjectGraph:
 
     @functools.cached_property
     def optimizer_variables(self) -> frozenset[int]:
-        """The variable nodes that optimizers keep for themselves or for the variables that they train."""
+        """Return the variable nodes that optimizers keep for themselves or for the variables that they train."""
         kept = {slot.slot for node in self.nodes for slot in node.slot_variables}
         lists = (self.nodes[node.children["_variables"]] for node in self.nodes if is_optimizer(node.children))
         return frozenset(kept.union(*(node.children.values() for node in lists)))

@@ -1,6 +1,7 @@
-"""Tables of `tpuembed.TPUEmbedding`: a node that carries the layer's config, with children `<table>`, `<table>/<slot>`.
+"""Tables of `tpuembed.TPUEmbedding`: a node with the layer's config, and children `<table>`, `<table>/<slot>`.
 
-Tables that lie in SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and another child says where in them.
+Tables on SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and another child has their places in the
+stacks.
 """
 
 import dataclasses
@@ -19,14 +20,14 @@ from tpuembed.tensor_bundle import Bundle
 __all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_tables"]
 
 ENGINE: Final = "_engine"
-"""The child that is TensorFlow's handle of an accelerator, with the same variables once more."""
+"""The child that is TensorFlow's handle of an accelerator, with the same variables again."""
 
 CONFIG_ATTRIBUTE: Final = "tpuembed_config"
-"""Of the node that holds a layer's tables."""
+"""The attribute with the config, on the node that holds a layer's tables."""
 
 
 def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, Any]]:
-    """Node number -> config, for each of our layers.
+    """Return node number -> config, for each of tpuembed's layers.
 
     Raises:
         CheckpointCorruptError: a config is missing or does not parse.
@@ -47,49 +48,49 @@ def _read_config(bundle: Bundle, key: str) -> dict[str, Any]:
 def own_layer_tables(
     bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[TableKeys]:
-    """The tables that the `configs` name, each checked against its config.
+    """Yield the tables that the `configs` name, each checked against its config.
 
     Raises:
-        CheckpointCorruptError: a table or slot is missing, has another shape, or is one the config does not know.
+        CheckpointCorruptError: a table or slot is missing, has another shape, or is not in the config.
         CheckpointFormatError: a table's optimizer is unknown.
     """
     where = f"checkpoint {bundle.prefix}"
     for number, config in configs.items():
         node = graph.nodes[number]
         stacked = _stacked_tables(bundle, graph, node, config)
-        claimed: dict[str, _Role] = {}
+        roles: dict[str, _Role] = {}
         for name, table in config["tables"].items():
             rows = stacked.get(name)
             stem = name if rows is None else rows.layout.stack
             slots = {slot: f"{stem}/{slot}" for slot in slot_names(where, name, table)}
             for slot, child in ((None, stem), *slots.items()):
-                _claim(bundle, claimed, child, _Role(name if rows is None else None, stem, slot))
+                _assign_role(bundle, roles, child, _Role(name if rows is None else None, stem, slot))
             keys = {slot: _value_key(bundle, graph, node, child) for slot, child in slots.items()}
             found = TableKeys(name, _value_key(bundle, graph, node, stem), keys, rows or DENSE)
             info = table_info(bundle, found)
             check_size(where, name, table, (info.rows, info.dim))
             yield found
-        unknown = sorted(set(node.children) - claimed.keys() - {ENGINE, LAYOUTS})
+        unknown = sorted(set(node.children) - roles.keys() - {ENGINE, LAYOUTS})
         if unknown:
-            raise _corrupt(bundle, f"it holds {unknown[0]!r}, which is no table or slot of its layer's config")
+            raise _corrupt(bundle, f"it has {unknown[0]!r}, which is not a table or slot of its layer's config")
         _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Role:
-    """What a child holds: of `table`, or where that is None of all tables in a stack, the slot, or the rows (None)."""
+    """The role of a child: the rows (slot None) or a slot, of `table`, or of all tables in a stack if `table` is None."""
 
     table: str | None
     stem: str
     slot: str | None
 
 
-def _claim(bundle: Bundle, claimed: dict[str, _Role], child: str, role: _Role) -> None:
-    """Note what `child` is; tables of one stack share it, and whatever else would read another's rows."""
-    other = claimed.setdefault(child, role)
+def _assign_role(bundle: Bundle, roles: dict[str, _Role], child: str, role: _Role) -> None:
+    """Record the role of `child`. Tables of one stack share it. Any other second role would read another table's rows."""
+    other = roles.setdefault(child, role)
     if other != role:
         names = " and ".join(_shown(one) for one in (other, role))
-        raise _corrupt(bundle, f"its layer's config asks for {child!r} as {names}, which are not the same rows")
+        raise _corrupt(bundle, f"its layer's config uses {child!r} as {names}, which are not the same rows")
 
 
 def _shown(role: _Role) -> str:
@@ -100,21 +101,21 @@ def _shown(role: _Role) -> str:
 def _stacked_tables(
     bundle: Bundle, graph: ObjectGraph, node: Node, config: Mapping[str, Any]
 ) -> dict[str, SparseCoreRows]:
-    """The tables of a layer that lie in SparseCores, by name.
+    """Return the rows of the tables of a layer that are on SparseCores, by name.
 
-    Rows that are dealt to SparseCores can lie in a tensor of the table's own name and shape: the layouts must be sound.
+    Mod-sharded rows can be in a tensor of the table's own name and shape, so the layouts must be valid.
     """
     layouts = [layout for stack in sparse_core_layouts(bundle, graph, node).values() for layout in stack]
     if LAYOUTS in node.children and not layouts:
-        raise _corrupt(bundle, f"its {LAYOUTS} are empty, and a layer without tables in SparseCores has none")
+        raise _corrupt(bundle, f"its {LAYOUTS} are empty, but a layer without tables on SparseCores has none")
     unknown = sorted({layout.table for layout in layouts} - set(config["tables"]))
     if unknown:
-        raise _corrupt(bundle, f"its {LAYOUTS} know {unknown[0]!r}, which is no table of its layer's config")
+        raise _corrupt(bundle, f"its {LAYOUTS} have {unknown[0]!r}, which is not a table of its layer's config")
     return {layout.table: SparseCoreRows(layout) for layout in layouts}
 
 
 def _check_layouts(bundle: Bundle, layouts: Iterable[TableLayout], config: Mapping[str, Any]) -> None:
-    """Raise CheckpointCorruptError unless `layouts` are those that the layer's config repeats, where it does."""
+    """Raise CheckpointCorruptError unless `layouts` equal those in the layer's config, if it has them."""
     repeated = config.get("layouts")
     if repeated is None:
         return
@@ -134,7 +135,10 @@ def _check_layouts(bundle: Bundle, layouts: Iterable[TableLayout], config: Mappi
         if found.get(table) != repeated.get(table):
             raise _corrupt(
                 bundle,
-                f"table {table!r} lies at {repeated.get(table)} by its layer's config and at {found.get(table)} by its {LAYOUTS}",
+                (
+                    f"table {table!r} is at {repeated.get(table)} by its layer's config, but at {found.get(table)} by "
+                    f"its {LAYOUTS}"
+                ),
             )
 
 
@@ -142,9 +146,9 @@ def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> st
     number = node.children.get(child)
     key = None if number is None else graph.nodes[number].value_key
     if key is None:
-        raise _corrupt(bundle, f"its layer's config asks for {child!r}, and there is no such variable")
+        raise _corrupt(bundle, f"its layer's config needs {child!r}, but there is no such variable")
     return key
 
 
 def _corrupt(bundle: Bundle, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"checkpoint {bundle.prefix}: {what}; restore it from another copy")
+    return CheckpointCorruptError(f"checkpoint {bundle.prefix}: {what}. Restore it from another copy.")

@@ -1,42 +1,42 @@
-"""What reads of dealt rows prove of the tensors they are from, whose checksums are over the bytes in another order.
+"""Checks mod-sharded tensors by partial checksums: their own checksums cover the bytes in another order.
 
-A read adds up what the runs that it met contribute to their tensor's CRC32C. When all rows of some tables of a stack were read,
-and what else lies in it is read too, the sum is the tensor's own checksum, or something is wrong. So a table that is streamed
-need not be read a second time to be proven.
+A reader adds up the contributions of its runs to the CRC32C of their tensor. After all rows of some tables of a stack,
+and the other bytes of the stack, were read, the sum must equal the tensor's checksum. So a streamed table need not be
+read a second time to be verified.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
-from tpuembed.checkpoint.bundle.rows import read_dealt_rows, stated_checksum
-from tpuembed.checkpoint.types import Array, ReadSum
+from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
+from tpuembed.checkpoint.bundle.rows import read_mod_sharded_rows, recorded_checksum
+from tpuembed.checkpoint.types import Array, PartialChecksum
 from tpuembed.tensor_bundle import Bundle, Entry, crc
 from tpuembed.tensor_bundle.crc_pieces import sum_of_pieces
 
-__all__ = ["DealtReader", "is_as_stated"]
+__all__ = ["ModShardedReader", "matches_checksum"]
 
 _PIECE_BYTES = 1 << 20
 
 
-class DealtReader:
-    """Reads a table that is dealt out in tensor `key` as `source` says; see SummedReader."""
+class ModShardedReader:
+    """Reads a mod-sharded table in tensor `key`, placed as `source` describes; see SummedReader."""
 
-    def __init__(self, source: Interleaved, bundle: Bundle, key: str) -> None:
+    def __init__(self, source: ModSharded, bundle: Bundle, key: str) -> None:
         self._source, self._bundle, self._key, self._runs = source, bundle, key, _RunSums(bundle, key)
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, dim], with the rows [start, start + n)."""
-        read_dealt_rows(self._source, self._bundle, self._key, start, out, self._runs.read)
+        read_mod_sharded_rows(self._source, self._bundle, self._key, start, out, self._runs.read)
 
-    def sums(self) -> Mapping[str, ReadSum]:
-        """Of the one tensor."""
+    def sums(self) -> Mapping[str, PartialChecksum]:
+        """Return the partial checksum of the tensor."""
         return {self._key: self._runs.total()}
 
 
 class _RunSums:
-    """Reads runs of tensor `key`, and remembers their checksums. Several threads may read."""
+    """Reads runs of tensor `key`, and keeps their checksums. Several threads may read."""
 
     def __init__(self, bundle: Bundle, key: str) -> None:
         entry = bundle.entries[key]
@@ -49,47 +49,47 @@ class _RunSums:
         self._bundle.read_runs(self._key, rows, views)
         self._runs.append((rows, [len(view) for view in views], [crc.value(view) for view in views]))
 
-    def total(self) -> ReadSum:
-        """Of all runs so far."""
+    def total(self) -> PartialChecksum:
+        """Return the partial checksum of all runs so far."""
         if not self._runs:
-            return ReadSum()
+            return PartialChecksum()
         rows, sizes, checksums = (np.concatenate(column) for column in zip(*self._runs, strict=True))
         after = self._size - rows * self._row_bytes - sizes
-        return ReadSum(sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
+        return PartialChecksum(sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
 
 
-def is_as_stated(
-    bundle: Bundle, key: str, tables: Sequence[tuple[Interleaved | None, int]], met: ReadSum
+def matches_checksum(
+    bundle: Bundle, key: str, tables: Sequence[tuple[ModSharded | None, int]], read: PartialChecksum
 ) -> bool | None:
-    """Whether tensor `key` has the checksum that its entry states; None where `met` cannot say it.
+    """Returns True if tensor `key` has the checksum in its entry; None if `read` does not cover enough to tell.
 
-    What lies beside the tables is read here: padding, and other tables of the stack.
+    Bytes beside the tables, which are padding and other tables of the stack, are read here.
 
     Args:
-        tables: how each table whose rows were all read is dealt, one at least, and its rows.
-        met: what was read of them.
+        tables: the mod-sharding and the number of rows of each table whose rows were all read, at least one.
+        read: the partial checksum of these tables.
     """
     entry = bundle.entries[key]
-    stated = stated_checksum(entry)
-    if stated is None or not met.bytes:
+    recorded = recorded_checksum(entry)
+    if recorded is None or not read.bytes:
         return None
     runs = np.concatenate([_runs(source, rows) for source, rows in tables if source is not None])
     runs = runs[np.argsort(runs[:, 0])]
     ends = runs[:, 0] + runs[:, 1]
-    if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != met.bytes:
+    if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != read.bytes:
         return None
     between = zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True)
-    return (met + _sum_of(bundle, key, between)).checksum == stated
+    return (read + _sum_of(bundle, key, between)).checksum == recorded
 
 
-def _runs(source: Interleaved, rows: int) -> Array:
-    """The stored rows of a table: [parts, 2], the first of each part and how many."""
+def _runs(source: ModSharded, rows: int) -> Array:
+    """Return the stored rows of a table: [parts, 2], the first row of each part and the number of rows."""
     parts = np.arange(min(source.count, rows))
     return np.stack([source.first_rows(parts), (rows - parts + source.count - 1) // source.count], 1)
 
 
-def _sum_of(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> ReadSum:
-    """Of ranges of stored rows."""
+def _sum_of(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> PartialChecksum:
+    """Return the partial checksum of ranges of stored rows."""
     sums = _RunSums(bundle, key)
     row_bytes = _row_bytes(bundle.entries[key])
     step = max(1, _PIECE_BYTES // max(1, row_bytes))

@@ -18,13 +18,13 @@ _OPTIMIZERS: Final = {
     "Ftrl": ("accumulators", "linears"),
     "Momentum": ("momenta",),
 }
-"""TensorFlow 1's optimizers by their default names -> the slots that they keep, in the order in which they make them."""
+"""TensorFlow 1's optimizers by their default names -> the slots that they keep, in order of creation."""
 
 
 def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """The matrices of floats of a TensorFlow 2 checkpoint by object path, with what Keras optimizers keep for them.
+    """Yield the matrices of floats of a TensorFlow 2 checkpoint by object path, with their slots in Keras optimizers.
 
-    Of a SavedModel that Keras 3 exported, by the variables' names, where they are different.
+    In a SavedModel that Keras 3 exported, they have the variables' names, if these are unique.
     """
     by_name = keras_2_slots(bundle, graph)
     left_out, names = graph.optimizer_variables | archive_copies(bundle, graph), variable_names(bundle, graph)
@@ -37,17 +37,17 @@ def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
 
 
 def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]:
-    """Yield the matrices of floats of a TensorFlow 1 checkpoint by variable name, with the slots that are proven theirs.
+    """Yield the matrices of floats of a TensorFlow 1 checkpoint by variable name, with the slots that are proven.
 
-    A tensor with holes is left out. TensorFlow 1 writes such for a partitioned variable's slots, if the optimizer was made in a
-    variable_scope; see `Entry.holes`.
+    A tensor with holes is left out. TensorFlow 1 writes such for a partitioned variable's slots, if the optimizer was
+    created in a variable_scope; see `Entry.holes`.
 
     Args:
         bundle: the checkpoint.
         strategy: "mod" or "div", by which ids were assigned to the parts of partitioned variables; None for not stated.
 
     Raises:
-        CheckpointFormatError: a variable is partitioned, and nothing was stated or its parts are uneven.
+        CheckpointFormatError: a variable is partitioned, and no strategy was stated or its parts are uneven.
     """
     matrices = {name: entry for name, entry in bundle.entries.items() if is_table(entry) and not entry.holes}
     slots = _slots_by_name(matrices)
@@ -60,9 +60,10 @@ def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]
 def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
     """Return {variable: {slot: its key}} for TensorFlow 1's optimizers with their default names.
 
-    A slot's variable is called `SCOPE/VARIABLE/OPTIMIZER`, then `..._1`; SCOPE is that in which the optimizer was made, or none.
-    It is proven where the numbers of one optimizer are all there, no others are, the pieces are the variable's, and just one
-    optimizer and one variable fit. Source: slot_creator.py, optimizer.py, adam.py, ftrl.py in tensorflow/python/training.
+    A slot's variable is called `SCOPE/VARIABLE/OPTIMIZER`, then `..._1`. SCOPE is the scope that the optimizer was
+    created in, or missing. A slot is proven if exactly the numbers of one optimizer exist, if its pieces are those of
+    the variable, and if just one optimizer and one variable match. Source: slot_creator.py, optimizer.py, adam.py,
+    ftrl.py in tensorflow/python/training.
     """
     found: dict[str, list[dict[str, str]]] = {}
     for optimizer, slots in _OPTIMIZERS.items():
@@ -79,7 +80,7 @@ def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
 
 
 def _named(scoped: str, matrices: Mapping[str, Entry]) -> list[str]:
-    """Return the variables that `scoped` may mean: SCOPE/VARIABLE, whose scope may be any, or VARIABLE itself."""
+    """Return the variables that `scoped` may mean: VARIABLE of SCOPE/VARIABLE for any scope, or `scoped` itself."""
     parts = scoped.split("/")
     return [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
 

@@ -1,17 +1,17 @@
-"""How the rows of a table lie in the tensor that holds them: one class per on-disk format, chosen once per table."""
+"""The order of a table's rows in its tensor: one class per on-disk format, chosen once per table."""
 
 from functools import partial, reduce
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from tpuembed.checkpoint.bundle.mod_sharded import DISK, STORE, Interleaved, ReadRuns, buffer_bytes, read_interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import DISK, STORE, ModSharded, ReadRuns, buffer_bytes, read_mod_sharded
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import IN_FLIGHT_BYTES
 from tpuembed.tensor_bundle import Bundle, Entry, crc
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.tensor_bundle.reader import strided_bytes
 
-__all__ = ["DENSE", "DenseRows", "RowLayout", "dealt_bytes", "read_dealt_rows", "stated_checksum"]
+__all__ = ["DENSE", "DenseRows", "RowLayout", "mod_sharded_bytes", "read_mod_sharded_rows", "recorded_checksum"]
 
 
 class RowLayout(Protocol):
@@ -19,66 +19,68 @@ class RowLayout(Protocol):
 
     @property
     def format(self) -> str:
-        """The name of the on-disk format."""
+        """Return the name of the on-disk format."""
 
     def shape(self, entry: Entry) -> tuple[int, int]:
-        """(rows, dim) of the table in a tensor, which is a matrix.
+        """Return (rows, dim) of the table in a tensor, which is a matrix.
 
         Raises:
             MalformedError: the tensor cannot hold it.
         """
 
     def describe(self, entry: Entry, /) -> str:
-        """The layout in a few words for people; empty for rows one after another in one piece."""
+        """Return a short description of the layout; empty for rows in order in one piece."""
 
     def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
-        """Fill `out`, [n, dim], with the table's rows [start, start + n), which it has, from tensor `key`."""
+        """Fill `out`, [n, dim], with the existing rows [start, start + n) of the table, from tensor `key`."""
 
     def checksum(self, entry: Entry) -> int | None:
-        """CRC32C, unmasked, of the table's rows one after another; None where the tensor's entry does not say."""
+        """Return the CRC32C, unmasked, of the table's rows in order; None if the tensor's entry does not have it."""
 
     @property
-    def dealt(self) -> Interleaved | None:
-        """How the rows are dealt out, where they are: then the tensor's checksums are over runs of rows in another order."""
+    def mod_sharding(self) -> ModSharded | None:
+        """Return the mod-sharding of the rows, or None. If they are, the tensor's checksums cover runs of rows in
+        another order.
+        """
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
-        """The most that reading `rows` rows holds beside them; not less for more rows."""
+        """Return the most bytes that reading `rows` rows holds beside them. It does not decrease with more rows."""
 
 
 class DenseRows:
-    """Row = id, whatever slices and data files hold the tensor."""
+    """Rows in the order of their ids, in any slices and data files."""
 
     format: ClassVar[str] = "dense"
 
     @property
-    def dealt(self) -> Interleaved | None:
-        """They are not."""
+    def mod_sharding(self) -> ModSharded | None:
+        """Return None: the rows are in order."""
         return None
 
     def shape(self, entry: Entry) -> tuple[int, int]:
-        """That of the tensor."""
+        """Return the shape of the tensor."""
         rows, dim = entry.shape
         return rows, dim
 
     def describe(self, entry: Entry, /) -> str:
-        """The number of slices."""
+        """Return the number of slices as text."""
         return f"{len(entry.slices)} slices" if entry.slices else ""
 
     def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
-        """Read them straight into `out`."""
+        """Read the rows straight into `out`."""
         bundle.read_rows(key, start, start + len(out), out)
 
     def checksum(self, entry: Entry) -> int | None:
-        """Of the tensor's slices one after another, where they are runs of rows; None where they cut columns too."""
-        return stated_checksum(entry)
+        """Return the CRC32C of the tensor's slices in order, if they are runs of rows; None if they also cut columns."""
+        return recorded_checksum(entry)
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
-        """Where slices cut columns, rows go through a small buffer."""
+        """Return the bytes of the small buffer that rows pass through if slices cut columns."""
         return _transfer_bytes(bundle) + strided_bytes(entry, rows)
 
 
-def stated_checksum(entry: Entry) -> int | None:
-    """CRC32C of a matrix's slices one after another, where they are runs of rows; None where they cut columns too."""
+def recorded_checksum(entry: Entry) -> int | None:
+    """Return the CRC32C of a matrix's slices in order, if they are runs of rows; None if they also cut columns."""
     parts = sorted(entry.parts(), key=lambda part: part.start)
     if any(part.shape[1] != entry.shape[1] for part in parts):
         return None
@@ -88,24 +90,24 @@ def stated_checksum(entry: Entry) -> int | None:
 DENSE: Final = DenseRows()
 
 
-def dealt_bytes(source: Interleaved, bundle: Bundle, entry: Entry, rows: int, dim: int) -> int:
-    """The most that `read_dealt_rows` of [rows, dim] holds beside them."""
+def mod_sharded_bytes(source: ModSharded, bundle: Bundle, entry: Entry, rows: int, dim: int) -> int:
+    """Return the most bytes that `read_mod_sharded_rows` of [rows, dim] holds beside them."""
     sizes = DISK if isinstance(bundle.prefix, Path) else STORE
-    dealt = buffer_bytes(source, rows, dim, numpy_dtype(entry.dtype).itemsize, sizes)
-    return _transfer_bytes(bundle) + strided_bytes(entry, rows) + dealt
+    buffer = buffer_bytes(source, rows, dim, numpy_dtype(entry.dtype).itemsize, sizes)
+    return _transfer_bytes(bundle) + strided_bytes(entry, rows) + buffer
 
 
 def _transfer_bytes(bundle: Bundle) -> int:
-    """Of what is on its way from a store."""
+    """Return the most bytes in transfer from a store."""
     return 0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES
 
 
-def read_dealt_rows(
-    source: Interleaved, bundle: Bundle, key: str, start: int, out: Array, read: ReadRuns | None = None
+def read_mod_sharded_rows(
+    source: ModSharded, bundle: Bundle, key: str, start: int, out: Array, read: ReadRuns | None = None
 ) -> None:
-    """Fill `out`, [n, dim], with the rows [start, start + n) that are dealt out in tensor `key` as `source` says.
+    """Fill `out`, [n, dim], with the rows [start, start + n) of a table that is mod-sharded in tensor `key`.
 
-    `read` reads the tensor, where it is not the bundle itself.
+    `read` reads the tensor; None for the bundle itself.
     """
     sizes = DISK if isinstance(bundle.prefix, Path) else STORE
-    read_interleaved(source, start, out, read or partial(bundle.read_runs, key), sizes)
+    read_mod_sharded(source, start, out, read or partial(bundle.read_runs, key), sizes)

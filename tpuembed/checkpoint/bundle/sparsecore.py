@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_variables
-from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
-from tpuembed.checkpoint.bundle.rows import dealt_bytes, read_dealt_rows
+from tpuembed.checkpoint.bundle.rows import mod_sharded_bytes, read_mod_sharded_rows
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, parse_layouts
 from tpuembed.checkpoint.bundle.table_keys import TableKeys
 from tpuembed.checkpoint.types import Array
@@ -21,51 +21,51 @@ from tpuembed.tensor_bundle import Bundle, Entry
 __all__ = ["LAYOUTS", "SparseCoreRows", "sparse_core_layouts", "sparse_core_tables"]
 
 LAYOUTS: Final = "_sparse_core_table_layouts"
-"""The child that says where in their stacks the tables lie."""
+"""The child with the places of the tables in their stacks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseCoreRows:
-    """One table of a stack."""
+    """The rows of one table of a stack."""
 
     layout: TableLayout
     format: ClassVar[str] = "sparsecore"
 
     def shape(self, entry: Entry) -> tuple[int, int]:
-        """The table's, once the stack's is what the layout says."""
+        """Return the table's shape. Raises MalformedError unless the stack has the shape in the layout."""
         if entry.shape != self.layout.stack_shape:
             raise MalformedError(
-                f"stack {self.layout.stack!r} is {list(entry.shape)} and its SparseCore layout says "
+                f"stack {self.layout.stack!r} is {list(entry.shape)}, but its SparseCore layout has "
                 f"{list(self.layout.stack_shape)}"
             )
         return self.layout.shape
 
     def describe(self, _: Entry, /) -> str:
-        """Stack, SparseCores, rotation."""
+        """Return the stack, SparseCores and rotation as text."""
         return self.layout.words
 
     def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
-        """One run of bytes per SparseCore."""
-        read_dealt_rows(self.layout, bundle, key, start, out)
+        """Read one run of bytes per SparseCore."""
+        read_mod_sharded_rows(self.layout, bundle, key, start, out)
 
     def checksum(self, entry: Entry) -> None:
-        """The stack's checksums are over rows in another order."""
+        """Return None: the stack's checksums cover rows in another order."""
 
     @property
-    def dealt(self) -> Interleaved:
-        """To the SparseCores."""
+    def mod_sharding(self) -> ModSharded:
+        """Return the layout."""
         return self.layout
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
-        """A block of the runs of some SparseCores."""
-        return dealt_bytes(self.layout, bundle, entry, rows, self.layout.shape[1])
+        """Return the bytes of a block of the runs of some SparseCores."""
+        return mod_sharded_bytes(self.layout, bundle, entry, rows, self.layout.shape[1])
 
 
 def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mapping[str, Sequence[TableLayout]]:
-    """What a mid-level object says of its stacks, by name; empty for one that was not saved from SparseCores.
+    """Return the layouts of a mid-level object's stacks, by name; empty if it was not saved from SparseCores.
 
     Raises:
-        CheckpointCorruptError: it is missing, does not parse, or contradicts itself.
+        CheckpointCorruptError: the layouts are missing, do not parse, or contradict themselves.
     """
     if LAYOUTS not in node.children:
         return {}
@@ -74,15 +74,15 @@ def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mappi
         return parse_layouts(b"".join(_read(bundle, attribute.checkpoint_key) for attribute in attributes))
     except MalformedError as error:
         raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: {LAYOUTS}: {error}; restore it from another copy"
+            f"checkpoint {bundle.prefix}: {LAYOUTS}: {error}. Restore it from another copy."
         ) from None
 
 
 def _read(bundle: Bundle, key: str) -> bytes:
     if key not in bundle.entries:
         raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: its object graph puts {LAYOUTS} at {key}, which the index does not have; "
-            "restore it from another copy"
+            f"checkpoint {bundle.prefix}: its object graph puts {LAYOUTS} at {key}, which the index does not "
+            "have. Restore it from another copy."
         )
     return bundle.read_string(key)
 
@@ -90,7 +90,7 @@ def _read(bundle: Bundle, key: str) -> bytes:
 def sparse_core_tables(
     bundle: Bundle, graph: ObjectGraph, node: Node, layouts: Mapping[str, Sequence[TableLayout]]
 ) -> Iterator[TableKeys]:
-    """The tables of a mid-level object whose stacks lie as `layouts` say.
+    """Yield the tables of a mid-level object whose stacks have these `layouts`.
 
     Raises:
         CheckpointFormatError: the layouts are older than the variables.
@@ -98,23 +98,25 @@ def sparse_core_tables(
     """
     if any(_is_stale(graph, node, stack) for stack in layouts):
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: its SparseCore layouts are stale (saved again on CPU after a restore from "
-            "SparseCores, which TensorFlow cannot restore either); use the checkpoint it was restored from"
+            f"checkpoint {bundle.prefix}: its SparseCore layouts are stale. (It was saved again on CPU after a "
+            "restore from SparseCores. TensorFlow cannot restore it either.) Use the checkpoint it was restored "
+            "from."
         )
     for stack in mid_level_variables(bundle, graph, node):
         if stack.name not in layouts:
             raise CheckpointCorruptError(
-                f"checkpoint {bundle.prefix}: holds a stack {stack.name!r}, and its SparseCore layouts only know "
-                f"{', '.join(sorted(layouts))}; restore it from another copy"
+                f"checkpoint {bundle.prefix}: has a stack {stack.name!r}, but its SparseCore layouts only have "
+                f"{', '.join(sorted(layouts))}. Restore it from another copy."
             )
         for layout in layouts[stack.name]:
             yield TableKeys(layout.table, stack.key, stack.slots, SparseCoreRows(layout))
 
 
 def _is_stale(graph: ObjectGraph, node: Node, stack: str) -> bool:
-    """Whether a stack is not one variable, which TPUEmbeddingV2 holds both as a child and among its `_variables`.
+    """Returns True unless a stack is one variable, which TPUEmbeddingV2 holds both as a child and among its
+    `_variables`.
 
-    TPUEmbeddingForServing keeps restored layouts; its stacks are then scalars, and its variables are tables in order.
+    TPUEmbeddingForServing keeps restored layouts. Its stacks are then scalars, and its variables are tables in order.
     """
     variables = graph.nodes[node.children["_variables"]].children if "_variables" in node.children else {}
     if stack not in variables or stack not in node.children:

@@ -1,4 +1,4 @@
-"""Where SparseCores keep a table inside its stack, as the checkpoint says it; never computed again.
+"""The place of a table on SparseCores inside its stack, as recorded in the checkpoint; never computed again.
 
 Source: tensorflow/core/tpu/kernels/sparse_core_layout.proto; unshuffle_from_sc_to_cpu in
 tensorflow/python/tpu/tpu_embedding_v3_utils.py.
@@ -19,16 +19,16 @@ __all__ = ["TableLayout", "check_stack", "parse_layouts"]
 class TableLayout:
     """A table in a stack, of which every SparseCore keeps one shard.
 
-    Row i lies in shard `(i % num_sparse_cores + rotation) % num_sparse_cores`, where the table's rows begin at `offset`.
+    Row i is in shard `(i % num_sparse_cores + rotation) % num_sparse_cores`, where the table's rows begin at `offset`.
 
     Attributes:
         table: its name.
-        stack: the name of the variable that holds it, perhaps with others; its own where it is alone.
+        stack: the name of the variable that holds it, perhaps with others; its own name if it is alone.
         num_sparse_cores: of all devices.
         num_partitions: devices.
-        shard_rows: of the stack in one SparseCore (`total_rows_per_sparse_core_shard`).
+        shard_rows: rows of the stack in one SparseCore (`total_rows_per_sparse_core_shard`).
         shape: [rows, dim] of the table (`unsharded_shape`).
-        padded_shape: that of the rows and columns it takes in the stack (`unsharded_padded_shape`).
+        padded_shape: the rows and columns it takes in the stack (`unsharded_padded_shape`).
         offset: its first row in every shard (`sparse_core_shard_row_offset`).
         rotation: the shard that holds row 0 (`sparse_core_shard_rotation`).
     """
@@ -45,7 +45,7 @@ class TableLayout:
 
     def __post_init__(self) -> None:
         rows, dim = self.padded_shape
-        # What must hold: is it so, and the words for when it is not.
+        # Each condition, and the words for its violation.
         checks = (
             (bool(self.table and self.stack), "it has no name, or its stack has none"),
             (self.num_sparse_cores >= 1, f"{self.num_sparse_cores} SparseCores"),
@@ -70,7 +70,7 @@ class TableLayout:
 
     @classmethod
     def parse(cls, message: Message) -> Self:
-        """From a SparseCoreTableLayout; raises MalformedError where it contradicts itself."""
+        """Parse a SparseCoreTableLayout. Raises MalformedError if it contradicts itself."""
         return cls(
             table=message.text(1),
             stack=message.text(2),
@@ -85,41 +85,41 @@ class TableLayout:
 
     @property
     def run_rows(self) -> int:
-        """Rows that the table takes in one shard."""
+        """Return the rows that the table takes in one shard."""
         return self.padded_shape[0] // self.num_sparse_cores
 
     @property
     def stack_shape(self) -> tuple[int, int]:
-        """[rows, columns] of the stack: the shards one after another."""
+        """Return [rows, columns] of the stack: the shards one after another."""
         return self.num_sparse_cores * self.shard_rows, self.padded_shape[1]
 
     @property
     def count(self) -> int:
-        """The shards; see `interleaved.Interleaved`."""
+        """Return the number of shards; see `mod_sharded.ModSharded`."""
         return self.num_sparse_cores
 
     @property
     def stored_dim(self) -> int:
-        """Columns of the stack."""
+        """Return the columns of the stack."""
         return self.padded_shape[1]
 
     @property
     def words(self) -> str:
-        """For people: stack, SparseCores, rotation."""
+        """Return the stack, SparseCores and rotation as text."""
         words = [f"stack {self.stack}"] if self.stack != self.table else []
         words.append(f"{self.num_sparse_cores} SparseCore{'s' if self.num_sparse_cores > 1 else ''}")
         words += [f"rotation {self.rotation}"] if self.rotation else []
         return ", ".join(words)
 
     def first_rows(self, parts: Array) -> Array:
-        """The stack's rows that hold the table rows `parts`, which are among the first `num_sparse_cores`."""
+        """Return the stack's rows that hold the table rows `parts`, which are among the first `num_sparse_cores`."""
         return (parts + self.rotation) % self.num_sparse_cores * self.shard_rows + self.offset
 
 
 def _check(layout: TableLayout, checks: Sequence[tuple[bool, str]]) -> None:
     for holds, words in checks:
         if not holds:
-            raise MalformedError(f"the layout of table {layout.table!r} says {words}")
+            raise MalformedError(f"the layout of table {layout.table!r} has {words}")
 
 
 def _shape(message: Message, number: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ def _shape(message: Message, number: int) -> tuple[int, int]:
 
 
 def parse_layouts(data: bytes) -> dict[str, list[TableLayout]]:
-    """The layouts in a serialized SparseCoreTableLayouts, by stack.
+    """Return the layouts in a serialized SparseCoreTableLayouts, by stack.
 
     Raises:
         MalformedError: they do not parse, or contradict themselves or each other.
@@ -150,26 +150,26 @@ def parse_layouts(data: bytes) -> dict[str, list[TableLayout]]:
 
 
 def _check_stack_name(stack: str, layouts: Sequence[TableLayout]) -> None:
-    """TensorFlow calls a stack by its tables in their order, so that none of them is missing or in another's place.
+    """Raise MalformedError unless the stack is named after its tables in order, so that none is missing or misplaced.
 
     Source: SparseCoreLayoutStacker::GetLayouts in tensorflow/core/tpu/kernels/sparse_core_layout.cc.
     """
     names = "_".join(layout.table for layout in sorted(layouts, key=lambda layout: layout.offset))
     if stack != names:
         raise MalformedError(
-            f"stack {stack!r} should be called by its tables, and their layouts in order are of {names!r}"
+            f"stack {stack!r} should be named after its tables, which are {names!r} in the order of their layouts"
         )
 
 
 def check_stack(stack: str, layouts: Sequence[TableLayout]) -> None:
-    """Raise MalformedError unless the tables of a stack agree on its shape and lie apart from each other."""
+    """Raise MalformedError unless the tables of a stack agree on its shape and do not overlap."""
     ordered = sorted(layouts, key=lambda layout: layout.offset)
     for before, layout in itertools.pairwise(ordered):
-        ours, theirs = ((item.num_sparse_cores, *item.stack_shape) for item in (layout, before))
-        if ours != theirs:
+        shape, other_shape = ((item.num_sparse_cores, *item.stack_shape) for item in (layout, before))
+        if shape != other_shape:
             raise MalformedError(
-                f"stack {stack!r} has (SparseCores, rows, columns) {ours} for table {layout.table!r} and {theirs} for "
-                f"{before.table!r}"
+                f"stack {stack!r} has (SparseCores, rows, columns) {shape} for table {layout.table!r}, but "
+                f"{other_shape} for {before.table!r}"
             )
         if layout.offset < before.offset + before.run_rows:
             raise MalformedError(f"tables {before.table!r} and {layout.table!r} overlap in stack {stack!r}")

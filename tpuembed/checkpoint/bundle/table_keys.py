@@ -1,4 +1,4 @@
-"""Which tensors of a bundle are a table and its slots, and whether they can be."""
+"""The tensors of a bundle that form a table and its slots, and the checks that they can."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
 
 @dataclasses.dataclass(frozen=True)
 class TableKeys:
-    """A table, the keys in the bundle of its rows and of its slots by their names, and how rows lie in these tensors."""
+    """A table: the bundle's keys of its rows and of its slots by name, and the order of rows in these tensors."""
 
     name: str
     key: str
@@ -29,22 +29,24 @@ class TableKeys:
 
 @dataclasses.dataclass(frozen=True)
 class Discovery:
-    """What was found in a checkpoint: tables by name, and the config of the layers that wrote it, where it has one."""
+    """The result of a search in a checkpoint: tables by name, and the config of the layers that wrote it, if it has
+    one.
+    """
 
     tables: Mapping[str, TableKeys]
     layer_config: dict[str, Any] | None = None
 
 
 def is_table(entry: Entry) -> bool:
-    """Whether a tensor can be a table: a matrix of floats."""
+    """Returns True if a tensor can be a table: a matrix of floats."""
     return len(entry.shape) == 2 and entry.dtype in _FLOATS
 
 
 def merge_tables(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, TableKeys]:
-    """`tables` by name.
+    """Return `tables` by name.
 
     Raises:
-        CheckpointFormatError: two layers call a table by one name.
+        CheckpointFormatError: two layers have a table of the same name.
     """
     merged: dict[str, TableKeys] = {}
     for table in tables:
@@ -52,44 +54,44 @@ def merge_tables(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, Table
         if other is not table:
             raise CheckpointFormatError(
                 f"checkpoint {bundle.prefix}: two embedding layers have a table {table.name!r} ({other.key} and "
-                f"{table.key}); rename one and save again, or choose with --checkpoint-option root=PATH, such as "
-                f"root={_above(other, table)}"
+                f"{table.key}). Rename one and save again, or choose with --checkpoint-option root=PATH, such as "
+                f"root={_above(other, table)}."
             )
     return merged
 
 
 def _above(one: TableKeys, other: TableKeys) -> str:
-    """The path of the outermost object that holds `one` and not `other`."""
+    """Return the path of the outermost object that contains `one` and not `other`."""
     first, second = one.key.split("/"), other.key.split("/")
     shared = next((index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
     return "/".join(first[: shared + 1])
 
 
 def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:
-    """Shape, dtype, slots and layout.
+    """Return shape, dtype, slots and layout of a table.
 
     Raises:
-        CheckpointCorruptError: the tensor is missing, no matrix of floats or not what the layout says, or a slot has
-            another shape.
+        CheckpointCorruptError: the tensor is missing, is not a matrix of floats, or contradicts the layout; or a slot
+            has another shape.
     """
     entry = _entry(bundle, table, table.key)
     if not is_table(entry):
         raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: table {table.name!r} should be a matrix of floats, and {table.key} is "
-            f"{entry.dtype} {list(entry.shape)}; restore the checkpoint from another copy"
+            f"checkpoint {bundle.prefix}: table {table.name!r} should be a matrix of floats, but {table.key} is "
+            f"{entry.dtype} {list(entry.shape)}. Restore the checkpoint from another copy."
         )
     for slot, key in table.slots.items():
         found = _entry(bundle, table, key)
         if found.shape != entry.shape or not is_table(found):
             raise CheckpointCorruptError(
-                f"checkpoint {bundle.prefix}: table {table.name!r} is {list(entry.shape)}, and its slot {slot!r} "
-                f"({key}) is {found.dtype} {list(found.shape)}; restore the checkpoint from another copy"
+                f"checkpoint {bundle.prefix}: table {table.name!r} is {list(entry.shape)}, but its slot {slot!r} "
+                f"({key}) is {found.dtype} {list(found.shape)}. Restore the checkpoint from another copy."
             )
     try:
         rows, dim = table.rows.shape(entry)
     except MalformedError as error:
         raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: table {table.name!r}: {error}; restore the checkpoint from another copy"
+            f"checkpoint {bundle.prefix}: table {table.name!r}: {error}. Restore the checkpoint from another copy."
         ) from None
     slots = tuple(sorted(table.slots))
     return TableInfo(table.name, rows, dim, numpy_dtype(entry.dtype), slots, table.rows.describe(entry))
@@ -98,28 +100,28 @@ def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:
 def _entry(bundle: Bundle, table: TableKeys, key: str) -> Entry:
     if key not in bundle.entries:
         raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: its object graph puts table {table.name!r} at {key}, which the index does "
-            "not have; restore it from another copy"
+            f"checkpoint {bundle.prefix}: its object graph puts table {table.name!r} at {key}, which the index "
+            "does not have. Restore it from another copy."
         )
     return bundle.entries[key]
 
 
 def optimizer_slots(bundle: Bundle, graph: ObjectGraph, variable: int) -> dict[str, str]:
-    """What the optimizers of the checkpoint keep for variable node `variable`: slot name -> key.
+    """Return slot name -> key of the slots that the checkpoint's optimizers keep for variable node `variable`.
 
     Raises:
-        CheckpointFormatError: two optimizers keep a slot of one name.
+        CheckpointFormatError: two optimizers keep a slot of the same name.
     """
     found: dict[str, str] = {}
     for slot, nodes in graph.slots.get(variable, {}).items():
         keys = {graph.nodes[node].value_key for node in nodes}
         if len(keys) > 1:
             raise CheckpointFormatError(
-                f"checkpoint {bundle.prefix}: two optimizers keep {slot!r} for {graph.nodes[variable].value_key}; "
-                "save again with one of them"
+                f"checkpoint {bundle.prefix}: two optimizers keep {slot!r} for {graph.nodes[variable].value_key}. "
+                "Save again with one of them."
             )
         key = keys.pop()
-        # A slot that no value was saved for is not in the checkpoint.
+        # A slot without a saved value is not in the checkpoint.
         if key is not None:
             found[slot] = key
     return found

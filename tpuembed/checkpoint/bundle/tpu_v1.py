@@ -1,6 +1,7 @@
 """Tables that `TPUEmbedding` saved from TPU v2 to v4: each host saves the rows it keeps, in a slice of its own.
 
 The first hosts keep the first rows (the engine's DIV order), so the slices one after another are the table.
+
 Source: TPUEmbeddingVariable in tensorflow/python/tpu/tpu_embedding_v2.py; DIV_DEFAULT in
 tensorflow/core/protobuf/tpu/tpu_embedding_configuration.proto.
 """
@@ -16,16 +17,16 @@ __all__ = ["host_rows", "saved_by_hosts"]
 
 _SAVER: Final = "tf.TPUEmbeddingCallback"
 _ROW_ALIGNMENT: Final = 8
-"""What SparseCores pad rows and columns to."""
+"""SparseCores pad rows and columns to a multiple of this."""
 
 
 class HostRows(DenseRows):
-    """Row = id; one host saves one piece."""
+    """Rows in the order of their ids; each host has saved one piece."""
 
     format: ClassVar[str] = "tpu_v1"
 
     def describe(self, entry: Entry, /) -> str:
-        """The number of hosts that kept rows."""
+        """Return the number of hosts that kept rows, as text."""
         return f"{len(entry.slices)} row slices" if entry.slices else ""
 
 
@@ -33,23 +34,24 @@ _HOSTS: Final = HostRows()
 
 
 def saved_by_hosts(node: Node) -> bool:
-    """Whether the class for TPU v2 to v4 saved this mid-level object."""
+    """Returns True if the class for TPU v2 to v4 saved this mid-level object."""
     return node.registered_saver == _SAVER
 
 
 def host_rows(bundle: Bundle, node: Node, table: str, key: str) -> RowLayout:
-    """How rows lie in the variable of a mid-level object that has no SparseCore layouts.
+    """Return the order of rows in the variable of a mid-level object that has no SparseCore layouts.
 
     Raises:
-        CheckpointFormatError: in slices as SparseCores cut them, with nothing that says which class saved them.
+        CheckpointFormatError: slices are cut as SparseCores cut them, and the class that saved them is not recorded.
     """
     if saved_by_hosts(node):
         return _HOSTS
     if key in bundle.entries and _could_be_sparse_cores(bundle.entries[key]):
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: table {table!r} lies in {len(bundle.entries[key].slices)} equal slices, as "
-            "TPUEmbedding saves it from TPU hosts and TPUEmbeddingV2 from SparseCores, and neither has signed it: its "
-            "rows may be in another order; save it again with TensorFlow 2.19 or later"
+            f"checkpoint {bundle.prefix}: table {table!r} is in {len(bundle.entries[key].slices)} equal slices. "
+            "TPUEmbedding saves such from TPU hosts and TPUEmbeddingV2 from SparseCores, in different orders of "
+            "rows, and the checkpoint does not record which class wrote it. Save it again with TensorFlow 2.19 "
+            "or later."
         )
     return DENSE
 

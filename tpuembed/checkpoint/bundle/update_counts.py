@@ -1,4 +1,4 @@
-"""How many updates the tpuembed layers of a checkpoint had made: what their learning rate schedules go on from."""
+"""The number of updates of the tpuembed layers in a checkpoint, from which learning rate schedules resume."""
 
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ _ATTRIBUTE: Final = "tpuembed_iterations"
 
 
 def update_counts(checkpoint: Checkpoint) -> dict[str, int]:
-    """Table name -> count of the layer that has it; only of tables whose layer wrote one.
+    """Return table name -> the count of the layer that has it, for tables whose layer wrote one.
 
     Raises:
         CheckpointCorruptError: a count is not one integer, or is negative.
@@ -43,7 +43,7 @@ def _checked(path: str, count: Any) -> int:
     found = np.asarray(count)
     if found.shape or found.dtype != np.int64 or found < 0:
         raise CheckpointCorruptError(
-            f"checkpoint {path}: a layer's count of updates is {found.dtype} {list(found.shape)} {found}; restore it from "
-            "another copy"
+            f"checkpoint {path}: a layer's count of updates is {found.dtype} {list(found.shape)} {found}. Restore "
+            "it from another copy."
         )
     return int(found)

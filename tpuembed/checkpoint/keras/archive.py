@@ -1,4 +1,4 @@
-"""`.keras` files: zip archives of a model's config and its weights, which are read where they lie in the archive."""
+"""`.keras` files: zip archives of a model's config and its weights. The weights are read in place."""
 
 import dataclasses
 import io
@@ -20,7 +20,7 @@ _OTHER_WEIGHTS: Final = ("model.weights.npz", "model.weights.json")
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, and the lengths of name and extra field at byte 26
 _SIGNATURE: Final = b"PK\x03\x04"
 _MAX_READ_BYTES: Final = 64 << 20
-"""Of the archive's directory, at a time."""
+"""The most bytes of the archive's directory to read at a time."""
 _MAX_CONFIG_BYTES: Final = 16 << 20
 _PIECE_BYTES: Final = 1 << 20
 
@@ -29,44 +29,44 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """What a `.keras` file holds: its weights, an HDF5 file inside it, and the model's config."""
+    """The content of a `.keras` file: its weights, an HDF5 file inside it, and the model's config."""
 
     weights: Window
     config: dict[str, Any]
 
 
 def open_archive(file: Window) -> Archive:
-    """The parts of the `.keras` file `file`.
+    """Return the parts of the `.keras` file `file`.
 
     Raises:
-        CheckpointFormatError: the weights are compressed, or in another form than HDF5.
-        CheckpointCorruptError: it is no zip archive, contradicts itself, or lacks a part.
+        CheckpointFormatError: the weights are compressed, or not HDF5.
+        CheckpointCorruptError: it is not a zip archive, contradicts itself, or lacks a part.
     """
     return _in_archive(file, lambda archive: _open(file, archive))
 
 
 def _in_archive(file: Window, use: Callable[[zipfile.ZipFile], Result]) -> Result:
-    """What `use` makes of the archive; whatever a damaged one does to it, it is a CheckpointCorruptError."""
+    """Return the result of `use` for the archive. Turns every error of a damaged one into a CheckpointError."""
     try:
         with zipfile.ZipFile(_BoundedFile(file)) as archive:
             return use(archive)
     except (CheckpointError, OSError):
         raise
     except (ValueError, RuntimeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error) as error:
-        raise _corrupt(file, f"is not read as a zip archive: {error}") from None
+        raise _corrupt(file, f"cannot be read as a zip archive: {error}") from None
 
 
 def member_sizes(file: Window) -> dict[str, int]:
-    """The files in the `.keras` file `file`, and their bytes.
+    """Return the sizes of the files in the `.keras` file `file`.
 
     Raises:
-        CheckpointCorruptError: it is no zip archive.
+        CheckpointCorruptError: it is not a zip archive.
     """
     return _in_archive(file, lambda archive: {member.filename: member.file_size for member in archive.infolist()})
 
 
 def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> str | None:
-    """Why the bytes of member `name` are not those that its CRC32 was made of; None where they are."""
+    """Return the reason why the bytes of member `name` do not match its CRC32, or None if they do."""
 
     def read_through(archive: zipfile.ZipFile) -> None:
         with archive.open(name) as member:
@@ -81,28 +81,30 @@ def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> st
 
 
 def parse_config(name: str, text: bytes) -> dict[str, Any]:
-    """A model's config.json, which messages call `name`."""
+    """Return a model's config.json. Messages call the model file `name`."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(
-            f"model file {name}: {CONFIG_NAME} does not parse: {error}; restore it from another copy"
+            f"model file {name}: {CONFIG_NAME} does not parse: {error}. Restore it from another copy."
         ) from None
     if not isinstance(config, dict):
-        raise CheckpointCorruptError(f"model file {name}: {CONFIG_NAME} holds no object; restore it from another copy")
+        raise CheckpointCorruptError(
+            f"model file {name}: {CONFIG_NAME} is not an object. Restore it from another copy."
+        )
     return config
 
 
 def _open(file: Window, archive: zipfile.ZipFile) -> Archive:
     names = archive.namelist()
     if len(set(names)) != len(names):
-        raise _corrupt(file, f"holds two files of one name, among {len(names)}")
+        raise _corrupt(file, f"has two files of the same name, among {len(names)}")
     if WEIGHTS_NAME not in names:
         other = next((name for name in _OTHER_WEIGHTS if name in names), None)
         if other is not None:
             raise CheckpointFormatError(
-                f"model file {file.name}: its weights are {other}, which is not read; save it again with "
-                "model.save(path), or its weights with model.save_weights('model.weights.h5')"
+                f"model file {file.name}: its weights are {other}, which is not supported. Save it again with "
+                "model.save(path), or its weights with model.save_weights('model.weights.h5')."
             )
         raise _corrupt(file, f"has no {WEIGHTS_NAME}, only {', '.join(sorted(names)[:5]) or 'nothing'}")
     return Archive(_stored_member(file, archive.getinfo(WEIGHTS_NAME)), _config(file, archive))
@@ -119,14 +121,14 @@ def _config(file: Window, archive: zipfile.ZipFile) -> dict[str, Any]:
 
 
 def _stored_member(file: Window, member: zipfile.ZipInfo) -> Window:
-    """The bytes of a member that is not compressed.
+    """Return the bytes of a member that is not compressed.
 
     Source: APPNOTE.TXT 4.3.7, the local file header.
     """
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise CheckpointFormatError(
-            f"model file {file.name}: {member.filename} is compressed or encrypted in it, and Keras writes it plainly; "
-            f"unpack it (unzip {file.name} {member.filename}) and give that file"
+            f"model file {file.name}: {member.filename} is compressed or encrypted in it, which Keras does not "
+            f"do. Unpack it (unzip {file.name} {member.filename}) and give that file."
         )
     header = bytearray(_LOCAL_HEADER.size)
     _read(file, member.header_offset, header)
@@ -147,11 +149,11 @@ def _read(file: Window, offset: int, out: bytearray) -> None:
 
 
 def _corrupt(file: Window, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"model file {file.name}: {what}; restore it from another copy")
+    return CheckpointCorruptError(f"model file {file.name}: {what}. Restore it from another copy.")
 
 
 class _BoundedFile(io.RawIOBase):
-    """A window with a position, which does not let a damaged directory have much of it read at a time."""
+    """A window with a position. It limits the size of a read, in case the archive's directory is damaged."""
 
     def __init__(self, file: Window) -> None:
         self._file, self._position = file, 0
@@ -176,7 +178,7 @@ class _BoundedFile(io.RawIOBase):
         rest = max(0, self._file.size - self._position)
         count = rest if size is None or size < 0 else min(size, rest)
         if count > _MAX_READ_BYTES:
-            raise ValueError(f"it asks for {count} bytes of directory")
+            raise ValueError(f"it requests {count} bytes of directory")
         out = bytearray(count)
         self._file.read_into(self._position, memoryview(out))
         self._position += count

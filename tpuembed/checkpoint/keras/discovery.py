@@ -1,4 +1,4 @@
-"""The tables of a weight file, proven against what the model's config says where the file carries it."""
+"""Finds the tables of a weight file, and checks them against the model's config if the file has it."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -15,16 +15,16 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 __all__ = ["discover"]
 
 _SPARSE_CORE_REMEDY: Final = (
-    "Keras writes no tables that lie on SparseCores; save them with tf.train.Checkpoint(emb=layer._tpu_embedding)"
+    "Keras does not save tables on SparseCores. Save them with tf.train.Checkpoint(emb=layer._tpu_embedding)"
 )
 _LAYER_GROUP: Final = re.compile(r"distributed_embedding(_\d+)?")
 
 
 def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:
-    """The tables by name, and the config of the layers that hold them where it is known.
+    """Return the tables by name, and the config of the layers that hold them if it is known.
 
     Raises:
-        CheckpointFormatError: there is no table, two of one name, or one that the file cannot hold.
+        CheckpointFormatError: there is no table, two have the same name, or the file cannot hold one.
         CheckpointCorruptError: config and arrays contradict each other.
     """
     own_configs = own_layer_configs(weights)
@@ -33,7 +33,7 @@ def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]
     _check_keras_rs(weights, keras_rs, layers, own_configs)
     tables = _by_name(weights, [*own_layer_tables(weights, own_configs), *keras_rs])
     if not tables:
-        raise CheckpointFormatError(f"weights {weights.path}: {_why_none(weights)}")
+        raise CheckpointFormatError(f"weights {weights.path}: {_why_none(weights)}.")
     for table in tables.values():
         _check_slots(weights, table)
     keras_rs_configs = {
@@ -51,7 +51,7 @@ def _by_name(weights: Weights, tables: Sequence[Table]) -> dict[str, Table]:
         if other is not table:
             raise CheckpointFormatError(
                 f"weights {weights.path}: two tables are called {table.name!r} ({other.dataset.path} and "
-                f"{table.dataset.path}); rename one and save again"
+                f"{table.dataset.path}). Rename one and save again."
             )
     return merged
 
@@ -63,23 +63,23 @@ def _check_slots(weights: Weights, table: Table) -> None:
             table.dataset.stated_dtype,
         ):
             raise CheckpointCorruptError(
-                f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, and its slot "
-                f"{slot!r} ({dataset.path}) is {dataset.dtype} {dataset.shape}; restore it from another copy"
+                f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
+                f"{slot!r} ({dataset.path}) is {dataset.dtype} {dataset.shape}. Restore it from another copy."
             )
 
 
 def _check_keras_rs(
     weights: Weights, tables: Sequence[Table], configs: Sequence[LayerConfig], own: Collection[str]
 ) -> None:
-    """Raise where a layer has tables that are not in the file, or other ones than its config says; tpuembed's are `own`."""
+    """Raise an error if a keras-rs layer's tables are missing or differ from its config. `own` are tpuembed's layers."""
     layers = {table.layer for table in tables}
     named = {path for path in weights.groups if _LAYER_GROUP.fullmatch(PurePosixPath(path).name)}
     for path in sorted((layers | named) - set(own)):
         group = weights.groups.get(path)
         if group is not None and group.datasets:
             raise CheckpointFormatError(
-                f"weights {weights.path}: layer {group.name or path!r} has variables of its own, which stand for tables "
-                f"that are missing: {_SPARSE_CORE_REMEDY}"
+                f"weights {weights.path}: layer {group.name or path!r} has variables of its own, which stand for "
+                f"tables that are missing. {_SPARSE_CORE_REMEDY}."
             )
     paths = {group.name: path for path, group in weights.groups.items() if path in layers}
     for config in configs:
@@ -91,22 +91,22 @@ def _check_config(weights: Weights, config: LayerConfig, tables: Sequence[Table]
     missing = sorted(config.tables.keys() - {table.name for table in tables})
     if missing:
         raise CheckpointFormatError(
-            f"weights {weights.path}: layer {config.name!r} has tables {', '.join(map(repr, missing))}, and the file has "
-            f"no rows of them: {_SPARSE_CORE_REMEDY}"
+            f"weights {weights.path}: layer {config.name!r} has tables {', '.join(map(repr, missing))}, but the "
+            f"file has no rows of them. {_SPARSE_CORE_REMEDY}."
         )
     in_order = [table.name for table in sorted(tables, key=lambda table: table.order)]
     if set(in_order) == set(config.tables) and in_order != list(config.tables):
         raise CheckpointCorruptError(
-            f"weights {weights.path}: layer {config.name!r} has tables {_shown(config.tables)} in its config's order and "
-            f"{_shown(in_order)} in that of the weights; restore it from another copy"
+            f"weights {weights.path}: layer {config.name!r} has tables {_shown(config.tables)} in its config's "
+            f"order, but {_shown(in_order)} in that of the weights. Restore it from another copy."
         )
     for table in tables:
         fields = config.tables.get(table.name, {})
         expected = (fields.get("vocabulary_size"), fields.get("dim"))
         if table.shape != expected:
             raise CheckpointCorruptError(
-                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer {config.name!r} and "
-                f"{table.shape} in the weights; restore it from another copy"
+                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer "
+                f"{config.name!r}, but {table.shape} in the weights. Restore it from another copy."
             )
 
 
@@ -116,19 +116,20 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def _why_none(weights: Weights) -> str:
-    """What the file is, for whoever expected tables in it."""
+    """Return the reason why the file has no tables, for an error message."""
     if not weights.groups:
         return (
-            "has no variables as Keras 3 groups them, and older Keras does not say which arrays are tables; load it into "
-            "its model and save that with tf.train.Checkpoint(model=model)"
+            "has no variables in Keras 3's groups, and older versions of Keras do not record which arrays are "
+            "tables. Load it into its model and save that with tf.train.Checkpoint(model=model)"
         )
     if all(group.name is None for group in weights.groups.values()):
         return (
-            "its layers have no names (Keras 2 wrote it, such as for tensorflow_recommenders), so that no array can be "
-            "told to be a table; load it into its model and save that with tf.train.Checkpoint(model=model)"
+            "its layers have no names (Keras 2 wrote it, for example for tensorflow_recommenders), so no array "
+            "can be identified as a table. Load it into its model and save that with "
+            "tf.train.Checkpoint(model=model)"
         )
     return (
-        "holds no table of keras_rs.layers.DistributedEmbedding or tpuembed.TPUEmbedding among "
-        f"{sum(len(group.datasets) for group in weights.groups.values())} arrays; if the model has one on SparseCores: "
-        f"{_SPARSE_CORE_REMEDY}"
+        "has no table of keras_rs.layers.DistributedEmbedding or tpuembed.TPUEmbedding among "
+        f"{sum(len(group.datasets) for group in weights.groups.values())} arrays. If the model has one on "
+        f"SparseCores: {_SPARSE_CORE_REMEDY}"
     )

@@ -1,8 +1,12 @@
-"""Lists what HDF5 files hold. Runs in a process of its own, because the HDF5 library can hang or crash on a damaged file.
+"""Lists the content of HDF5 files. Runs in a separate process, because the HDF5 library can hang or crash on a damaged
+file.
 
-It touches no file: whoever started it sends the bytes that it asks for. Both ways a message is a header of three int64:
+It opens no file: the parent process sends the bytes that it requests. A message in either direction is a header of
+three int64:
+
     to it:   (0, number of files, seconds of processor time) and the sizes of the files; then the bytes of every request
     from it: (file, offset, length), a request; or (-1, length, 0), and that many bytes: JSON, then the chunks' places
+
 Imports nothing of tpuembed, so that it starts quickly.
 """
 
@@ -28,7 +32,7 @@ _VARS: Final = "vars"
 
 
 class _RemoteFile(io.RawIOBase):
-    """File number `number`, whose bytes the other process sends."""
+    """File number `number`, whose bytes the parent process sends."""
 
     def __init__(self, number: int, size: int) -> None:
         self._number, self._size, self._position = number, size, 0
@@ -77,14 +81,14 @@ def _receive(length: int) -> bytes:
 
 
 class Lister:
-    """What one file holds.
+    """The content of one file.
 
     Attributes:
         groups: path -> attribute `name`, for Keras' groups of variables.
-        datasets: what each holds and where.
-        headers: (offset, size) of the objects' own descriptions, where they are in one piece.
+        datasets: description and place of each.
+        headers: (offset, size) of the objects' own descriptions, if they are in one piece.
         chunks: the places of the chunks of all datasets, (offset, size), in row-major order of their grids.
-        trouble: why nothing of it can be read; None where all is well.
+        trouble: the reason why the file cannot be read, or None.
     """
 
     def __init__(self, file: BinaryIO | io.RawIOBase) -> None:
@@ -102,12 +106,12 @@ class Lister:
                     raise ValueError(f"it has a user block of {opened.userblock_size} bytes, which is not supported")
                 self._walk(h5py, opened)
         except MemoryError:
-            self.trouble = "it claims more than can be held in memory"
-        except Exception as error:  # what a library says of bytes that it does not understand
+            self.trouble = "it claims more than fits in memory"
+        except Exception as error:  # the library's error for bytes that it cannot parse
             self.trouble = " ".join(str(error).split())[:300] or type(error).__name__
 
     def to_json(self) -> dict[str, Any]:
-        """All but the chunks."""
+        """Return everything except the chunks."""
         return {
             "groups": self.groups,
             "datasets": self.datasets,
@@ -131,7 +135,7 @@ class Lister:
             self.groups[path] = _text(group, "name")
         for name in group:
             if len(self._seen) + len(self.datasets) > _MAX_OBJECTS:
-                raise ValueError(f"it holds more than {_MAX_OBJECTS} objects")
+                raise ValueError(f"it has more than {_MAX_OBJECTS} objects")
             child = f"{path}/{name}" if path else name
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
@@ -141,7 +145,7 @@ class Lister:
     def _visit(self, h5py: Any, path: str, thing: Any) -> None:
         info = h5py.h5o.get_info(thing.id)
         if info.addr in self._seen:
-            raise ValueError(f"object {path!r} is there twice, or lies inside itself")
+            raise ValueError(f"object {path!r} is listed twice, or is inside itself")
         self._seen.add(info.addr)
         if info.hdr.nchunks == 1:
             self.headers.append((info.addr, info.hdr.space.total))
@@ -193,7 +197,7 @@ class Lister:
 
 
 def _dtype(h5py: Any, dataset: Any) -> str:
-    """As numpy spells it, where the type in the file is that one to the last bit."""
+    """Return the dtype as numpy spells it, if the type in the file is exactly that one."""
     dtype, stored = dataset.dtype, dataset.id.get_type()
     if stored.get_class() == h5py.h5t.OPAQUE or stored.equal(h5py.h5t.py_create(dtype)):
         return str(dtype.str)
@@ -215,7 +219,7 @@ def _send(data: bytes) -> None:
 def _main() -> None:
     _, count, seconds = HEADER.unpack(_receive(HEADER.size))
     sizes = struct.unpack(f"<{count}q", _receive(8 * count))
-    import h5py  # noqa: F401 - before the limit, which a library's own start may not fit in
+    import h5py  # noqa: F401 - before the limit, which may be too low for the import itself
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -1,4 +1,4 @@
-"""What HDF5 files hold, asked of the HDF5 library in a process of its own and then proven against the files' sizes."""
+"""The content of HDF5 files, listed by the HDF5 library in a separate process and checked against the files' sizes."""
 
 import contextlib
 import dataclasses
@@ -40,18 +40,20 @@ class Window:
     size: int
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill `out`, contiguous bytes, with those at `offset`.
+        """Fill `out`, contiguous bytes, with the bytes at `offset`.
 
         Raises:
-            CheckpointCorruptError: it is shorter than it was.
+            CheckpointCorruptError: the file has become shorter.
             CheckpointError: the system refuses.
         """
         try:
             self.file.read_into(self.start + offset, out)
         except EOFError as error:
-            raise CheckpointCorruptError(f"weights file {self.name}: was cut since it was opened: {error}") from None
+            raise CheckpointCorruptError(
+                f"weights file {self.name}: was truncated after it was opened: {error}."
+            ) from None
         except OSError as error:
-            raise CheckpointError(f"weights file {self.name}: cannot be read: {error.strerror}") from None
+            raise CheckpointError(f"weights file {self.name}: cannot be read: {error.strerror}.") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +61,17 @@ class Dataset:
     """An array in an HDF5 file.
 
     Attributes:
-        file: that holds it.
+        file: the file.
         path: its name there.
-        shape: None where it has none.
+        shape: None if it has none.
         dtype: as numpy spells it, with byte order.
-        stated_dtype: what Keras wrote beside an array that HDF5 has no dtype for: "bfloat16".
+        stated_dtype: Keras' attribute for an array whose dtype HDF5 does not have: "bfloat16".
         layout: contiguous, chunked, compact, virtual or external.
-        stored_bytes: how many it takes in the file.
-        offset: of its bytes, where it is contiguous and has been written.
+        stored_bytes: bytes that it takes in the file.
+        offset: of its bytes, if it is contiguous and has been written.
         chunk: the shape of its chunks.
-        filters: (number, options) of what every chunk went through, in the order of writing.
-        places: offset and size of every chunk, -1 where it was not written: [chunks, 2], row-major in their grid.
+        filters: (number, options) of the filters of every chunk, in the order of writing.
+        places: offset and size of every chunk, -1 if it was not written: [chunks, 2], row-major in their grid.
     """
 
     file: Window
@@ -86,7 +88,7 @@ class Dataset:
 
     @property
     def element_bytes(self) -> int:
-        """Of one element; 0 for a dtype that numpy does not know."""
+        """Return the bytes of one element; 0 for a dtype that numpy does not know."""
         try:
             return np.dtype(self.dtype).itemsize
         except TypeError:
@@ -94,7 +96,7 @@ class Dataset:
 
     @property
     def bytes(self) -> int:
-        """Of all elements."""
+        """Return the bytes of all elements."""
         count = self.element_bytes
         for size in self.shape or ():
             count *= size
@@ -103,10 +105,10 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """What one file holds.
+    """The content of one file.
 
     Attributes:
-        groups: Keras' groups of variables: path -> the name of the layer or table, where the file has it.
+        groups: Keras' groups of variables: path -> the name of the layer or table, if the file has it.
         datasets: by path.
     """
 
@@ -115,14 +117,14 @@ class Listing:
 
 
 def list_files(files: Sequence[Window]) -> list[Listing]:
-    """The listings of HDF5 files, no two of whose datasets share a byte.
+    """Return the listings of HDF5 files. Datasets of a file do not share bytes.
 
     Raises:
         MissingExtraError: h5py is not installed.
-        CheckpointCorruptError: a file is damaged, or hostile.
+        CheckpointCorruptError: a file is damaged, or malicious.
     """
     _require_h5py()
-    answers, places = _ask(files)
+    answers, places = _run_lister(files)
     listings = [_listing(file, answer, places) for file, answer in zip(files, answers, strict=True)]
     for file, answer, listing in zip(files, answers, listings, strict=True):
         _check_places(file, listing.datasets.values(), answer["headers"])
@@ -132,14 +134,14 @@ def list_files(files: Sequence[Window]) -> list[Listing]:
 def _require_h5py() -> None:
     try:
         found = importlib.util.find_spec("h5py") is not None
-    except ValueError:  # put to None in sys.modules
+    except ValueError:  # set to None in sys.modules
         found = False
     if not found:
         raise MissingExtraError("reading Keras weight files", "h5py", "hdf5")
 
 
-def _ask(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """What the other process says: per file, and the places of all chunks."""
+def _run_lister(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """Return the other process's answer: one listing per file, and the places of all chunks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-P", str(Path(h5_lister.__file__))],
@@ -150,29 +152,29 @@ def _ask(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any,
     )
     timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
     timer.start()
-    conversation = _Conversation(process, files)
+    connection = _ListerConnection(process, files)
     try:
-        answer, places = conversation.answers()
+        answer, places = connection.answers()
     except (EOFError, BrokenPipeError, ValueError):
-        raise _gave_up(files[conversation.last]) from None
+        raise _gave_up(files[connection.last]) from None
     finally:
         timer.cancel()
-        conversation.end()
+        connection.end()
     return json.loads(answer), np.frombuffer(places, "<i8").reshape(-1, 2)
 
 
 def _gave_up(file: Window) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        f"weights file {file.name}: the HDF5 library hangs, crashes or needs absurd memory on it; restore it from "
-        "another copy"
+        f"weights file {file.name}: the HDF5 library hangs, crashes or needs too much memory on it. Restore it "
+        "from another copy."
     )
 
 
-class _Conversation:
-    """The bytes that the other process asks for, and what it says in the end.
+class _ListerConnection:
+    """Sends the bytes that the other process requests, and receives its answers.
 
     Attributes:
-        last: the number of the file that it asked for last.
+        last: the number of the file that it last requested.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", files: Sequence[Window]) -> None:
@@ -183,11 +185,11 @@ class _Conversation:
         self.last = 0
 
     def answers(self) -> tuple[bytes, bytes]:
-        """The listings as JSON, and the places of chunks.
+        """Return the listings as JSON, and the places of chunks.
 
         Raises:
-            EOFError, BrokenPipeError: it died.
-            ValueError: it talks nonsense.
+            EOFError, BrokenPipeError: the process died.
+            ValueError: the process sent an invalid message.
         """
         self._send(h5_lister.HEADER.pack(0, len(self._files), _PROCESSOR_SECONDS))
         self._send(struct.pack(f"<{len(self._files)}q", *(file.size for file in self._files)))
@@ -198,7 +200,7 @@ class _Conversation:
         """End the process."""
         self._process.kill()
         for pipe in (self._to, self._from):
-            with contextlib.suppress(BrokenPipeError):  # what it no longer took
+            with contextlib.suppress(BrokenPipeError):  # unsent bytes
                 pipe.close()
         self._process.wait()
 
@@ -231,7 +233,7 @@ class _Conversation:
 def _listing(file: Window, answer: Mapping[str, Any], places: np.ndarray[Any, np.dtype[np.int64]]) -> Listing:
     if answer["trouble"] is not None:
         raise CheckpointCorruptError(
-            f"weights file {file.name}: is not read as HDF5: {answer['trouble']}; restore it from another copy"
+            f"weights file {file.name}: cannot be read as HDF5: {answer['trouble']}. Restore it from another copy."
         )
     datasets = [_dataset(file, found, places) for found in answer["datasets"]]
     return Listing(answer["groups"], {dataset.path: dataset for dataset in datasets})
@@ -254,7 +256,7 @@ def _dataset(file: Window, found: Mapping[str, Any], places: np.ndarray[Any, np.
 
 
 def _check_places(file: Window, datasets: Iterable[Dataset], headers: Iterable[Sequence[int]]) -> None:
-    """Raise CheckpointCorruptError unless the bytes of all datasets lie inside `file`, apart from all others."""
+    """Raise CheckpointCorruptError unless the bytes of all datasets are inside `file` and do not overlap."""
     spans = [(offset, size, "an object's header") for offset, size in headers]
     for dataset in datasets:
         spans += ((offset, size, f"dataset {dataset.path!r}") for offset, size in _spans(file, dataset))
@@ -262,26 +264,26 @@ def _check_places(file: Window, datasets: Iterable[Dataset], headers: Iterable[S
     for offset, size, what in sorted(span for span in spans if span[1]):
         if offset < 0 or size < 0 or offset + size > file.size:
             raise CheckpointCorruptError(
-                f"weights file {file.name}: {what} lies at bytes [{offset}, {offset + size}) of {file.size}; the file is "
-                "cut or damaged: restore it from another copy"
+                f"weights file {file.name}: {what} is at bytes [{offset}, {offset + size}) of {file.size}. The "
+                "file is truncated or damaged. Restore it from another copy."
             )
         if offset < end:
             raise CheckpointCorruptError(
-                f"weights file {file.name}: {what} starts at byte {offset}, inside {before}, which ends at {end}; "
-                "restore it from another copy"
+                f"weights file {file.name}: {what} starts at byte {offset}, inside {before}, which ends at {end}. "
+                "Restore it from another copy."
             )
         end, before = offset + size, what
 
 
 def _spans(file: Window, dataset: Dataset) -> list[tuple[int, int]]:
-    """(offset, size) of the bytes of a dataset."""
+    """Return (offset, size) of the bytes of a dataset."""
     if dataset.places is not None:
         return [(offset, size) for offset, size in dataset.places.tolist() if offset >= 0]
     if dataset.offset is None:
         return []
     if dataset.element_bytes and dataset.stored_bytes != dataset.bytes:
         raise CheckpointCorruptError(
-            f"weights file {file.name}: dataset {dataset.path!r} is {dataset.dtype} {dataset.shape}, {dataset.bytes} bytes, "
-            f"and {dataset.stored_bytes} are stored; restore it from another copy"
+            f"weights file {file.name}: dataset {dataset.path!r} is {dataset.dtype} {dataset.shape}, "
+            f"{dataset.bytes} bytes, but {dataset.stored_bytes} are stored. Restore it from another copy."
         )
     return [(dataset.offset, dataset.stored_bytes)]

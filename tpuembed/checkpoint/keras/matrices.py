@@ -1,4 +1,4 @@
-"""Matrices of floats in HDF5 files, read by row range: bytes side by side, or chunks decoded one at a time."""
+"""Matrices of floats in HDF5 files, read by row range: contiguous bytes, or chunks decoded one at a time."""
 
 import threading
 import zlib
@@ -15,7 +15,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 __all__ = ["MAX_CHUNK_BYTES", "ChunkCache", "Matrix", "matrix_dtype", "open_matrix"]
 
 MAX_CHUNK_BYTES: Final = 128 << 20
-"""The largest chunk that is decoded: a read of one row holds all of its chunk."""
+"""The largest chunk that is decoded: a read of one row holds its whole chunk."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
@@ -26,37 +26,37 @@ _DEFLATE, _SHUFFLE = 1, 2
 
 
 class Matrix(Protocol):
-    """Rows in a file."""
+    """The rows of a matrix in a file."""
 
     @property
     def layout(self) -> str:
-        """How they lie there, in a few words; empty where they lie side by side."""
+        """Return a short description of the layout; empty if rows are contiguous."""
 
     def buffer_bytes(self, rows: int) -> int:
-        """The most that a read of `rows` rows holds beside them; not less for more rows."""
+        """Return the most bytes that a read of `rows` rows holds beside them. It does not decrease with more rows."""
 
     def read_into(self, start: int, out: Array) -> None:
-        """Fill `out`, [n, columns] of the matrix' dtype, with rows [start, start + n), which exist."""
+        """Fill `out`, [n, columns] of the matrix' dtype, with the existing rows [start, start + n)."""
 
 
 class ChunkCache:
-    """The one chunk that a checkpoint holds: the last that was decoded."""
+    """The one chunk that a checkpoint keeps: the last that was decoded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: tuple[Dataset, int, Array] | None = None
 
     def get(self, dataset: Dataset, number: int, decode: Callable[[int], Array]) -> Array:
-        """What `decode` makes of chunk `number` of `dataset`."""
+        """Return chunk `number` of `dataset`, decoded by `decode` unless it is kept."""
         with self._lock:
             if self._kept is None or self._kept[0] is not dataset or self._kept[1] != number:
-                self._kept = None  # two are never held
+                self._kept = None  # never hold two of them
                 self._kept = dataset, number, decode(number)
             return self._kept[2]
 
 
 def matrix_dtype(dataset: Dataset) -> np.dtype[Any] | None:
-    """The dtype of a matrix of floats; None for any other dataset."""
+    """Return the dtype of a matrix of floats; None for any other dataset."""
     if dataset.shape is None or len(dataset.shape) != 2:
         return None
     if dataset.dtype == "|V2" and dataset.stated_dtype == "bfloat16":
@@ -66,20 +66,21 @@ def matrix_dtype(dataset: Dataset) -> np.dtype[Any] | None:
 
 
 def open_matrix(dataset: Dataset, dtype: np.dtype[Any], cache: ChunkCache) -> Matrix:
-    """The rows of `dataset`, whose `matrix_dtype` is `dtype`.
+    """Return the rows of `dataset`, whose `matrix_dtype` is `dtype`.
 
     Raises:
-        CheckpointFormatError: it is stored in a way that is not read, or in chunks that are too large.
+        CheckpointFormatError: it is stored in a way that is not supported, or its chunks are too large.
         CheckpointCorruptError: some of it was never written.
     """
     if dataset.layout == "chunked":
         return _Chunks(dataset, dtype, cache)
     if dataset.layout != "contiguous":
         raise CheckpointFormatError(
-            f"{_named(dataset)} has HDF5's {dataset.layout} layout, which is not read; save the weights again with Keras"
+            f"{_named(dataset)} has HDF5's {dataset.layout} layout, which is not supported. Save the weights "
+            "again with Keras."
         )
     if dataset.offset is None and dataset.bytes:
-        raise CheckpointCorruptError(f"{_named(dataset)} was never written; restore the file from another copy")
+        raise CheckpointCorruptError(f"{_named(dataset)} was never written. Restore the file from another copy.")
     return _Contiguous(dataset)
 
 
@@ -88,11 +89,11 @@ def _named(dataset: Dataset) -> str:
 
 
 class _Contiguous:
-    """Rows side by side."""
+    """Contiguous rows."""
 
     layout: Final = ""
 
-    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - as of every Matrix
+    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - the signature of Matrix
         return 0
 
     def __init__(self, dataset: Dataset) -> None:
@@ -127,8 +128,8 @@ class _Chunks:
         packed = ", deflated" if _DEFLATE in self._filters else ""
         return f"chunks of {self._dataset.chunk[0]} x {self._dataset.chunk[1]}{packed}"
 
-    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - as of every Matrix
-        """A decoded chunk, and pieces on the way there: as stored and its copy, two rests of it, inflated in parts and whole."""
+    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - the signature of Matrix
+        """Return the bytes of a decoded chunk and of the pieces held while it is decoded."""
         return self._dataset.chunk[0] * self._dataset.chunk[1] * self._dtype.itemsize + 8 * _PIECE_BYTES
 
     def read_into(self, start: int, out: Array) -> None:
@@ -140,7 +141,7 @@ class _Chunks:
             target[:] = chunk[first - row : last - row, : target.shape[1]]
 
     def _touched(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(number, first row, first column) of the chunks with rows [start, stop)."""
+        """Yield (number, first row, first column) of the chunks with rows [start, stop)."""
         rows, columns = self._dataset.chunk
         width = (self._dataset.shape or (0, 0))[1]
         across = -(-width // columns)
@@ -175,7 +176,7 @@ class _Chunks:
         except zlib.error as error:
             raise self._corrupt(offset, f"does not inflate: {error}") from None
         if not inflater.eof:
-            raise self._corrupt(offset, "ends before its deflated bytes do")
+            raise self._corrupt(offset, "ends before its deflate stream ends")
 
     def _stored(self, offset: int, size: int) -> Iterator[bytes]:
         for done in range(0, size, _PIECE_BYTES):
@@ -185,34 +186,34 @@ class _Chunks:
 
     def _corrupt(self, offset: int, what: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(
-            f"{_named(self._dataset)}: the chunk at byte {offset} {what}; restore the file from another copy"
+            f"{_named(self._dataset)}: the chunk at byte {offset} {what}. Restore the file from another copy."
         )
 
 
 def _proven_places(dataset: Dataset, dtype: np.dtype[Any], filters: list[int]) -> Places:
-    """Where the chunks lie, all of them, each of a size that is held."""
+    """Return the places of the chunks. Checks that all of them were written and that their size is supported."""
     if filters not in ([], [_SHUFFLE], [_DEFLATE], [_SHUFFLE, _DEFLATE]):
         raise CheckpointFormatError(
-            f"{_named(dataset)} went through HDF5 filters {filters}, and those that are read are "
-            f"{_SHUFFLE} (shuffle) and {_DEFLATE} (deflate); save the weights again with Keras"
+            f"{_named(dataset)} has HDF5 filters {filters}, but only {_SHUFFLE} (shuffle) and {_DEFLATE} "
+            "(deflate) are supported. Save the weights again with Keras."
         )
     chunk_bytes = dataset.chunk[0] * dataset.chunk[1] * dtype.itemsize
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise CheckpointFormatError(
-            f"{_named(dataset)} lies in chunks of {chunk_bytes} bytes, and at most {MAX_CHUNK_BYTES} are held at a "
-            "time; save the weights again with Keras, which does not cut them"
+            f"{_named(dataset)} has chunks of {chunk_bytes} bytes, but at most {MAX_CHUNK_BYTES} can be held at a "
+            "time. Save the weights again with Keras, which does not cut them."
         )
     places = np.empty((0, 2), np.int64) if dataset.places is None else dataset.places
     unwritten = int((places[:, 0] < 0).sum())
     if unwritten:
         raise CheckpointCorruptError(
-            f"{_named(dataset)}: {unwritten} of its {len(places)} chunks were never written; restore the file from "
-            "another copy"
+            f"{_named(dataset)}: {unwritten} of its {len(places)} chunks were never written. Restore the file "
+            "from another copy."
         )
     if _DEFLATE not in filters and (places[:, 1] != chunk_bytes).any():
         raise CheckpointCorruptError(
-            f"{_named(dataset)}: its chunks are {chunk_bytes} bytes, and one is stored in "
-            f"{places[places[:, 1] != chunk_bytes][0, 1]}; restore the file from another copy"
+            f"{_named(dataset)}: its chunks are {chunk_bytes} bytes, but one is stored in "
+            f"{places[places[:, 1] != chunk_bytes][0, 1]}. Restore the file from another copy."
         )
     return places
 
@@ -228,5 +229,5 @@ def _fill(target: Bytes, start: int, data: bytes) -> None:
 
 
 def _bytes(array: Array) -> memoryview:
-    """The bytes of a C-contiguous array."""
+    """Return the bytes of a C-contiguous array."""
     return array.reshape(-1).view(np.uint8).data

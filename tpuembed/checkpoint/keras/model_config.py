@@ -1,4 +1,4 @@
-"""What the config of a `.keras` file says of its keras-rs layers and of its optimizer."""
+"""Reads the config of keras-rs layers and of the optimizer in a `.keras` file."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -7,8 +7,10 @@ from typing import Any, Final
 __all__ = ["LayerConfig", "OptimizerConfig", "layer_configs", "optimizer_config"]
 
 _LAYER: Final = "DistributedEmbedding"
-_OURS: Final = "tpuembed"
-"""How the registered name of a layer of that name begins which carries a config of its own beside its arrays."""
+_TPUEMBED_PREFIX: Final = "tpuembed"
+"""The prefix of the registered name of tpuembed's layers of that class name, which have their own config beside their
+arrays.
+"""
 _SLOTS: Final = {
     "Adagrad": ("accumulators",),
     "Adam": ("momenta", "velocities"),
@@ -16,8 +18,7 @@ _SLOTS: Final = {
     "Ftrl": ("accumulators", "linears"),
     "SGD": ("momenta",),
 }
-"""Of Keras' optimizers: what each keeps for a variable, in the order in which it makes them.
-
+"""Keras' optimizers -> the slots that each keeps for a variable, in order of creation.
 Source: the `build` methods in keras/src/optimizers/.
 """
 
@@ -29,7 +30,7 @@ class LayerConfig:
     Attributes:
         name: of the layer.
         tables: name -> its fields `vocabulary_size`, `dim` and `combiner`.
-        features: the nested structure of the layer's features, each with its table; None where it cannot be read.
+        features: the nested structure of the layer's features, each with its table; None if it cannot be read.
     """
 
     name: str
@@ -42,8 +43,8 @@ class OptimizerConfig:
     """The optimizer that the model was compiled with.
 
     Attributes:
-        slots: what it keeps for every trainable variable, in order.
-        scalars: how many variables of its own come before.
+        slots: its slots for every trainable variable, in order.
+        scalars: number of its own variables, which come before.
     """
 
     slots: tuple[str, ...]
@@ -51,7 +52,7 @@ class OptimizerConfig:
 
 
 def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
-    """The DistributedEmbedding layers that a model's config describes, however deep."""
+    """Yield the DistributedEmbedding layers that a model's config describes, at any depth."""
     pending: list[Any] = [config]
     while pending:
         node = pending.pop()
@@ -60,7 +61,7 @@ def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
         elif isinstance(node, Mapping):
             fields = node.get("config")
             if node.get("class_name") == _LAYER and isinstance(fields, Mapping):
-                if not str(node.get("registered_name")).startswith(_OURS):
+                if not str(node.get("registered_name")).startswith(_TPUEMBED_PREFIX):
                     yield from _layer_config(fields)
             else:
                 pending.extend(reversed(list(node.values())))
@@ -91,14 +92,14 @@ def _is_table(table: Any) -> bool:
 
 
 def _features(node: Any, tables: Mapping[int, str]) -> Any:
-    """`node`, in which a feature gives its table by number, with names instead.
+    """Return `node` with the table numbers of features replaced by names.
 
     Source: BaseDistributedEmbedding.get_config; Keras writes a tuple as `{"class_name": "__tuple__", "items": [...]}`.
     """
     if isinstance(node, list):
         return [_features(child, tables) for child in node]
     if not isinstance(node, Mapping):
-        raise TypeError(f"{node!r} is no feature")
+        raise TypeError(f"{node!r} is not a feature")
     if node.get("class_name") == "__tuple__":
         return _features(node["items"], tables)
     if isinstance(node.get("name"), str) and type(node.get("table")) is int:
@@ -107,7 +108,7 @@ def _features(node: Any, tables: Mapping[int, str]) -> Any:
 
 
 def optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None:
-    """The optimizer, where the config names one of Keras' own that keeps nothing but `_SLOTS`; None elsewhere."""
+    """Return the optimizer if it is one of Keras' own that keeps exactly `_SLOTS`; None otherwise."""
     compiled = (config or {}).get("compile_config")
     optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
     fields = optimizer.get("config") if isinstance(optimizer, Mapping) else None
@@ -119,5 +120,5 @@ def optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None
     keeps_more = fields.get("amsgrad") or fields.get("use_ema") or fields.get("gradient_accumulation_steps")
     if keeps_more or (slots == ("momenta",) and not fields.get("momentum")):
         return None
-    is_number = isinstance(fields.get("learning_rate"), int | float)  # a schedule is no variable
+    is_number = isinstance(fields.get("learning_rate"), int | float)  # a schedule is not a variable
     return OptimizerConfig(slots, 2 if is_number else 1)

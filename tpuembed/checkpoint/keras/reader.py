@@ -25,13 +25,14 @@ __all__ = ["KerasCheckpoint"]
 
 
 class KerasCheckpoint:
-    """`.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of `tpuembed.TPUEmbedding`.
+    """A checkpoint in `.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of
+    `tpuembed.TPUEmbedding`.
 
     Attributes:
         format: "keras".
         path: of the file.
         options: as they were given.
-        layer_config: of tpuembed's layers, and of keras-rs' where a `.keras` file tells it; None elsewhere.
+        layer_config: of tpuembed's layers, and of keras-rs' layers if a `.keras` file has it; None otherwise.
     """
 
     format: Final = "keras"
@@ -56,12 +57,12 @@ class KerasCheckpoint:
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
-        """Whether `path` leads to weights that Keras wrote."""
+        """Returns True if `path` leads to weights that Keras wrote."""
         return find_weights(path) is not None
 
     @classmethod
     def held_in(cls, directory: FilePath) -> FilePath | None:
-        """Weights that `directory` may mean; see Format."""
+        """Return weights that `directory` may stand for; see Format."""
         return next(iter(weights_in(directory)), None)
 
     @classmethod
@@ -87,11 +88,11 @@ class KerasCheckpoint:
         self._weights.close()
 
     def tables(self) -> dict[str, TableInfo]:
-        """The tables by name, sorted."""
+        """Return the tables by name, sorted."""
         return dict(self._tables)
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Rows [start, stop) of a table or slot: [stop - start, dim].
+        """Return rows [start, stop) of a table or slot, [stop - start, dim].
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -116,7 +117,7 @@ class KerasCheckpoint:
         info = self._tables[table]
         if out.shape[1:] != (info.dim,) or out.dtype != info.dtype:
             raise ConfigError(
-                f"table {table!r}: out must be {info.dtype} [n, {info.dim}], got {out.dtype} {list(out.shape)}"
+                f"table {table!r}: out must be {info.dtype} [n, {info.dim}], got {out.dtype} {list(out.shape)}."
             )
         self._check_range(info, start, start + len(out))
         matrix.read_into(start, out)
@@ -130,7 +131,7 @@ class KerasCheckpoint:
         return self._matrix(table, None).buffer_bytes(rows)
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """None: HDF5 files of Keras carry none.
+        """Return None: HDF5 files of Keras have no checksums.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -139,7 +140,7 @@ class KerasCheckpoint:
         return None
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Nothing: HDF5 files of Keras keep no checksum of rows.
+        """Do nothing: HDF5 files of Keras have no checksums of rows.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -148,28 +149,28 @@ class KerasCheckpoint:
             self._matrix(table, slot)
 
     def update_counts(self) -> dict[str, int]:
-        """Table name -> how many updates the one of tpuembed's layers that has it had made.
+        """Return table name -> the number of updates of the tpuembed layer that has it.
 
         Raises:
-            CheckpointCorruptError: a count is no integer.
+            CheckpointCorruptError: a count is not an integer.
         """
         return own_layer_updates(self._weights)
 
     def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
-        """The layers, by Keras' groups of variables; see HoldsWeights."""
+        """Return the layers, by Keras' groups of variables; see HoldsWeights."""
         return objects_of_weights(self._weights, self._found.values())
 
     def read_weight(self, weight: Weight) -> Array:
-        """The array of a weight.
+        """Return the array of a weight.
 
         Raises:
-            CheckpointFormatError: it is stored in a way that is not read.
+            CheckpointFormatError: it is stored in a way that is not supported.
         """
         group, _, name = weight.key.rpartition("/")
         return read_array(self._weights.groups[group].datasets[name])
 
     def policies(self) -> Mapping[str, str]:
-        """Layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
+        """Return layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
         return self._policies
 
     def model_config(self) -> Mapping[str, Any] | None:
@@ -177,11 +178,11 @@ class KerasCheckpoint:
         return self._config
 
     def fingerprint(self) -> str:
-        """Of the sizes and versions of the files, and of where in them the arrays lie."""
+        """Return a digest of the sizes and versions of the files, and of the places of the arrays in them."""
         try:
             found = versions(self._weights.files)
         except OSError as error:
-            raise CheckpointError(f"weights {self.path}: cannot be read any more: {error.strerror}") from None
+            raise CheckpointError(f"weights {self.path}: cannot be read any more: {error.strerror}.") from None
         places = {
             group.path: {name: _place(dataset) for name, dataset in group.datasets.items()}
             for group in self._weights.groups.values()
@@ -204,7 +205,8 @@ class KerasCheckpoint:
     def _check_range(self, info: TableInfo, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= info.rows:
             raise RowRangeError(
-                f"checkpoint {self.path}: table {info.name!r}: rows [{start}, {stop}) are not inside its {info.rows} rows"
+                f"checkpoint {self.path}: table {info.name!r}: rows [{start}, {stop}) are not inside its "
+                f"{info.rows} rows."
             )
 
 

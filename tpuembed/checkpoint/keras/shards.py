@@ -1,4 +1,4 @@
-"""`.weights.json` files: which of the HDF5 files beside them hold what of a model's weights."""
+"""Reads `.weights.json` files, which map groups of a model's weights to HDF5 files beside them."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ _MAX_FILES: Final = 10_000
 
 
 def read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
-    """Group of variables -> names of the files in the folder of `path` that hold its arrays.
+    """Return group of variables -> names of the files in the folder of `path` that have its arrays.
 
     Raises:
         CheckpointCorruptError: it does not parse, or names a file in another folder.
@@ -25,7 +25,7 @@ def read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
             raise _corrupt(path, f"has over {_MAX_INDEX_BYTES} bytes")
         index = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"weights index {path}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"weights index {path}: cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
         raise _corrupt(path, f"does not parse: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -40,33 +40,33 @@ def read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
 def _names(path: FilePath, group: str, value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise _corrupt(path, f"gives group {group!r} to {value!r}, which are no names of files")
+        raise _corrupt(path, f"maps group {group!r} to {value!r}, which are not names of files")
     for name in names:
         _check_name(path, name)
     if len(set(names)) != len(names):
-        raise _corrupt(path, f"gives group {group!r} to one file twice")
+        raise _corrupt(path, f"maps group {group!r} to one file twice")
     return tuple(names)
 
 
 def _check_name(path: FilePath, name: str) -> None:
-    """Keras writes the files beside the index; a name that leads elsewhere was not written by it."""
+    """Raise CheckpointCorruptError unless `name` is a file beside the index, as Keras writes it."""
     if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise _corrupt(path, f"names {name!r}, which is no file beside it")
+        raise _corrupt(path, f"names {name!r}, which is not a file beside it")
 
 
 def shard_path(index: FilePath, name: str) -> FilePath:
-    """Where the file `name`, which `index` names, lies.
+    """Return the path of the file `name`, which `index` names.
 
     Raises:
         CheckpointCorruptError: it is missing, or a link out of the folder.
     """
     path = index.parent / name
     if isinstance(path, Path) and path.resolve().parent != Path(index.parent).resolve():
-        raise _corrupt(index, f"names {name!r}, which is a link to another folder; copy the file here")
+        raise _corrupt(index, f"names {name!r}, which is a link to another folder. Copy the file here")
     if not path.is_file():
-        raise CheckpointCorruptError(f"weights file {path}: is missing, and {index} puts weights in it; copy it here")
+        raise CheckpointCorruptError(f"weights file {path}: is missing, but {index} puts weights in it. Copy it here.")
     return path
 
 
 def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"weights index {path}: {what}; restore it from another copy")
+    return CheckpointCorruptError(f"weights index {path}: {what}. Restore it from another copy.")

@@ -1,6 +1,7 @@
-"""Which arrays of a Keras optimizer belong to which table. It numbers them and does not name them, so this takes proof.
+"""Assigns the arrays of a Keras optimizer to tables. Keras numbers them and does not name them, so each must be proven.
 
 Keras' optimizers keep their own scalars first, then for each trainable variable, in the model's order, its slots.
+
 Source: keras/src/optimizers/base_optimizer.py (`build`, `add_optimizer_variables`, `save_own_variables`).
 """
 
@@ -18,10 +19,10 @@ _OPTIMIZER = "optimizer"
 
 
 def with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Table]:
-    """`tables` with those slots that can be nothing else; a table whose slots could be another variable's gets none.
+    """Return `tables` with their proven slots. A table whose slots could be another variable's gets none.
 
-    Proven are those of tables whose shape no other variable has; and of all tables of one layer that share a shape
-    with no other variable, as both the layer and the optimizer number them in the layer's order.
+    Slots are proven for a table whose shape no other variable has. They are also proven for all tables of one layer
+    that share a shape with no other variable, because layer and optimizer number them in the same order.
     """
     optimizer = optimizer_config(weights.config)
     kept = [] if optimizer is None else list(_kept(weights, optimizer))
@@ -29,15 +30,15 @@ def with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Tabl
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-    """What the optimizer keeps for one variable."""
+class _VariableSlots:
+    """The slots that the optimizer keeps for one variable."""
 
     shape: tuple[int, ...] | None
     slots: dict[str, Dataset]
 
 
-def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_Kept]:
-    """In the order of the model's trainable variables; nothing where the file holds anything unexpected."""
+def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_VariableSlots]:
+    """Yield the slots in the order of the model's trainable variables; nothing if the file has anything unexpected."""
     group = weights.groups.get(_OPTIMIZER)
     datasets = {} if group is None else group.datasets
     numbered = [datasets.get(str(number)) for number in range(len(datasets))]
@@ -50,10 +51,10 @@ def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_Kept]:
     if any(dataset.shape != slots[0].shape for slots in found for dataset in slots):
         return
     for slots in found:
-        yield _Kept(slots[0].shape, dict(zip(optimizer.slots, slots, strict=True)))
+        yield _VariableSlots(slots[0].shape, dict(zip(optimizer.slots, slots, strict=True)))
 
 
-def _with_slots(weights: Weights, table: Table, tables: Sequence[Table], kept: Sequence[_Kept]) -> Table:
+def _with_slots(weights: Weights, table: Table, tables: Sequence[Table], kept: Sequence[_VariableSlots]) -> Table:
     alike = sorted((other for other in tables if other.shape == table.shape), key=lambda other: other.order)
     candidates = [one for one in kept if one.shape == table.shape]
     if (
@@ -67,7 +68,7 @@ def _with_slots(weights: Weights, table: Table, tables: Sequence[Table], kept: S
 
 
 def _variables_of_shape(weights: Weights, table: Table) -> int:
-    """How many variables of the model have the table's shape."""
+    """Return the number of variables of the model that have the table's shape."""
     return sum(
         dataset.shape == table.shape
         for group in weights.groups.values()

@@ -1,4 +1,4 @@
-"""Which arrays of a weight file are tables: those of `keras_rs.layers.DistributedEmbedding` and of tpuembed's own layer.
+"""Finds the tables in a weight file: those of `keras_rs.layers.DistributedEmbedding` and of tpuembed's own layer.
 
 Source: keras_rs/src/layers/embedding/base_distributed_embedding.py (`_default_device_init`); `tpuembed.TPUEmbedding`.
 """
@@ -27,8 +27,8 @@ class Table:
     """A table, its array, and those of its slots.
 
     Attributes:
-        layer: the path of the layer that it belongs to.
-        order: its place among the layer's tables.
+        layer: the path of its layer.
+        order: its position among the layer's tables.
     """
 
     name: str
@@ -39,22 +39,22 @@ class Table:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Return rows and columns."""
         rows, dim = self.dataset.shape or (0, 0)
         return rows, dim
 
     @property
     def dtype(self) -> Any:
-        """Of its elements."""
+        """Return the dtype of its elements."""
         return matrix_dtype(self.dataset)
 
 
 def keras_rs_tables(weights: Weights) -> Iterator[Table]:
-    """The tables of keras-rs layers; Keras numbers them in the order of the layer's features.
+    """Yield the tables of keras-rs layers. Keras numbers them in the order of the layer's features.
 
     Raises:
-        CheckpointCorruptError: one has no name or no rows.
-        CheckpointFormatError: one is stored in another form.
+        CheckpointCorruptError: a table has no name or no rows.
+        CheckpointFormatError: a table is stored in another form.
     """
     for group in weights.groups.values():
         match = _TABLE_PATH.fullmatch(group.path)
@@ -63,8 +63,8 @@ def keras_rs_tables(weights: Weights) -> Iterator[Table]:
         kind = _TABLE_KIND.fullmatch(match["kind"])
         if kind is None:
             raise CheckpointFormatError(
-                f"weights {weights.path}: among the tables of layer {match['layer']!r} is {match['kind']!r}, and keras-rs "
-                "calls them embed_reduce; restore it from another copy, or upgrade tpuembed"
+                f"weights {weights.path}: among the tables of layer {match['layer']!r} is {match['kind']!r}, but "
+                "keras-rs calls them embed_reduce. Restore it from another copy, or upgrade tpuembed."
             )
         number = int(kind["number"] or 0)
         yield Table(_table_name(weights, group), match["layer"] or "", number, _only_matrix(weights, group))
@@ -73,8 +73,8 @@ def keras_rs_tables(weights: Weights) -> Iterator[Table]:
 def _table_name(weights: Weights, group: Group) -> str:
     if not group.name or not group.name.isprintable() or "/" in group.name:
         raise CheckpointCorruptError(
-            f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, a name that keras-rs does not "
-            "take; restore it from another copy"
+            f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, which is not a valid "
+            "name in keras-rs. Restore it from another copy."
         )
     return group.name
 
@@ -82,23 +82,23 @@ def _table_name(weights: Weights, group: Group) -> str:
 def _only_matrix(weights: Weights, group: Group) -> Dataset:
     if not group.datasets:
         raise CheckpointCorruptError(
-            f"weights {weights.path}: table {group.name!r} has no rows in it; restore it from another copy"
+            f"weights {weights.path}: table {group.name!r} has no rows. Restore it from another copy."
         )
     dataset = group.datasets.get("0")
     if set(group.datasets) != {"0"} or dataset is None or matrix_dtype(dataset) is None:
         shown = ", ".join(f"{name}: {one.dtype} {one.shape}" for name, one in sorted(group.datasets.items())[:5])
         raise CheckpointFormatError(
-            f"weights {weights.path}: table {group.name!r} should be one matrix of floats, and is {shown}; save it "
-            "without quantization or LoRA"
+            f"weights {weights.path}: table {group.name!r} should be one matrix of floats, but is {shown}. Save "
+            "it without quantization or LoRA."
         )
     return dataset
 
 
 def own_layer_configs(weights: Weights) -> dict[str, dict[str, Any]]:
-    """Path of each of tpuembed's layers -> its config.
+    """Return path -> config, for each of tpuembed's layers.
 
     Raises:
-        CheckpointFormatError: it was written by a tpuembed that did not write one.
+        CheckpointFormatError: a version of tpuembed without configs wrote it.
         CheckpointCorruptError: it does not parse.
     """
     return {
@@ -116,12 +116,13 @@ def _config_bytes(weights: Weights, group: Group) -> bytes:
     dataset = group.datasets.get(_CONFIG)
     if dataset is None:
         raise CheckpointFormatError(
-            f"weights {weights.path}: layer {group.name or group.path!r} has tables and no config, which tells them "
-            "from slots; load it into the layer and save it again with this version of tpuembed"
+            f"weights {weights.path}: layer {group.name or group.path!r} has tables but no config, which "
+            "distinguishes them from slots. Load it into the layer and save it again with this version of "
+            "tpuembed."
         )
     if dataset.dtype != "|u1" or dataset.offset is None or dataset.bytes > _MAX_CONFIG_BYTES:
         raise CheckpointCorruptError(
-            f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes; restore it from another copy"
+            f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes. Restore it from another copy."
         )
     out = bytearray(dataset.bytes)
     dataset.file.read_into(dataset.offset, memoryview(out))
@@ -129,10 +130,10 @@ def _config_bytes(weights: Weights, group: Group) -> bytes:
 
 
 def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
-    """The tables that the `configs` name, each checked against its config.
+    """Yield the tables that the `configs` name, each checked against its config.
 
     Raises:
-        CheckpointCorruptError: a table or slot is missing, is of another size, or is one the config does not know.
+        CheckpointCorruptError: a table or slot is missing, has another size, or is not in the config.
         CheckpointFormatError: a table's optimizer is unknown.
     """
     for path, config in configs.items():
@@ -148,15 +149,15 @@ def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) ->
             yield table
         if left:
             raise CheckpointCorruptError(
-                f"{where} holds {min(left)!r}, which is no table or slot of its config; restore it from another copy"
+                f"{where} has {min(left)!r}, which is not a table or slot of its config. Restore it from another copy."
             )
 
 
 def own_layer_updates(weights: Weights) -> dict[str, int]:
-    """Table name -> the count of updates of the one of tpuembed's layers that has it.
+    """Return table name -> the count of updates of the tpuembed layer that has it.
 
     Raises:
-        CheckpointCorruptError: a count is no integer, or a config does not parse.
+        CheckpointCorruptError: a count is not an integer, or a config does not parse.
     """
     counts: dict[str, int] = {}
     for path, config in own_layer_configs(weights).items():
@@ -169,8 +170,8 @@ def own_layer_updates(weights: Weights) -> dict[str, int]:
 def _read_count(weights: Weights, path: str, dataset: Dataset) -> int:
     if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
         raise CheckpointCorruptError(
-            f"weights {weights.path}: layer {path!r}: its count of updates is {dataset.dtype} {dataset.shape}, not one "
-            "integer; restore it from another copy"
+            f"weights {weights.path}: layer {path!r}: its count of updates is {dataset.dtype} {dataset.shape}, "
+            "not one integer. Restore it from another copy."
         )
     out = bytearray(8)
     dataset.file.read_into(dataset.offset, memoryview(out))
@@ -178,11 +179,11 @@ def _read_count(weights: Weights, path: str, dataset: Dataset) -> int:
 
 
 def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
-    """The array of a table or slot, under the name that the layer stores it by."""
+    """Remove the array of a table or slot from `left`, under the name that the layer stores it by, and return it."""
     dataset = left.pop(child.replace("/", "|"), None)
     if dataset is None or matrix_dtype(dataset) is None:
         found = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
         raise CheckpointCorruptError(
-            f"{where}: its config asks for a matrix {child!r}, and {found}; restore it from another copy"
+            f"{where}: its config needs a matrix {child!r}, but {found}. Restore it from another copy."
         )
     return dataset

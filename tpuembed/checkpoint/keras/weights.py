@@ -1,4 +1,4 @@
-"""Keras' weight files, one or several, as groups of variables; and which path a user may give for them.
+"""Keras' weight files, one or several, as groups of variables; and the paths that users may give for them.
 
 Source: keras/src/saving/saving_lib.py (H5IOStore, ShardedH5IOStore, `_save_state`).
 """
@@ -31,7 +31,7 @@ class Group:
 
     Attributes:
         path: of the object, names joined with "/"; "" for the model.
-        name: of the layer, or of the table; None where the file does not say.
+        name: of the layer, or of the table; None if the file does not have it.
         datasets: its variables.
     """
 
@@ -42,14 +42,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What one save wrote.
+    """The files of one save.
 
     Attributes:
         path: of the file that a user would give.
-        files: all that it was read from.
+        files: all files that were read.
         windows: those of them that are HDF5, opened.
         groups: by path; none in a file that Keras 3 did not write.
-        config: the model's, of a `.keras` file; None elsewhere.
+        config: the model's, of a `.keras` file; None otherwise.
     """
 
     path: FilePath
@@ -60,11 +60,11 @@ class Weights:
 
     @classmethod
     def open(cls, path: FilePath) -> Self:
-        """Open what `find_weights` found.
+        """Open the file that `find_weights` found.
 
         Raises:
             CheckpointCorruptError: a file is damaged or missing, or the files contradict each other.
-            CheckpointFormatError: they are of a kind that is not read.
+            CheckpointFormatError: they are of a kind that is not supported.
             MissingExtraError: h5py is not installed.
         """
         if path.name.endswith(INDEX_ENDING):
@@ -112,11 +112,11 @@ class Weights:
         inside = {dataset.path for group in groups.values() for dataset in group.datasets.values()}
         loose = [name for listing in listings for name in listing.datasets if name not in inside]
         if groups and loose:
-            raise _corrupt(path, f"holds {loose[0]!r} beside the groups that Keras writes")
+            raise _corrupt(path, f"has {loose[0]!r} outside of the groups that Keras writes")
         return cls(path, files, windows, groups, config)
 
     def below(self, root: Any) -> Self:
-        """The groups of the object at `root`, such as layers/functional_1, and of all below it.
+        """Return the groups of the object at `root`, such as layers/functional_1, and of everything below it.
 
         Raises:
             ConfigError: there is no such object.
@@ -141,13 +141,13 @@ class Weights:
 
 
 def find_weights(path: FilePath) -> FilePath | None:
-    """The weight file, index of weight files or `.keras` file that `path` names, or None where there is none.
+    """Return the weight file, index of weight files or `.keras` file that `path` names, or None if there is none.
 
-    `path` is that file; or a directory with just one, or with one per epoch, of which the last; or one that
-    `model.save(..., zipped=False)` wrote.
+    `path` is that file; or a directory with exactly one, or with one per epoch, of which the last is returned; or a
+    directory that `model.save(..., zipped=False)` wrote.
 
     Raises:
-        CheckpointFormatError: a directory holds several, or `path` is one of several files that belong together.
+        CheckpointFormatError: a directory has several, or `path` is one of several files that belong together.
     """
     if path.is_file():
         return _find_file(path)
@@ -159,12 +159,14 @@ def find_weights(path: FilePath) -> FilePath | None:
         return path / latest
     if len(found) > 1:
         shown = ", ".join(file.name for file in found[:5]) + (", ..." if len(found) > 5 else "")
-        raise CheckpointFormatError(f"directory {path}: holds several weight files ({shown}); give the path of one")
+        raise CheckpointFormatError(f"directory {path}: contains several weight files ({shown}). Give the path of one.")
     return found[0] if found else None
 
 
 def _latest(names: list[str]) -> str | None:
-    """Of names alike but for one number, as ModelCheckpoint writes one per epoch, that of the highest; None of others."""
+    """Return the name with the highest number if the names differ in one number, as ModelCheckpoint's per epoch; else
+    None.
+    """
     parts = [re.split(r"(\d+)", name) for name in names]
     if len(names) < 2 or len({len(part) for part in parts}) > 1:
         return None
@@ -176,7 +178,9 @@ def _latest(names: list[str]) -> str | None:
 
 
 def weights_in(directory: FilePath) -> list[FilePath]:
-    """The weights right in `directory`, which is one: just those of an unzipped `.keras` file, or any by their endings, sorted."""
+    """Return the weights directly in `directory`, sorted: those of an unzipped `.keras` file, or all by their
+    extensions.
+    """
     if (directory / WEIGHTS_NAME).is_file() and (directory / CONFIG_NAME).is_file():
         return [directory / WEIGHTS_NAME]
     endings = (_ARCHIVE_ENDING, ".weights.h5", INDEX_ENDING)
@@ -190,7 +194,7 @@ def _find_file(path: FilePath) -> FilePath | None:
     shard = _SHARD_NAME.fullmatch(path.name)
     if shard and (path.parent / f"{shard['base']}{INDEX_ENDING}").is_file():
         raise CheckpointFormatError(
-            f"weights file {path}: is one of several that belong together; give {shard['base']}{INDEX_ENDING}"
+            f"weights file {path}: is one of several that belong together. Give {shard['base']}{INDEX_ENDING}."
         )
     if path.name.endswith((INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)) or _starts_with(path, _H5_SIGNATURE):
         return path
@@ -205,26 +209,26 @@ def _starts_with(path: FilePath, signature: bytes) -> bool:
 
 
 def open_window(path: FilePath) -> Window:
-    """All of the file at `path`; CheckpointError where it cannot be read."""
+    """Return the whole file at `path`. Raises CheckpointError if it cannot be read."""
     try:
         file = open_bytes(path)
     except OSError as error:
-        raise CheckpointError(f"weights file {path}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"weights file {path}: cannot be read: {error.strerror}.") from None
     return Window(str(path), file, 0, file.version.size)
 
 
 def _config_beside(path: FilePath) -> dict[str, Any] | None:
-    """The config of a model that was saved unzipped."""
+    """Return the config of a model that was saved unzipped."""
     config = path.parent / CONFIG_NAME
     if path.name != WEIGHTS_NAME or not config.is_file():
         return None
     if versions([config])[0].size > _MAX_CONFIG_BYTES:
-        raise CheckpointCorruptError(f"model file {config}: has over {_MAX_CONFIG_BYTES} bytes; give another copy")
+        raise CheckpointCorruptError(f"model file {config}: has over {_MAX_CONFIG_BYTES} bytes. Give another copy.")
     return parse_config(str(path.parent), config.read_bytes())
 
 
 def _merge_groups(path: FilePath, listings: list[Listing]) -> dict[str, Group]:
-    """The groups of all files: one may go on in a second file, where Keras does not write its name again."""
+    """Return the groups of all files. A group may continue in a second file, where Keras does not repeat its name."""
     names: dict[str, str | None] = {}
     datasets: dict[str, dict[str, Dataset]] = {}
     for listing in listings:
@@ -236,7 +240,7 @@ def _merge_groups(path: FilePath, listings: list[Listing]) -> dict[str, Group]:
         for dataset in listing.datasets.values():
             group, _, variable = dataset.path.rpartition("/")
             if variable in datasets.setdefault(group, {}):
-                raise _corrupt(path, f"holds {dataset.path!r} in two files")
+                raise _corrupt(path, f"has {dataset.path!r} in two files")
             datasets[group][variable] = dataset
     return {
         _object_path(group): Group(_object_path(group), name, datasets.get(group, {})) for group, name in names.items()
@@ -248,18 +252,18 @@ def _object_path(group: str) -> str:
 
 
 def _check_index(path: FilePath, index: Mapping[str, tuple[str, ...]], groups: Mapping[str, Group]) -> None:
-    """Raise CheckpointCorruptError unless the files hold what the index says, and nothing else."""
+    """Raise CheckpointCorruptError unless the files have exactly the groups in the index."""
     for name in index:
         if name.rpartition("/")[2] != "vars" or _object_path(name) not in groups:
-            raise _corrupt(path, f"its index names a group {name!r}, which no file holds")
+            raise _corrupt(path, f"its index names a group {name!r}, which is in no file")
     for group in groups.values():
         held = {dataset.file.name.rpartition("/")[2] for dataset in group.datasets.values()}
         listed = set(index.get(f"{group.path}/vars".lstrip("/"), ()))
         if held != listed:
             raise _corrupt(
-                path, f"its index puts {group.path!r} in {sorted(listed)}, and its arrays lie in {sorted(held)}"
+                path, f"its index puts {group.path!r} in {sorted(listed)}, but its arrays are in {sorted(held)}"
             )
 
 
 def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"weights {path}: {what}; restore it from another copy")
+    return CheckpointCorruptError(f"weights {path}: {what}. Restore it from another copy.")

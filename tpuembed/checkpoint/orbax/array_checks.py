@@ -1,4 +1,4 @@
-"""What is proven of an array's own metadata before a chunk is read."""
+"""Checks of an array's own metadata before a chunk is read."""
 
 import json
 import math
@@ -11,29 +11,31 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 __all__ = ["check_form", "is_complete", "is_compressed", "keys_beyond"]
 
 _MAX_ELEMENTS: Final = 1 << 58
-"""Of an array, so that numbers of bytes and rows stay far from where integers end."""
+"""The most elements of an array, so that byte and row numbers cannot overflow."""
 
 
 def check_form(leaf: Leaf, handle: Any) -> None:
-    """Raise unless the opened array is of a form that Orbax writes, and of the shape that its tree says.
+    """Raise an error unless the opened array has a form that Orbax writes, and the shape in its tree.
 
     Raises:
         CheckpointFormatError: its elements are in another order.
-        CheckpointCorruptError: its shape is absurd, or not what was saved.
+        CheckpointCorruptError: its shape is far too large, or not what was saved.
     """
     shape, order = tuple(handle.shape), tuple(handle.chunk_layout.inner_order or range(handle.rank))
     where = f"checkpoint {leaf.item.folder}: array {leaf.shown}"
     if math.prod(shape) > _MAX_ELEMENTS:
-        raise CheckpointCorruptError(f"{where}: its shape {list(shape)} is absurd; restore it from another copy")
+        raise CheckpointCorruptError(
+            f"{where}: its shape {list(shape)} is far too large. Restore it from another copy."
+        )
     if order != tuple(range(len(shape))) or _is_big_endian(handle):
         raise CheckpointFormatError(
-            f"{where}: its chunks are said to be in column-major (Fortran) order or big-endian, which Orbax never writes; "
-            "restore it from another copy, or save it with Orbax"
+            f"{where}: its metadata has column-major (Fortran) or big-endian chunks, which Orbax never writes. "
+            "Restore it from another copy, or save it with Orbax."
         )
     if leaf.write_shape is not None and not _is_made_of(shape, leaf.write_shape):
         raise CheckpointCorruptError(
-            f"{where}: is {list(shape)}, and the tree says that it was written in parts of {list(leaf.write_shape)}, "
-            "which do not make that up; restore it from another copy"
+            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(leaf.write_shape)}, "
+            "which do not add up to it. Restore it from another copy."
         )
 
 
@@ -43,7 +45,7 @@ def _is_big_endian(handle: Any) -> bool:
 
 
 def _is_made_of(shape: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether equal parts make up the whole, as JAX shards arrays.
+    """Returns True if equal parts make up the whole, as JAX shards arrays.
 
     Source: `write_shape` is the shape of one shard (orbax/checkpoint/_src/serialization/types.py, ParamInfo).
     """
@@ -53,10 +55,12 @@ def _is_made_of(shape: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def is_complete(leaf: Leaf, handle: Any) -> bool:
-    """Whether every chunk was written, so that one that is not there was lost; otherwise it is the fill value.
+    """Returns True if every chunk was written, so that a missing one was lost. Otherwise a missing chunk is the fill
+    value.
 
-    An Orbax that did not say that it stores all of them left out zeros, but only where the array has a fill value:
-    of zarr 2 it never had one (seen with orbax-checkpoint 0.5.23).
+    Versions of Orbax that do not record that they store all chunks left out zeros, but only if the array has a fill
+    value:
+    in zarr 2 it never had one (seen with orbax-checkpoint 0.5.23).
     """
     if leaf.item.complete:
         return True
@@ -64,7 +68,7 @@ def is_complete(leaf: Leaf, handle: Any) -> bool:
 
 
 def is_compressed(handle: Any) -> bool:
-    """Whether its chunks may be stored in another form than that of numbers in memory."""
+    """Returns True if its chunks may be stored in another form than numbers in memory."""
     metadata = handle.spec().to_json()["metadata"]
     if "codecs" in metadata:
         return any(codec["name"] != "bytes" for codec in metadata["codecs"])
@@ -72,7 +76,7 @@ def is_compressed(handle: Any) -> bool:
 
 
 def keys_beyond(handle: Any) -> Iterator[str]:
-    """The keys of the first chunk after the end of each dimension: one that is there says that the array was larger."""
+    """Yield the keys of the first chunk after the end of each dimension. If one exists, the array was larger."""
     metadata = handle.spec().to_json()["metadata"]
     if "chunk_grid" in metadata:
         chunks, encoding = metadata["chunk_grid"]["configuration"]["chunk_shape"], metadata["chunk_key_encoding"]

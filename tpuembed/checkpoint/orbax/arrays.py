@@ -1,4 +1,6 @@
-"""The arrays of an Orbax checkpoint: large chunks are decoded as streams, others whole, by TensorStore, few at a time."""
+"""Reads the arrays of an Orbax checkpoint. Large chunks are decoded as streams, others whole, by TensorStore, a few at
+a time.
+"""
 
 import dataclasses
 import math
@@ -21,16 +23,16 @@ from tpuembed.errors import CheckpointCorruptError, MissingExtraError
 __all__ = ["ArrayStore", "StoredArray"]
 
 _IN_FLIGHT_BYTES: Final = 8 << 20
-"""Of decoded chunks that are waited for together, beyond the first."""
+"""Bytes of decoded chunks to read in parallel, beyond the first."""
 _ALONE_FROM_BYTES: Final = 8 << 20
-"""A smaller chunk is decoded whole where one after another is read: it is decoded once then, not twice."""
+"""A smaller chunk is decoded whole if chunks are read one after another: it is then decoded once, not twice."""
 _NODE_CACHE_BYTES: Final = 8 << 20
-"""For the index of an OCDBT database."""
+"""The cache for the index of an OCDBT database."""
 _THREADS: Final = 4
-"""That read, and that decode, where memory is given for it: each holds a chunk, and what it has held."""
+"""Threads that read, and that decode, if memory is given for them. Each holds a chunk, and the previous one."""
 
 _Group = dict[tuple[int, int], list[Run]]
-"""Runs by the chunk they lie in: its number among the rows of chunks, and its first column."""
+"""Runs by their chunk: its number among the rows of chunks, and its first column."""
 
 
 class ArrayStore:
@@ -42,7 +44,7 @@ class ArrayStore:
     """
 
     def __init__(self, memory_bytes: int | None) -> None:
-        """`memory_bytes`: for chunks, see ChunkMemory."""
+        """Create a store with `memory_bytes` for chunks; see ChunkMemory."""
         self._tensorstore = _import_tensorstore()
         threads = 1 if memory_bytes is None else _THREADS
         self._context = self._tensorstore.Context(
@@ -61,9 +63,9 @@ class ArrayStore:
         """Read the metadata of `leaf`'s array, and no chunk.
 
         Raises:
-            CheckpointCorruptError: it is missing or damaged, or of another shape than its tree says.
-            CheckpointFormatError: it is of a form that Orbax does not write.
-            CheckpointError: the system refuses to read it, or a store gives no answer.
+            CheckpointCorruptError: it is missing or damaged, or has another shape than in its tree.
+            CheckpointFormatError: it has a form that Orbax does not write.
+            CheckpointError: the system refuses to read it, or a store does not answer.
         """
         try:
             handle = self._open(leaf, self._context, is_complete=True)
@@ -86,30 +88,30 @@ class ArrayStore:
         return wait(leaf, self._tensorstore.open(spec, context=context, read=True, open=True), OPEN_SECONDS)
 
     def cache(self, size: int) -> Any:
-        """A context with a cache for `size` bytes of chunks."""
+        """Return a context with a cache for `size` bytes of chunks."""
         return self._tensorstore.Context({"cache_pool": {"total_bytes_limit": size}}, self._context)
 
     def open_in(self, array: ChunkedArray, context: Any) -> Any:
-        """`array`, opened again in `context`."""
+        """Return `array`, opened again in `context`."""
         return self._open(array.leaf, context, is_complete=array.is_complete)
 
     def close(self) -> None:
-        """Let go of the chunks that are kept."""
+        """Drop the chunks that are kept."""
         self.memory.clear()
         self.streams.clear()
 
     def assign(self, out: Array, source: Any, batch: Any) -> Any:
-        """Start to copy `source` into `out`, which may be strided, without an array between."""
+        """Start to copy `source` into `out`, which may be strided, without an intermediate array."""
         return self._tensorstore.array(out, copy=False, write=True).write(source, batch=batch)
 
     def batch(self) -> Any:
-        """Reads that decode a chunk once, however many of them need it."""
+        """Return a batch of reads that decodes a chunk once for all of them."""
         return self._tensorstore.Batch()
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray(ChunkedArray):
-    """An array whose metadata is proven: shape, dtype, and how its chunks are stored, where they can be streamed."""
+    """An array whose metadata is checked: shape, dtype, and the form of its chunks if they can be streamed."""
 
     store: ArrayStore
     handle: Any
@@ -118,9 +120,9 @@ class StoredArray(ChunkedArray):
     form: ChunkForm | None
 
     def check_stored(self) -> None:
-        """Raise CheckpointCorruptError unless the chunk of the last row is there, and none after it.
+        """Raise CheckpointCorruptError unless the chunk of the last row exists, and no later one.
 
-        Rows beyond the data are no rows, and data beyond the rows are rows that were lost.
+        Otherwise rows would be missing from the data, or data would be missing from the rows.
         """
         if not math.prod(self.shape):
             return
@@ -136,15 +138,15 @@ class StoredArray(ChunkedArray):
 
     def _fail_shape(self, problem: str) -> NoReturn:
         raise CheckpointCorruptError(
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, and {problem}; "
-            "restore it from another copy"
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, but "
+            f"{problem}. Restore it from another copy."
         )
 
     def check_chunk(self) -> None:
-        """Raise CheckpointFormatError where a chunk does not fit in the memory for chunks, and is not streamed.
+        """Raise CheckpointFormatError if a chunk does not fit in the memory for chunks, and cannot be streamed.
 
         Raises:
-            MissingExtraError: it would be, by a package that is not installed.
+            MissingExtraError: it could be streamed by a package that is not installed.
         """
         if self.store.streams.can_read(self, self.form):
             return
@@ -157,7 +159,9 @@ class StoredArray(ChunkedArray):
         self.store.memory.check(self)
 
     def buffer_bytes(self) -> int:
-        """The most that reading piece by piece holds beside the pieces: chunks, decoders, and metadata of OCDBT."""
+        """Return the most bytes that reading in pieces holds beside the pieces: chunks, decoders, and metadata of
+        OCDBT.
+        """
         at_once = max(2 * _IN_FLIGHT_BYTES, self.decoding_bytes)
         if self.store.streams.can_read(self, self.form):
             held = max(
@@ -174,7 +178,7 @@ class StoredArray(ChunkedArray):
         """Fill `out` [n, dim] with the first dim columns of `runs`, which cover its rows.
 
         Raises:
-            CheckpointFormatError: a chunk is larger than the store reads.
+            CheckpointFormatError: a chunk is too large.
             CheckpointCorruptError: a chunk is missing or damaged.
         """
         self.check_chunk()
@@ -200,7 +204,7 @@ class StoredArray(ChunkedArray):
             fail(self.leaf, error)
 
     def advise(self, runs: Iterable[Run], dim: int) -> str | None:
-        """What to change before rows are read in many pieces that lie as `runs` do; None: nothing."""
+        """Return advice for reading rows in many pieces placed as `runs`, or None if there is none."""
         runs = list(runs)
         kept = len(self._ends(runs)) * -(-dim // self.chunk[1])
         if len(runs) <= 1:
@@ -209,18 +213,20 @@ class StoredArray(ChunkedArray):
         return self.store.memory.advice(self, kept, decoders)
 
     def _decoders(self, runs: Sequence[Run], dim: int) -> int:
-        """Bytes for a stream for each of `runs`, where they are more than there are; or 0."""
+        """Return the bytes for a stream for each of `runs` if they exceed the memory; else 0."""
         assert self.form is not None
         return self.store.streams.need(self, self.form, len(runs) * -(-dim // self.chunk[1]))
 
     def _is_streamed(self, is_spread: bool) -> bool:
-        """Whether chunks that are not all kept are streamed; not where one after another is decoded whole in what is given."""
+        """Returns True if chunks that are not all kept are streamed. Single chunks that fit in the given memory are
+        decoded whole.
+        """
         if not self.store.streams.can_read(self, self.form):
             return False
         return is_spread or not self.store.memory.takes(self, _ALONE_FROM_BYTES)
 
     def _stream(self, groups: Iterable[_Group], out: Array, *, apart: bool) -> int:
-        """How many decoded bytes were let go of to get to the rows."""
+        """Stream the rows and return the number of decoded bytes that were dropped on the way."""
         self.store.memory.clear()
         return sum(
             self._stream_chunk(place, runs, out, apart=apart) for group in groups for place, runs in group.items()
@@ -241,11 +247,11 @@ class StoredArray(ChunkedArray):
         return skipped or 0
 
     def _ends(self, runs: Iterable[Run]) -> set[int]:
-        """The rows of chunks in which runs end, and in which the next ones begin."""
+        """Return the rows of chunks in which runs end, and in which the next ones begin."""
         return {(run.source + run.rows - 1) // self.chunk[0] for run in runs}
 
     def _read_singly(self, groups: Iterable[_Group], out: Array) -> int:
-        """How many more bytes were decoded than `out` has."""
+        """Read chunk by chunk and return the number of decoded bytes beyond those of `out`."""
         self.store.streams.clear()
         count = 0
         for group, is_last in _with_last(groups):
@@ -256,9 +262,10 @@ class StoredArray(ChunkedArray):
         return max(0, count * self.chunk_bytes - out.nbytes)
 
     def _groups(self, runs: Iterable[Run], ends: Container[int], dim: int) -> Iterator[_Group]:
-        """What to read together: all that lies in one chunk, and more chunks while they are small.
+        """Yield groups to read together: everything in one chunk, and further chunks while they are small.
 
-        Those in which the runs end are last, as the next rows follow there: they stay decoded when others go.
+        The chunks in which the runs end come last, because the next rows follow there. They stay decoded when others
+        are dropped.
         """
         bands: defaultdict[int, list[Run]] = defaultdict(list)
         for run in runs:
@@ -275,7 +282,7 @@ class StoredArray(ChunkedArray):
             yield group
 
     def _target(self, run: Run, first: int, out: Array) -> Array:
-        """Where the columns from `first` on, that a chunk has of `run`, go."""
+        """Return the part of `out` for the columns of `run` from `first` on that one chunk has."""
         return out[run.target : run.target + run.rows * run.step : run.step, first : first + self.chunk[1]]
 
     def _read_group(self, handle: Any, group: _Group, out: Array) -> None:
@@ -294,7 +301,7 @@ class StoredArray(ChunkedArray):
 
 
 def _with_last(groups: Iterable[_Group]) -> Iterator[tuple[_Group, bool]]:
-    """Each, and whether it is the last."""
+    """Yield each group, and whether it is the last."""
     ahead = None
     for group in groups:
         if ahead is not None:

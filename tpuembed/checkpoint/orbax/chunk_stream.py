@@ -1,7 +1,7 @@
-"""A stored chunk decoded from its beginning on, a piece at a time.
+"""Decodes a stored chunk from its beginning on, one piece at a time.
 
-A frame of zstd is fed to the decoder block by block: no block decodes to more than 128 KiB, whatever damage or malice says
-(RFC 8878, 3.1.1.2.3), so that memory is a window, a piece of what is stored, and a block.
+A frame of zstd is fed to the decoder block by block. No block, even of a damaged or malicious file, decodes to more
+than 128 KiB (RFC 8878, 3.1.1.2.3). So memory is a window, a piece of the stored bytes, and a block.
 """
 
 from typing import Any, Final, Protocol
@@ -11,23 +11,23 @@ from tpuembed.checkpoint.orbax.stored_values import StoredValue
 __all__ = ["ChunkStream", "is_available", "open_stream", "stream_bytes"]
 
 _PIECE_BYTES: Final = 256 << 10
-"""Of a stored chunk, read at a time."""
+"""Bytes of a stored chunk to read at a time."""
 _PLAIN_BYTES: Final = 1 << 20
-"""Of one that is not compressed."""
+"""The same for a chunk that is not compressed."""
 _BLOCK_BYTES: Final = 128 << 10
 _DECODED_BYTES: Final = 1 << 20
-"""At a time: a few stored bytes may be many."""
+"""Bytes to decode at a time: a few stored bytes may decode to many."""
 _WINDOW_BYTES: Final = 8 << 20
-"""A frame whose decoder needs more is left to TensorStore; Orbax's level 1 takes 512 KiB, its level 3 takes 2 MiB."""
+"""A frame that needs a larger window is decoded by TensorStore. Orbax's level 1 uses 512 KiB, its level 3 uses 2 MiB."""
 _DECODER_BYTES: Final = 512 << 10
-"""Of a decoder beside its window."""
+"""Memory of a decoder beside its window."""
 _HEADER_BYTES: Final = 18
 _BLOCK_HEADER_BYTES: Final = 3
 _CHECKSUM_BYTES: Final = 4
 _RLE: Final = 1
 """The type of a block that is one byte, repeated."""
 _UNKNOWN: Final = (1 << 64) - 1
-"""The size of its content, where a frame does not say it."""
+"""The content size in a frame that does not record it."""
 
 
 class ChunkStream(Protocol):
@@ -35,7 +35,7 @@ class ChunkStream(Protocol):
 
     Attributes:
         position: of the next byte.
-        value: what is decoded.
+        value: the stored bytes.
         cost: bytes of memory that it holds.
     """
 
@@ -44,26 +44,26 @@ class ChunkStream(Protocol):
     cost: int
 
     def fill(self, out: memoryview) -> None:
-        """The next bytes, as many as `out` has.
+        """Fill `out` with the next bytes.
 
         Raises:
             CheckpointCorruptError: they cannot be decoded.
         """
 
     def skip(self, size: int) -> None:
-        """Let go of the next `size` bytes; raises as `fill`."""
+        """Drop the next `size` bytes. Raises as `fill`."""
 
     def finish(self) -> None:
-        """Go to the end, and prove that it is where it should be; raises as `fill`."""
+        """Decode to the end, and check its position. Raises as `fill`."""
 
 
 def is_available(level: int | None) -> bool:
-    """Whether what it takes to decode is installed."""
+    """Returns True if the decoder is installed."""
     return level is None or _zstandard() is not None
 
 
 def stream_bytes(level: int | None, size: int) -> int:
-    """About what a stream of a chunk of `size` bytes will cost.
+    """Return the approximate memory of a stream of a chunk of `size` bytes.
 
     Source: ZSTD_defaultCParameters (zstd, lib/compress/clevels.h).
     """
@@ -74,10 +74,10 @@ def stream_bytes(level: int | None, size: int) -> int:
 
 
 def open_stream(value: StoredValue, size: int, level: int | None) -> ChunkStream | None:
-    """The chunk of `size` bytes that is stored as `value`; None where it takes another decoder.
+    """Open the chunk of `size` bytes that is stored as `value`. Returns None if it needs another decoder.
 
     Raises:
-        CheckpointCorruptError: it is of another size, or no frame of zstd.
+        CheckpointCorruptError: it has another size, or is not a frame of zstd.
     """
     if level is None:
         return _PlainStream(value, size)
@@ -86,11 +86,11 @@ def open_stream(value: StoredValue, size: int, level: int | None) -> ChunkStream
     try:
         frame, header_bytes = zstandard.get_frame_parameters(head), zstandard.frame_header_size(head)
     except zstandard.ZstdError as error:
-        value.fail(f"is no frame of zstd: {error}")
+        value.fail(f"is not a frame of zstd: {error}")
     if frame.dict_id or frame.window_size > _WINDOW_BYTES:
         return None
     if frame.content_size not in {size, _UNKNOWN}:
-        value.fail(f"says that it decodes to {frame.content_size} bytes, and should to {size}")
+        value.fail(f"should decode to {size} bytes, but its header has {frame.content_size}")
     decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
     decoder.decompress(head[:header_bytes])
     cost = frame.window_size + _PIECE_BYTES + _BLOCK_BYTES + _DECODER_BYTES
@@ -100,7 +100,7 @@ def open_stream(value: StoredValue, size: int, level: int | None) -> ChunkStream
 class _PlainStream:
     def __init__(self, value: StoredValue, size: int) -> None:
         if value.size != size:
-            value.fail(f"has {value.size} bytes, and should have {size}")
+            value.fail(f"has {value.size} bytes, but should have {size}")
         self.value = value
         self._size = size
         self.position = 0
@@ -138,10 +138,10 @@ class _ZstdStream:
         self._decoder = decoder
         self._damage = damage
         self._checksum_bytes = _CHECKSUM_BYTES if has_checksum else 0
-        self._read = header_bytes  # of the value
-        self._stored = memoryview(b"")  # what was read and is not decoded
-        self._decoded = memoryview(b"")  # what is decoded and was not asked for
-        self._produced = 0  # decoded bytes, all in all
+        self._read = header_bytes  # bytes read of the value
+        self._stored = memoryview(b"")  # bytes that were read and not decoded yet
+        self._decoded = memoryview(b"")  # bytes that were decoded and not requested yet
+        self._produced = 0  # number of all decoded bytes
         self._is_over = False
 
     def fill(self, out: memoryview) -> None:
@@ -161,10 +161,10 @@ class _ZstdStream:
             self._decode(_BLOCK_BYTES)
         left = len(self._stored) + self.value.size - self._read
         if left:
-            self.value.fail(f"goes on for {left} bytes after its end")
+            self.value.fail(f"continues for {left} bytes after its end")
 
     def _next(self, most: int) -> memoryview:
-        """Up to `most` bytes."""
+        """Return up to `most` bytes."""
         while not self._decoded:
             self._decode(most)
         part, self._decoded = self._decoded[:most], self._decoded[most:]
@@ -172,7 +172,7 @@ class _ZstdStream:
         return part
 
     def _decode(self, wanted: int) -> None:
-        """Some blocks, which decode to no more than `wanted` bytes, or one: nothing much is left when they were asked for."""
+        """Decode some blocks, of at most `wanted` bytes, or one, so that few decoded bytes are left over."""
         blocks, is_last = self._take(max(1, min(wanted, _DECODED_BYTES) // _BLOCK_BYTES))
         try:
             self._decoded = memoryview(self._decoder.decompress(blocks))
@@ -180,13 +180,13 @@ class _ZstdStream:
             self.value.fail(f"cannot be decoded: {error}")
         self._produced += len(self._decoded)
         if self._produced > self._size:
-            self.value.fail(f"decodes to more than the {self._size} bytes that it should")
+            self.value.fail(f"decodes to more than the {self._size} bytes that it should have")
         self._is_over = is_last
         if is_last != self._decoder.eof or (is_last and self._produced != self._size):
-            self.value.fail(f"decodes to {self._produced} bytes, and should to {self._size}")
+            self.value.fail(f"decodes to {self._produced} bytes, but should decode to {self._size}")
 
     def _take(self, count: int) -> tuple[memoryview, bool]:
-        """The next blocks: `count`, or as many as are at hand; and whether the last one is among them."""
+        """Return the next `count` blocks, or as many as were read, and whether the last one is among them."""
         size, is_last = self._block(0)
         self._load(size)
         for _ in range(count - 1):
@@ -200,16 +200,18 @@ class _ZstdStream:
         return blocks, is_last
 
     def _block(self, at: int) -> tuple[int, bool]:
-        """The stored bytes of the block that begins `at`, with what follows the last one, and whether it is the last."""
+        """Return the stored size of the block that begins `at`, with the checksum after the last one, and whether it is
+        the last.
+        """
         self._load(at + _BLOCK_HEADER_BYTES)
         header = int.from_bytes(self._stored[at : at + _BLOCK_HEADER_BYTES], "little")
         is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
         if size > _BLOCK_BYTES:
-            self.value.fail(f"has a block of {size} bytes, more than there can be")
+            self.value.fail(f"has a block of {size} bytes, more than the format allows")
         return _BLOCK_HEADER_BYTES + (1 if kind == _RLE else size) + is_last * self._checksum_bytes, bool(is_last)
 
     def _load(self, size: int) -> None:
-        """Have `size` stored bytes at hand."""
+        """Read until `size` stored bytes are available."""
         if len(self._stored) >= size:
             return
         stop = min(self.value.size, self._read + _PIECE_BYTES)

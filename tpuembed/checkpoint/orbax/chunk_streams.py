@@ -1,4 +1,4 @@
-"""The chunks that are being decoded in order: each decoder waits at its place for the next rows."""
+"""The chunks that are being decoded in order. Each decoder keeps its position for the next rows."""
 
 import dataclasses
 import threading
@@ -18,16 +18,16 @@ __all__ = ["ChunkRows", "ChunkStreams", "StreamedChunk"]
 _STREAMED_FROM_BYTES: Final = 1 << 20
 """A smaller chunk is decoded whole."""
 _DEFAULT_BYTES: Final = 48 << 20
-"""For decoders that wait: with what Python and TensorStore take, 128 MiB. 34 of Orbax's level 1."""
+"""Memory for waiting decoders: 128 MiB in all with Python and TensorStore. Enough for 34 of Orbax's level 1."""
 _SCRATCH_BYTES: Final = 1 << 20
-"""Of decoded rows on the way to places that do not follow one another."""
+"""Bytes of decoded rows to hold for targets that are not contiguous."""
 
 _Name = tuple[Hashable, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRows:
-    """Rows of a chunk from `first` on, and where they go: `out` [n, columns], of any strides."""
+    """Rows of a chunk from `first` on, and their target: `out` [n, columns], of any strides."""
 
     first: int
     out: Array
@@ -35,7 +35,7 @@ class ChunkRows:
 
 @dataclasses.dataclass(frozen=True)
 class StreamedChunk:
-    """One chunk of an array: its numbers down and across, and how to find it."""
+    """One chunk of an array: its numbers down and across, and its store."""
 
     array: ChunkedArray
     form: ChunkForm
@@ -45,33 +45,34 @@ class StreamedChunk:
 
     @property
     def name(self) -> _Name:
-        """Of one chunk among all of a checkpoint."""
+        """Return a name that is unique among the chunks of a checkpoint."""
         return self.array.name, self.row, self.column
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of the chunk."""
+        """Return the bytes of a row of the chunk."""
         return self.array.chunk_bytes // self.array.chunk[0]
 
     def open(self, value: StoredValue) -> ChunkStream | None:
-        """From its beginning on; None: it takes another decoder."""
+        """Open the chunk at its beginning. Returns None if it needs another decoder."""
         return open_stream(value, self.array.chunk_bytes, self.form.level)
 
     def find(self) -> StoredValue | None:
-        """Where it is stored; None: nowhere."""
+        """Return its stored bytes, or None if it is not stored."""
         return self.form.find(self.array.leaf, self.kvstore, self.row, self.column, self.array.chunk_bytes)
 
 
 class ChunkStreams:
     """Decodes chunks as streams; may be used by several threads.
 
-    Frames end with what proves them whole: their size, and a checksum where there is one. So the first rows of a chunk
-    are handed out when it was decoded to its end, once; what comes later begins anew, and from there on goes forward.
-    Rows far apart that are read in step, as those of several SparseCores in one chunk, have a stream each.
+    Frames end with proof that they are whole: their size, and perhaps a checksum. So the first rows of a chunk are
+    returned after it
+    was decoded to its end, once. Later reads start again and then continue forward. Rows far apart that are read in
+    step, such as those of several SparseCores in one chunk, have a stream each.
     """
 
     def __init__(self, given: int | None) -> None:
-        """`given`: bytes for decoders that wait, if they are more than the default."""
+        """Set the memory for waiting decoders to `given` bytes, if that is more than the default."""
         self._bytes = max(_DEFAULT_BYTES, given or 0)
         self._lock = threading.Lock()
         self._waiting: OrderedDict[tuple[_Name, int], ChunkStream] = OrderedDict()
@@ -80,37 +81,37 @@ class ChunkStreams:
 
     @property
     def limit_bytes(self) -> int:
-        """Of decoders that wait, and of rows on their way."""
+        """Return the most bytes of waiting decoders and of rows in transfer."""
         return self._bytes + _SCRATCH_BYTES
 
     @staticmethod
     def can_read(array: ChunkedArray, form: ChunkForm | None) -> bool:
-        """Whether chunks of this form are streamed."""
+        """Returns True if chunks of this form are streamed."""
         return form is not None and array.chunk_bytes >= _STREAMED_FROM_BYTES and is_available(form.level)
 
     @staticmethod
     def lacks_package(array: ChunkedArray, form: ChunkForm | None) -> bool:
-        """Whether they would be if zstandard was installed."""
+        """Returns True if chunks of this form would be streamed if zstandard was installed."""
         return form is not None and array.chunk_bytes >= _STREAMED_FROM_BYTES and not is_available(form.level)
 
     def need(self, array: ChunkedArray, form: ChunkForm, streams: int) -> int:
-        """Bytes for so many `streams` that wait, where they are more than there are; or 0."""
+        """Return the bytes for that many waiting `streams` if they exceed the memory; else 0."""
         need = streams * stream_bytes(form.level, array.chunk_bytes)
         return need if need > self._bytes else 0
 
     def read(self, chunk: StreamedChunk, rows: Sequence[ChunkRows], *, apart: bool) -> int | None:
-        """Fill `rows`, which are sorted, and say how many decoded bytes were let go of to get there.
+        """Fill `rows`, which are sorted, and return the number of decoded bytes that were dropped on the way.
 
-        None, and nothing is filled: the chunk is not stored, or takes another decoder.
+        Returns None, and fills nothing, if the chunk is not stored or needs another decoder.
 
         Args:
             chunk: to read.
             rows: to fill.
-            apart: whether there is room for a stream of its own for each of them, where it goes on from the last read.
+            apart: whether memory allows a separate stream for each of them that continues the last read.
 
         Raises:
             CheckpointCorruptError: the chunk is damaged.
-            CheckpointError: it was written anew since it was first read.
+            CheckpointError: it was rewritten after it was first read.
         """
         value = self._proven.get(chunk.name)
         before, after = self._ends.get(chunk.name, frozenset()), frozenset(part.first + len(part.out) for part in rows)
@@ -123,7 +124,9 @@ class ChunkStreams:
         return skipped
 
     def _prove(self, chunk: StreamedChunk, rows: Sequence[ChunkRows]) -> StoredValue | None:
-        """Fill `rows` on the way to the end of a chunk that was not decoded before; None: nothing is filled."""
+        """Decode a chunk for the first time, to its end, and fill `rows`. Returns None, and fills nothing, if that is
+        impossible.
+        """
         value = chunk.find()
         stream = None if value is None else chunk.open(value)
         if stream is None:
@@ -137,7 +140,7 @@ class ChunkStreams:
     def _go_on(
         self, chunk: StreamedChunk, value: StoredValue, rows: Sequence[ChunkRows], before: Container[int]
     ) -> int:
-        """Fill `rows`, of which those that begin where rows ended `before` have a stream of their own."""
+        """Fill `rows`. Those that begin where rows ended `before` have separate streams."""
         skipped, stream = 0, None
         for part in rows:
             position = part.first * chunk.row_bytes
@@ -153,18 +156,18 @@ class ChunkStreams:
         return skipped
 
     def clear(self) -> None:
-        """Let go of all decoders."""
+        """Drop all decoders."""
         with self._lock:
             self._waiting.clear()
 
     def _take(self, chunk: StreamedChunk, first: int, last: int) -> ChunkStream | None:
-        """The furthest stream that waits within [first, last], which nobody else has then."""
+        """Remove and return the furthest waiting stream within [first, last]."""
         with self._lock:
             places = [place for name, place in self._waiting if name == chunk.name and first <= place <= last]
             return self._waiting.pop((chunk.name, max(places))) if places else None
 
     def _keep(self, chunk: StreamedChunk, stream: ChunkStream) -> None:
-        """Have `stream` wait, and let those go that wait the longest."""
+        """Keep `stream` for later, and drop those that have waited longest."""
         if not stream.cost or stream.position == chunk.array.chunk_bytes:
             return
         with self._lock:
@@ -174,7 +177,7 @@ class ChunkStreams:
 
 
 def _read(stream: ChunkStream, rows: ChunkRows, row_bytes: int) -> int:
-    """Fill `rows`, and say how many bytes were let go of to get there."""
+    """Fill `rows` and return the number of bytes that were dropped on the way."""
     ahead = rows.first * row_bytes - stream.position
     assert ahead >= 0, "sorted rows"
     stream.skip(ahead)
@@ -183,7 +186,7 @@ def _read(stream: ChunkStream, rows: ChunkRows, row_bytes: int) -> int:
 
 
 def _fill(stream: ChunkStream, out: Array, row_bytes: int) -> None:
-    """The next rows, of `row_bytes` each, of which `out` [n, columns] takes the first columns."""
+    """Fill `out` [n, columns] with the first columns of the next rows, of `row_bytes` each."""
     if out.flags.c_contiguous and out.shape[1] * out.itemsize == row_bytes:
         stream.fill(out.reshape(-1).view(np.uint8).data)
         return

@@ -1,4 +1,4 @@
-"""Which arrays of an Orbax checkpoint are tables and slots.
+"""Finds the arrays of an Orbax checkpoint that are tables and slots.
 
 Source of the names: keras.Model.get_state_tree, keras/src/optimizers/base_optimizer.py (add_variable_from_reference).
 """
@@ -17,16 +17,16 @@ _VARIABLES: Final = frozenset({"trainable_variables", "non_trainable_variables"}
 _OPTIMIZERS: Final = "optimizer_variables"
 _EMBEDDINGS: Final = "embeddings"
 _CHANGED_BY: Final = ("lora_embeddings_a", "embeddings_scale")
-"""Leaves beside `embeddings` without which its rows are not what the layer looks up."""
+"""Leaves beside `embeddings` that change the rows that the layer looks up."""
 _SLOTS: Final = {
     "accumulator": "accumulators",
     "linear": "linears",
     "momentum": "momenta",
     "velocity": "velocities",
 }
-"""Slot names of Keras 3 and jax-tpu-embedding -> those of `tf.tpu.experimental.embedding`; others stay as they are."""
+"""Slot names of Keras 3 and jax-tpu-embedding -> those of `tf.tpu.experimental.embedding`; others stay unchanged."""
 KNOWN_SLOTS: Final = frozenset(_SLOTS.values())
-"""Each has a value per element of the table; what other slots there are may be of any shape."""
+"""These slots have a value per element of the table. Other slots may have any shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,9 @@ _OF_KERAS: Final[Mapping[str, frozenset[str]]] = {
     "lamb": frozenset({"momentum", "velocity"}),
     "sgd": frozenset({"momentum"}),
 }
-"""Keras' optimizers by the names they have unless given another -> their slots that are TensorFlow's. Others have slots that are
-called alike and are something else: RMSprop's velocity, Lion's momentum."""
+"""Keras' optimizers by their default names -> their slots that TensorFlow also has. Other optimizers use the same names
+for other quantities: RMSprop's velocity, Lion's momentum.
+"""
 
 
 def _keras_slot_name(optimizer: str, name: str) -> str:
@@ -56,12 +57,12 @@ def _keras_slot_name(optimizer: str, name: str) -> str:
 
 
 def slot_name(name: str) -> str:
-    """What TensorFlow calls the slot that Keras or JAX calls `name`."""
+    """Return TensorFlow's name of the slot that Keras or JAX calls `name`."""
     return _SLOTS.get(name, name)
 
 
 def keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
-    """The embedding layers of keras-rs and Keras, called by their table's name, with what optimizers keep for them.
+    """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers.
 
     Raises:
         CheckpointFormatError: a table is more than its `embeddings`.
@@ -75,14 +76,14 @@ def keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
         for name in _CHANGED_BY:
             if (*leaf.path[:-1], name) in paths:
                 raise CheckpointFormatError(
-                    f"checkpoint {leaf.item.folder}: table {leaf.shown} has {name!r} beside it, without which its rows are "
-                    "not what the layer looks up; merge it into the table and save again"
+                    f"checkpoint {leaf.item.folder}: table {leaf.shown} has {name!r} beside it, which changes the "
+                    "rows that the layer looks up. Merge it into the table and save again."
                 )
         yield TableLeaves(leaf.path[-2], leaf, kept.get(leaf.path, {}))
 
 
 def _optimizer_slots(leaves: Iterable[Leaf], variables: Iterable[Leaf]) -> dict[tuple[str, ...], dict[str, Leaf]]:
-    """The slots by the path of their variable; they are called by that path, joined by "_", and the slot's name."""
+    """Return the slots by the path of their variable. They are named after that path, joined by "_", and the slot."""
     prefixes: defaultdict[str, list[Leaf]] = defaultdict(list)
     for variable in variables:
         prefixes["_".join(variable.path[1:])].append(variable)
@@ -97,21 +98,21 @@ def _optimizer_slots(leaves: Iterable[Leaf], variables: Iterable[Leaf]) -> dict[
 
 
 def _refuse_ambiguous(leaf: Leaf, name: str, variables: Sequence[Leaf], other: Leaf | None) -> None:
-    """One slot of two variables, or two of one."""
+    """Raise CheckpointFormatError for one slot of two variables, or two slots of one name for one variable."""
     if len(variables) > 1:
         raise CheckpointFormatError(
             f"checkpoint {leaf.item.folder}: {leaf.shown} may be {name!r} of {variables[0].shown} or of "
-            f"{variables[1].shown}; rename one and save again"
+            f"{variables[1].shown}. Rename one and save again."
         )
     if other is not None:
         raise CheckpointFormatError(
-            f"checkpoint {leaf.item.folder}: {other.shown} and {leaf.shown} are both {name!r} of {variables[0].shown}; "
-            "save again with one optimizer"
+            f"checkpoint {leaf.item.folder}: {other.shown} and {leaf.shown} are both {name!r} of "
+            f"{variables[0].shown}. Save again with one optimizer."
         )
 
 
 def _longest_prefix(name: str, prefixes: Container[str]) -> str | None:
-    """The longest of `prefixes` that `name` has before a "_"."""
+    """Return the longest of `prefixes` that `name` has before a "_"."""
     end = name.rfind("_")
     while end > 0:
         if name[:end] in prefixes:
@@ -121,7 +122,7 @@ def _longest_prefix(name: str, prefixes: Container[str]) -> str | None:
 
 
 def matrices(leaves: Iterable[Leaf], several_items: bool) -> Iterator[TableLeaves]:
-    """What may be a matrix, by its path, which starts with the item's name where there are several items."""
+    """Yield arrays that may be matrices, by path, which starts with the item's name if there are several items."""
     for leaf in leaves:
         if leaf.is_array and leaf.rank in {None, 2}:
             path = (leaf.item.folder.name, *leaf.path) if several_items else leaf.path
@@ -129,17 +130,17 @@ def matrices(leaves: Iterable[Leaf], several_items: bool) -> Iterator[TableLeave
 
 
 def merge(tables: Iterable[TableLeaves]) -> dict[str, TableLeaves]:
-    """`tables` by name.
+    """Return `tables` by name.
 
     Raises:
-        CheckpointFormatError: two are called alike.
+        CheckpointFormatError: two have the same name.
     """
     merged: dict[str, TableLeaves] = {}
     for table in tables:
         other = merged.setdefault(table.name, table)
         if other is not table:
             raise CheckpointFormatError(
-                f"checkpoint {table.table.item.folder}: {other.table.shown} and {table.table.shown} are both table "
-                f"{table.name!r}; rename one and save again"
+                f"checkpoint {table.table.item.folder}: {other.table.shown} and {table.table.shown} are both "
+                f"table {table.name!r}. Rename one and save again."
             )
     return merged

@@ -1,7 +1,8 @@
-"""From the path that a user gives to the items of one Orbax checkpoint.
+"""From a user's path to the items of one Orbax checkpoint.
 
-Orbax's CheckpointManager writes DIR/<step>/<item>/, and its Checkpointer one item at the path it is given. An item that
-holds arrays has a file `_METADATA`, one that holds a protocol buffer `proto.pbtxt`.
+Orbax's CheckpointManager writes DIR/<step>/<item>/, and its Checkpointer one item at the given path. An item with
+arrays has a file `_METADATA`, one with a protocol buffer `proto.pbtxt`.
+
 Source: orbax/checkpoint/_src/path/step.py, orbax/checkpoint/_src/handlers (orbax-checkpoint 0.12).
 """
 
@@ -13,7 +14,7 @@ from typing import Final
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from tpuembed.files import FilePath
 
-__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "Step", "find_step", "is_orbax", "orbax_in"]
+__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "OrbaxStep", "find_step", "is_orbax", "orbax_in"]
 
 METADATA: Final = "_METADATA"
 MANIFEST: Final = "manifest.ocdbt"
@@ -22,17 +23,17 @@ _PROTO: Final = "proto.pbtxt"
 _UNFINISHED: Final = ".orbax-checkpoint-tmp"
 _OLD_AGGREGATE: Final = "checkpoint"
 _NUMBERED: Final = re.compile(r"(?P<prefix>|[^.]*_)(?P<number>\d{1,18})")
-"""1200, or with a prefix checkpoint_1200."""
+"""A step such as 1200, or with a prefix checkpoint_1200."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class OrbaxStep:
     """One checkpoint.
 
     Attributes:
         path: of its folder, or of the only item that the user named.
-        items: the folders that hold arrays, sorted.
-        protos: the files that may say how tables are stacked, sorted.
+        items: the folders with arrays, sorted.
+        protos: the files that may describe how tables are stacked, sorted.
     """
 
     path: FilePath
@@ -41,14 +42,16 @@ class Step:
 
 
 def is_orbax(path: FilePath) -> bool:
-    """Whether `path` is an item, a step, a folder of steps, or one of Orbax's own files."""
+    """Returns True if `path` is an item, a step, a folder of steps, or one of Orbax's own files."""
     if path.name in {METADATA, MANIFEST, STEP_METADATA}:
         return path.is_file()
     return _is_item(path) or _is_step(path) or _is_old(path) or bool(_steps(path))
 
 
 def orbax_in(directory: FilePath) -> FilePath | None:
-    """Of a folder of steps one; of a step or an item the file that it is known by, or an item; None for other folders."""
+    """Return one step of a folder of steps, or the identifying file or an item of a step or item; None for other
+    folders.
+    """
     files = (directory / name for name in (METADATA, MANIFEST, STEP_METADATA))
     known_by = next((file for file in files if file.is_file()), None)
     if known_by is not None or _is_old(directory):
@@ -58,35 +61,35 @@ def orbax_in(directory: FilePath) -> FilePath | None:
 
 
 def _number(step: FilePath) -> int:
-    """By which the latest step is found; of one that was never finished, -1."""
+    """Return the number of a step, or -1 for one that was never finished."""
     match = _NUMBERED.fullmatch(step.name)
     return int(match["number"]) if match else -1
 
 
-def find_step(path: FilePath) -> Step:
-    """The checkpoint that `path`, which `is_orbax` accepts, names: of a folder of steps the latest.
+def find_step(path: FilePath) -> OrbaxStep:
+    """Return the checkpoint that `path`, which `is_orbax` accepts, names: the latest in a folder of steps.
 
     Raises:
-        CheckpointFormatError: it is of a layout that is not read, or nothing says which of several is meant.
-        CheckpointNotFoundError: a folder holds only steps that were never finished.
-        CheckpointCorruptError: a step holds no item.
+        CheckpointFormatError: its layout is not supported, or it is ambiguous.
+        CheckpointNotFoundError: a folder has only steps that were never finished.
+        CheckpointCorruptError: a step has no item.
     """
     folder = path.parent if path.is_file() else path
     _refuse_unfinished(folder)
     if _is_old(folder):
         raise CheckpointFormatError(
-            f"checkpoint {folder}: was written by an Orbax that saved no {METADATA}, a layout that is not read; restore "
-            "it with Orbax and save it again"
+            f"checkpoint {folder}: was written by a version of Orbax that saved no {METADATA}, which is not "
+            "supported. Restore it with Orbax and save it again."
         )
     if _is_item(folder):
-        return Step(folder, (folder,), _protos(folder.parent) if _is_step(folder.parent) else ())
+        return OrbaxStep(folder, (folder,), _protos(folder.parent) if _is_step(folder.parent) else ())
     step = folder if _is_step(folder) else _latest(folder)
     items = tuple(child for child in _folders(step) if _is_item(child))
     if not items:
         raise CheckpointCorruptError(
-            f"checkpoint {step}: has {STEP_METADATA} and no item with {METADATA}; restore it from another copy"
+            f"checkpoint {step}: has {STEP_METADATA} but no item with {METADATA}. Restore it from another copy."
         )
-    return Step(step, items, _protos(step))
+    return OrbaxStep(step, items, _protos(step))
 
 
 def _is_item(folder: FilePath) -> bool:
@@ -94,28 +97,28 @@ def _is_item(folder: FilePath) -> bool:
 
 
 def _is_step(folder: FilePath) -> bool:
-    """An Orbax of 2024 or before wrote no file into a step, which on a disk is known by its items."""
+    """Returns True for a step. Orbax of 2024 or before wrote no file into it: on a disk it is recognised by its items."""
     if (folder / STEP_METADATA).is_file():
         return True
     return isinstance(folder, Path) and any(_is_item(child) for child in _folders(folder))
 
 
 def _is_old(folder: FilePath) -> bool:
-    """One aggregate file in msgpack beside one folder per array."""
+    """Returns True for one aggregate file in msgpack beside one folder per array."""
     if not isinstance(folder, Path) or not (folder / _OLD_AGGREGATE).is_file() or (folder / METADATA).is_file():
         return False
     return any((child / ".zarray").is_file() for child in _folders(folder))
 
 
 def _folders(path: FilePath) -> list[FilePath]:
-    """What is right below `path`: folders on a disk; in a store, where asking is dear, files too."""
+    """Return the folders directly below `path`. In a store, files are included, to save requests."""
     if isinstance(path, Path):
         return sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
     return sorted(path.iterdir())
 
 
 def _steps(path: FilePath) -> list[FilePath]:
-    """The steps right below `path`, finished or not."""
+    """Return the steps directly below `path`, finished or not."""
     children = [child for child in _folders(path) if _UNFINISHED in child.name or _NUMBERED.fullmatch(child.name)]
     return [child for child in children if _UNFINISHED in child.name or _is_step(child)]
 
@@ -127,19 +130,22 @@ def _protos(step: FilePath) -> tuple[FilePath, ...]:
 def _refuse_unfinished(folder: FilePath) -> None:
     if _UNFINISHED in folder.name:
         raise CheckpointFormatError(
-            f"checkpoint {folder}: was never finished (Orbax renames it when it is); give the path of one that was"
+            f"checkpoint {folder}: was never finished (Orbax renames a finished one). Give the path of a finished one."
         )
 
 
 def _latest(folder: FilePath) -> FilePath:
-    """The step of the highest number."""
+    """Return the step of the highest number."""
     names = [step.name for step in _steps(folder) if _UNFINISHED not in step.name]
     if not names:
         raise CheckpointNotFoundError(
-            f"directory {folder}: holds only Orbax checkpoints that were never finished; wait for one, or give its path"
+            f"directory {folder}: contains only Orbax checkpoints that were never finished. Wait for one, or give "
+            "the path of another."
         )
     numbers = {name: _NUMBERED.fullmatch(name) for name in names}
     if len({match["prefix"] for match in numbers.values() if match}) > 1:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise CheckpointFormatError(f"directory {folder}: holds several checkpoints ({shown}); give the path of one")
+        raise CheckpointFormatError(
+            f"directory {folder}: contains several checkpoints ({shown}). Give the path of one."
+        )
     return folder / max(names, key=lambda name: int((numbers[name] or {"number": 0})["number"]))

@@ -1,4 +1,4 @@
-"""The tree of one item, as its `_METADATA` file tells it: which arrays there are and where they are stored.
+"""Reads the tree of one item from its `_METADATA` file: its arrays and where they are stored.
 
 Source: orbax/checkpoint/_src/metadata/tree.py (InternalTreeMetadata) and its ParamInfo names (orbax-checkpoint 0.12).
 """
@@ -16,7 +16,7 @@ __all__ = ["Item", "Leaf", "read_item"]
 
 _NO_ARRAYS: Final = frozenset({"scalar", "string", "placeholder", "None", "Dict", "List", "Tuple", "NamedTuple"})
 _SEQUENCE: Final = 1
-"""The type of a key that is a place in a list; the others are of mappings."""
+"""The type of a key that is a position in a list; other keys are of mappings."""
 _ABSENT: Final = object()
 
 
@@ -25,9 +25,9 @@ class Leaf:
     """A node of a tree that has no children.
 
     Attributes:
-        item: the folder whose tree it is in.
+        item: the folder of its tree.
         path: the keys that lead to it.
-        write_shape: of the equal parts that it was written in, one per shard, where the metadata says it.
+        write_shape: of the equal parts that it was written in, one per shard, if the metadata has it.
         is_array: False for strings, numbers and empty containers.
     """
 
@@ -38,17 +38,17 @@ class Leaf:
 
     @property
     def rank(self) -> int | None:
-        """Number of dimensions, where the metadata says it."""
+        """Return the number of dimensions, if the metadata has it."""
         return None if self.write_shape is None else len(self.write_shape)
 
     @property
     def key(self) -> str:
-        """What its files are called in the item's store."""
+        """Return the name of its files in the item's store."""
         return ".".join(self.path)
 
     @property
     def shown(self) -> str:
-        """For a message."""
+        """Return the name for messages."""
         text = "/".join(self.path)
         return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
@@ -58,10 +58,10 @@ class Item:
     """A folder of arrays.
 
     Attributes:
-        folder: where.
-        ocdbt: whether all arrays lie in one OCDBT database, not each in a folder.
+        folder: the folder.
+        ocdbt: whether all arrays are in one OCDBT database, not each in a folder.
         zarr3: whether they are zarr version 3, not 2.
-        complete: whether it says that every chunk was written.
+        complete: whether the metadata records that every chunk was written.
         leaves: of its tree.
     """
 
@@ -73,7 +73,7 @@ class Item:
 
 
 def read_item(folder: FilePath) -> Item:
-    """The tree of `folder`.
+    """Return the tree of `folder`.
 
     Raises:
         CheckpointCorruptError: its metadata is missing, or not what Orbax writes, or two arrays share their files.
@@ -96,10 +96,10 @@ def _load(folder: FilePath) -> Any:
         return json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
         raise CheckpointCorruptError(
-            f"checkpoint {folder}: has {MANIFEST} and no {METADATA}; restore it from another copy"
+            f"checkpoint {folder}: has {MANIFEST} but no {METADATA}. Restore it from another copy."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"file {path}: is no JSON: {error}; restore it from another copy") from None
+        raise CheckpointCorruptError(f"file {path}: is not JSON: {error}. Restore it from another copy.") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -114,12 +114,12 @@ class _Node:
 
     def __init__(self, folder: FilePath, name: str, value: Any) -> None:
         self._folder, self._name = folder, name
-        self._value: Mapping[str, Any] = value if isinstance(value, dict) else self._fail("is no object")
+        self._value: Mapping[str, Any] = value if isinstance(value, dict) else self._fail("is not an object")
 
     def _fail(self, problem: str) -> NoReturn:
         name, problem = (text if len(text) <= 200 else f"{text[:200]}..." for text in (self._name, problem))
         raise CheckpointCorruptError(
-            f"file {self._folder / METADATA}: {name!r} {problem}; restore it from another copy"
+            f"file {self._folder / METADATA}: {name!r} {problem}. Restore it from another copy."
         )
 
     def _get(self, key: str, kind: type, wanted: str, default: Any = _ABSENT) -> Any:
@@ -143,7 +143,7 @@ class _Node:
         return value
 
     def keys(self) -> tuple[str, ...]:
-        """Of mappings and sequences alike, from the root; the name of the node must say the same."""
+        """Return the keys of mappings and sequences from the root. The name of the node must agree with them."""
         parts = [_Node(self._folder, self._name, part) for part in self._get("key_metadata", list, "a list")]
         keys = tuple(part.text("key") for part in parts)
         places = tuple(
@@ -166,19 +166,21 @@ def _leaf(item: Item, node: _Node) -> Leaf:
     leaf = Leaf(item, node.keys(), value.write_shape(), is_array=value.text("value_type") not in _NO_ARRAYS)
     if not item.ocdbt and any(part in {"", ".", ".."} for part in leaf.key.split("/")):
         raise CheckpointCorruptError(
-            f"file {item.folder / METADATA}: array {leaf.shown} would lie in {leaf.key!r}, outside the checkpoint; "
-            "restore it from another copy"
+            f"file {item.folder / METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint. "
+            "Restore it from another copy."
         )
     return leaf
 
 
 def _check_apart(folder: FilePath, leaves: tuple[Leaf, ...]) -> None:
-    """Keys are joined by ".", which they may contain: Orbax then writes one array over the other."""
+    """Raise CheckpointFormatError if Orbax wrote one array over another: keys are joined by ".", which they may
+    contain.
+    """
     seen: dict[str, Leaf] = {}
     for leaf in leaves:
         other = seen.setdefault(leaf.key, leaf)
         if leaf.is_array and other is not leaf:
             raise CheckpointFormatError(
-                f"checkpoint {folder}: arrays {other.shown} and {leaf.shown} are both stored as {leaf.key!r}, one over "
-                "the other; rename one and save again"
+                f"checkpoint {folder}: arrays {other.shown} and {leaf.shown} are both stored as {leaf.key!r}, one "
+                "over the other. Rename one and save again."
             )

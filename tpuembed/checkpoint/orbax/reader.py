@@ -11,7 +11,15 @@ from typing import Any, Final, Self
 import numpy as np
 
 from tpuembed.checkpoint.orbax.arrays import ArrayStore
-from tpuembed.checkpoint.orbax.location import MANIFEST, METADATA, STEP_METADATA, Step, find_step, is_orbax, orbax_in
+from tpuembed.checkpoint.orbax.location import (
+    MANIFEST,
+    METADATA,
+    STEP_METADATA,
+    OrbaxStep,
+    find_step,
+    is_orbax,
+    orbax_in,
+)
 from tpuembed.checkpoint.orbax.metadata import read_item
 from tpuembed.checkpoint.orbax.stack_specs import given_specs, saved_specs, to_mapping
 from tpuembed.checkpoint.orbax.tables import StoredTable, open_tables
@@ -26,11 +34,11 @@ _SPEC, _MEMORY = "embedding_spec", "chunk_memory_bytes"
 
 
 class OrbaxCheckpoint:
-    """Written by Orbax.
+    """A checkpoint written by Orbax.
 
     Attributes:
         format: "orbax".
-        path: of the step's folder, or of the item's, or of a file of theirs, where that was named.
+        path: of the step's folder, of the item's, or of one of their files if that was named.
         options: embedding_spec as a mapping, chunk_memory_bytes.
         layer_config: None.
     """
@@ -40,7 +48,7 @@ class OrbaxCheckpoint:
     accepted_options: Final = frozenset({_SPEC, _MEMORY})
     layer_config: Final = None
 
-    def __init__(self, step: Step, options: Mapping[str, Any]) -> None:
+    def __init__(self, step: OrbaxStep, options: Mapping[str, Any]) -> None:
         memory = _byte_count(options.get(_MEMORY))
         given = given_specs(options[_SPEC]) if _SPEC in options else None
         self.path = str(step.path)
@@ -57,24 +65,25 @@ class OrbaxCheckpoint:
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
-        """Whether `path` leads to what Orbax wrote."""
+        """Returns True if `path` leads to a checkpoint that Orbax wrote."""
         return is_orbax(path)
 
     @classmethod
     def held_in(cls, directory: FilePath) -> FilePath | None:
-        """A step, or a file of one that `directory` is; see Format."""
+        """Return a step, or a file of the step that `directory` is; see Format."""
         return orbax_in(directory)
 
     @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:
         """Open the checkpoint that `path`, which `recognises` accepts, leads to.
 
+        Large chunks on a disk are decoded as streams, and the process stays at 128 MiB. Other chunks, of up to 256 MiB,
+        are decoded one at a time. Small ones are kept as long as one chunk, decoded and as stored, and 128 MiB suffice.
+
         Args:
             path: a folder of steps (the latest), a step, or an item.
-            options: `embedding_spec`, how tables are stacked on SparseCores, where the checkpoint does not say it (a
-                mapping or a file, see stack_specs); `chunk_memory_bytes`, memory for chunks. By default large ones on a disk
-                are decoded as streams, and the process stays at 128 MiB; of others one of up to 256 MiB is decoded at a time,
-                and of small ones as many are kept as there is room for: one chunk, decoded and as stored, and 128 MiB.
+            options: `embedding_spec`, how tables are stacked on SparseCores, if the checkpoint does not record it (a
+                mapping or a file, see stack_specs); `chunk_memory_bytes`, the memory for chunks instead of the default.
         """
         opened = cls(find_step(path), options)
         if path.is_file():
@@ -90,21 +99,21 @@ class OrbaxCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Reading is over."""
+        """Close the arrays. Reads afterwards fail."""
         self._closed = True
         self._store.close()
 
     def tables(self) -> dict[str, TableInfo]:
-        """The tables by name, sorted."""
+        """Return the tables by name, sorted."""
         return {name: table.info for name, table in self._tables.items()}
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Rows [start, stop) of a table or slot: [stop - start, dim].
+        """Return rows [start, stop) of a table or slot, [stop - start, dim].
 
         Raises:
             UnknownTableError: there is no such table or slot.
             RowRangeError: the range is not inside the table.
-            CheckpointFormatError: a chunk that is not streamed is larger than chunk_memory_bytes.
+            CheckpointFormatError: a chunk that cannot be streamed is larger than chunk_memory_bytes.
         """
         stored = self._find(table, slot)
         stop = stored.info.rows if stop is None else stop
@@ -126,13 +135,13 @@ class OrbaxCheckpoint:
         array = stored.arrays[slot]
         if out.ndim != 2 or out.shape[1] != stored.info.dim or out.dtype != array.dtype:
             raise ConfigError(
-                f"table {table!r}: out must be {array.dtype} [n, {stored.info.dim}], got {out.dtype} {list(out.shape)}"
+                f"table {table!r}: out must be {array.dtype} [n, {stored.info.dim}], got {out.dtype} {list(out.shape)}."
             )
         self._check_range(stored.info, start, start + len(out))
         array.read_runs(stored.runs(start, start + len(out)), out)
 
     def advise(self, table: str, rows: int) -> str | None:
-        """What to change before all of a table is read, `rows` rows at a time; None: nothing.
+        """Return advice for reading all of a table, `rows` rows at a time, or None if there is none.
 
         Raises:
             UnknownTableError: there is no such table.
@@ -152,7 +161,7 @@ class OrbaxCheckpoint:
         return stored.arrays[None].buffer_bytes() if rows else 0
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """None: Orbax keeps no checksum of rows.
+        """Return None: Orbax has no checksums of rows.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -161,7 +170,7 @@ class OrbaxCheckpoint:
         return None
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Nothing: Orbax keeps no checksum of rows.
+        """Do nothing: Orbax has no checksums of rows.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -170,7 +179,9 @@ class OrbaxCheckpoint:
             self._find(table, slot)
 
     def fingerprint(self) -> str:
-        """Of the bytes of the metadata, and of the sizes and times of change of all files; in a store, of those of the metadata."""
+        """Return a digest of the metadata, and of the sizes and modification times of all files; in a store, of
+        metadata files only.
+        """
         digest = hashlib.sha256()
         try:
             files = list(self._metadata_files())
@@ -180,7 +191,7 @@ class OrbaxCheckpoint:
                 files += _files_below(folder)
             digest.update(json.dumps([(version.size, version.tag) for version in versions(files)]).encode())
         except OSError as error:
-            raise CheckpointError(f"checkpoint {self.path}: cannot be read any more: {error.strerror}") from None
+            raise CheckpointError(f"checkpoint {self.path}: cannot be read any more: {error.strerror}.") from None
         return digest.hexdigest()
 
     def _metadata_files(self) -> Iterator[FilePath]:
@@ -194,7 +205,7 @@ class OrbaxCheckpoint:
 
     def _find(self, table: str, slot: str | None) -> StoredTable:
         if self._closed:
-            raise CheckpointError(f"checkpoint {self.path}: is closed; open it again")
+            raise CheckpointError(f"checkpoint {self.path}: is closed. Open it again.")
         if table not in self._tables:
             raise UnknownTableError(
                 f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}"
@@ -209,12 +220,13 @@ class OrbaxCheckpoint:
     def _check_range(self, info: TableInfo, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= info.rows:
             raise RowRangeError(
-                f"checkpoint {self.path}: table {info.name!r}: rows [{start}, {stop}) are not inside its {info.rows} rows"
+                f"checkpoint {self.path}: table {info.name!r}: rows [{start}, {stop}) are not inside its "
+                f"{info.rows} rows."
             )
 
 
 def _byte_count(value: Any) -> int | None:
-    """chunk_memory_bytes, which a command line gives as text."""
+    """Return chunk_memory_bytes as an integer. A command line gives it as text."""
     if value is None:
         return None
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
@@ -224,7 +236,7 @@ def _byte_count(value: Any) -> int | None:
 
 
 def _files_below(folder: FilePath) -> list[FilePath]:
-    """Sorted; none of a store, where the metadata names new files when anything changes."""
+    """Return the files below `folder`, sorted; none in a store, where every change also renames files in the metadata."""
     if not isinstance(folder, Path):
         return []
     return sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names)

@@ -1,18 +1,18 @@
-"""Which stored rows a range of a table's rows lies in, as runs: rows that follow one another in the file."""
+"""Finds a range of a table's rows in a stored array, as runs of rows that are adjacent in the file."""
 
 import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.mod_sharded import Interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
 
-__all__ = ["Run", "contiguous_run", "interleaved_runs", "split_run"]
+__all__ = ["Run", "contiguous_run", "mod_sharded_runs", "split_run"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`rows` stored rows from `source` on go to rows `target`, `target + step`, ... of the output."""
+    """A copy of `rows` stored rows from `source` on to rows `target`, `target + step`, ... of the output."""
 
     source: int
     rows: int
@@ -21,13 +21,13 @@ class Run:
 
 
 def contiguous_run(start: int, stop: int) -> Iterator[Run]:
-    """The rows [start, stop) of a table that is stored row by row."""
+    """Yield the run of the rows [start, stop) of a table that is stored row by row."""
     if start < stop:
         yield Run(start, stop - start, 0, 1)
 
 
-def interleaved_runs(table: Interleaved, start: int, stop: int) -> Iterator[Run]:
-    """The rows [start, stop) of a table that is dealt out in turn: one run per part that has any of them."""
+def mod_sharded_runs(table: ModSharded, start: int, stop: int) -> Iterator[Run]:
+    """Yield the runs of the rows [start, stop) of a mod-sharded table: one per part that has any of them."""
     rows = np.arange(start, min(stop, start + table.count))
     groups, parts = np.divmod(rows, table.count)
     for row, source in zip(rows.tolist(), (table.first_rows(parts) + groups).tolist(), strict=True):
@@ -35,7 +35,7 @@ def interleaved_runs(table: Interleaved, start: int, stop: int) -> Iterator[Run]
 
 
 def split_run(run: Run, size: int) -> Iterator[Run]:
-    """`run`, cut where a stored row is a multiple of `size`."""
+    """Yield `run` in pieces, cut where a stored row is a multiple of `size`."""
     done = 0
     while done < run.rows:
         source = run.source + done

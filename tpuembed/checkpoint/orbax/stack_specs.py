@@ -1,11 +1,11 @@
-"""How tables are stacked on SparseCores, as a checkpoint or a user says it.
+"""How tables are stacked on SparseCores, as recorded in the checkpoint or given by the user.
 
-jax-tpu-embedding says it by an EmbeddingSpecProto (jax_tpu_embedding/sparsecore/lib/proto/embedding_spec.proto), which
-its examples save as an item of the checkpoint; keras-rs saves nothing of the kind, so the user says it: by such a
-proto in text form, or by a mapping or JSON file
+jax-tpu-embedding records it in an EmbeddingSpecProto (jax_tpu_embedding/sparsecore/lib/proto/embedding_spec.proto),
+which its examples save as an item of the checkpoint. keras-rs does not record it, so the user gives it: as such a proto
+in text form, or as a mapping or JSON file
 
     {STACK: {"num_sparsecores": N, "tables": {TABLE: {"vocab_size": V, "embedding_dim": D,
-                                                      "row_offset_in_shard": O, "shard_rotation": R}}}}
+        "row_offset_in_shard": O, "shard_rotation": R}}}}
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tpuembed.protobuf import MalformedError
 __all__ = ["HOW_TO_SAY", "StackSpec", "TableSpec", "given_specs", "saved_specs", "short_stack_name", "to_mapping"]
 
 HOW_TO_SAY: Final = (
-    'say it by embedding_spec=FILE: the text of jax_tpu_embedding\'s create_proto_from_feature_specs(...), or JSON {"STACK": '
+    'Give embedding_spec=FILE: the text of jax_tpu_embedding\'s create_proto_from_feature_specs(...), or JSON {"STACK": '
     '{"num_sparsecores": N, "tables": {"TABLE": {"vocab_size": V, "embedding_dim": D, "row_offset_in_shard": O, '
     '"shard_rotation": R}}}}'
 )
@@ -39,7 +39,7 @@ _TABLE_NUMBERS: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
-    """One table of a stack, by the names of TableSpecProto; a number that is not said is 0."""
+    """One table of a stack, by the names of TableSpecProto. A missing number is 0."""
 
     name: str
     vocab_size: int
@@ -52,7 +52,7 @@ class TableSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StackSpec:
-    """One stack, by the names of StackedTableSpecProto; a number that is not said is 0."""
+    """One stack, by the names of StackedTableSpecProto. A missing number is 0."""
 
     name: str
     num_sparsecores: int
@@ -62,7 +62,7 @@ class StackSpec:
 
 
 def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
-    """What the checkpoint itself says: of its protocol buffers the one that is an EmbeddingSpecProto; () without one.
+    """Return the specs in the checkpoint's only EmbeddingSpecProto, or () if it has none.
 
     Raises:
         CheckpointCorruptError: it is damaged.
@@ -75,23 +75,23 @@ def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
             if _STACKS in fields:
                 found[path] = _from_proto(fields)
         except (MalformedError, ConfigError) as error:
-            raise CheckpointCorruptError(f"file {path}: {error}; restore it from another copy") from None
+            raise CheckpointCorruptError(f"file {path}: {error}. Restore it from another copy.") from None
     if len(found) > 1:
         shown = " and ".join(str(path) for path in found)
-        raise CheckpointFormatError(f"checkpoint: {shown} both say how tables are stacked; {HOW_TO_SAY}")
+        raise CheckpointFormatError(f"checkpoint: {shown} both describe how tables are stacked. {HOW_TO_SAY}.")
     return next(iter(found.values()), ())
 
 
 def given_specs(value: Any) -> tuple[StackSpec, ...]:
-    """What the user says: a mapping, or the path of a file.
+    """Return the specs that the user gives as a mapping or the path of a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not as the module says.
+        ConfigError: the file cannot be read, or does not have the form in the module's docstring.
     """
     if isinstance(value, Mapping):
         return _from_mapping("embedding_spec", value)
     if not isinstance(value, str | Path | UrlPath):
-        raise ConfigError(f"embedding_spec must be a mapping or the path of a file, got {value!r}")
+        raise ConfigError(f"embedding_spec must be a mapping or the path of a file, got {value!r}.")
     where = f"embedding_spec {value}"
     try:
         text = _read(as_path(value))
@@ -101,11 +101,11 @@ def given_specs(value: Any) -> tuple[StackSpec, ...]:
     except ConfigError:
         raise
     except (MalformedError, OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: {error}; {HOW_TO_SAY}") from None
+        raise ConfigError(f"{where}: {error}. {HOW_TO_SAY}.") from None
 
 
 def to_mapping(specs: Iterable[StackSpec]) -> dict[str, Any]:
-    """What `given_specs` turns into `specs` again."""
+    """Return the mapping that `given_specs` turns into `specs` again."""
     mapping: dict[str, Any] = {}
     for spec in specs:
         stack = {key: value for key in _STACK_NUMBERS if (value := getattr(spec, key))}
@@ -115,7 +115,7 @@ def to_mapping(specs: Iterable[StackSpec]) -> dict[str, Any]:
 
 
 def short_stack_name(name: str) -> str:
-    """What jax-tpu-embedding calls a stack whose tables' names, joined by "_", are `name`.
+    """Return jax-tpu-embedding's name of a stack whose tables' names, joined by "_", are `name`.
 
     Source: jax_tpu_embedding/sparsecore/lib/nn/table_stacking.py (_get_stack_name).
     """
@@ -138,7 +138,7 @@ def _read(path: FilePath) -> str:
 
 
 def _from_mapping(where: str, stacks: Any) -> tuple[StackSpec, ...]:
-    """As the module says; the fields of the proto that it leaves out may be given too."""
+    """Return the specs in a mapping of the module's form. It may also have the proto's other fields."""
     specs = []
     for name, stack in _checked(where, stacks).items():
         inside = f"{where}: stack {name!r}"
@@ -152,7 +152,7 @@ def _from_mapping(where: str, stacks: Any) -> tuple[StackSpec, ...]:
 
 def _checked(where: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) and key for key in value):
-        raise ConfigError(f"{where} must be a mapping by name, got {str(value)[:100]}")
+        raise ConfigError(f"{where} must be a mapping by name, got {str(value)[:100]}.")
     return value
 
 
@@ -203,9 +203,9 @@ def _counts(where: str, values: Mapping[str, Any], names: Sequence[str], require
 
 
 def _apart(where: str, specs: Sequence[StackSpec]) -> tuple[StackSpec, ...]:
-    """`specs`, once no two stacks and no two tables are called alike."""
+    """Return `specs`. Raises ConfigError if two stacks or two tables have the same name."""
     for kind, names in {"stacks": [s.name for s in specs], "tables": [t.name for s in specs for t in s.tables]}.items():
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
-            raise ConfigError(f"{where}: two {kind} are called {twice[0]!r}; rename one")
+            raise ConfigError(f"{where}: two {kind} are called {twice[0]!r}. Rename one.")
     return tuple(specs)

@@ -1,4 +1,4 @@
-"""Tables that lie in stacks on SparseCores: which leaves are stacks, and where in them the rows of a table are.
+"""Tables in stacks on SparseCores: finds the leaves that are stacks, and a table's rows in them.
 
 Source: keras_rs/src/layers/embedding/jax/distributed_embedding.py (`var:{stack}:table[:slot:{slot}]`),
 jax_tpu_embedding/sparsecore/lib/nn/embedding.py (EmbeddingVariables: `table`, `slot`).
@@ -21,7 +21,7 @@ _PREFIX, _TABLE, _SLOT = "var:", ":table", ":table:slot:"
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The leaves of a stack: its rows, and its slots' by their name in the checkpoint."""
+    """The leaves of a stack: its rows, and its slots by their name in the checkpoint."""
 
     name: str
     table: Leaf
@@ -29,10 +29,10 @@ class Stack:
 
 
 def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[Stack]:
-    """The stacks of keras-rs and of jax-tpu-embedding, and what else has one of `names`, which a layout knows.
+    """Return the stacks of keras-rs and of jax-tpu-embedding, and other leaves with one of `names`, which a spec has.
 
     Raises:
-        CheckpointFormatError: two stacks are called alike.
+        CheckpointFormatError: two stacks have the same name.
     """
     tables: defaultdict[str, list[Leaf]] = defaultdict(list)
     slots: defaultdict[str, defaultdict[str, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
@@ -61,8 +61,8 @@ def _only(what: str, found: Sequence[Leaf]) -> Leaf:
     if len(found) > 1:
         shown = " and ".join(leaf.shown for leaf in found[:3])
         raise CheckpointFormatError(
-            f"checkpoint {found[0].item.folder}: {shown} are both {what}; give the path of the item that holds "
-            "the tables, or save them without the other"
+            f"checkpoint {found[0].item.folder}: {shown} are both {what}. Give the path of the item with the "
+            "tables, or save them without the other."
         )
     return found[0]
 
@@ -78,7 +78,7 @@ def _keras_rs_role(leaf: Leaf) -> tuple[str, str | None] | None:
 
 
 def _variables(leaves: Iterable[Leaf]) -> set[tuple[str, ...]]:
-    """The paths that have `table` and, of any form, `slot` under them, and nothing else."""
+    """Return the paths that have exactly `table` and, of any form, `slot` under them."""
     children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     for leaf in leaves:
         for depth in range(1, len(leaf.path)):
@@ -102,23 +102,25 @@ def _known_role(leaf: Leaf, known: frozenset[str]) -> tuple[str, str | None] | N
 
 
 def match_specs(where: str, stacks: Iterable[Stack], specs: Sequence[StackSpec]) -> dict[str, StackSpec]:
-    """The spec of each stack.
+    """Return the spec of each stack.
 
     Raises:
-        CheckpointFormatError: nothing says how the tables are stacked.
-        CheckpointMismatchError: what is said is about other stacks.
+        CheckpointFormatError: there are stacks and no specs.
+        CheckpointMismatchError: the specs are for other stacks.
     """
     found = [stack.name for stack in stacks]
     if found and not specs:
         raise CheckpointFormatError(
-            f"checkpoint {where}: its tables are stacked on SparseCores ({_shown(found)}) and it does not say how; {HOW_TO_SAY}"
+            f"checkpoint {where}: its tables are stacked on SparseCores ({_shown(found)}), and it does not record "
+            f"how. {HOW_TO_SAY}."
         )
     by_name = {spec.name if spec.name in found else short_stack_name(spec.name): spec for spec in specs}
     missing = sorted(set(found) ^ set(by_name))
     if missing:
         raise CheckpointMismatchError(
-            f"checkpoint {where}: has the stacks {_shown(found)}, and the embedding spec describes {_shown(by_name)}; "
-            f"{missing[0]!r} is in one of them only: give the spec that the model was trained with"
+            f"checkpoint {where}: has the stacks {_shown(found)}, but the embedding spec describes "
+            f"{_shown(by_name)}. {missing[0]!r} is in only one of them. Give the spec that the model was trained "
+            "with."
         )
     return by_name
 
@@ -129,27 +131,29 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[TableLayout]:
-    """Where the tables of a stack [rows, dim] are, once the spec is proven to fit it.
+    """Return the places of the tables of a stack [rows, dim], checked against its shape.
 
     Raises:
-        CheckpointMismatchError: the stack is of another shape, or a table is not inside it, or over another one.
+        CheckpointMismatchError: the stack has another shape, or a table is outside it, or overlaps another one.
     """
     said = (spec.stack_vocab_size or shape[0], spec.stack_embedding_dim or shape[1])
     try:
         if said != shape or shape[0] % spec.num_sparsecores:
-            raise MalformedError(f"a stack of {list(said)} dealt to {spec.num_sparsecores} SparseCores")
+            raise MalformedError(f"its stack of {list(said)} does not fit {spec.num_sparsecores} SparseCores")
         layouts = [_layout(spec, table, shape) for table in spec.tables]
         check_stack(spec.name, layouts)
     except MalformedError as error:
         raise CheckpointMismatchError(
-            f"checkpoint {where}: stack {spec.name!r} is {list(shape)}, and of the embedding spec {error}; give the spec "
-            "that the model was trained with"
+            f"checkpoint {where}: stack {spec.name!r} is {list(shape)}, which does not match the embedding spec: "
+            f"{error}. Give the spec that the model was trained with."
         ) from None
     return layouts
 
 
 def _layout(spec: StackSpec, table: TableSpec, shape: tuple[int, int]) -> TableLayout:
-    """A table takes the rows that are said, or as few as can be; the stack's padding is the rest."""
+    """Return the place of a table. It takes the rows in its spec, or else the fewest possible; the rest is the stack's
+    padding.
+    """
     rows, dim = shape
     cores = spec.num_sparsecores
     layout = TableLayout(
@@ -167,5 +171,5 @@ def _layout(spec: StackSpec, table: TableSpec, shape: tuple[int, int]) -> TableL
         rotation=table.shard_rotation,
     )
     if layout.stack_shape != shape:
-        raise MalformedError(f"the layout of table {table.name!r} says {layout.stored_dim} columns")
+        raise MalformedError(f"the layout of table {table.name!r} has {layout.stored_dim} columns")
     return layout

@@ -1,4 +1,4 @@
-"""Where a chunk of a matrix is in its store, and its bytes by range."""
+"""Finds a chunk of a matrix in its store, and reads its bytes by range."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError
 __all__ = ["ChunkForm", "StoredValue", "chunk_form"]
 
 _ENTRY: Final = struct.Struct("<QQ")
-"""Of a shard's index: where a chunk begins, and its number of bytes (zarr v3, sharding codec)."""
+"""An entry of a shard's index: where a chunk begins, and its number of bytes (zarr v3, sharding codec)."""
 _CRC_BYTES: Final = 4
 _ABSENT: Final = (1 << 64) - 1
 _OUT_OF_RANGE: Final = "OUT_OF_RANGE"
@@ -23,18 +23,18 @@ _OUT_OF_RANGE: Final = "OUT_OF_RANGE"
 
 
 def _largest_stored(size: int) -> int:
-    """No compressor makes `size` bytes larger than this."""
+    """Return the most bytes that `size` bytes can take when compressed."""
     return size + size // 64 + 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkForm:
-    """How the chunks of a matrix are stored: row after row, little endian, as they are or as one frame of zstd.
+    """The storage of a matrix' chunks: row after row, little endian, uncompressed or as one frame of zstd.
 
     Attributes:
         prefix, separator: of a chunk's key.
         level: of zstd; None: not compressed.
-        shard: how many chunks lie in one value, [down, across]; None: each has its own.
+        shard: number of chunks in one value, [down, across]; None: each chunk has its own.
     """
 
     prefix: str
@@ -43,12 +43,12 @@ class ChunkForm:
     shard: tuple[int, int] | None
 
     def key(self, row: int, column: int) -> str:
-        """Of the value that holds the chunk of these numbers."""
+        """Return the key of the value with the chunk of these numbers."""
         down, across = self.shard or (1, 1)
         return f"{self.prefix}{row // down}{self.separator}{column // across}"
 
     def find(self, leaf: Leaf, kvstore: Any, row: int, column: int, size: int) -> "StoredValue | None":
-        """The chunk of these numbers, `size` bytes when decoded; None: it is not stored.
+        """Return the stored bytes of the chunk of these numbers, `size` bytes when decoded; None if it is not stored.
 
         Raises:
             CheckpointCorruptError: it is larger than it can be, or its shard's index is damaged.
@@ -68,7 +68,7 @@ class StoredValue:
     """Some bytes of a store: `size` of them from `start` on in the value `key`.
 
     Attributes:
-        generation: which TensorStore tells apart from that of a value that was written later.
+        generation: TensorStore's version of the value, which changes when it is rewritten.
     """
 
     leaf: Leaf
@@ -80,9 +80,9 @@ class StoredValue:
 
     @classmethod
     def find(cls, leaf: Leaf, kvstore: Any, key: str, bound: int) -> Self | None:
-        """The whole value, of at most `bound` bytes; None: it is not there.
+        """Return the whole value, of at most `bound` bytes, or None if it does not exist.
 
-        TensorStore tells no size: it is found with ranges of no byte, which are refused from behind the end on.
+        TensorStore does not report a size. It is found with empty ranges, which are refused beyond the end.
         """
         first = kvstore.read(key, byte_range=slice(0, 0)).result()
         if first.state == "missing":
@@ -97,49 +97,49 @@ class StoredValue:
         return value
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop), which it has.
+        """Return the existing bytes [start, stop).
 
         Raises:
-            CheckpointError: it was written anew since it was found.
+            CheckpointError: the value was rewritten after it was found.
         """
         where = slice(self.start + start, self.start + stop)
         result = self.kvstore.read(self.key, byte_range=where, staleness_bound=-math.inf).result()
         if result.stamp.generation != self.generation or len(result.value) != stop - start:
             raise CheckpointError(
-                f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} changed while it was read; "
-                "read the checkpoint when nothing writes to it"
+                f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} changed while "
+                "it was read. Read the checkpoint when no program writes to it."
             )
         data: bytes = result.value
         return data
 
     def chunk(self, chunks: int, number: int) -> "StoredValue | None":
-        """Of a shard of `chunks` chunks, one; None: it is not stored.
+        """Return one chunk of a shard of `chunks` chunks, or None if it is not stored.
 
         Source: zarr v3, codec sharding_indexed, with its index at the end and a CRC32C of it.
         """
         index_bytes = chunks * _ENTRY.size + _CRC_BYTES
         if self.size < index_bytes:
-            self.fail(f"has {self.size} bytes, and its index alone {index_bytes}")
+            self.fail(f"has {self.size} bytes, but its index alone needs {index_bytes}")
         index = self.read(self.size - index_bytes, self.size)
         if google_crc32c.value(index[:-_CRC_BYTES]) != int.from_bytes(index[-_CRC_BYTES:], "little"):
-            self.fail("has an index whose checksum is wrong")
+            self.fail("has an index with a wrong checksum")
         start, size = _ENTRY.unpack_from(index, number * _ENTRY.size)
         if start == size == _ABSENT:
             return None
         if start + size > self.size:
-            self.fail(f"has {self.size} bytes, and its index leads to [{start}, {start + size})")
+            self.fail(f"has {self.size} bytes, but its index refers to [{start}, {start + size})")
         return dataclasses.replace(self, start=start, size=size)
 
     def fail(self, problem: str) -> NoReturn:
-        """Raise CheckpointCorruptError: it `problem`."""
+        """Raise CheckpointCorruptError: the chunk `problem`."""
         raise CheckpointCorruptError(
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} {problem}; restore it from "
-            "another copy"
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} {problem}. Restore "
+            "it from another copy."
         )
 
 
 def _reaches(kvstore: Any, key: str, size: int) -> bool:
-    """Whether the value has `size` bytes or more."""
+    """Returns True if the value has at least `size` bytes."""
     try:
         kvstore.read(key, byte_range=slice(size, size)).result()
     except ValueError as error:
@@ -150,7 +150,7 @@ def _reaches(kvstore: Any, key: str, size: int) -> bool:
 
 
 def chunk_form(leaf: Leaf, handle: Any) -> ChunkForm | None:
-    """That of the opened array's chunks; None where it is another one, or not a matrix on a disk."""
+    """Return the form of the opened array's chunks; None if it is not supported here, or not a matrix on a disk."""
     if len(handle.shape) != 2 or not isinstance(leaf.item.folder, Path):
         return None
     metadata = handle.spec().to_json()["metadata"]

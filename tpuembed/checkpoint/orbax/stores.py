@@ -1,4 +1,4 @@
-"""Where the arrays of an item lie, as TensorStore names it, and what TensorStore says when they cannot be read."""
+"""Locates the arrays of an item for TensorStore, and turns its errors into CheckpointErrors."""
 
 import os
 from pathlib import Path
@@ -11,16 +11,18 @@ from tpuembed.files import FilePath
 __all__ = ["ERRORS", "OPEN_SECONDS", "READ_SECONDS", "RETRIES", "array_spec", "fail", "wait"]
 
 OPEN_SECONDS: Final = 120
-"""To wait for a few kilobytes of a store's."""
+"""How long to wait for a few kilobytes from a store."""
 READ_SECONDS: Final = 900
-"""To wait for a chunk, or for a few small ones."""
+"""How long to wait for a chunk, or for a few small ones."""
 RETRIES: Final = {
     name: {"max_retries": 6, "initial_delay": "500ms", "max_delay": "16s"}
     for name in ("gcs_request_retries", "s3_request_retries")
 }
-"""Of a request that a store refuses: for half a minute or so. TensorStore's own are 32, a quarter of an hour."""
+"""Retries of a request that a store refuses: for about half a minute. TensorStore's default of 32 takes a quarter of an
+hour.
+"""
 ERRORS: Final = (ValueError, OSError, NotImplementedError)
-"""What TensorStore raises; TimeoutError is an OSError."""
+"""The exceptions that TensorStore raises; TimeoutError is an OSError."""
 _STORES: Final = {"s3": "s3", "gs": "gcs"}
 """Schemes of URLs -> TensorStore's drivers."""
 _TRUE: Final = frozenset({"1", "on", "true", "y", "yes"})
@@ -28,11 +30,11 @@ _SYSTEM: Final = (
     "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
     "UNAVAILABLE", "UNKNOWN"
 )  # fmt: skip
-"""TensorStore's status codes for what is not in the files; others say that these are not as they should be."""
+"""TensorStore's status codes for errors of the system. Other codes mean that the files are damaged."""
 
 
 def array_spec(leaf: Leaf) -> dict[str, Any]:
-    """How TensorStore opens the array of `leaf`."""
+    """Return TensorStore's spec of the array of `leaf`."""
     return {
         "driver": "zarr3" if leaf.item.zarr3 else "zarr",
         "kvstore": _kvstore(leaf.item, leaf.key),
@@ -41,29 +43,33 @@ def array_spec(leaf: Leaf) -> dict[str, Any]:
 
 
 def _kvstore(item: Item, key: str) -> dict[str, Any]:
-    """Where the files of one array are: a folder, or keys with one beginning in the item's database."""
+    """Return the place of the files of one array: a folder, or keys with a common prefix in the item's database."""
     if not item.ocdbt:
         return _folder(item.folder, f"{key}/")
     return {"driver": "ocdbt", "base": _folder(item.folder), "path": f"{key}/", "cache_pool": "cache_pool#nodes"}
 
 
 def _folder(folder: FilePath, key: str = "") -> dict[str, Any]:
-    """On a disk or in a store, which TensorStore reads by itself."""
+    """Return the place of a folder, on a disk or in a store, for TensorStore."""
     if isinstance(folder, Path):
         return {"driver": "file", "path": f"{folder.absolute()}/{key}"}
     if folder.scheme not in _STORES:
-        raise CheckpointFormatError(f"checkpoint {folder}: Orbax checkpoints are read from disks, s3:// and gs:// only")
+        raise CheckpointFormatError(
+            f"checkpoint {folder}: Orbax checkpoints can be read only from disks, s3:// and gs://."
+        )
     if folder.scheme == "gs" and os.environ.get("GOOGLE_BASE_URL") and not os.environ.get("TENSORSTORE_GCS_HTTP_URL"):
         raise CheckpointError(
-            f"checkpoint {folder}: GOOGLE_BASE_URL names a server, and TensorStore, which reads the arrays, asks Google's; set "
-            "TENSORSTORE_GCS_HTTP_URL to one that speaks the JSON API, or unset GOOGLE_BASE_URL"
+            f"checkpoint {folder}: GOOGLE_BASE_URL names a server, but TensorStore, which reads the arrays, uses "
+            "Google's. Set TENSORSTORE_GCS_HTTP_URL to a server with the JSON API, or unset GOOGLE_BASE_URL."
         )
     options = _s3_options() if folder.scheme == "s3" else {}
     return {"driver": _STORES[folder.scheme], "bucket": folder.bucket, "path": f"{folder.key}/{key}", **options}
 
 
 def _s3_options() -> dict[str, Any]:
-    """The server, and where the credentials are: TensorStore, left to look for them, complains of every file that is not there."""
+    """Return the server and the source of credentials. Otherwise TensorStore logs a complaint for every credentials
+    file it lacks.
+    """
     endpoint = (
         os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
     )
@@ -76,19 +82,20 @@ def _s3_options() -> dict[str, Any]:
 
 
 def wait(leaf: Leaf, future: Any, seconds: int) -> Any:
-    """What `future` brings; a store that never answers is waited for no longer than `seconds`."""
+    """Return the result of `future`. For a store, wait at most `seconds`."""
     return future.result() if isinstance(leaf.item.folder, Path) else future.result(timeout=seconds)
 
 
 def fail(leaf: Leaf, error: Exception) -> NoReturn:
-    """The one line of what TensorStore says: its code, and what it found."""
+    """Raise TensorStore's error as one line: its code and its message."""
     where = f"checkpoint {leaf.item.folder}: array {leaf.shown}"
     if isinstance(error, TimeoutError):
         raise CheckpointError(
-            f"{where}: the store gave no answer in time; it must be reachable from here, with credentials that TensorStore finds"
+            f"{where}: the store did not answer in time. It must be reachable from here, with credentials that "
+            "TensorStore finds."
         ) from None
     text = " ".join(str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0].split())
     message = f"{where}: {text[:500]}"
     if text.startswith(_SYSTEM):
         raise CheckpointError(message) from None
-    raise CheckpointCorruptError(f"{message}; restore it from another copy") from None
+    raise CheckpointCorruptError(f"{message}. Restore it from another copy.") from None

@@ -1,4 +1,4 @@
-"""The tables of an Orbax checkpoint: their arrays opened, their shapes and layouts proven."""
+"""Opens the arrays of an Orbax checkpoint's tables, and checks their shapes and layouts."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.orbax.arrays import ArrayStore, StoredArray
 from tpuembed.checkpoint.orbax.discovery import KNOWN_SLOTS, TableLeaves, keras_tables, matrices, merge, slot_name
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, interleaved_runs
+from tpuembed.checkpoint.orbax.row_runs import Run, contiguous_run, mod_sharded_runs
 from tpuembed.checkpoint.orbax.stack_specs import StackSpec
 from tpuembed.checkpoint.orbax.stacks import Stack, find_stacks, match_specs, place_tables
 from tpuembed.checkpoint.types import TableInfo
@@ -21,33 +21,33 @@ _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
 
 @dataclasses.dataclass(frozen=True)
 class StoredTable:
-    """A table: what it is, the arrays of its rows (None) and slots, and where in them its rows are."""
+    """A table: its description, the arrays of its rows (None) and slots, and the place of its rows in them."""
 
     info: TableInfo
     arrays: Mapping[str | None, StoredArray]
     layout: TableLayout | None = None
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """The stored rows of [start, stop)."""
+        """Return the runs of the rows [start, stop)."""
         if self.layout is None:
             return contiguous_run(start, stop)
-        return interleaved_runs(self.layout, start, stop)
+        return mod_sharded_runs(self.layout, start, stop)
 
 
 def open_tables(
     where: str, leaves: Sequence[Leaf], specs: Sequence[StackSpec], store: ArrayStore
 ) -> dict[str, StoredTable]:
-    """All tables by name: stacks and embedding layers; where there are none, all matrices of floats.
+    """Return all tables by name: stacks and embedding layers, or else all matrices of floats.
 
     Args:
         where: the checkpoint, for messages.
         leaves: of all its items.
-        specs: how its tables are stacked; () where nothing says it.
+        specs: how its tables are stacked; () if not known.
         store: opens its arrays.
 
     Raises:
-        CheckpointFormatError: there is no table, or two of one name.
-        CheckpointMismatchError, CheckpointCorruptError: what is said of the arrays and the arrays disagree.
+        CheckpointFormatError: there is no table, or two have the same name.
+        CheckpointMismatchError, CheckpointCorruptError: specs or metadata contradict the arrays.
     """
     stacks = find_stacks(leaves, [spec.name for spec in specs])
     by_name = match_specs(where, stacks, specs)
@@ -59,8 +59,8 @@ def open_tables(
         found.extend(table for leaf in plain if (table := _plain_table(leaf, store)) is not None)
     if not found:
         raise CheckpointFormatError(
-            f"checkpoint {where}: holds no table, neither an embedding layer's nor an array that is a matrix of floats, among "
-            f"{len(leaves)} leaves; was the layer built before the checkpoint was saved?"
+            f"checkpoint {where}: has no table, neither an embedding layer's nor an array that is a matrix of "
+            f"floats, among {len(leaves)} leaves. Check that the layer was built before the checkpoint was saved."
         )
     return _by_name(where, found)
 
@@ -70,7 +70,8 @@ def _by_name(where: str, found: Iterable[StoredTable]) -> dict[str, StoredTable]
     for table in sorted(found, key=lambda table: table.info.name):
         if tables.setdefault(table.info.name, table) is not table:
             raise CheckpointFormatError(
-                f"checkpoint {where}: has two tables {table.info.name!r}, one of them stacked; rename one and save again"
+                f"checkpoint {where}: has two tables {table.info.name!r}, one of them stacked. Rename one and "
+                "save again."
             )
     return tables
 
@@ -81,8 +82,8 @@ def _stacked_tables(where: str, stack: Stack, spec: StackSpec, store: ArrayStore
     for name, leaf in stack.slots.items():
         if slot_name(name) in arrays:
             raise CheckpointFormatError(
-                f"checkpoint {where}: stack {stack.name!r} has two slots {slot_name(name)!r}, one of them called {name!r}; save "
-                "it without the other"
+                f"checkpoint {where}: stack {stack.name!r} has two slots {slot_name(name)!r}, one of them called "
+                f"{name!r}. Save it without the other."
             )
         arrays[slot_name(name)] = _open_slot(stack.table, shape, leaf, store)
     for layout in place_tables(where, spec, (shape[0], shape[1])):
@@ -127,8 +128,8 @@ def _open_matrix(leaf: Leaf, store: ArrayStore) -> StoredArray:
     array = store.open(leaf)
     if not _is_matrix(array):
         raise CheckpointMismatchError(
-            f"checkpoint {leaf.item.folder}: table {leaf.shown} should be a matrix of floats, and is {array.dtype.name} "
-            f"{list(array.shape)}; save the table as it was trained"
+            f"checkpoint {leaf.item.folder}: table {leaf.shown} should be a matrix of floats, but is "
+            f"{array.dtype.name} {list(array.shape)}. Save the table as it was trained."
         )
     array.check_stored()
     return array
@@ -138,7 +139,7 @@ def _open_slot(table: Leaf, shape: tuple[int, ...], leaf: Leaf, store: ArrayStor
     slot = _open_matrix(leaf, store)
     if slot.shape != shape:
         raise CheckpointCorruptError(
-            f"checkpoint {leaf.item.folder}: table {table.shown} is {list(shape)}, and its slot {leaf.shown} "
-            f"{list(slot.shape)}; restore the checkpoint from another copy"
+            f"checkpoint {leaf.item.folder}: table {table.shown} is {list(shape)}, but its slot {leaf.shown} is "
+            f"{list(slot.shape)}. Restore the checkpoint from another copy."
         )
     return slot

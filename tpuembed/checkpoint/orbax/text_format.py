@@ -28,12 +28,12 @@ _MAX_DIGITS: Final = 20
 
 
 def parse_text(text: str) -> Fields:
-    """The values of each field, in order; a name without quotes (true, an enum's) is a string.
+    """Return the values of each field, in order. A name without quotes (true, an enum's) is a string.
 
     Raises:
-        MalformedError: it is no text format, or has what is not read here: floats, extensions, Any.
+        MalformedError: it is not text format, or has unsupported parts: floats, extensions, Any.
     """
-    return _Parser(text).message("", 0)
+    return _TextParser(text).message("", 0)
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
@@ -48,7 +48,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
     yield "end", ""
 
 
-class _Parser:
+class _TextParser:
     def __init__(self, text: str) -> None:
         self._tokens = _tokens(text)
         self._kind, self._text = next(self._tokens)
@@ -67,9 +67,9 @@ class _Parser:
         return found
 
     def message(self, closing: str, depth: int) -> Fields:
-        """The fields up to `closing`; the outermost message ends with the text."""
+        """Return the fields up to `closing`. The outermost message ends with the text."""
         if depth > _MAX_DEPTH:
-            raise MalformedError(f"messages lie more than {_MAX_DEPTH} deep")
+            raise MalformedError(f"messages are nested more than {_MAX_DEPTH} deep")
         fields: dict[str, list[Value]] = {}
         while self._kind == "name":
             values = fields.setdefault(self._take("name"), [])
@@ -100,7 +100,7 @@ class _Parser:
         return self._string() if self._kind == "string" else self._take("name")
 
     def _string(self) -> str:
-        """Strings that follow one another are one."""
+        """Read adjacent strings as one."""
         parts = []
         while self._kind == "string":
             parts.append(_unescape(self._take("string")[1:-1]))
@@ -118,7 +118,7 @@ def _integer(text: str) -> int:
     try:
         return int(text, 8 if octal else 0)
     except ValueError:
-        raise MalformedError(f"{text} is no number") from None
+        raise MalformedError(f"{text} is not a number") from None
 
 
 def _unescape(text: str) -> bytes:

@@ -1,11 +1,11 @@
-"""What one asks of a checkpoint before trusting it: what is in it, is it whole, what changed, show me rows.
+"""Tools to inspect a checkpoint or export before using it.
 
-describe    tables, dtypes, slots, sizes, layout
-verify      every checksum, of checkpoints and exports
-diff        tables and rows that differ between two checkpoints
-head        a few rows
+    describe    tables, dtypes, slots, sizes, layout
+    verify      every checksum, of checkpoints and exports
+    diff        tables and rows that differ between two checkpoints
+    head        a few rows
 
-All of them hold a few megabytes, whatever the size of the tables.
+All of them hold a few megabytes, for tables of any size.
 """
 
 from tpuembed.checkpoint.tools.describe import CheckpointDescription, TableDescription, describe_checkpoint

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its metadata alone."""
+"""Describes a checkpoint from its metadata alone."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class TableDescription:
     """A table.
 
     Attributes:
-        name, rows, dim, dtype, slots, layout: as `TableInfo` has them, the dtype by name.
+        name, rows, dim, dtype, slots, layout: as in `TableInfo`, the dtype by name.
         bytes: of its rows and its slots together.
     """
 
@@ -34,7 +34,7 @@ class CheckpointDescription:
     """A checkpoint.
 
     Attributes:
-        path: as `open_checkpoint` finds it again.
+        path: opens it again with `open_checkpoint`.
         format: on disk.
         tables: by name.
         bytes: of all tables and slots.
@@ -48,7 +48,7 @@ class CheckpointDescription:
     config: Mapping[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; without a config where there is none."""
+        """Return the description as JSON values, without `config` if there is none."""
         found = dataclasses.asdict(self)
         return found if self.config else {key: value for key, value in found.items() if key != "config"}
 
@@ -56,11 +56,11 @@ class CheckpointDescription:
 def describe_checkpoint(
     path: str | FilePath, *, checkpoint_options: Mapping[str, Any] | None = None
 ) -> CheckpointDescription:
-    """What the checkpoint at `path` holds; no row is read.
+    """Describe the checkpoint at `path`. No row is read.
 
     Args:
-        path: as `open_checkpoint` takes it.
-        checkpoint_options: what `open_checkpoint` takes beside the path.
+        path: as for `open_checkpoint`.
+        checkpoint_options: further arguments of `open_checkpoint`.
 
     Raises:
         TpuEmbedError: as `open_checkpoint`.

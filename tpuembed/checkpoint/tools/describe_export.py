@@ -1,4 +1,4 @@
-"""What an export holds, from its manifest alone."""
+"""Describes an export from its manifest alone."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,9 @@ __all__ = ["describe_export"]
 
 
 def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:
-    """The manifest of `version` as JSON values, with the bytes and the storage of every table, and of all together."""
+    """Return the manifest of `version` as JSON values, with the bytes and the storage of every table, and the total
+    bytes.
+    """
     stacks = {stack.name: stack for stack in manifest.stacks}
     return {
         "path": str(version),

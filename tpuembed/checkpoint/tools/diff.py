@@ -1,4 +1,4 @@
-"""What changed between two checkpoints or exports: tables, shapes, and rows by value, streamed side by side."""
+"""Compares two checkpoints or exports: tables, shapes, and rows by value, streamed side by side."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import Tables, first_row, open_tables
+from tpuembed.checkpoint.tools.exports import ReadableTables, first_row, open_tables
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.files import FilePath
 
@@ -16,12 +16,12 @@ __all__ = ["CheckpointDiff", "LargestChange", "TableDiff", "diff_checkpoints"]
 Progress = Callable[[int, int], None]
 
 _PIECE_BYTES: Final = 4 << 20
-"""Of rows as float64, of which a handful are held."""
+"""Bytes of a piece of rows as float64, of which a few are held."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LargestChange:
-    """A row that moved farther than all others, and how far."""
+    """The row with the largest change, and the size of the change."""
 
     row: int
     by: float
@@ -33,12 +33,12 @@ class TableDiff:
 
     Attributes:
         name: of the table.
-        slot: of the table's; None for its rows.
+        slot: of the table; None for its rows.
         shapes, dtypes: in the first and in the second checkpoint.
-        rows_compared: those that both have; 0 where the widths differ.
-        rows_changed: of those, how many differ by value; NaN is equal to NaN, -0 to 0.
-        rows_nan: of those changed, how many have a NaN on one side alone; they have no size of change.
-        largest_l2, largest_abs: the largest change by Euclidean norm and by one element; None where nothing changed.
+        rows_compared: number of rows that both have; 0 if the widths differ.
+        rows_changed: number of those that differ by value; NaN is equal to NaN, -0 to 0.
+        rows_nan: number of changed rows with a NaN on one side only; their change has no size.
+        largest_l2, largest_abs: the largest change by Euclidean norm and by one element; None if nothing changed.
     """
 
     name: str
@@ -53,19 +53,19 @@ class TableDiff:
 
     @property
     def differs(self) -> bool:
-        """Whether anything is not the same."""
+        """Returns True if anything differs."""
         return bool(self.rows_changed or self.shapes[0] != self.shapes[1] or self.dtypes[0] != self.dtypes[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointDiff:
-    """Two checkpoints.
+    """The differences of two checkpoints.
 
     Attributes:
         paths: of both.
         added, removed: tables that only the second, or only the first, has.
         slots_added, slots_removed: "table/slot", of tables that both have.
-        tables: what both have.
+        tables: tables and slots that both have.
     """
 
     paths: tuple[str, str]
@@ -77,12 +77,12 @@ class CheckpointDiff:
 
     @property
     def differs(self) -> bool:
-        """Whether anything is not the same."""
+        """Returns True if anything differs."""
         lists = (self.added, self.removed, self.slots_added, self.slots_removed)
         return any(lists) or any(table.differs for table in self.tables)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, infinities apart."""
+        """Return the differences as JSON values, except for infinities."""
         return {**dataclasses.asdict(self), "differs": self.differs}
 
 
@@ -95,15 +95,15 @@ def diff_checkpoints(
     second_options: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> CheckpointDiff:
-    """Compare the tables of two checkpoints or exports, of whatever formats, by name and row.
+    """Compare the tables of two checkpoints or exports, of any formats, by name and row.
 
     Args:
-        first, second: as `open_checkpoint` takes them; or versions of exports, or MODEL_DIRs, whose highest version is read.
-            Of tables that an export holds in part, the rows that both sides have are compared.
-        slots: compare the rows of slots too.
-        checkpoint_options: what `open_checkpoint` takes beside the path.
+        first, second: as for `open_checkpoint`; or versions of exports, or MODEL_DIRs, whose highest version is read.
+            If an export has only some rows of a table, the rows that both sides have are compared.
+        slots: also compare the rows of slots.
+        checkpoint_options: further arguments of `open_checkpoint`.
         second_options: the same for the second; by default those of the first.
-        on_progress: called with (bytes done, bytes in all) of the first checkpoint's rows.
+        on_progress: called with (bytes done, total bytes) of the first checkpoint's rows.
 
     Raises:
         TpuEmbedError: one of them cannot be read.
@@ -140,22 +140,22 @@ def _extra_slots(of: dict[str, TableInfo], over: dict[str, TableInfo], names: li
 class _Pair:
     """The same table, or slot, of two checkpoints."""
 
-    a: Tables
-    b: Tables
+    a: ReadableTables
+    b: ReadableTables
     info_a: TableInfo
     info_b: TableInfo
     slot: str | None
 
     @property
     def rows(self) -> range:
-        """The rows that both have; none where the widths differ."""
+        """Return the rows that both have; none if the widths differ."""
         name = self.info_a.name
         if self.info_a.dim != self.info_b.dim:
             return range(0)
         return range(max(first_row(self.a, name), first_row(self.b, name)), min(self.info_a.rows, self.info_b.rows))
 
     def pieces(self) -> Iterator[tuple[int, Array, Array]]:
-        """(first row, rows of a, rows of b) as float64, a piece at a time."""
+        """Yield (first row, rows of a, rows of b) as float64, one piece at a time."""
         step = max(1, _PIECE_BYTES // max(1, 8 * self.info_a.dim))
         for start in range(self.rows.start, self.rows.stop, step):
             stop = min(start + step, self.rows.stop)
@@ -185,14 +185,14 @@ class _Comparison:
         self._abs: LargestChange | None = None
 
     def add(self, start: int, a: Array, b: Array) -> None:
-        """Take in rows `a` and `b`, [n, dim], of which the first is row `start`."""
+        """Compare rows `a` and `b`, [n, dim], of which the first is row `start`."""
         equal = (a == b) | (np.isnan(a) & np.isnan(b))
         rows = np.flatnonzero(~equal.all(axis=1))
         if not len(rows):
             return
         with np.errstate(
             over="ignore", invalid="ignore"
-        ):  # infinities of one sign were equal; others are infinite changes
+        ):  # infinities of the same sign are equal; others are infinite changes
             change = np.where(equal[rows], 0.0, np.abs(b[rows] - a[rows]))
         sized = ~np.isnan(change).any(axis=1)
         self._changed += len(rows)
@@ -203,7 +203,7 @@ class _Comparison:
             self._l2 = _larger(self._l2, rows, _norms(change))
 
     def of(self, pair: _Pair) -> TableDiff:
-        """The verdict."""
+        """Return the result for `pair`."""
         a, b = pair.info_a, pair.info_b
         return TableDiff(
             name=a.name,
@@ -219,7 +219,7 @@ class _Comparison:
 
 
 def _norms(change: Array) -> Array:
-    """Of every row, without overflow: the largest element is taken out of the squares."""
+    """Return the norm of every row, without overflow: the largest element is factored out of the squares."""
     scale = change.max(axis=1, keepdims=True)
     finite = np.where((scale > 0) & np.isfinite(scale), scale, 1.0)
     norms: Array = np.sqrt(((change / finite) ** 2).sum(axis=1)) * finite[:, 0]

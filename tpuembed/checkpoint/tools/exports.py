@@ -1,4 +1,4 @@
-"""Exports among the paths that the tools are given, and the tables in them."""
+"""Finds exports among the paths that the tools are given, and reads the tables in them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
 from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
 
-__all__ = ["Tables", "find_export", "first_row", "open_tables"]
+__all__ = ["ReadableTables", "find_export", "first_row", "open_tables"]
 
 _DTYPES: Final = {
     "float32": np.dtype(np.float32),
@@ -25,8 +25,8 @@ _DTYPES: Final = {
 }
 
 
-class Tables(Protocol):
-    """What `head` and `diff` need of a checkpoint or of an export."""
+class ReadableTables(Protocol):
+    """The interface that `head` and `diff` need of a checkpoint or of an export."""
 
     @property
     def path(self) -> str:
@@ -53,14 +53,14 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
     place = as_path(path)
     try:
         version = _version_of(place)
-    except OSError:  # whoever opens it as a checkpoint meets this again, and reports it
+    except OSError:  # opening it as a checkpoint raises the same error, and reports it
         return None
     manifest = Manifest.read(version) if version else None
     return (version, manifest) if version and manifest else None
 
 
 @contextlib.contextmanager
-def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[Tables]:
+def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[ReadableTables]:
     """Open the export, or else the checkpoint, at `path`.
 
     Args:
@@ -78,14 +78,14 @@ def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[Ta
         return
     if options:
         raise ConfigError(
-            f"export {export[0]}: {', '.join(sorted(options))} is an option of checkpoints. An export says all of this in its "
-            "manifest. Leave the option out"
+            f"export {export[0]}: {', '.join(sorted(options))} is an option of checkpoints. The manifest of an "
+            "export replaces it. Leave the option out."
         )
     yield _ExportTables(*export)
 
 
-def first_row(tables: Tables, table: str) -> int:
-    """Return the number of the first row that is there: above 0 for an export of some rows of `table`."""
+def first_row(tables: ReadableTables, table: str) -> int:
+    """Return the number of the first existing row: above 0 for an export of some rows of `table`."""
     return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
 
 
@@ -99,7 +99,7 @@ class _ExportTables:
         self._stacks = {stack.name: stack for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:
-        """See Tables. `rows` ends at the last row that is there."""
+        """See ReadableTables. `rows` ends at the last existing row."""
         return {name: self._info(table) for name, table in self._tables.items()}
 
     def first_row(self, table: str) -> int:
@@ -107,19 +107,20 @@ class _ExportTables:
         return self._tables[table].first_row if table in self._tables else 0
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """See Tables."""
+        """See ReadableTables."""
         if table not in self._tables:
             raise UnknownTableError(f"export {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}")
         if slot is not None:
             raise UnknownTableError(
-                f"export {self.path}: has no slot {slot!r}. Exports hold tables alone. Read a checkpoint"
+                f"export {self.path}: has no slot {slot!r}. Exports have tables only. Read a checkpoint."
             )
         entry = self._tables[table]
         first, last = entry.first_row, entry.first_row + entry.rows
         stop = last if stop is None else stop
         if not first <= start <= stop <= last:
             raise RowRangeError(
-                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside [{first}, {last}), which it holds"
+                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its rows [{first}, "
+                f"{last})."
             )
         return self._read(entry, self._stacks[entry.stack], start - first, stop - start)
 
@@ -142,10 +143,10 @@ class _ExportTables:
                 file.close()
         except EOFError as error:
             raise CheckpointCorruptError(
-                f"export {self.path}: data file {error}. Copy the version again or export it again"
+                f"export {self.path}: data file {error}. Copy the version again, or export it again."
             ) from None
         except OSError as error:
-            raise CheckpointError(f"export {self.path}: {path} cannot be read: {error.strerror}") from None
+            raise CheckpointError(f"export {self.path}: {path} cannot be read: {error.strerror}.") from None
         return decode_int8(out) if stack.storage == "int8" else out
 
 
@@ -158,5 +159,5 @@ def _version_of(path: FilePath) -> FilePath | None:
 
 
 def _is_version(path: FilePath) -> bool:
-    """Return True also for one that has lost its graph, so that the caller can say so."""
+    """Returns True also for a version that has lost its graph, so that the caller can report it."""
     return (path / "saved_model.pb").is_file() or (path / MANIFEST_PATH).is_file()

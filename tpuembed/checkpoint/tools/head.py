@@ -1,4 +1,4 @@
-"""A few rows of a table of a checkpoint or of an export."""
+"""Reads a few rows of a table of a checkpoint or of an export."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ __all__ = ["Rows", "read_rows", "stream_rows"]
 _DEFAULT_ROWS: Final = 5
 _PIECE_BYTES: Final = 4 << 20
 _MAX_ROWS: Final = 1 << 16
-"""Of no columns, at a time."""
+"""Rows to read at a time if they have no columns."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Rows:
     """Rows [start, start + len(values)) of a table, or of one of its slots.
 
     Attributes:
-        table, slot: which; slot None is the table itself.
+        table, slot: the table and slot; slot None is the table itself.
         start: the first row's number.
         values: [n, dim], of the table's dtype.
     """
@@ -46,12 +46,12 @@ def read_rows(
     """Read rows [start, stop) of a table in the checkpoint or the export at `path`.
 
     Args:
-        path: as `open_checkpoint` takes it; or a version of an export, or a MODEL_DIR, whose highest version is read.
+        path: as for `open_checkpoint`; or a version of an export, or a MODEL_DIR, whose highest version is read.
         table: its name.
-        start: None is the first row that is there; above 0 where an export holds some rows of the table.
+        start: None is the first existing row, which is above 0 if an export has only some rows of the table.
         stop: None is five rows after `start`, or the table's end.
         slot: one of the table's slots instead.
-        checkpoint_options: what `open_checkpoint` takes beside the path.
+        checkpoint_options: further arguments of `open_checkpoint`.
 
     Raises:
         UnknownTableError: there is no such table or slot.
@@ -71,7 +71,7 @@ def stream_rows(
     slot: str | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Rows]:
-    """As `read_rows`, a few megabytes at a time; at least one piece, which no row may be in.
+    """Yield the rows of `read_rows`, a few megabytes at a time. There is at least one piece, which may have no rows.
 
     Raises:
         UnknownTableError, RowRangeError, TpuEmbedError: as `read_rows`, and before the first piece.
@@ -82,7 +82,7 @@ def stream_rows(
         rows = 0 if info is None else info.rows
         stop = max(start, min(start + _DEFAULT_ROWS, rows)) if stop is None else stop
         if info is None or not 0 <= start <= stop <= rows:
-            checkpoint.read(table, start, stop, slot)  # which raises what is wrong
+            checkpoint.read(table, start, stop, slot)  # raises the error
         step = max(1, _PIECE_BYTES // (info.dim * info.dtype.itemsize)) if info and info.dim else _MAX_ROWS
         for first in range(start, max(stop, start + 1), step):
             yield Rows(table, slot, first, checkpoint.read(table, first, min(first + step, stop), slot))

@@ -1,4 +1,4 @@
-"""Whether the bytes of a checkpoint, or of an export, are those that were written: every checksum, in bounded memory."""
+"""Verifies every checksum of a checkpoint or export, in bounded memory."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,21 +23,21 @@ from tpuembed.tensor_bundle.verification import Damage, damaged_parts, unchecked
 __all__ = ["VerifyReport", "verify_files"]
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 _PIECE_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         path: the bundle's prefix, the export's version, or the checkpoint's path.
-        entries: how many tensors, or stacks and tables, were looked at.
-        bytes: how many were read.
-        damaged: what is not as it was written; empty for sound files.
-        unchecked: what no checksum is known for, in sentences; their bytes may be wrong unnoticed.
+        entries: number of tensors, or stacks and tables, that were checked.
+        bytes: number of bytes that were read.
+        damaged: what differs from what was written; empty for intact files.
+        unchecked: parts without a known checksum, in sentences; damage to their bytes is not noticed.
     """
 
     path: str
@@ -47,7 +47,7 @@ class VerifyReport:
     unchecked: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -57,20 +57,19 @@ def verify_files(
     checkpoint_options: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> VerifyReport:
-    """Read everything at `path` through and compare it with its checksums.
+    """Read everything at `path` and compare it with its checksums.
 
-    A tensor bundle is checked entry by entry, whatever the entries are; an export file by file, as its manifest lists them,
-    and its tensors against the bundle's index too.
-    A `.keras` file is checked file by file, as the zip archive that it is.
-    Formats that keep no checksums are read through, and the report says that this is all.
+    A tensor bundle is checked entry by entry, for all kinds of entries. An export is checked file by file, as its
+    manifest lists them, and its tensors also against the bundle's index. A `.keras` file is checked file by file, as a
+    zip archive. Formats without checksums are only read, and the report says so.
 
     Args:
-        path: a checkpoint as `open_checkpoint` takes it; a version of an export, or its MODEL_DIR.
-        checkpoint_options: what `open_checkpoint` takes beside the path. Bundles and exports are verified without.
-        on_progress: called with (bytes done, bytes in all).
+        path: a checkpoint as for `open_checkpoint`; a version of an export, or its MODEL_DIR.
+        checkpoint_options: further arguments of `open_checkpoint`. Bundles and exports do not need them.
+        on_progress: called with (bytes done, total bytes).
 
     Raises:
-        TpuEmbedError: there is nothing to verify, or the metadata that leads to the bytes is damaged itself.
+        TpuEmbedError: there is nothing to verify, or the metadata that leads to the bytes is itself damaged.
     """
     counter = _Counter(on_progress)
     export = find_export(path)
@@ -87,15 +86,15 @@ def verify_files(
 
 
 def _bundle_of(path: FilePath) -> FilePath | None:
-    """The prefix of the bundle that `open_checkpoint` would read tables from, whether or not there are any."""
+    """Return the prefix of the bundle that `open_checkpoint` would read, even if it has no tables."""
     try:
         return find_bundle(path) if find_format(path) is BundleCheckpoint else None
-    except (OSError, ValueError):  # no permission, a name too long: `open_checkpoint` meets it again, and tells
+    except (OSError, ValueError):  # no permission, or a name too long: `open_checkpoint` raises the same error
         return None
 
 
 class _Counter:
-    """Bytes read, told to whoever listens."""
+    """Counts the bytes read, and reports progress."""
 
     def __init__(self, on_progress: Progress | None) -> None:
         self._on_progress, self.done, self.total = on_progress, 0, 0
@@ -116,14 +115,14 @@ def _verify_bundle(bundle: Bundle, counter: _Counter) -> VerifyReport:
         bytes=sum(part.size for part in parts),
         damaged=tuple(damaged_parts(bundle, counter)),
         unchecked=(
-            *(f"tensor {key!r}: of dtype variant, whose checksum is not known here" for key in unchecked),
+            *(f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked),
             *_bytes_of_no_tensor(bundle),
         ),
     )
 
 
 def _bytes_of_no_tensor(bundle: Bundle) -> list[str]:
-    """TensorFlow leaves none; whatever lies between tensors has no checksum."""
+    """Return sentences about bytes between tensors, which have no checksum. TensorFlow leaves no such bytes."""
     held: dict[int, int] = {}
     for entry in bundle.entries.values():
         for part in entry.parts():
@@ -150,7 +149,7 @@ def _verify_export(version: FilePath, manifest: Manifest, counter: _Counter) -> 
 
 
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
-    """A `.keras` file: a zip archive has a CRC32 of every file in it."""
+    """Verify a `.keras` file: a zip archive has a CRC32 of every file in it."""
     window = open_window(as_path(path))
     try:
         sizes = member_sizes(window)
@@ -163,7 +162,7 @@ def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
 
 
 def _read_through(checkpoint: Checkpoint, counter: _Counter) -> VerifyReport:
-    """Where there are no checksums: whether every row can be read at all."""
+    """Read every row of a format without checksums."""
     tables = checkpoint.tables()
     counter.total = sum(_table_bytes(info) * (1 + len(info.slots)) for info in tables.values())
     damaged = []
@@ -181,7 +180,7 @@ def _read_through(checkpoint: Checkpoint, counter: _Counter) -> VerifyReport:
         bytes=counter.done,
         damaged=tuple(damaged),
         unchecked=(
-            f"format {checkpoint.format} keeps no checksums of rows: they were read, and may be wrong unnoticed",
+            f"format {checkpoint.format} has no checksums of rows: they were read, but damage to them is not noticed",
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Whether an export is what was written: every file against the manifest, every tensor against the bundle's index."""
+"""Verifies an export: every file against the manifest, every tensor against the bundle's index."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,14 @@ __all__ = ["ExportFindings", "verify_export"]
 
 _VARIABLES = Path("variables") / "variables"
 _FREE = MANIFEST_PATH.parent.name
-"""Whose other files are anyone's: warm-up records, notes of a deployment."""
+"""A folder that may have other files: warm-up records, notes of a deployment."""
 
 OnRead = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportFindings:
-    """What was found: see `VerifyReport`."""
+    """The result for an export; see `VerifyReport`."""
 
     entries: int
     bytes: int
@@ -31,26 +31,26 @@ class ExportFindings:
 
 
 def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> ExportFindings:
-    """Read all of `version` and compare it with `manifest`, which says all that belongs to it."""
+    """Read all of `version` and compare it with `manifest`, which lists all files of the export."""
     stacks = list(_damaged_stacks(version, manifest, on_read))
     files = list(_damaged_files(version, manifest, on_read))
     tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
-    strangers = sorted(_strangers(version, manifest))
-    free = [name for name in strangers if name.startswith(f"{_FREE}/")]
-    extra = [Damage(name, str(version / name), "is no part of the export") for name in strangers if name not in free]
+    unlisted = sorted(_unlisted_files(version, manifest))
+    free = [name for name in unlisted if name.startswith(f"{_FREE}/")]
+    extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
     return ExportFindings(
         entries=len(manifest.stacks) + len(manifest.files),
         bytes=total_bytes(manifest),
         damaged=(*stacks, *files, *tensors, *extra),
         unchecked=(
-            *(f"{name}: was not there when the export was written" for name in free),
+            *(f"{name}: did not exist when the export was written" for name in free),
             f"{MANIFEST_PATH}: has no checksum itself",
         ),
     )
 
 
 def total_bytes(manifest: Manifest) -> int:
-    """What there is to read."""
+    """Return the number of bytes to read."""
     return sum(stack.size for stack in manifest.stacks) + sum(entry.size for entry in manifest.files.values())
 
 
@@ -71,7 +71,7 @@ def _stack_fault(path: FilePath, stack: StackEntry, on_read: OnRead) -> str | No
     if actual == stack.crc32c:
         return None
     place = f"bytes [{stack.offset}, {stack.offset + stack.size})"
-    return f"{place} have CRC32C {actual:#010x}, the manifest says {stack.crc32c:#010x}"
+    return f"{place} have CRC32C {actual:#010x}, but the manifest has {stack.crc32c:#010x}"
 
 
 def _damaged_files(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
@@ -93,14 +93,14 @@ def _file_fault(version: FilePath, name: str, entry: FileEntry, manifest: Manife
         on_read(entry.size)
         actual = graph_crc32c(graph, manifest)
     elif (size := versions([path])[0].size) != entry.size:
-        return f"has {size} bytes and the manifest says {entry.size}"
+        return f"has {size} bytes, but the manifest has {entry.size}"
     else:
         actual = file_crc32c(path, on_read)
-    return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, the manifest says {entry.crc32c:#010x}"
+    return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, but the manifest has {entry.crc32c:#010x}"
 
 
 def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:
-    """Where index and manifest, each whole, do not say the same of a stack; and dense tensors."""
+    """Yield stacks for which index and manifest, each intact, differ; and damaged dense tensors."""
     stacks = {stack.key: stack for stack in manifest.stacks}
     try:
         with Bundle.open(version / _VARIABLES) as bundle:
@@ -118,7 +118,7 @@ def _disagreement(bundle: Bundle, version: FilePath, stack: StackEntry) -> str |
         [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in entry.parts()] if entry else []
     )
     wanted = [(version / stack.file, stack.offset, stack.size, stack.crc32c)]
-    return None if found == wanted else f"the index has {_shown(found)} and the manifest {_shown(wanted)}"
+    return None if found == wanted else f"the index has {_shown(found)}, but the manifest has {_shown(wanted)}"
 
 
 def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
@@ -128,7 +128,7 @@ def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
     )
 
 
-def _strangers(version: FilePath, manifest: Manifest) -> Iterator[str]:
-    """Files that the manifest does not name."""
+def _unlisted_files(version: FilePath, manifest: Manifest) -> Iterator[str]:
+    """Return the files that the manifest does not name."""
     known: set[str] = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
     return (name for name in names_below(version) if name not in known)

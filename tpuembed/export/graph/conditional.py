@@ -1,8 +1,8 @@
-"""Branches of a graph that cost a request nothing where it does not take them.
+"""Branches of a graph that cost nothing in a request that does not take them.
 
-TensorFlow lowers `tf.cond` to operations that are scheduled, dead, with every request; a call of a function that is not
-inlined (`tpuembed.lookup.not_inlined`) is one such operation. The operation `If` runs a function as its own small graph:
-cheaper than a call where it is taken.
+TensorFlow lowers `tf.cond` to operations that are scheduled, dead, with every request. A call of a function that is not
+inlined (`tpuembed.lookup.not_inlined`) is one such operation. The operation `If` runs a function as its own small
+graph, which is cheaper than a call if it is taken.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Tensor = Any
 def choose(
     condition: Tensor, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Tensor
 ) -> list[Tensor]:
-    """The outputs of `then` or of `otherwise`, called with `arguments`; both must refer to the same variables, if any.
+    """Return the outputs of `then` or `otherwise` for `arguments`. Both must refer to the same variables.
 
     Args:
         condition: scalar bool.
@@ -46,7 +46,7 @@ def choose(
 
 
 def _common_shape(one: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
-    """What both are known to be."""
+    """Return the shape that both are known to have."""
     if one.rank is None or one.rank != other.rank:
         return tf.TensorShape(None)
     return tf.TensorShape([size if size == second else None for size, second in zip(one, other, strict=True)])

@@ -1,4 +1,4 @@
-"""The second signature: serialized tf.train.Example protos in, the first signature's tensors out."""
+"""The second signature: takes serialized tf.train.Example protos and returns the first signature's tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,11 +16,12 @@ def parse_examples(
     weighted: Sequence[str] = (),
     padding: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Tensors of `specs` out of `examples`, string [batch].
+    """Parse `examples`, string [batch], into the tensors of `specs`.
 
-    A spec of known inner shape takes exactly so many values. One of unknown width takes any number, padded to the widest of
-    the batch with what `padding` says of it, or -1 (integers), 0.0 or "". None of `specs` may be `unparsable`. An example
-    fails that has not as many values of `<name>_weights` as of a `weighted` name: 0.0 would be taken for the missing ones.
+    A spec of known inner shape takes exactly that many values. One of unknown width takes any number, and is padded to
+    the widest of the batch with its value in `padding`, or -1 (integers), 0.0 or "". None of `specs` may be
+    `unparsable`. An example fails if its `<name>_weights` has not as many values as its `weighted` name: padding with
+    0.0 would hide the missing ones.
     """
     features = {name: _feature(spec) for name, spec in specs.items()}
     parsed = tf.io.parse_example(examples, features)
@@ -30,7 +31,7 @@ def parse_examples(
 
 
 def unparsable(specs: Mapping[str, tf.TensorSpec]) -> str | None:
-    """The first input of `specs` that an Example cannot hold, described; None where it can hold them all."""
+    """Return a description of the first input of `specs` that an Example cannot hold, or None."""
     for name, spec in specs.items():
         unknown = spec.shape.as_list()[1:].count(None) if spec.shape.rank else 2
         if _parsed_as(spec.dtype) is None or unknown > 1 or (unknown and spec.shape.rank > 2):
@@ -43,14 +44,14 @@ def _same_lengths(name: str, ids: Any, weights: Any) -> Any:
         tf.math.unsorted_segment_sum(tf.ones_like(p.indices[:, 0]), p.indices[:, 0], p.dense_shape[0])
         for p in (ids, weights)
     ]
-    message = f"an example must have as many values of {name}_weights as of {name}; the examples have, of {name}"
+    message = f"An example must have as many values of {name}_weights as of {name}. Number of values of {name}:"
     return tf.raw_ops.Assert(
-        condition=tf.reduce_all(counts[0] == counts[1]), data=[message, counts[0], "and of the weights", counts[1]]
+        condition=tf.reduce_all(counts[0] == counts[1]), data=[message, counts[0], "Number of weights:", counts[1]]
     )
 
 
 def _parsed_as(dtype: tf.DType) -> Any:
-    """The kind of list that holds it: an Example has int64, float32 and string ones."""
+    """Return the type of the list that holds `dtype` in an Example: int64, float32 or string."""
     if dtype.is_floating:
         return tf.float32
     if dtype.is_integer or dtype.is_bool:

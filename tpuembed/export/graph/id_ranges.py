@@ -1,8 +1,8 @@
-"""The ids that tables accept, in a graph: the check that no lookup reads another table's row, and the shift into the stack.
+"""The ids that tables accept, in a graph: checks that lookups stay inside their table, and shifts ids into the stack.
 
-The check costs three small operations, whatever the number of features: negative ids are large as unsigned numbers, so one
-comparison has both ends. What makes the message is a function that is called where the check fails: inside of the graph, its
-operations would take longer, not taken, than the check (measured).
+The check costs three small operations for any number of features: as unsigned numbers, negative ids are large, so one
+comparison checks both ends. A separate function makes the error message and is called only if the check fails. Inside
+the graph, its operations would take longer than the check even if not taken (measured).
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ __all__ = ["ZEROED", "Spread", "TableRanges", "all_inside", "check_policy"]
 
 Tensor = Any
 Spread = Callable[[npt.NDArray[np.int64]], Tensor]
-"""One number per feature to numbers that broadcast over a tensor of several features' ids."""
+"""Takes one number per feature, and returns them in a shape that broadcasts over a tensor of several features' ids."""
 
 ZEROED: Final = 1 << 61
-"""The row of a stack that is none, and is looked up as zeros."""
+"""The row number, outside of every stack, that is looked up as zeros."""
 
 
 def check_policy(feature: str, policy: str | int, place: Placement) -> None:
-    """Raise ConfigError where the `policy` of `feature` is a row that is not among the exported ones of its table."""
+    """Raise ConfigError if the `policy` of `feature` is a row that is not exported."""
     start, stop = place.first_row, place.first_row + place.rows
     if not isinstance(policy, str) and not start <= policy < stop:
         raise ConfigError(
-            f"feature {feature!r}: out_of_vocabulary row {policy} is not among the exported rows [{start}, {stop}) of table "
-            f"{place.table!r}; choose one of them, or zeros"
+            f"feature {feature!r}: out_of_vocabulary row {policy} is not among the exported rows [{start}, "
+            f"{stop}) of table {place.table!r}. Choose one of them, or zeros."
         )
 
 
 def all_inside(ids: Tensor, rows: Tensor) -> Tensor:
-    """Whether all of `ids` are in [0, rows), both int64."""
+    """Return a bool tensor, True if all of `ids` are in [0, rows), both int64."""
     return tf.reduce_all(_inside(ids, rows))
 
 
@@ -55,7 +55,7 @@ class TableRanges:
         features: name of each.
         tables: name of each feature's table.
         rows, first_row, row_offset: int64 [F], as in `tpuembed.export.plan.plan.Placement`.
-        policies: of each feature, what an id outside does: "error", "zeros", or the id to take instead.
+        policies: for each feature, the handling of an id outside: "error", "zeros", or the id to take instead.
     """
 
     features: Sequence[str]
@@ -67,19 +67,21 @@ class TableRanges:
 
     @cached_property
     def are_plain(self) -> bool:
-        """Whether an id is either a row of its table, counted from 0, or an error."""
+        """Returns True if every id outside [0, rows) is an error."""
         return not self.first_row.any() and all(policy == "error" for policy in self.policies)
 
     @cached_property
     def has_zeros(self) -> bool:
-        """Whether `stack_ids` may give ZEROED."""
+        """Returns True if `stack_ids` may return ZEROED."""
         return "zeros" in self.policies
 
     def stack_ids(self, ids: Tensor, spread: Spread, *, padded: bool, batch_axis: int = 0) -> Tensor:
-        """Rows of the stack of int64 `ids`. An id that no policy takes fails; the row of a DROPPED one means nothing.
+        """Return the rows of the stack for int64 `ids`. An id outside of its table fails, unless a policy handles it.
+
+        The row of a DROPPED id has no meaning.
 
         Args:
-            ids: of several features, in the layout that `spread` broadcasts over.
+            ids: ids of several features, in the layout that `spread` broadcasts over.
             padded: whether an id may be DROPPED.
             batch_axis: the axis of `ids` that counts examples.
         """
@@ -89,21 +91,23 @@ class TableRanges:
         return shifted if zeroed is None else tf.where(zeroed, tf.constant(ZEROED, tf.int64), shifted)
 
     def _relative(self, ids: Tensor, spread: Spread) -> Tensor:
-        """Ids counted from `first_row`. Those before it are one less than that, for DROPPED ones stay what they are."""
+        """Return ids counted from `first_row`. DROPPED ids stay unchanged, and ids before `first_row` are shifted by
+        one more.
+        """
         if not self.first_row.any():
             return ids
         first = spread(self.first_row)
         return tf.where(ids == DROPPED, ids, tf.where(ids >= first, ids - first, tf.minimum(ids - first, -1) - 1))
 
     def _absolute(self, relative: Tensor, spread: Spread) -> Tensor:
-        """The transpose of `_relative`."""
+        """Return the original ids: the inverse of `_relative`."""
         if not self.first_row.any():
             return relative
         first = spread(self.first_row)
         return tf.where(relative == DROPPED, relative, relative + first + tf.cast(relative < 0, tf.int64))
 
     def _with_policies(self, ids: Tensor, spread: Spread, padded: bool) -> tuple[Tensor, Tensor | None]:
-        """Ids with those outside replaced, where their feature's policy is a row; and which of them shall be zeros."""
+        """Replace ids outside whose policy is a row. Return the ids, and a mask of those that must become zeros."""
         if all(policy == "error" for policy in self.policies):
             return ids, None
         outside = ~_inside(ids, spread(self.rows))
@@ -118,12 +122,12 @@ class TableRanges:
         return tf.where(zeroed, tf.constant(0, tf.int64), ids), zeroed
 
     def _instead(self) -> npt.NDArray[np.int64]:
-        """int64 [F]: the row of a policy that is one, counted from `first_row`; -1 for others."""
+        """Return int64 [F]: the row of each policy that is a row, counted from `first_row`; -1 for other policies."""
         pairs = zip(self.policies, self.first_row.tolist(), strict=True)
         return np.array([-1 if isinstance(policy, str) else policy - first for policy, first in pairs], np.int64)
 
     def _checked(self, ids: Tensor, spread: Spread, padded: bool, batch_axis: int) -> Tensor:
-        """Ids counted from `first_row`; fails, naming feature, table, id and row, where one is outside."""
+        """Return ids counted from `first_row`. Fails with feature, table, id and row of the batch if one is outside."""
         inside = all_inside(ids + 1, spread(self.rows + 1)) if padded else all_inside(ids, spread(self.rows))
         fail = not_inlined(
             lambda ids, feature: self._fail(ids, feature, padded, batch_axis),
@@ -136,9 +140,9 @@ class TableRanges:
         return checked
 
     def _fail(self, ids: Tensor, feature: Tensor, padded: bool, batch_axis: int) -> Tensor:
-        """Fail for the first id that is outside. `feature` has the index of that of each id.
+        """Fail for the first id that is outside. `feature` has the feature index of each id.
 
-        Few operations: TensorFlow optimizes them all at a model's first request, though none is expected to be run.
+        Few operations: TensorFlow optimizes them all at a model's first request, although they are rarely run.
         """
         feature = tf.broadcast_to(feature, tf.shape(ids))
         outside = ~_inside(ids, tf.gather(self.rows, feature))
@@ -157,7 +161,7 @@ class TableRanges:
         message = tf.strings.join([*parts, tf.gather(after, which)])
         # The raw op: `tf.debugging.Assert` wraps it in a branch.
         with tf.control_dependencies([tf.raw_ops.Assert(condition=False, data=[message], name=OUTSIDE)]):
-            return tf.where(outside, NOWHERE, ids)  # should a runtime strip the assertion, the gather fails
+            return tf.where(outside, NOWHERE, ids)  # if a runtime strips the assertion, the gather fails
 
     def _spans(self) -> list[Span]:
         stops = (self.first_row + self.rows).tolist()

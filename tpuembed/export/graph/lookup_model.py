@@ -1,4 +1,4 @@
-"""The functions of a lookup-only export: ids of each feature in, activations out."""
+"""The functions of a lookup-only export, which map the ids of each feature to activations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class LookupModel:
         self._features, self._tables = features, tables
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
-        """int64 [batch] or [batch, hot] per feature, float32 [batch, hot] for its weights."""
+        """Return int64 [batch] or [batch, hot] per feature, and float32 [batch, hot] for its weights."""
         specs = {}
         for feature in self._features:
             shape = [None] if feature.spec.input == "id" else [None, None]
@@ -35,7 +35,7 @@ class LookupModel:
         return specs
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """feature -> float32 [batch, dim], or [batch, max_sequence_length, dim]."""
+        """Return feature -> float32 [batch, dim], or [batch, max_sequence_length, dim]."""
         found: dict[str, Tensor] = {}
         with tf.name_scope(LOOKUP_SCOPE):
             for group in group_features(self._features, self._tables):
@@ -43,12 +43,12 @@ class LookupModel:
         return {feature.name: found[feature.name] for feature in self._features}
 
     def samples(self) -> list[dict[str, Any]]:
-        """Requests for the first row of each table."""
+        """Return requests for the first row of each table."""
         ids = {feature.name: self._tables.place(feature.table)[1].first_row for feature in self._features}
         return [sample_inputs(self.input_specs(), ids, batch) for batch in BATCHES]
 
     def features(self) -> tuple[FeatureEntry, ...]:
-        """As the manifest lists them."""
+        """Return the features as the manifest lists them."""
         return tuple(
             FeatureEntry(
                 name=feature.name,
@@ -62,17 +62,19 @@ class LookupModel:
         )
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
-        """None: it has no preprocessing."""
+        """Return an empty tuple: lookups have no preprocessing."""
         return ()
 
     def padding(self) -> dict[str, int | str]:
-        """Nothing: `features` says which inputs are lists."""
+        """Return an empty dict: `features` has the inputs that are lists."""
         return {}
 
     def packing(self) -> Packing:
-        """How the signature `packed` takes the features: group by group, so that each is looked up where it stands."""
+        """Return how the signature `packed` takes the features: group by group, so that each group's columns are
+        adjacent.
+        """
         if weighted := [feature.name for feature in self._features if feature.spec.weighted]:
-            return Packing(left_out=f"feature {weighted[0]!r} has weights, which are no integers")
+            return Packing(left_out=f"feature {weighted[0]!r} has weights, which are not integers")
         features = [feature for group in group_features(self._features, self._tables) for feature in group.features]
         inputs, outputs, start = [], [], 0
         for feature in features:
@@ -84,7 +86,7 @@ class LookupModel:
         return Packing(inputs=tuple(inputs), outputs=tuple(outputs))
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
-        """`activations`, float32 [batch, width], of all features' ids in one matrix."""
+        """Return `activations`, float32 [batch, width], of all features' ids in one matrix."""
         with tf.name_scope(LOOKUP_SCOPE):
             return {"activations": self._activations(ids)}
 
@@ -100,6 +102,6 @@ class LookupModel:
 
 
 def _split(ids: Tensor, groups: Sequence[FeatureGroup]) -> Sequence[Tensor]:
-    """Each group's features of `ids` [batch, features] or [batch, features, hot]."""
+    """Split `ids` [batch, features] or [batch, features, hot] into the features of each group."""
     sizes = [len(group.features) for group in groups]
     return [ids] if len(sizes) == 1 else tf.split(ids, sizes, 1) if sizes else []

@@ -1,8 +1,9 @@
-"""A stack that a graph maps from its file instead of loading it: looked up like a variable, and never held in memory.
+"""A stack that a graph maps from its file instead of loading it. It is looked up like a variable, and never copied to
+memory.
 
-The resource is a variable that no checkpoint restores. What a loader runs to initialise it assigns a constant to it that is
-the mapped file itself (`ImmutableConst`); the assignment shares the memory, so that all processes and both versions of a
-swap have the one copy that the page cache holds.
+The resource is a variable that no checkpoint restores. Its initializer assigns a constant to it that is the mapped file
+itself (`ImmutableConst`). The assignment shares the memory. So all processes, and both versions during a swap, use the
+one copy in the page cache.
 """
 
 from typing import Any
@@ -24,36 +25,38 @@ class MappedTable(tf.saved_model.experimental.TrackableResource):
     def __init__(self, name: str, shape: tuple[int, int], dtype: tf.DType, path: str) -> None:
         super().__init__()
         self._name, self.shape, self.dtype, self._path = name, shape, dtype, path
-        _ = self.resource_handle  # made here and now: a function that is traced captures it
+        _ = self.resource_handle  # create the resource now: a traced function captures it
 
     @property
     def handle(self) -> Tensor:
-        """Of the variable, as `tf.raw_ops` take it."""
+        """Return the handle of the variable, as `tf.raw_ops` take it."""
         return self.resource_handle
 
     def sparse_read(self, indices: Tensor, name: str | None = None) -> Tensor:
-        """Rows [n, columns] at `indices` [n]; what `tf.gather` calls."""
+        """Return rows [n, columns] at `indices` [n]; called by `tf.gather`."""
         rows = tf.raw_ops.ResourceGather(resource=self.handle, indices=indices, dtype=self.dtype, name=name)
-        rows.set_shape(indices.shape.concatenate(self.shape[1:]))  # the handle of an eager op knows no shape
+        rows.set_shape(indices.shape.concatenate(self.shape[1:]))  # the handle of an eager op has no shape
         return rows
 
     def read_value(self) -> Tensor:
-        """All of it. It is not copied, as long as no `sparse_read` of it has run."""
+        """Return the whole table. It is not copied unless a `sparse_read` of it has run."""
         value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
         value.set_shape(self.shape)
         return value
 
     def _create_resource(self) -> Tensor:
-        """The variable of that name: a session has its own; Python's loader appends a number of the load to it."""
+        """Return the variable of that name. A session has its own; Python's loader appends a number per load to the
+        name.
+        """
         return tf.raw_ops.VarHandleOp(dtype=self.dtype, shape=self.shape, shared_name=self._name, container="")
 
     def _initialize(self) -> None:
         mapped = tf.raw_ops.ImmutableConst(dtype=self.dtype, shape=self.shape, memory_region_name=self._path)
-        # Constant folding, which would copy the table, leaves nodes with this attribute alone.
+        # Constant folding would copy the table, but skips nodes with this attribute.
         value = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
         mapped.op._set_attr("_scoped_allocator", value)
         tf.raw_ops.AssignVariableOp(resource=self.resource_handle, value=mapped)
 
     def _destroy_resource(self) -> None:
-        """The file is mapped no longer once its model is gone."""
+        """Destroy the variable, so that the file is unmapped when its model is gone."""
         tf.raw_ops.DestroyResourceOp(resource=self.resource_handle, ignore_lookup_error=True)

@@ -1,4 +1,4 @@
-"""The outputs of a whole model: a name for each of them, and dense tensors that every client can read."""
+"""Names the outputs of a whole model, and makes them dense tensors that every client can read."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ Tensor = Any
 
 
 def name_outputs(model: Any, outputs: Any) -> list[tuple[str, Any]]:
-    """(name, tensor) for every leaf of what `model`, a Keras model, returned.
+    """Return (name, tensor) for every leaf of the output of `model`, a Keras model.
 
-    Values of dicts are called by their keys, joined with "/". Other outputs of a functional model are called by the layer that
-    makes them, and those of a sub-model with several outputs SUBMODEL/OUTPUT. Other outputs of a subclassed model are output_0,
-    output_1, ... Where several would have one name, they are NAME/0, NAME/1, ... in their order.
+    Values of dicts are named by their keys, joined with "/". Other outputs of a functional model are named after the
+    layer that makes them, and those of a sub-model with several outputs SUBMODEL/OUTPUT. Other outputs of a subclassed
+    model are output_0, output_1, ... If several have the same name, they become NAME/0, NAME/1, ... in their order.
 
     Raises:
-        ConfigError: two outputs have one name all the same.
+        ConfigError: two outputs still have the same name.
     """
     leaves = list(_leaves(outputs))
     made = list(_leaves(symbolic_outputs(model)))
@@ -50,7 +50,7 @@ def symbolic_outputs(model: Any) -> Any:
 
 
 def _leaves(structure: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, leaf): the keys of dicts, and below a dict the positions in lists too, joined with "/"."""
+    """Yield (key, leaf). A key joins the keys of dicts, and below a dict also the positions in lists, with "/"."""
     if isinstance(structure, Mapping):
         for name in sorted(structure, key=str):
             yield from _leaves(structure[name], f"{key}/{name}" if key else str(name))
@@ -64,7 +64,7 @@ def _leaves(structure: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _layer_name(tensor: Any) -> str:
     operation, _, index = tensor._keras_history
     made = getattr(operation, "outputs", None) or []
-    # A sub-model whose class has a `call` of its own may return other outputs than it was built with.
+    # A sub-model whose class has its own `call` may return other outputs than it was built with.
     if len(made) < 2 or not type(operation).call.__module__.startswith("keras."):
         return str(operation.name)
     inner = name_outputs(operation, symbolic_outputs(operation))
@@ -82,49 +82,50 @@ def _numbered(names: Sequence[str]) -> list[str]:
 def _check_distinct(names: Sequence[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
-            raise ConfigError(f"model: two of its outputs are called {name!r}; rename a layer or a key of its outputs")
+            raise ConfigError(f"model: two of its outputs are called {name!r}. Rename a layer or a key of its outputs.")
 
 
 def rename_outputs(names: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
-    """`names` with those of `renamed` replaced, all at once.
+    """Return `names` with those in `renamed` replaced, all at once.
 
     Raises:
-        ConfigError: `renamed` names no output, or two outputs would have one name.
+        ConfigError: `renamed` names an unknown output, or two outputs would have the same name.
     """
     for old, new in renamed.items():
         if old not in names:
-            raise ConfigError(f"output_names: {old!r} is no output of the model; {did_you_mean(old, names)}")
+            raise ConfigError(f"output_names: the model has no output {old!r}; {did_you_mean(old, names)}")
         check_name(f"output_names: {old!r}", new)
     new_names = [renamed.get(name, name) for name in names]
     for name, count in Counter(new_names).items():
         if count > 1:
             both = [old for old, new in zip(names, new_names, strict=True) if new == name]
             raise ConfigError(
-                f"output_names: {' and '.join(both)} would both be called {name!r}; give each its own name"
+                f"output_names: {' and '.join(both)} would both be called {name!r}. Give each its own name."
             )
     return new_names
 
 
 def dense_outputs(outputs: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Tensors by name: ragged outputs padded, with their lengths as NAME_lengths; float16 and bfloat16 as float32.
+    """Return tensors by name: ragged outputs padded, with their lengths as NAME_lengths; float16 and bfloat16 as
+    float32.
 
     Raises:
-        ConfigError: an output that is no tensor, or one with several ragged dimensions.
+        ConfigError: an output is not a tensor, or has several ragged dimensions.
     """
     dense: dict[str, Tensor] = {}
     for name, value in outputs:
         if isinstance(value, tf.RaggedTensor):
             if value.ragged_rank > 1:
                 raise ConfigError(
-                    f"model: output {name!r} has {value.ragged_rank} ragged dimensions, and an answer can be padded in one; "
-                    "return a tensor, or a ragged one of rank 2"
+                    f"model: output {name!r} has {value.ragged_rank} ragged dimensions, but only one can be "
+                    "padded. Return a tensor, or a ragged one of rank 2."
                 )
             dense[name] = _readable(value.to_tensor(_padding(value.dtype)))
             lengths = f"{name}_lengths"
             if any(lengths == other for other, _ in outputs):
                 raise ConfigError(
-                    f"model: output {name!r} is ragged, and its lengths would be called like the output {lengths!r}; "
-                    "rename one with output_names"
+                    f"model: output {name!r} is ragged, and the name of its lengths, {lengths!r}, is already "
+                    "taken. Rename one with output_names."
                 )
             dense[lengths] = tf.cast(value.row_lengths(), tf.int64)
         else:
@@ -133,14 +134,14 @@ def dense_outputs(outputs: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def _padding(dtype: tf.DType) -> Any:
-    """As inputs are padded: -1 where the type has it."""
+    """Return the padding for `dtype`: -1 if the type has it, as for inputs."""
     if dtype == tf.string:
         return ""
     return tf.constant(-1 if dtype.is_integer and not dtype.is_unsigned else 0, dtype)
 
 
 def _readable(value: Tensor) -> Tensor:
-    """Few clients can read float16, and fewer bfloat16; float32 holds all of their values."""
+    """Return float16 and bfloat16 values as float32, because few clients can read them."""
     return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
 
 
@@ -151,6 +152,6 @@ def _as_tensor(name: str, value: Any) -> Tensor:
         except (TypeError, ValueError):
             pass
     raise ConfigError(
-        f"model: output {name!r} is {'None' if value is None else 'a ' + type(value).__name__}, and a signature answers tensors; "
-        "return a tensor, or leave it out"
+        f"model: output {name!r} is {'None' if value is None else 'a ' + type(value).__name__}, but a signature "
+        "can only return tensors. Return a tensor, or leave it out."
     )

@@ -1,7 +1,8 @@
-"""The signature `packed`: all inputs in one int64 matrix, because each input of a request costs as much as a small lookup.
+"""The signature `packed`: all inputs in one int64 matrix, because each input of a request costs as much as a small
+lookup.
 
-The columns: first inputs of a fixed number of columns; then lists, each of `hot` columns, which is what the width of the matrix
-leaves for each, padded with -1. `tpuembed.manifest.Packing` says which columns are which.
+The first columns are inputs with a fixed number of columns. Then come lists of `hot` columns each, padded with -1; they
+share the remaining width equally. `tpuembed.manifest.Packing` records the columns.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -17,11 +18,13 @@ Tensor = Any
 
 
 def pack_inputs(specs: Mapping[str, tf.TensorSpec], padded: Collection[str]) -> Packing:
-    """How the inputs of a model are packed; `padded` names those that are lists, padded with -1."""
+    """Return how the inputs of a model are packed. `padded` names the lists, which are padded with -1."""
     inputs = []
     for name, spec in specs.items():
         if name not in padded and not (spec.dtype.is_integer and spec.shape.rank in (1, 2) and _columns(spec)):
-            return Packing(left_out=f"input {name!r}, {spec.dtype.name} {spec.shape}, is no fixed number of integers")
+            return Packing(
+                left_out=f"input {name!r}, {spec.dtype.name} {spec.shape}, is not a fixed number of integers"
+            )
         inputs.append(PackedInput(name=name, columns=None if name in padded else _columns(spec)))
     return Packing(inputs=tuple(sorted(inputs, key=lambda packed: packed.columns is None)))
 
@@ -31,26 +34,26 @@ def _columns(spec: tf.TensorSpec) -> int | None:
 
 
 def matrix_spec(packing: Packing) -> tf.TensorSpec:
-    """int64 [batch, columns], whose width is known where there are no lists."""
+    """Return the spec int64 [batch, columns]. The width is known if there are no lists."""
     widths = [packed.columns for packed in packing.inputs]
     width = None if None in widths else sum(width or 0 for width in widths)
     return tf.TensorSpec([None, width], tf.int64, name="ids")
 
 
 def split_matrix(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """The fixed columns, int64 [batch, S], and those of P lists, [batch, P, hot], of a matrix [batch, S + P * hot]."""
+    """Split a matrix [batch, S + P * hot] into its fixed columns, int64 [batch, S], and P lists, [batch, P, hot]."""
     fixed = sum(packed.columns or 0 for packed in packing.inputs)
     lists = sum(packed.columns is None for packed in packing.inputs)
     if not lists:
         return ids, None
     first, rest = (ids[:, :fixed], ids[:, fixed:]) if fixed else (ids[:, :0], ids)
     batch, width = tf.unstack(tf.shape(rest))
-    # By the batch: a width that the lists cannot share evenly must fail.
+    # The batch size is given, so that a width that the lists cannot share equally fails.
     return first, tf.reshape(rest, tf.stack([batch, lists, width // lists]))
 
 
 def unpack(ids: Tensor, packing: Packing, specs: Mapping[str, tf.TensorSpec]) -> dict[str, Tensor]:
-    """The inputs by name, as `specs` have them."""
+    """Return the inputs by name, as `specs` have them."""
     return {name: _as_spec(value, specs[name]) for name, value in _parts(ids, packing)}
 
 
@@ -74,9 +77,9 @@ def _as_spec(columns: Tensor, spec: tf.TensorSpec) -> Tensor:
 
 
 def checked_cast(value: Tensor, dtype: tf.DType, name: str) -> Tensor:
-    """int64 values of the input `name` as integers of `dtype`; what does not fit fails the request."""
+    """Cast int64 values of the input `name` to `dtype`. A value that does not fit fails the request."""
     cast = tf.cast(value, dtype)
-    message = f"input {name} must be {dtype.name}; these go from"
+    message = f"Input {name} must be {dtype.name}, got values from"
     fits = tf.reduce_all(tf.cast(cast, tf.int64) == value)
     check = tf.raw_ops.Assert(condition=fits, data=[message, tf.reduce_min(value), "to", tf.reduce_max(value)])
     with tf.control_dependencies([check]):

@@ -1,13 +1,16 @@
-"""Rows of lists of ids to one row per example, by the fastest operations that every TensorFlow runtime has.
+"""Combines the rows of lists of ids into one row per example, by the fastest operations that every TensorFlow runtime
+has.
 
 Measured through the C API, 26 features, 100k x 64 float32 tables, one thread (docs/export.md has the numbers):
-- where no entry is padding, the gather of [n, hot] rows and one sum (with weights: one batched product with them);
-- else the entries that are there are sought out, gathered, and summed by `SegmentSum`, whose segments must be sorted;
-- `UnsortedSegmentSum` takes twice as long, a mask over the gathered rows longer still, and padding that is multiplied by 0
-  makes NaN of an infinity;
-- many rows are gathered feature by feature: one gather for all of them takes memory that is returned to the system and
-  asked for again with every request, and jumps from table to table. Few rows are gathered at once, for each operation
-  costs as much as the rows.
+
+- Without padding, the gather of [n, hot] rows and one sum is fastest (with weights: one batched product).
+- With padding, the present entries are selected, gathered, and summed by `SegmentSum`, whose segments must be sorted.
+- `UnsortedSegmentSum` takes twice as long, and a mask over the gathered rows even longer. Padding multiplied by 0 turns
+an
+  infinity into NaN.
+- Many rows are gathered feature by feature. One gather for all of them uses memory that is returned to the system and
+  requested again with every request, and it jumps from table to table. Few rows are gathered at once, because each
+  operation costs as much as the rows.
 
 Formulas: see `tpuembed.lookup`.
 """
@@ -21,14 +24,14 @@ __all__ = ["FEW_ROWS_BYTES", "Gather", "pool_entries", "pool_full", "pool_matrix
 
 Tensor = Any
 Gather = Callable[[Tensor], Tensor]
-"""int64 [n] rows of a stack to float32 [n, dim]."""
+"""Returns float32 [n, dim] for int64 [n] rows of a stack."""
 
 FEW_ROWS_BYTES: Final = 4 << 20
-"""Up to so many bytes of float32 rows, features are gathered together."""
+"""Up to this many bytes of float32 rows, features are gathered together."""
 
 
 def pool_matrix(rows: Tensor, present: Tensor, weights: Tensor | None, combiner: str, gather: Gather) -> Tensor:
-    """float32 [n, dim] of int64 `rows` [n, hot] of a stack, where `present`, and weights of their shape."""
+    """Return float32 [n, dim] for int64 `rows` [n, hot] of a stack. `present` and `weights` have the same shape."""
 
     def entries() -> Tensor:
         shape = tf.shape(rows, tf.int64)
@@ -39,7 +42,7 @@ def pool_matrix(rows: Tensor, present: Tensor, weights: Tensor | None, combiner:
 
 
 def pool_full(rows: Tensor, weights: Tensor | None, combiner: str, gather: Gather) -> Tensor:
-    """`pool_matrix` of int64 `rows` [..., hot] that are all present: float32 [..., dim]."""
+    """Combine int64 `rows` [..., hot] that are all present into float32 [..., dim]; see `pool_matrix`."""
     values = gather(rows)
     if weights is None:
         total = tf.reduce_sum(values, -2)
@@ -60,7 +63,7 @@ def pool_entries(
     combiner: str,
     gather: Gather,
 ) -> Tensor:
-    """float32 [count, dim] of int64 `rows`, where `present`, each of them in the example `segments`.
+    """Return float32 [count, dim] for int64 `rows`, where `present`; `segments` has the example of each.
 
     Args:
         rows: of any shape; in row-major order, their segments never fall.
@@ -68,7 +71,7 @@ def pool_entries(
         count: scalar int64.
     """
     entries = tf.reshape(tf.where(tf.reshape(present, [-1])), [-1])
-    # One entry more, of an example after the last: so the sums reach to it where the last examples have no ids.
+    # One more entry, of an example after the last one, so that the sums include trailing examples without ids.
     segments = tf.concat([_at(segments, entries), tf.reshape(count, [1])], 0)
     values = gather(tf.concat([_at(rows, entries), [tf.constant(0, tf.int64)]], 0))
     if weights is not None:
@@ -85,7 +88,7 @@ def _at(tensor: Tensor, entries: Tensor) -> Tensor:
 
 
 def _divided(total: Tensor, weights: Tensor, combiner: str, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """Weighted sums over the combiner's denominators, which `add_up` makes of each entry's weight."""
+    """Divide weighted sums by the combiner's denominators. `add_up` sums per-entry numbers for each example."""
     if combiner == "sum":
         return total
     denominator = add_up(weights) if combiner == "mean" else tf.sqrt(add_up(weights * weights))

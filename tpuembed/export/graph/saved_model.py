@@ -1,7 +1,8 @@
-"""The SavedModel without its tables: stacked variables that hold no data, and the signatures that gather from them.
+"""Saves the SavedModel without its tables: stacked variables that hold no data, and the signatures that gather from
+them.
 
-`UninitializedVariable` keeps the variable and its checkpoint key in the object graph and writes no data; the table bytes
-are added to the bundle afterwards. A stack that is mapped is no variable of the checkpoint: its graph names the file.
+`UninitializedVariable` keeps the variable and its checkpoint key in the object graph and writes no data. The table
+bytes are added to the bundle afterwards. A mapped stack is not a variable of the checkpoint: its graph names the file.
 """
 
 import contextlib
@@ -26,42 +27,44 @@ from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import FeatureEntry, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 
-__all__ = ["SavedGraph", "Servable", "save_graph"]
+__all__ = ["ExportableModel", "SavedGraph", "save_graph"]
 
 Tensor = Any
 
 
-class Servable(Protocol):
-    """Named tensors in, named tensors out."""
+class ExportableModel(Protocol):
+    """A model that can be saved: it maps named tensors to named tensors."""
 
     def input_specs(self) -> dict[str, Any]:
-        """`tf.TensorSpec` by input name."""
+        """Return `tf.TensorSpec` by input name."""
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs of `inputs`."""
+        """Return the outputs for `inputs`."""
 
     def samples(self) -> list[dict[str, Any]]:
-        """Inputs by name, in numpy, that are answered: of each size that shall be warm; none where that is not known."""
+        """Return valid inputs by name, in numpy, one for each batch size to warm up; empty if valid inputs are not
+        known.
+        """
 
     def features(self) -> tuple[FeatureEntry, ...]:
-        """For the manifest; none where it does not know which table an input is looked up in."""
+        """Return the features for the manifest; empty if the table of an input is not known."""
 
     def padding(self) -> Mapping[str, int | str]:
-        """What pads the inputs of a model that are lists, by name; nothing where `features` says it."""
+        """Return the padding of a model's list inputs, by name; empty if `features` has it."""
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
-        """Of its preprocessing layers."""
+        """Return the vocabularies of its preprocessing layers."""
 
     def packing(self) -> Packing:
-        """How the signature `packed` takes the inputs."""
+        """Return how the signature `packed` takes the inputs."""
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
-        """The outputs of `ids`, int64 [batch, columns]; called only where `packing` leaves nothing out."""
+        """Return the outputs for `ids`, int64 [batch, columns]. Called only if `packing` leaves nothing out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedGraph:
-    """What was saved.
+    """The saved graph.
 
     Attributes:
         stack_keys: stack name -> checkpoint key of its variable.
@@ -77,21 +80,22 @@ class SavedGraph:
 
 
 def save_graph(
-    servable: Servable,
+    model: ExportableModel,
     tables: StackedTables,
     stacks: Sequence[StackPlan],
     dense: Callable[[], Sequence[Any]],
     folder: Path,
     layout: str = "variables",
 ) -> SavedGraph:
-    """Save `servable` into `folder`: the signatures `serving_default`, `serving_examples` and `packed`, and requests to warm up.
+    """Save `model` into `folder`, with the signatures `serving_default`, `serving_examples` and `packed`, and warmup
+    requests.
 
     Args:
-        servable: what the signatures compute; it looks up in `tables`.
+        model: the model to save; it looks up in `tables`.
         tables: bound here to one uninitialised variable per stack, or to one `MappedTable`.
         stacks: of the plan.
-        dense: called before anything is traced, for a trace may make constants of values: the tf.Variables that
-            `servable` reads, with the values to save, and its hash tables.
+        dense: returns the tf.Variables that `model` reads, with the values to save, and its hash tables. Called before
+            anything is traced, because a trace may make constants of values.
         folder: an existing or new directory.
         layout: "mmap" maps each stack from the file `StackPlan.file`, a name that `assemble` replaces by a path.
     """
@@ -102,25 +106,25 @@ def save_graph(
     tables.bind(stacks, variables)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
-    signatures = {name: _concrete(function) for name, function in _functions(servable).items()}
+    signatures = {name: _concrete(function) for name, function in _functions(model).items()}
     with _writing(folder):
         _save(root, folder, signatures)
         if layout == "mmap" and not root.dense:
             _restore_nothing(folder)
     keys = {stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks}
     with tables.rows_of_zeros():
-        samples = servable.samples()
+        samples = model.samples()
     if samples:
         with _writing(folder):
-            write_warmup(folder, samples, signatures, servable.packing())
+            write_warmup(folder, samples, signatures, model.packing())
     described = {name: _signature_of(function) for name, function in signatures.items()}
     return SavedGraph(
         stack_keys=keys,
         signatures=described,
-        features=servable.features(),
-        vocabularies=servable.vocabularies(),
-        padding=servable.padding(),
-        packing=servable.packing(),
+        features=model.features(),
+        vocabularies=model.vocabularies(),
+        padding=model.padding(),
+        packing=model.packing(),
     )
 
 
@@ -131,26 +135,28 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         text = " ".join(error.message.split())
-        raise ExportError(f"{folder}: TensorFlow cannot write the graph: {text}. Free space or fix the disk") from None
+        raise ExportError(
+            f"{folder}: TensorFlow cannot write the graph: {text}. Free space or repair the disk."
+        ) from None
 
 
 def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:
     try:
         tf.saved_model.save(root, str(folder), signatures=signatures)
-    except (OSError, tf.errors.OpError):  # of the disk
+    except (OSError, tf.errors.OpError):  # an error of the disk
         raise
-    except Exception as error:  # TensorFlow has no type for a function that it cannot save
+    except Exception as error:  # TensorFlow raises no common type for a function that it cannot save
         hint = ""
         if "untracked" in str(error):
             hint = (
-                "; a function of the model keeps a variable that is no part of what is exported: read layer.embedding_tables in "
-                "the call of a layer, without a tf.function of its own"
+                " A function of the model uses a variable that is not part of the export. Read "
+                "layer.embedding_tables in the call of a layer, without a tf.function of its own."
             )
-        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error)}{hint}") from error
+        raise ExportError(f"model: TensorFlow cannot save it: {one_line(error).removesuffix('.')}.{hint}") from error
 
 
 def _restore_nothing(folder: Path) -> None:
-    """Have loaders run no restore where no variable has a value: it would be a fifth of the time of a load."""
+    """Remove the restore step from a graph whose variables have no values. It would take a fifth of the load time."""
     path = folder / GRAPH_FILE
     saved = saved_model_pb2.SavedModel.FromString(path.read_bytes())
     for meta_graph in saved.meta_graphs:
@@ -182,32 +188,35 @@ class _Children(tf.Module):
             setattr(self, name, variable)
 
 
-def _functions(servable: Servable) -> dict[str, Any]:
-    specs = servable.input_specs()
-    weighted = [feature.name for feature in servable.features() if feature.weighted]
+def _functions(model: ExportableModel) -> dict[str, Any]:
+    specs = model.input_specs()
+    weighted = [feature.name for feature in model.features() if feature.weighted]
 
     @tf.function(input_signature=[specs], autograph=False)
     def serving_default(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return servable(inputs)
+        return model(inputs)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="examples")], autograph=False)
     def serving_examples(examples: Tensor) -> dict[str, Tensor]:
-        return servable(parse_examples(examples, specs, weighted, servable.padding()))
+        return model(parse_examples(examples, specs, weighted, model.padding()))
 
     functions = {"serving_default": serving_default}
     if reason := unparsable(specs):
-        warnings.warn(f"no signature serving_examples: tf.train.Example cannot hold the input {reason}", stacklevel=2)
+        warnings.warn(
+            f"Leaving out the signature serving_examples: tf.train.Example cannot hold the input {reason}.",
+            stacklevel=2,
+        )
     else:
         functions["serving_examples"] = serving_examples
-    if not servable.packing().left_out:
-        functions["packed"] = _packed(servable)
+    if not model.packing().left_out:
+        functions["packed"] = _packed(model)
     return functions
 
 
-def _packed(servable: Servable) -> Any:
-    @tf.function(input_signature=[matrix_spec(servable.packing())], autograph=False)
+def _packed(model: ExportableModel) -> Any:
+    @tf.function(input_signature=[matrix_spec(model.packing())], autograph=False)
     def packed(ids: Tensor) -> dict[str, Tensor]:
-        return servable.packed(ids)
+        return model.packed(ids)
 
     return packed
 

@@ -1,4 +1,6 @@
-"""What an export will answer: a serving_config, or a checkpoint's own config, resolved against the checkpoint's tables."""
+"""Resolves the features to serve, of a serving_config or of the checkpoint's own config, against the checkpoint's
+tables.
+"""
 
 import dataclasses
 import json
@@ -24,18 +26,18 @@ __all__ = [
     "serving_config_of",
 ]
 
-# What TensorFlow accepts as a placeholder's name, and so as a signature input's.
+# The names that TensorFlow accepts for a placeholder, and so for a signature's input.
 _INPUT_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedFeature:
-    """One feature of the signature, with nothing left to look up.
+    """One feature of the signature, fully resolved.
 
     Attributes:
-        name: of its input and output; `<name>_weights` is its second input where `weighted`.
-        table: looked up in, of `rows` rows and `dim` columns.
-        spec: how; its combiner and its out_of_vocabulary are never None.
+        name: name of its input and output; `<name>_weights` is its second input if it is `weighted`.
+        table: the table to look up in, with `rows` rows and `dim` columns.
+        spec: how to look up; its combiner and its out_of_vocabulary are never None.
     """
 
     name: str
@@ -46,33 +48,33 @@ class ServedFeature:
 
     @property
     def combiner(self) -> str:
-        """sum, mean or sqrtn."""
+        """Return sum, mean or sqrtn."""
         return self.spec.combiner or "mean"
 
     @property
     def policy(self) -> str | int:
-        """What an id outside the table does: "error", "zeros", or the row to take instead."""
+        """Return the handling of ids outside the table: "error", "zeros", or the row to take instead."""
         given = "error" if self.spec.out_of_vocabulary is None else self.spec.out_of_vocabulary
         return given if isinstance(given, str) else int(given)
 
     @property
     def weights_name(self) -> str:
-        """The input that holds its weights, where it is weighted."""
+        """Return the name of the input for its weights, if it is weighted."""
         return f"{self.name}_weights"
 
 
 def serving_config_of(checkpoint: "Checkpoint", given: Any) -> ServingConfig:
-    """`given` parsed; or the features that the layer which wrote `checkpoint` was configured with.
+    """Return `given`, parsed, or the features of the layer that wrote `checkpoint`.
 
     Raises:
-        ConfigError: nothing is given and the checkpoint does not say.
+        ConfigError: nothing is given, and the checkpoint has no features.
     """
     if given is not None:
         return ServingConfig.parse(given)
     if checkpoint.layer_config is None:
         raise ConfigError(
-            f"checkpoint {checkpoint.path}: it does not say which features to serve (tpuembed's layer did not write it); "
-            "give a serving_config or a model"
+            f"checkpoint {checkpoint.path}: it does not record which features to serve, because tpuembed's layer "
+            "did not write it. Give a serving_config or a model."
         )
     return ServingConfig.from_features(feature_config_from_dict(checkpoint.layer_config))
 
@@ -80,17 +82,17 @@ def serving_config_of(checkpoint: "Checkpoint", given: Any) -> ServingConfig:
 def served_features(
     config: ServingConfig, tables: Mapping[str, "TableInfo"], own: Mapping[str, Any] | None
 ) -> tuple[ServedFeature, ...]:
-    """The features of `config`, each with its table's size and combiner.
+    """Return the features of `config`, each with its table's size and combiner.
 
     Args:
-        config: what to serve.
-        tables: those of the checkpoint.
-        own: the checkpoint's `layer_config`, which knows combiners and policies; None where it has none.
+        config: the features to serve.
+        tables: the checkpoint's tables.
+        own: the checkpoint's `layer_config`, which has combiners and policies, or None.
 
     Raises:
         UnknownTableError: a feature's table is not in the checkpoint.
         CheckpointMismatchError: a table's size or width disagrees with the checkpoint.
-        ConfigError: a name that TensorFlow cannot give to an input, or an out_of_vocabulary row outside its table.
+        ConfigError: a name that TensorFlow does not accept for an input, or an out_of_vocabulary row outside its table.
     """
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
@@ -112,7 +114,7 @@ def _resolve(
     policy = policies.of(name, spec)
     if not isinstance(policy, str) and policy >= table.rows:
         raise ConfigError(
-            f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows"
+            f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows."
         )
     combiner = spec.combiner or combiners.get(spec.table) or "mean"
     spec = dataclasses.replace(spec, combiner=combiner, out_of_vocabulary=policy)
@@ -120,13 +122,13 @@ def _resolve(
 
 
 class _Policies:
-    """What ids outside of their tables do, as the layer that wrote a checkpoint has it."""
+    """The out_of_vocabulary policies of the layer that wrote a checkpoint."""
 
     def __init__(self, own: Mapping[str, Any] | None) -> None:
-        """`own` is the checkpoint's `layer_config`; None where it has none."""
+        """Read the policies in the checkpoint's `layer_config`, `own`, if it has one."""
         self._of_features: dict[tuple[str, str], str | int | None] = {}
         self._of_tables: dict[str, str | int] = {}
-        if own is None or '"out_of_vocabulary"' not in json.dumps(own):  # such as other libraries' configs
+        if own is None or '"out_of_vocabulary"' not in json.dumps(own):  # for example a config of another library
             return
         features = feature_config_from_dict(own)
         served = ServingConfig.from_features(features).features
@@ -134,7 +136,9 @@ class _Policies:
         self._of_tables = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(features)}
 
     def of(self, name: str, spec: ServingFeature) -> str | int:
-        """What `spec` says, else the layer's feature of that name and table, else the table, else error."""
+        """Return the policy of `spec`, else that of the layer's feature of that name and table, else the table's, else
+        "error".
+        """
         if spec.out_of_vocabulary is not None:
             return spec.out_of_vocabulary
         found = self._of_features.get((name, spec.table))
@@ -144,14 +148,14 @@ class _Policies:
 def quantization_of(
     own: Mapping[str, Any] | None, *stated: Mapping[str, QuantizationConfig | None]
 ) -> dict[str, QuantizationConfig]:
-    """The simulated quantization that tables were trained with, by table.
+    """Return the simulated quantization that tables were trained with, by table.
 
     Args:
-        own: the checkpoint's `layer_config`; None where it has none.
-        stated: what a serving_config and a model's layers say; a table of which they say nothing has the checkpoint's.
+        own: the checkpoint's `layer_config`, or None.
+        stated: by table, the statements of a serving_config and of a model's layers; None stands for the checkpoint's.
 
     Raises:
-        CheckpointMismatchError: two of them say different things.
+        CheckpointMismatchError: two of them differ.
     """
     tables = (own or {}).get("tables", {})
     fields = {name: config.get("quantization_config") for name, config in tables.items()}
@@ -160,38 +164,39 @@ def quantization_of(
         for name, config in by_table.items():
             if config is not None and found.setdefault(name, config) != config:
                 raise CheckpointMismatchError(
-                    f"table {name!r}: its quantization_config is {config} in the serving_config or model and {found[name]} "
-                    "in the checkpoint that it was trained in; leave it out"
+                    f"table {name!r}: its quantization_config is {config} in the serving_config or model, but "
+                    f"{found[name]} in the checkpoint. Leave it out."
                 )
     return found
 
 
 def check_input_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for names that TensorFlow cannot give to the inputs of one signature."""
+    """Raise ConfigError for names that TensorFlow does not accept for the inputs of one signature."""
     seen: dict[str, str] = {}
     for name in names:
         if not _INPUT_NAME.fullmatch(name):
             raise ConfigError(
-                f"feature {name!r}: TensorFlow takes letters, digits and _ . / > - in an input's name, and no _ at its start; "
-                "rename it"
+                f"feature {name!r}: TensorFlow allows only letters, digits and _ . / > - in an input's name, "
+                "without a leading _. Rename it."
             )
-        # What it makes arguments of functions, and what it makes operations of: these differ by more than case.
+        # TensorFlow makes function arguments and operations of the names. Operations must differ by more than case.
         for form in ("argument " + re.sub(r"\W", "_", name), "operation " + name.lower()):
             if seen.setdefault(form, name) != name:
                 raise ConfigError(
-                    f"features {seen[form]!r} and {name!r}: TensorFlow takes these names of inputs for the same; rename one"
+                    f"features {seen[form]!r} and {name!r}: TensorFlow cannot distinguish these names of inputs. "
+                    "Rename one."
                 )
 
 
 def find_table(name: str, tables: Mapping[str, "TableInfo"]) -> "TableInfo":
-    """The table called `name`; UnknownTableError names the nearest one."""
+    """Return the table `name`. Raises UnknownTableError, which names the nearest table."""
     if name not in tables:
         raise UnknownTableError(f"table {name!r} is not in the checkpoint; {did_you_mean(name, tables)}")
     return tables[name]
 
 
 def check_tables(config: ServingConfig, tables: Mapping[str, "TableInfo"]) -> None:
-    """Raise unless every table that `config` names, in a feature or by its size, is the checkpoint's."""
+    """Raise an error unless the checkpoint has every table that `config` names, with the size that it states."""
     for feature in config.features.values():
         find_table(feature.table, tables)
     for name, stated in config.tables.items():
@@ -203,5 +208,6 @@ def check_tables(config: ServingConfig, tables: Mapping[str, "TableInfo"]) -> No
 def _check_size(table: str, field: str, stated: int | None, found: int) -> None:
     if stated is not None and stated != found:
         raise CheckpointMismatchError(
-            f"table {table!r}: {field} is {stated} in the serving_config and {found} in the checkpoint; correct the serving_config"
+            f"table {table!r}: {field} is {stated} in the serving_config, but {found} in the checkpoint. Correct "
+            "the serving_config."
         )

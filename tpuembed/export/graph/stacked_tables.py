@@ -1,4 +1,4 @@
-"""The exporter's tables in a graph: uninitialised stacked variables, looked up by offset ids, with gathers only."""
+"""The exporter's tables in a graph: uninitialised stacked variables, looked up by shifted ids, with gathers only."""
 
 import contextlib
 import dataclasses
@@ -31,8 +31,9 @@ _MAX_ZERO_BYTES: Final = 64 << 20
 class StackedTables:
     """A `tpuembed.runtime.table_scope.TableSource` over the checkpoint's tables.
 
-    Layers register what they need while the model is built, `required`, and what they were trained with, `quantization`. A model
-    that is traced before `bind` says which tables it reads whole, `read_whole`; `bind` then says in which variable each table lies.
+    While the model is built, layers register the tables they need (`required`) and their quantization in training
+    (`quantization`). A trace before `bind` records the tables that the model reads whole (`read_whole`). `bind` then
+    assigns the tables to variables.
     """
 
     def __init__(self, available: Mapping[str, "TableInfo"]) -> None:
@@ -49,7 +50,7 @@ class StackedTables:
         self._are_zeros = False
 
     def register(self, table: TableConfig) -> None:
-        """Note that a layer needs `table`.
+        """Record that a layer needs `table`.
 
         Raises:
             UnknownTableError, CheckpointMismatchError: the checkpoint has no such table, or one of another shape.
@@ -57,8 +58,8 @@ class StackedTables:
         found = find_table(table.name, self._available)
         if (found.rows, found.dim) != (table.vocabulary_size, table.dim):
             raise CheckpointMismatchError(
-                f"table {table.name!r} is [{table.vocabulary_size}, {table.dim}] in the model and "
-                f"[{found.rows}, {found.dim}] in the checkpoint; build the model as it was trained"
+                f"table {table.name!r} is [{table.vocabulary_size}, {table.dim}] in the model, but [{found.rows}, "
+                f"{found.dim}] in the checkpoint. Build the model as it was trained."
             )
         if table.name not in self.required:
             self.required.append(table.name)
@@ -66,10 +67,10 @@ class StackedTables:
             self.quantization[table.name] = table.quantization_config
 
     def bind(self, stacks: Sequence[StackPlan], variables: Mapping[str, Any]) -> None:
-        """Say where the tables lie: `variables` by stack name, of stored rows.
+        """Assign the tables to `variables`, by stack name, which hold stored rows.
 
-        The rows of a table that is read whole are taken from what is read: once an operation has gathered from a variable,
-        TensorFlow copies it at every read.
+        Rows of a table that is read whole are gathered from the value read: once an operation has gathered from a
+        variable, TensorFlow copies it at every read.
         """
         self._variables = variables
         self._stacks = {stack.name: stack for stack in stacks}
@@ -77,13 +78,13 @@ class StackedTables:
         self._whole = {stack.name for stack in stacks if any(place.table in self.read_whole for place in stack.tables)}
 
     def place(self, table: str) -> tuple[str, Placement]:
-        """The stack that a table lies in, and where."""
+        """Return the stack of a table, and its placement there."""
         stack, place = self._places[table]
         return stack.name, place
 
     @contextlib.contextmanager
     def rows_of_zeros(self) -> Iterator[None]:
-        """Have every lookup give zeros: to run a model whose tables are not there."""
+        """Make every lookup return zeros, to run a model whose tables have no data."""
         self._are_zeros = True
         try:
             yield
@@ -91,11 +92,11 @@ class StackedTables:
             self._are_zeros = False
 
     def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
-        """Activations of `features`, each in its table, with one gather per stack."""
+        """Return the activations of `features`, each in its table, with one gather per stack."""
         if not self._places:
             if tf.executing_eagerly():
                 raise ExportError(
-                    "the model looked up its tables while it was being built; build it from symbolic inputs"
+                    "the model looked up its tables while it was being built. Build it from symbolic inputs."
                 )
             return gather_grouped(
                 list(features), list(tables), lambda table, ids: tf.gather(self._stand_in(table), ids)
@@ -111,20 +112,21 @@ class StackedTables:
         return activations
 
     def table(self, name: str) -> "_WholeTable":
-        """A table that is read where it is used."""
+        """Return a table that is read where it is used."""
         self.were_asked_for = True
         return _WholeTable(self, find_table(name, self._available))
 
     def read(self, table: str) -> Tensor:
-        """All rows of a table, float32 [rows, dim]: the stored variable itself, without a copy.
+        """Return all rows of a table, float32 [rows, dim]: the stored variable itself, without a copy.
 
         Raises:
-            ExportError: it is read where there is nothing to read, or lies beside other tables.
+            ExportError: the table has no data yet, or shares its stack with other tables.
         """
         info = self._available[table]
         if not self._places and tf.executing_eagerly():
             raise ExportError(
-                f"the model read table {table!r} while it was being built; read layer.embedding_tables in the call of a layer"
+                f"the model read table {table!r} while it was being built. Read layer.embedding_tables in the "
+                "call of a layer."
             )
         if not self._places:
             if table not in self.read_whole:
@@ -132,18 +134,20 @@ class StackedTables:
             return self._stand_in(table).read_value()
         if self._are_zeros:
             if 4 * info.rows * info.dim > _MAX_ZERO_BYTES:
-                raise ExportError(f"table {table!r} is read whole, and too large to be tried with zeros in its place")
+                raise ExportError(
+                    f"table {table!r} is read whole, and is too large to test the model with zeros in its place."
+                )
             return tf.zeros([info.rows, info.dim])
         stack, _ = self._places[table]
         if table not in self.read_whole:
             raise ExportError(
-                f"the model reads table {table!r} whole, and did not when it was traced before the tables were planned; "
-                "read it whenever the model is called"
+                f"the model reads table {table!r} whole, but did not when it was first traced. Read it in every "
+                "call of the model."
             )
         return self._variables[stack.name].read_value()
 
     def _stand_in(self, table: str) -> Any:
-        """A variable in place of a table that has none yet. It has no value: a function that keeps it cannot be saved."""
+        """Return a variable that stands for a table without a value. A function that keeps it cannot be saved."""
         if table not in self._unbound:
             info = self._available[table]
             with tf.init_scope():
@@ -153,7 +157,7 @@ class StackedTables:
         return self._unbound[table]
 
     def _lookup(self, stack: str, features: Sequence[LookupIds], places: Sequence[Placement]) -> list[Tensor]:
-        """Activations of features of one stack."""
+        """Return the activations of features of one stack."""
         features = [_within(feature, place) for feature, place in zip(features, places, strict=True)]
         if len(features) > 1 and all(map(_is_plain, features)) and not any(place.first_row for place in places):
             sizes, ids = _shifted_together(features, places)
@@ -162,7 +166,7 @@ class StackedTables:
         return gather_grouped(_shifted(features, places), [stack] * len(features), self.gather)
 
     def gather(self, stack: str, ids: Tensor) -> Tensor:
-        """float32 [*shape, dim] of int64 `ids` of that shape, rows of the stack."""
+        """Return float32 [*shape, dim] for int64 `ids` of that shape, rows of the stack."""
         plan = self._stacks[stack]
         if self._are_zeros:
             return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
@@ -173,7 +177,7 @@ class StackedTables:
 
 
 class _WholeTable:
-    """A table as layers of a model see it inside an export: it becomes a tensor in whatever operation takes it."""
+    """A table as the layers of a model see it during an export. It becomes a tensor in any operation that uses it."""
 
     dtype, sparse, ragged = tf.float32, False, False
 
@@ -182,20 +186,20 @@ class _WholeTable:
         self._tables = tables
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Tensor:
-        """The tensor; see `tf.types.experimental.TensorProtocol`."""
+        """Return the tensor; see `tf.types.experimental.TensorProtocol`."""
         value = self.read_value()
         if dtype is not None and tf.as_dtype(dtype) != value.dtype:
-            raise TypeError(f"table {self.name!r} is {value.dtype.name}, not {tf.as_dtype(dtype).name}")
+            raise TypeError(f"table {self.name!r} is {value.dtype.name}, not {tf.as_dtype(dtype).name}.")
         return value
 
     def read_value(self) -> Tensor:
-        """The tensor, as a variable gives it."""
+        """Return the tensor, as a variable does."""
         return self._tables.read(self.name)
 
     value = read_value
 
     def get_shape(self) -> Any:
-        """[rows, dim]."""
+        """Return [rows, dim]."""
         return self.shape
 
 
@@ -208,12 +212,12 @@ for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"})
 
 
 def _is_plain(feature: LookupIds) -> bool:
-    """Whether row k is activation k, of any id."""
+    """Returns True if row k is activation k, for any id."""
     return type(feature) is LookupIds and feature.segments is None and feature.scale is None and not feature.droppable
 
 
 def _as_activations(feature: LookupIds, rows: Tensor) -> Tensor:
-    """`feature.combine(rows)` of a plain one, without operations where the ids were a vector."""
+    """Return `feature.combine(rows)` of a plain feature, without operations if the ids are a vector."""
     if len(feature.static_shape) != 1:
         return feature.combine(rows)
     rows.set_shape([*feature.static_shape, None])
@@ -221,16 +225,17 @@ def _as_activations(feature: LookupIds, rows: Tensor) -> Tensor:
 
 
 def _within(feature: LookupIds, place: Placement) -> LookupIds:
-    """`feature` with ids outside of the table, or of the part of it that is there, as its policy says."""
+    """Return `feature` with its policy applied to ids outside of the exported rows of its table."""
     start, stop = place.first_row, place.first_row + place.rows
     check_policy(feature.feature, feature.policy, place)
     return feature.within(start, stop)
 
 
 def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]) -> tuple[Tensor, Tensor]:
-    """How many ids each plain feature has, and all of them behind each other, as ids of the stack.
+    """Return the number of ids of each plain feature, and all ids concatenated, as ids of the stack.
 
-    Features of one length, as most are, lie as rows of a matrix: so their check and shift are a few operations for all.
+    Features usually have the same length. They then form the rows of a matrix, and the check and shift take a few
+    operations for all.
     """
     ids = [feature.ids for feature in features]
     sizes, joined = tf.concat(tf.shape_n(ids, tf.int64), 0), tf.concat(ids, 0)
@@ -257,7 +262,7 @@ def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]
 def _shifted_apart(
     features: Sequence[LookupIds], ids: Sequence[Tensor], shapes: Sequence[Tensor], places: Sequence[Placement]
 ) -> Tensor:
-    """As `_shifted_together` does it, of features of any lengths, one by one; this is where ids outside fail."""
+    """Shift features of any lengths, one by one. Ids outside of their tables fail here. See `_shifted_together`."""
     given = iter(shapes)
     apart = [
         dataclasses.replace(
@@ -269,7 +274,9 @@ def _shifted_apart(
 
 
 def _shifted(features: Sequence[LookupIds], places: Sequence[Placement]) -> list[LookupIds]:
-    """Features of one stack with ids of the stack. An id outside its table fails; it never reads a neighbour's row."""
+    """Return features of one stack with ids of the stack. An id outside its table fails; it never reads a neighbour's
+    row.
+    """
     spans = [Span(place.table, place.first_row, place.first_row + place.rows) for place in places]
     shift = outside_shift(features, spans)
     return [
@@ -287,10 +294,12 @@ def _moved(feature: LookupIds, offset: Tensor) -> LookupIds:
 
 
 class _InOrder(LookupIds):
-    """Ids of which all of one activation mostly stand together, as those of lists do: they are added up twice as fast."""
+    """Ids of which those of one activation are usually adjacent, as in lists. They are then summed twice as fast."""
 
     def combine(self, rows: Tensor) -> Tensor:
-        """As of any ids. An order that falls, or ids that count for no activation, are seen when it runs."""
+        """Combine rows as for any ids. An unsorted order, or ids that belong to no activation, are detected at run
+        time.
+        """
         if self.scale is not None:
             rows *= self.scale[:, None]
         count, segments = tf.reduce_prod(self.shape), tf.convert_to_tensor(self.segments)
@@ -300,7 +309,7 @@ class _InOrder(LookupIds):
 
 
 def _in_order(rows: Tensor, segments: Tensor, count: Tensor) -> Tensor:
-    """`unsorted_segment_sum` where no segment is negative or less than the one before."""
+    """Compute `unsorted_segment_sum` for sorted segments without negative ones."""
     found = tf.math.segment_sum(rows, segments)
     rest = tf.zeros(tf.stack([tf.cast(count, tf.int32) - tf.shape(found)[0], rows.shape[-1]]))
     return tf.concat([found, rest], 0)

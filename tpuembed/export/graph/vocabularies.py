@@ -1,7 +1,8 @@
 """The vocabularies of a model's preprocessing layers: recorded in an export, and compared with those of the training.
 
-They are no weights, so that the factory has to give them. Entry k is what the layer maps to k, masks and out of vocabulary
-entries included, as `get_vocabulary()` lists them. Another order gives the rows of other words, without any error.
+They are not weights, so the factory has to provide them. Entry k is the one that the layer maps to k, masks and out of
+vocabulary entries included, as `get_vocabulary()` lists them. Another order returns the rows of other words, without
+any error.
 """
 
 import dataclasses
@@ -36,9 +37,9 @@ class _Vocabulary:
     """One vocabulary.
 
     Attributes:
-        layer: the layer's name; "" where it is not known.
+        layer: the layer's name; "" if it is not known.
         kind: its class, in snake case.
-        entries: gives them as UTF-8, in the order of their numbers; None where they are not known.
+        entries: returns them as UTF-8, in the order of their numbers; None if they are not known.
     """
 
     layer: str
@@ -47,7 +48,7 @@ class _Vocabulary:
 
     @functools.cached_property
     def described(self) -> VocabularyEntry:
-        """Its size and its digest, which reads all of it."""
+        """Return its size and its digest. This reads all of it."""
         digest, size = hashlib.sha256(), 0
         for entry in self.entries() if self.entries else ():
             digest.update(b"%d:%s," % (len(entry), entry))
@@ -56,16 +57,18 @@ class _Vocabulary:
 
     @property
     def number(self) -> int | None:
-        """The number in a name that Keras made: 0 in string_lookup, 3 in string_lookup_3; None in a name that it was given."""
+        """Return the number in a generated Keras name: 0 for string_lookup, 3 for string_lookup_3; None for a user's
+        name.
+        """
         match = re.fullmatch(rf"{re.escape(self.kind)}(?:_(\d+))?", self.layer) if self.kind else None
         return int(match[1] or 0) if match else None
 
 
 def vocabularies_of(model: Any) -> tuple[VocabularyEntry, ...]:
-    """Size and digest of each vocabulary of `model`, by the names of its layers.
+    """Return size and digest of each vocabulary of `model`, by the names of its layers.
 
     Raises:
-        ConfigError: a layer has no vocabulary, and would answer "out of vocabulary" to everything, or nothing.
+        ConfigError: a layer has no vocabulary, so every value would be out of vocabulary.
     """
     return tuple(vocabulary.described for vocabulary in _of_model(model))
 
@@ -89,12 +92,13 @@ def _of_model(model: Any) -> list[_Vocabulary]:
 def _check_is_there(layer: Any, owner: Any) -> None:
     if layer.vocabulary_size() <= layer.num_oov_indices + 1 and not layer.get_vocabulary(include_special_tokens=False):
         raise ConfigError(
-            f"model: layer {owner.name!r} has no vocabulary, which is no weight and not restored; give it one in the factory"
+            f"model: layer {owner.name!r} has no vocabulary. A vocabulary is not a weight, so it is not restored. "
+            "Set it in the factory."
         )
 
 
 def _snake(class_name: str) -> str:
-    """As Keras begins the names that it makes of a class."""
+    """Return the snake case of a class name, as Keras starts generated names."""
     parted = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", class_name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", parted).lower()
 
@@ -104,7 +108,7 @@ def _boundary(bound: Any) -> bytes:
 
 
 def _entries(layer: Any) -> Iterator[bytes]:
-    """As `get_vocabulary` lists them; a list of millions of texts would take gigabytes."""
+    """Yield the entries as `get_vocabulary` lists them. A list of millions of texts would take gigabytes."""
     keys, values = layer.lookup_table.export()
     words, numbers = (values, keys) if layer.invert else (keys, values)
     first = layer.vocabulary_size() - int(words.shape[0])
@@ -117,7 +121,7 @@ def _entries(layer: Any) -> Iterator[bytes]:
 
 
 def _special(mask: Any, oov: Any, count: int, mode: str) -> list[bytes]:
-    """The entries before the first word."""
+    """Return the entries before the first word."""
     masks = [str(mask).encode()] if mask is not None and mode == "int" else []
     return masks + [str(oov).encode()] * count
 
@@ -126,14 +130,15 @@ def _special(mask: Any, oov: Any, count: int, mode: str) -> list[bytes]:
 
 
 def check_vocabularies(model: Any, source: str | FilePath) -> None:
-    """Compare the vocabularies of `model` with those in the `.keras` file that it was saved in; do nothing for other sources.
+    """Compare the vocabularies of `model` with those in the `.keras` file that it was saved in. Do nothing for other
+    sources.
 
-    A layer with a name of its own is compared with the layer of that name. Layers whose names Keras has numbered must have the
-    file's vocabularies in the order in which the layers were made: all of them, or some where the factory makes fewer. Where the
-    file has none left, a layer is one that the factory has added.
+    A layer with a user's name is compared with the layer of that name. Layers with generated names must have the file's
+    vocabularies in the order in which the layers were made: all of them, or some if the factory makes fewer. When the
+    file has none left, a further layer counts as added by the factory.
 
     Raises:
-        CheckpointMismatchError: a vocabulary differs; the message says where.
+        CheckpointMismatchError: a vocabulary differs; the message names the first difference.
     """
     path = as_path(source)
     mine = _of_model(model) if path.suffix == ".keras" and path.is_file() else []
@@ -158,14 +163,15 @@ def check_vocabularies(model: Any, source: str | FilePath) -> None:
 
 
 def _is_same(mine: _Vocabulary, saved: _Vocabulary) -> bool:
-    """Whether they are equal, as far as the file says."""
+    """Returns True if they are equal, as far as the file has the entries."""
     return saved.entries is None or mine.described.sha256 == saved.described.sha256
 
 
 def _check_in_order(mine: Sequence[_Vocabulary], saved: Sequence[_Vocabulary], source: str | FilePath) -> None:
-    """Compare layers that are not in the file by a name of their own with `saved`, which no name has taken.
+    """Compare layers without a counterpart of their name with `saved`, the rest of the file's vocabularies.
 
-    First those that Keras has numbered, in order. A layer with a name of its own is then one of what is left, or it is new.
+    Layers with generated names are compared first, in order. A layer with a user's name must then equal one of the
+    rest, or be new.
     """
     numbered, left = sorted((one for one in mine if one.number is not None), key=_made_as), sorted(saved, key=_made_as)
     if len(numbered) == len(left):
@@ -189,13 +195,13 @@ def _check_in_order(mine: Sequence[_Vocabulary], saved: Sequence[_Vocabulary], s
 
 
 def _nearest(mine: _Vocabulary, saved: Sequence[_Vocabulary]) -> _Vocabulary:
-    """One of `saved` that a message compares `mine` with: of its class, if there is one."""
+    """Return the vocabulary of `saved` to compare `mine` with in a message: one of its class, if there is one."""
     known = [one for one in saved if one.entries is not None]
     return next((one for one in known if one.kind == mine.kind), known[0])
 
 
 def _made_as(vocabulary: _Vocabulary) -> tuple[str, int, str]:
-    """Sorts layers of one class by the numbers that Keras gave them, and so as they were made."""
+    """Return a sort key that orders layers of one class by their generated numbers, and so by creation."""
     number = vocabulary.number
     return vocabulary.kind, -1 if number is None else number, vocabulary.layer
 
@@ -207,9 +213,10 @@ def _differs(mine: _Vocabulary, saved: _Vocabulary, source: str | FilePath) -> C
     pairs = enumerate(zip_longest(mine.entries(), saved.entries()))
     number, (one, other) = next(((n, pair) for n, pair in pairs if pair[0] != pair[1]), (0, (None, None)))
     return CheckpointMismatchError(
-        f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than the trained {saved.layer!r}. "
-        f"Entry {number} is {_shown(one)} in the factory, which has {here.size} entries, and {_shown(other)} in the file, "
-        f"which has {there.size}. Give the layer the vocabulary, and the name, that it was trained with"
+        f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than the trained "
+        f"{saved.layer!r}. Entry {number} is {_shown(one)} in the factory, which has {here.size} entries, and "
+        f"{_shown(other)} in the file, which has {there.size}. Give the layer the vocabulary, and the name, that "
+        "it was trained with."
     )
 
 
@@ -218,9 +225,9 @@ def _shown(entry: bytes | None) -> str:
 
 
 def _of_archive(path: FilePath) -> list[_Vocabulary]:
-    """Of layers that keep it in the model's config, and of those that were adapted and keep it in a file of the archive.
+    """Return the vocabularies of layers that keep them in the model's config, or, if adapted, in a file of the archive.
 
-    Layers that other layers' code makes with a vocabulary are there without their entries.
+    Layers that another layer creates with a vocabulary are included without their entries.
     """
     with open_stream(path) as file, zipfile.ZipFile(file) as archive:
         config = json.loads(archive.read(_CONFIG))
@@ -228,11 +235,11 @@ def _of_archive(path: FilePath) -> list[_Vocabulary]:
         names = _names_by_place(archive)
         for name in archive.namelist():
             place = PurePosixPath(name).parent
-            # A TextVectorization writes the vocabulary of its lookup layer a second time, as its own.
+            # A TextVectorization also writes the vocabulary of its lookup layer as its own.
             if PurePosixPath(name).name == _VOCABULARY and place.name != "_lookup_layer":
                 entries = archive.read(name).split(b"\n")
                 layer = names.get(str(place.relative_to("assets")), "")
-                # In a list of layers the place is called by the class, else by an attribute.
+                # In a list of layers, the place is named after the class, otherwise after an attribute.
                 kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
                 found.append(_Vocabulary(layer, kind, functools.partial(iter, entries)))
     known = {vocabulary.layer for vocabulary in found}
@@ -241,7 +248,7 @@ def _of_archive(path: FilePath) -> list[_Vocabulary]:
 
 
 def _kind_of(name: str) -> str:
-    """The class that a name which Keras made says; "" of another name."""
+    """Return the class in a generated Keras name; "" for another name."""
     kind = _without_number(name)
     return kind if kind in _KINDS else ""
 
@@ -251,7 +258,7 @@ def _without_number(name: str) -> str:
 
 
 def _layers(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(class, config) of every object that `config` describes, at any depth."""
+    """Yield (class, config) of every object that `config` describes, at any depth."""
     if isinstance(config, Mapping):
         fields = config.get("config")
         if isinstance(config.get("class_name"), str) and isinstance(fields, Mapping):
@@ -267,13 +274,13 @@ def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabula
     kind, name = _snake(class_name), str(fields.get("name", ""))
     words = fields.get("vocabulary")
     if isinstance(words, list) and words and (class_name == "TextVectorization" or "num_oov_indices" in fields):
-        is_text = class_name == "TextVectorization"  # whose lookup layer has these
+        is_text = class_name == "TextVectorization"  # the config of its lookup layer
         mask, oov, count = (
             ("", "[UNK]", 1) if is_text else [fields.get(k) for k in ("mask_token", "oov_token", "num_oov_indices")]
         )
         special = _special(mask, oov, int(count or 0), str(fields.get("output_mode") or "int"))
         entries = [str(word).encode() for word in words]
-        if entries[: len(special)] == special:  # Keras takes them with the special ones or without
+        if entries[: len(special)] == special:  # Keras accepts them with or without the special entries
             entries = entries[len(special) :]
         yield _Vocabulary(name, kind, lambda: special + entries)
     bounds = fields.get("bin_boundaries")
@@ -282,7 +289,7 @@ def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabula
 
 
 def _names_by_place(archive: zipfile.ZipFile) -> dict[str, str]:
-    """The names of layers by their places in the archive, as the weights' groups have them."""
+    """Return the names of layers by their places in the archive, from the groups of the weights."""
     import h5py
 
     names: dict[str, str] = {}

@@ -1,10 +1,10 @@
 """Requests that TensorFlow Serving runs before a version becomes available, so that no user's request is the first one.
 
-One record per signature and batch size. A record that fails fails the load: so they hold ids that are rows of their tables, and
-a model that computes more than lookups is called with them before they are written.
+One record per signature and batch size. A record that fails makes the load fail. So the ids in records are rows of
+their tables, and a model that computes more than lookups is called with them before they are written.
 
-Source: tensorflow_serving/apis/prediction_log.proto, predict.proto and model.proto, and TensorFlow Serving's page "SavedModel
-Warmup" for the place and the form of the file.
+Source: tensorflow_serving/apis/prediction_log.proto, predict.proto and model.proto, and TensorFlow Serving's page
+"SavedModel Warmup" for the place and the format of the file.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ def sample_inputs(
     widths: Mapping[str, int] | None = None,
     padding: Mapping[str, Any] | None = None,
 ) -> dict[str, _Array]:
-    """Inputs of `specs`: `ids`' rows and zeros. In batches of more than one, lists end in padding.
+    """Return inputs of `specs`: the rows in `ids`, and zeros. In batches of more than one, lists end in padding.
 
     Args:
         specs: of all inputs.
-        ids: of lists of ids, and of single ids.
-        batch: how many examples.
-        widths: columns of lists that are not to have just any number of them.
+        ids: by name, the row for a list of ids or a single id.
+        batch: number of examples.
+        widths: columns of lists that need a given number of them.
         padding: of the lists; None for -1 of those in `ids`.
     """
     pads = dict.fromkeys(ids, -1) if padding is None else padding
@@ -90,7 +90,7 @@ def _examples(inputs: Mapping[str, _Array]) -> dict[str, _Array]:
 
 
 def _example(row: Mapping[str, tf.train.Feature]) -> bytes:
-    """Serialized with its features in the order of their names: otherwise every process has an order of its own."""
+    """Serialize the Example with its features sorted by name: otherwise the order differs from process to process."""
     return tf.train.Example(features=tf.train.Features(feature=row)).SerializeToString(deterministic=True)
 
 
@@ -104,13 +104,17 @@ def _feature(value: Any) -> tf.train.Feature:
 
 
 def _prediction_log(signature: str, inputs: Mapping[str, _Array]) -> bytes:
-    """PredictionLog.predict_log = 6, PredictLog.request = 1; ModelSpec.signature_name = 3 in PredictRequest.model_spec = 1."""
+    """Return a PredictionLog.
+
+    PredictionLog.predict_log = 6, PredictLog.request = 1; ModelSpec.signature_name = 3 in PredictRequest.model_spec =
+    1.
+    """
     entries = b"".join(_input(name, values) for name, values in inputs.items())
     request = bytes_field(1, bytes_field(3, signature.encode())) + entries
     return bytes_field(6, bytes_field(1, request))
 
 
 def _input(name: str, values: _Array) -> bytes:
-    """An entry of the map PredictRequest.inputs = 2: its key = 1 and its TensorProto = 2."""
+    """Return an entry of the map PredictRequest.inputs = 2: its key = 1 and its TensorProto = 2."""
     tensor = tf.make_tensor_proto(values).SerializeToString(deterministic=True)
     return bytes_field(2, bytes_field(1, name.encode()) + bytes_field(2, tensor))

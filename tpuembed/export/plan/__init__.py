@@ -1,4 +1,4 @@
-"""Makes the plan of an export: which rows go into which file, in which form.
+"""Makes the plan of an export: which rows are written to which file, in which format.
 
-A plan is data, and making it writes nothing.
+A plan is data. Making it writes nothing.
 """

@@ -1,8 +1,8 @@
-"""Which bytes an export writes, where, and in which pieces: a plan is data, made without touching a file.
+"""Plan which bytes an export writes, to which files and in which pieces, without touching a file.
 
-Tables of one width and storage type are stacked into one variable, because one gather then serves all their
-features. Each stack is a data file of its own and starts at its first byte: the bytes that a TensorFlow bundle loads
-can so be mapped as they are too (`ImmutableConst` maps whole files only).
+Tables of one width and storage type are stacked into one variable, so that one gather serves all their features. Each
+stack is a data file of its own and starts at the file's first byte. So the files of a TensorFlow bundle can also be
+mapped in place: `ImmutableConst` maps whole files only.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES
 from tpuembed.export.stream.chunk import chunk_bytes, most_rows, rows_within
 from tpuembed.manifest import LAYOUTS
 
-if TYPE_CHECKING:  # a worker reads tasks, not tables
+if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint import TableInfo
 
 __all__ = [
@@ -34,25 +34,27 @@ __all__ = [
 
 DEFAULT_MAX_MEMORY_BYTES = 512 << 20
 
-# Chunks that stay in a core's cache between the read, the checksum and the write.
+# A chunk of this size stays in a core's cache from the read to the checksum and the write.
 _CHUNK_BYTES = 4 << 20
-# A shard is the unit of balancing, of retrying and of resuming: less than a second of work, and never so many that a plan
-# grows with the data. It is the same for any number of workers, so that an export is resumed with fewer of them.
+# A shard is the unit of balancing, retrying and resuming: less than a second of work. _MAX_SHARDS bounds the size of
+# the plan. The size does not depend on the number of workers, so fewer workers can resume an export.
 _SHARD_BYTES = 64 << 20
 _MAX_SHARDS = 16_384
 
 BYTES_PER_SECOND_AND_WORKER = 500 * 10**6
-"""What plans estimate by, in bytes read or written, whichever is more: a processor of 2025 and a disk that keeps up."""
+"""The rate that estimates assume, in bytes read or written, whichever is more: a processor of 2025 and a disk that
+keeps up.
+"""
 
 ReadBuffers = Callable[[str, int], int]
-"""The most bytes that a reader of a table, by its name, holds beside so many rows at a time."""
+"""(table, rows read at a time) -> the most bytes that the table's reader holds beside those rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A table's rows in its stack: [row_offset, row_offset + rows) are its rows from `first_row` on.
+    """The place of a table's rows in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on.
 
-    `quantization`: the fields of the QuantizationConfig that its values are passed through, or None.
+    `quantization`: the fields of the QuantizationConfig to apply to its values, or None.
     """
 
     table: str
@@ -69,12 +71,12 @@ class StackPlan:
     """One stacked variable.
 
     Attributes:
-        name: of the variable, and with `.data` of its file while it is streamed.
+        name: name of the variable; its file is `name`.data while it is streamed.
         dim: width of its tables, in elements of the source.
         storage: key of STORAGES.
-        rows: of all its tables together.
-        size: of its file, in bytes.
-        tables: in row order, sorted by name; one, where it is read whole.
+        rows: number of rows of all its tables together.
+        size: size of its file, in bytes.
+        tables: in row order, sorted by name; exactly one if the model reads it whole.
     """
 
     name: str
@@ -86,24 +88,24 @@ class StackPlan:
 
     @property
     def file(self) -> str:
-        """Name of the data file that holds it while it is streamed."""
+        """Return the name of the stack's data file while it is streamed."""
         return f"{self.name}.data"
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one stored row."""
+        """Return the bytes of one stored row."""
         return STORAGES[self.storage].row_bytes(self.dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardTask:
-    """Rows [start, stop) of one table, written at `file_offset` of `file` in chunks of `chunk_rows`.
+    """A task to write rows [start, stop) of one table at `file_offset` of `file`, in chunks of `chunk_rows`.
 
-    Shards are numbered in the order of the bytes they write. Everything in it is a JSON value.
+    Shards are numbered in the order of the bytes they write. Every field is a JSON value.
 
     Attributes:
-        reader_bytes: the most that the checkpoint's reader holds beside a chunk.
-        written_crc32c: of its bytes, where an earlier export has recorded that they are in the file.
+        reader_bytes: the most bytes that the checkpoint's reader holds beside a chunk.
+        written_crc32c: checksum of the shard's bytes if an earlier run has recorded that they are in the file.
     """
 
     index: int
@@ -123,41 +125,43 @@ class ShardTask:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk as it is stored."""
+        """Return the bytes of a chunk as it is stored."""
         return self.chunk_rows * STORAGES[self.storage].row_bytes(self.dim)
 
     @property
     def buffer_bytes(self) -> int:
-        """The most that a worker holds for it: the chunk, what makes it what is stored, and the reader's."""
+        """Return the most bytes that a worker holds for this shard: the chunk, the conversion buffers, and the
+        reader's.
+        """
         is_quantized = self.quantization is not None
         own = chunk_bytes(self.source_dtype, self.storage, is_quantized, self.dim, self.chunk_rows)
         return own + self.reader_bytes
 
     @property
     def size(self) -> int:
-        """Bytes it writes."""
+        """Return the bytes that the shard writes."""
         return (self.stop - self.start) * STORAGES[self.storage].row_bytes(self.dim)
 
     @property
     def source_size(self) -> int:
-        """Bytes it reads."""
+        """Return the bytes that the shard reads."""
         return (self.stop - self.start) * self.dim * SOURCE_DTYPES[self.source_dtype].itemsize
 
     def __str__(self) -> str:
-        """As error messages name it."""
+        """Return the name of the shard in error messages."""
         return f"shard {self.index} (table {self.table!r}, rows {self.start} to {self.stop})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """Everything that streaming and assembling need to know, and nothing that they find out.
+    """Everything that streaming and assembling need to know before they start.
 
     Attributes:
         layout: one of LAYOUTS.
         workers: processes that stream; never more than there are shards.
         max_memory_bytes: bound on all their buffers together.
         stacks: sorted by storage and width.
-        shards: every row to export of every table exactly once.
+        shards: cover every row to export exactly once.
     """
 
     layout: str
@@ -168,22 +172,22 @@ class ExportPlan:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of table data that will be written."""
+        """Return the bytes of table data that will be written."""
         return sum(stack.size for stack in self.stacks)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of buffers that all workers hold at most."""
+        """Return the most bytes of buffers that all workers hold together."""
         return self.workers * max(task.buffer_bytes for task in self.shards)
 
     @property
     def estimated_seconds(self) -> float:
-        """Of streaming, at BYTES_PER_SECOND_AND_WORKER: a stated rate, measured nowhere near."""
+        """Return an estimate of the streaming time. It assumes BYTES_PER_SECOND_AND_WORKER; nothing is measured."""
         moved = sum(max(task.size, task.source_size) for task in self.shards)
         return moved / (self.workers * BYTES_PER_SECOND_AND_WORKER)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         estimate = {
             "estimated_seconds": round(self.estimated_seconds, 3),
             "stated_bytes_per_second": self.workers * BYTES_PER_SECOND_AND_WORKER,
@@ -192,7 +196,7 @@ class ExportPlan:
         return {**dataclasses.asdict(self), **counts, **estimate}
 
     def describe(self) -> str:
-        """The plan in lines for people: a summary, then one per stack and table."""
+        """Return the plan as lines of text: a summary, then one line per stack and table."""
         from tpuembed.export.plan.text import describe
 
         return describe(self)
@@ -211,23 +215,24 @@ def plan_export(
     may_use_fewer: bool = False,
     read_buffers: ReadBuffers = lambda table, rows: 0,  # noqa: ARG005
 ) -> ExportPlan:
-    """Plan the export of `tables`, in the order of their names whatever order they come in.
+    """Plan the export of `tables`. The plan does not depend on their order.
 
     Args:
-        tables: what the checkpoint says about the tables to export.
-        storage: key of STORAGES for all of them, or one by table; see `storage_by_table`.
-        quantization: by table, of those whose activations were quantized in training.
-        row_ranges: table -> (start, stop), of tables of which only these rows are exported.
-        whole: tables that the graph reads whole. Each is a stack of its own, as a slice of a stack would be a copy.
+        tables: the checkpoint's description of the tables to export.
+        storage: key of STORAGES for all tables, or one by table; see `storage_by_table`.
+        quantization: by table, for those whose activations were quantized in training.
+        row_ranges: table -> (start, stop), for tables of which only these rows are exported.
+        whole: tables that the graph reads whole. Each is a stack of its own, because a slice of a stack would be a
+            copy.
         layout: one of LAYOUTS.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that may stream at once.
-        may_use_fewer: take as many of them as the memory is enough for.
-        read_buffers: what the checkpoint's reader holds.
+        may_use_fewer: use only as many workers as the memory allows.
+        read_buffers: returns the bytes that the checkpoint's reader holds.
 
     Raises:
-        ConfigError: no table, a table twice or of a shape or dtype that cannot be exported, an unknown storage or
-            layout, fewer than one worker, or a budget that does not hold one row, and the reader's buffers, for every worker.
+        ConfigError: no table; a table given twice, or of an unsupported shape or dtype; an unknown storage or layout;
+            fewer than one worker; or a budget too small for one row, and the reader's buffers, in every worker.
         UnknownTableError: `storage` or `row_ranges` name another table.
         RowRangeError: rows outside of a table.
     """
@@ -259,18 +264,20 @@ def _check_options(layout: str, max_memory_bytes: int, workers: int) -> None:
 
 def _check_tables(tables: Sequence["TableInfo"]) -> None:
     if not tables:
-        raise ConfigError("no table to export: name at least one table of the checkpoint")
+        raise ConfigError("no table to export. Name at least one table of the checkpoint.")
     seen: set[str] = set()
     for table in tables:
         if table.name in seen:
-            raise ConfigError(f"table {table.name!r} is given twice; give every table once")
+            raise ConfigError(f"table {table.name!r} is given twice. Give every table once.")
         seen.add(table.name)
         if table.rows < 1 or table.dim < 1:
-            raise ConfigError(f"table {table.name!r}: [{table.rows}, {table.dim}] has no elements; leave it out")
+            raise ConfigError(
+                f"table {table.name!r}: its shape [{table.rows}, {table.dim}] has no elements. Leave it out."
+            )
         if table.dtype.name not in SOURCE_DTYPES:
             raise ConfigError(
-                f"table {table.name!r}: its dtype is {table.dtype.name} and an export reads "
-                f"{', '.join(SOURCE_DTYPES)}; cast it before the checkpoint is written"
+                f"table {table.name!r}: cannot export dtype {table.dtype.name}. Supported dtypes: "
+                f"{', '.join(SOURCE_DTYPES)}. Cast the table before you write the checkpoint."
             )
 
 
@@ -281,25 +288,26 @@ def _check_whole(
     ranges: RowRanges,
     tables: Sequence["TableInfo"],
 ) -> None:
-    """Raise ConfigError for a table that is read whole and would not be stored as the model reads it."""
+    """Raise ConfigError if a table that the model reads whole would not be stored as all of its rows in float32."""
     for table in tables:
         name = table.name
         if name not in whole:
             continue
-        reads = f"table {name!r}: the model reads it whole, and"
+        reads = f"table {name!r}: the model reads the whole table, and"
         if storages[name] != "float32":
             raise ConfigError(
-                f"{reads} storage {storages[name]} would be decoded whole at every request; store it as float32 "
-                f"(--storage '{name}=float32')"
+                f"{reads} storage {storages[name]} would be decoded at every request. Store it as float32 "
+                f"(--storage '{name}=float32')."
             )
         start, stop = ranges.get(name, (0, table.rows))
         if (start, stop) != (0, table.rows):
             raise ConfigError(
-                f"{reads} rows {start} to {stop} are not all of its {table.rows}; leave `rows` out for it"
+                f"{reads} rows {start} to {stop} are not all of its {table.rows}. Leave `rows` out for it."
             )
         if name in quantization:
             raise ConfigError(
-                f"{reads} it was trained with a quantization_config, which is for looked up rows alone; look its rows up instead"
+                f"{reads} its quantization_config applies only to rows that are looked up. Change the model to "
+                "look rows up."
             )
 
 
@@ -354,7 +362,7 @@ def _stack(
 
 
 def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Placement, int, int]]:
-    """Row ranges (stack, table, start, stop) of about `shard_bytes` each, and of nearly equal size within a table."""
+    """Yield row ranges (stack, table, start, stop) of about `shard_bytes` each, of nearly equal size within a table."""
     for table in stack.tables:
         pieces = min(table.rows, max(1, round(table.rows * stack.row_bytes / shard_bytes)))
         bounds = [table.rows * i // pieces for i in range(pieces + 1)]
@@ -364,14 +372,14 @@ def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Plac
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkSize:
-    """Of a table: rows that are read at a time, and what its reader holds beside them."""
+    """The rows of a table to read at a time, and the bytes that its reader holds beside them."""
 
     rows: int
     reader_bytes: int
 
 
 def _chunks(stacks: Sequence[StackPlan], budget: int, read_buffers: ReadBuffers) -> dict[str, _ChunkSize]:
-    """By table: as large as fits in `budget` bytes, and no larger than pays."""
+    """Return the chunk size of every table: as large as fits in `budget` bytes, up to _CHUNK_BYTES."""
     return {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
 
 
@@ -386,7 +394,7 @@ def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBu
 
 
 def _least_bytes(stacks: Sequence[StackPlan], read_buffers: ReadBuffers) -> Iterator[int]:
-    """By table: what a worker holds that reads one row at a time."""
+    """Yield, for each table, the bytes that a worker holds if it reads one row at a time."""
     for stack in stacks:
         for table in stack.tables:
             kind = table.source_dtype, stack.storage, table.quantization is not None, stack.dim
@@ -416,10 +424,10 @@ def _check_budget(plan: ExportPlan) -> None:
         return
     widest = max(plan.shards, key=lambda task: task.buffer_bytes)
     own = plan.workers * (widest.buffer_bytes - widest.reader_bytes)
-    reader = f" and the checkpoint's reader {plan.buffer_bytes - own} bytes" if widest.reader_bytes else ""
+    reader = f" and the checkpoint's reader needs {plan.buffer_bytes - own} bytes" if widest.reader_bytes else ""
     workers = "1 worker" if plan.workers == 1 else f"{plan.workers:,} workers"
     fewer = "" if plan.workers == 1 else " or use fewer workers"
     raise ConfigError(
-        f"table {widest.table!r}: one row in each of {workers} needs {own} bytes of buffers{reader}, and max_memory_bytes is "
-        f"{plan.max_memory_bytes}; raise it{fewer}"
+        f"table {widest.table!r}: one row in each of {workers} needs {own} bytes of buffers{reader}, but "
+        f"max_memory_bytes is {plan.max_memory_bytes}. Raise it{fewer}."
     )

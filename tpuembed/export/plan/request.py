@@ -1,4 +1,4 @@
-"""What a user asked to export, lookups or a whole model, behind one interface: which tables, and how to save the graph."""
+"""One interface for the two kinds of export, lookups and a whole model: its tables, and how to save its graph."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import KerasModel
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = ["Request", "check_model_config", "make_request"]
+__all__ = ["ExportRequest", "check_model_config", "make_request"]
 
 
-class Request(Protocol):
+class ExportRequest(Protocol):
     """An export before it is planned.
 
     Attributes:
         tables: names of the tables that the signatures look up in.
-        whole_tables: those of them that a model reads whole.
-        dropped_features: features left out with the tables that were not asked for.
-        quantization: by table, of those whose activations were quantized in training.
+        whole_tables: those tables that a model reads whole.
+        dropped_features: features left out because their tables are not exported.
+        quantization: by table, for those whose activations were quantized in training.
     """
 
     tables: Sequence[str]
@@ -52,11 +52,11 @@ def make_request(
     output_names: Mapping[str, str] | None = None,
     *,
     allow_unused_weights: bool = False,
-) -> Request:
-    """Resolve what was asked against `checkpoint`.
+) -> ExportRequest:
+    """Return the export that the arguments describe, checked against `checkpoint`.
 
     Raises:
-        ConfigError, CheckpointMismatchError, UnknownTableError: it cannot be answered; the message says why.
+        ConfigError, CheckpointMismatchError, UnknownTableError: an argument is wrong or does not fit the checkpoint.
         MissingExtraError: TensorFlow is not installed.
     """
     for what, names in (("tables", tables), ("features", features)):
@@ -66,28 +66,31 @@ def make_request(
     if model is None:
         if output_names:
             raise ConfigError(
-                "output_names: they rename the outputs of a model, and outputs of lookups are called like their features; "
-                "pass a model, or rename the features in the serving_config"
+                "output_names: they rename the outputs of a model, and outputs of lookups are named like their "
+                "features. Pass a model, or rename the features in the serving_config."
             )
         if allow_unused_weights:
-            raise ConfigError("allow_unused_weights: is for a whole model; give `model` too, or leave it out")
+            raise ConfigError(
+                "allow_unused_weights: supported only for a whole model. Give `model` too, or leave it out."
+            )
         return _LookupRequest(checkpoint, serving_config, tables, features)
     if features is not None:
         raise ConfigError(
-            "features: a model needs all of its inputs; leave `features` out, or `model` for lookups alone"
+            "features: a model needs all of its inputs. Leave `features` out, or leave `model` out to export "
+            "lookups only."
         )
     return _ModelRequest(checkpoint, serving_config, model, tables, output_names, allow_unused_weights)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
     if isinstance(names, str):
-        raise ConfigError(f"{what} must be a list of names, got the text {names!r}; write [{names!r}]")
+        raise ConfigError(f"{what} must be a list of names, got the text {names!r}. Write [{names!r}].")
     if names is not None and not names:
-        raise ConfigError(f"{what} is empty; name at least one, or leave it out for all")
+        raise ConfigError(f"{what} is empty. Name at least one, or leave it out for all.")
 
 
 class _LookupRequest:
-    """Features of a serving_config."""
+    """An export of the features of a serving_config."""
 
     whole_tables: Sequence[str] = ()
 
@@ -121,7 +124,7 @@ class _LookupRequest:
 
 
 class _ModelRequest:
-    """A Keras model, built here and now in the scope that allocates no tables."""
+    """An export of a Keras model. The constructor builds the model in a scope that allocates no tables."""
 
     dropped_features: tuple[str, ...] = ()
 
@@ -152,13 +155,17 @@ class _ModelRequest:
             checkpoint.layer_config, self._sources.quantization, stated
         )
         if not self._sources.required:
-            raise ConfigError("model: the factory built no tpuembed.TPUEmbedding layer, so there is no table to export")
+            raise ConfigError(
+                "model: the factory built no tpuembed.TPUEmbedding layer, so there is no table to export."
+            )
         self.tables: Sequence[str] = list(self._sources.required)
         self.whole_tables: Sequence[str] = self._sources.read_whole
         _check_all_served(tables, self.tables)
         if tables is not None and set(tables) != set(self.tables):
             missing = sorted(set(self.tables) - set(tables))
-            raise ConfigError(f"tables: the model looks up in {', '.join(missing)} too; add them or leave `tables` out")
+            raise ConfigError(
+                f"tables: the model also looks up in {', '.join(missing)}. Add them, or leave `tables` out."
+            )
 
     def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
         from tpuembed.export.graph.dense_weights import restore_dense_weights
@@ -180,10 +187,10 @@ class _ModelRequest:
 def check_model_config(
     model: "KerasModel", checkpoint: "Checkpoint", serving_config: Any
 ) -> Mapping[str, QuantizationConfig | None]:
-    """Prove that a model's signature is what `serving_config`, if any, asks for; the quantization that it states by table.
+    """Check that a model's signature agrees with `serving_config`, and return the quantization that it states by table.
 
     Raises:
-        ConfigError, CheckpointMismatchError, UnknownTableError: it is not.
+        ConfigError, CheckpointMismatchError, UnknownTableError: they differ.
     """
     if serving_config is None:
         return {}
@@ -194,7 +201,7 @@ def check_model_config(
 
 
 def quantization_in(config: ServingConfig) -> Mapping[str, QuantizationConfig | None]:
-    """What `config` says of it, by table."""
+    """Return the quantization that `config` states, by table."""
     return {name: table.quantization_config for name, table in config.tables.items()}
 
 
@@ -202,7 +209,8 @@ def _check_all_served(asked: Sequence[str] | None, served: Sequence[str]) -> Non
     unserved = [name for name in asked or () if name not in served]
     if unserved:
         raise ConfigError(
-            f"tables: no feature looks up in {', '.join(unserved)}; add one to the serving_config or leave it out"
+            f"tables: no feature looks up in {', '.join(unserved)}. Add such a feature to the serving_config, or "
+            "leave the table out."
         )
 
 

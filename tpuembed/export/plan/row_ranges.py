@@ -1,4 +1,4 @@
-"""Parts of tables: serving shards by row."""
+"""Row ranges of tables, for servers that each hold a part of the rows."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.errors import RowRangeError, UnknownTableError
 
-if TYPE_CHECKING:  # a worker reads tasks, not tables
+if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint import TableInfo
 
 __all__ = ["RowRanges", "check_row_ranges"]
 
 RowRanges = Mapping[str, tuple[int, int]]
-"""Table -> (start, stop): its rows [start, stop)."""
+"""Table -> (start, stop), for its rows [start, stop)."""
 
 
 def check_row_ranges(ranges: RowRanges, tables: Iterable["TableInfo"]) -> RowRanges:
-    """`ranges` as plain integers.
+    """Return `ranges` with plain integers.
 
     Raises:
-        UnknownTableError: none of `tables` is called so.
-        RowRangeError: an empty range, or rows outside of the table.
-        ConfigError: bounds that are no integers.
+        UnknownTableError: a name is not one of `tables`.
+        RowRangeError: a range is empty or outside of its table.
+        ConfigError: a bound is not an integer.
     """
     rows = {table.name: table.rows for table in tables}
     return {name: _checked(name, *bounds, rows) for name, bounds in ranges.items()}
@@ -34,7 +34,7 @@ def _checked(name: str, start: int, stop: int, rows: Mapping[str, int]) -> tuple
         check_count(f"row range of table {name!r}", bound, minimum=-(2**63))
     if not 0 <= start < stop <= rows[name]:
         raise RowRangeError(
-            f"table {name!r} has {rows[name]} rows, and rows [{start}, {stop}) are asked for; "
-            f"give a range of at least one row inside [0, {rows[name]})"
+            f"table {name!r}: rows [{start}, {stop}) are not a range inside its {rows[name]} rows. Give at least "
+            f"one row inside [0, {rows[name]})."
         )
     return int(start), int(stop)

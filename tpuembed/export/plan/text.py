@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""Shows a plan as text."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ __all__ = ["describe"]
 
 
 def describe(plan: ExportPlan) -> str:
-    """A summary and an estimate, then a line per stack and table."""
+    """Return a summary and an estimate, then a line per stack and table."""
     return "\n".join(_description(plan))
 
 
@@ -22,7 +22,9 @@ def _description(plan: ExportPlan) -> Iterator[str]:
         f"{format_bytes(plan.buffer_bytes)} of buffers (at most {format_bytes(plan.max_memory_bytes)})"
     )
     rate = format_bytes(BYTES_PER_SECOND_AND_WORKER)
-    yield f"about {format_seconds(plan.estimated_seconds)}, at {rate}/s and worker: a stated rate, nothing was measured"
+    yield (
+        f"about {format_seconds(plan.estimated_seconds)}, if each worker moves {rate}/s (an assumed rate, not measured)"
+    )
     shards = Counter(task.table for task in plan.shards)
     for stack in plan.stacks:
         yield f"  {stack.name}: {stack.storage} [{stack.rows:,}, {stack.dim}], {format_bytes(stack.size)}"

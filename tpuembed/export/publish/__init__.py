@@ -1,1 +1,1 @@
-"""Puts a version together and makes it visible at once, in a folder or in an object store."""
+"""Assembles a version and publishes it atomically, in a folder or in an object store."""

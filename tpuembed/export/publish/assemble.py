@@ -1,7 +1,8 @@
-"""Join the graph that TensorFlow saved with the table data that workers wrote, prove the whole, publish it.
+"""Join the graph that TensorFlow saved with the table data that workers wrote, verify the result, and publish it.
 
-TensorFlow's bundle in `variables/` holds the dense variables and the object graph, which names a key for every stacked
-variable and no data. The tables' files become further data files of that bundle, and the index is written anew.
+TensorFlow's bundle in `variables/` holds the dense variables and the object graph. The object graph names a key,
+without data, for every stacked variable. The tables' files become further data files of that bundle, and the index is
+rewritten.
 """
 
 import dataclasses
@@ -41,8 +42,8 @@ from tpuembed.tensor_bundle import (
     write_index,
 )
 
-if TYPE_CHECKING:  # which knows where reports come from
-    from tpuembed.export.publish.destinations import Stage
+if TYPE_CHECKING:  # a cycle: destinations imports the module of reports
+    from tpuembed.export.publish.destinations import StagedVersion
 
 __all__ = ["assemble"]
 
@@ -50,7 +51,7 @@ Signatures = Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
 
 
 def assemble(
-    staging: "Stage",
+    staging: "StagedVersion",
     plan: ExportPlan,
     streamed: StreamReport,
     *,
@@ -67,17 +68,17 @@ def assemble(
     """Complete the SavedModel in `staging.path` with the tables in `streamed.folder`, and commit it.
 
     Args:
-        staging: holds what `tf.saved_model.save` wrote, its stacked variables uninitialised.
-        plan, streamed: the tables; `streamed.folder` lies on the file system of `staging.path`.
-        layout: of the plan, which settles where the version will be served.
-        stack_keys: stack name -> its key in the bundle; of variables, the one in the saved object graph.
+        staging: holds what `tf.saved_model.save` wrote, with its stacked variables uninitialised.
+        plan, streamed: the tables; `streamed.folder` is on the file system of `staging.path`.
+        layout: the layout of the plan, which knows where the version will be served.
+        stack_keys: stack name -> its key in the bundle; for a variable, the key in the saved object graph.
         signatures, source, tables_key, features, vocabularies, padding, packing: for the manifest.
 
     Returns:
-        The path of the version that is now visible.
+        The path of the published version.
 
     Raises:
-        ExportError: graph and tables do not fit together, or the version cannot be committed; nothing is published.
+        ExportError: graph and tables do not match, or the version cannot be committed. Nothing is published.
     """
     prefix = staging.path / BUNDLE
     _check_names(plan, stack_keys)
@@ -106,7 +107,7 @@ def assemble(
 
 
 def _link(source: Path, target: Path) -> None:
-    """Have the version share a data file, which a killed export's next one finds where it was; move it where it cannot."""
+    """Hard-link a data file into the version, so that a resumed export still finds the original. Move it if links fail."""
     try:
         target.hardlink_to(source)
     except OSError:
@@ -114,14 +115,14 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _check_names(plan: ExportPlan, stack_keys: Mapping[str, str]) -> None:
-    """Raise ExportError unless the graph was saved over the stacks of the plan."""
+    """Raise ExportError unless the graph was saved for the stacks of the plan."""
     planned = {stack.name for stack in plan.stacks}
     if planned != set(stack_keys):
-        raise ExportError(f"the plan has the stacks {sorted(planned)} and the graph has {sorted(stack_keys)}")
+        raise ExportError(f"the plan has the stacks {sorted(planned)}, but the graph has {sorted(stack_keys)}.")
 
 
 def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[str, str]) -> BundleIndex:
-    """The index of the stacks' files, as a bundle of their own."""
+    """Return the index of the stacks' files, as if they were a bundle of their own."""
     entries = {
         stack_keys[stack.name]: Entry(
             dtype=STORAGES[stack.storage].dtype.name,
@@ -142,25 +143,27 @@ def _move_dense_files(prefix: Path, dense_shards: int, num_shards: int) -> None:
 
 
 def _check_bundle(prefix: Path, expected: BundleIndex) -> None:
-    """Raise ExportError unless the written bundle says what was meant and holds a value for every key of the graph.
+    """Raise ExportError unless the written index equals `expected` and has a value for every key of the graph.
 
-    Opening it proves the index against itself and against the sizes of the data files.
+    Opening the bundle checks the index against itself and against the sizes of the data files.
     """
     with Bundle.open(prefix) as bundle:
         missing = graph_keys(bundle) - set(bundle.entries)
         if dict(bundle.entries) != dict(expected.entries):
-            raise ExportError(f"bundle {prefix}: its index does not read back as it was written; export again")
+            raise ExportError(f"bundle {prefix}: its index does not read back as it was written. Export again.")
     if missing:
-        raise ExportError(f"bundle {prefix}: the graph restores {sorted(missing)} and the bundle has no value for them")
+        raise ExportError(
+            f"bundle {prefix}: the graph restores {sorted(missing)}, and the bundle has no value for them."
+        )
 
 
 def _file(stack: StackPlan, merged: BundleIndex, stack_keys: Mapping[str, str]) -> str:
-    """The data file of `stack`, inside the version."""
+    """Return the path of the data file of `stack` inside the version."""
     return str(shard_path(BUNDLE, merged.entries[stack_keys[stack.name]].shard, merged.num_shards))
 
 
 def _other_files(version: Path, manifest: Manifest) -> dict[str, FileEntry]:
-    """Everything in `version` but table data, for the manifest."""
+    """Return the manifest entries of all files in `version` except table data."""
     files = (Path(folder, name) for folder, _, names in os.walk(version) for name in names)
     by_name = {path.relative_to(version).as_posix(): path for path in files}
     others = sorted(by_name.keys() - manifest.table_files().keys())

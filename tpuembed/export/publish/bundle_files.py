@@ -1,4 +1,4 @@
-"""What the data files of an export's bundle are called: those that TensorFlow wrote come first, one for each stack follows."""
+"""Names of the data files of an export's bundle: TensorFlow's files come first, then one per stack."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,9 @@ BUNDLE: Final = Path("variables", "variables")
 
 
 def data_file_names(version: Path, stacks: Sequence[StackPlan]) -> Mapping[str, str]:
-    """`StackPlan.file` -> the path of its data file inside `version`, where TensorFlow has saved the graph and nothing more."""
+    """Return the path inside `version` of the data file of each `StackPlan.file`. Call it right after the graph is
+    saved.
+    """
     first = read_index(index_path(version / BUNDLE)).num_shards
     count = first + len(stacks)
     return {

@@ -1,4 +1,4 @@
-"""Where versions are written: a folder, or a store; chosen once."""
+"""The destinations that versions are written to, a folder or a store, chosen once."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,36 +18,36 @@ from tpuembed.export.stream.execute import StreamReport
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.files import FilePath, as_path
 
-__all__ = ["Destination", "Stage", "choose_destination"]
+__all__ = ["Destination", "StagedVersion", "choose_destination"]
 
 
-class Stage(Protocol):
-    """A version in the making: a context that commits once, or leaves nothing behind but what can be resumed."""
+class StagedVersion(Protocol):
+    """A version being written. A context that commits once, or else leaves only what can be resumed."""
 
     @property
     def model_dir(self) -> FilePath:
-        """Where versions lie."""
+        """Return the folder of the versions."""
 
     @property
     def path(self) -> Path:
-        """Of the version in the making, on this machine."""
+        """Return the local path of the version being written."""
 
     @property
     def kept(self) -> Sequence[object]:
-        """What other requests have left unfinished, as messages name it."""
+        """Return the unfinished exports of other requests, as messages name them."""
 
     @property
     def finished(self) -> int:
-        """Shards that a next export need not stream again."""
+        """Return the number of shards that a resumed export would reuse."""
 
     def is_kept_after(self, error: BaseException) -> bool:
-        """Whether the next export can go on with what there is."""
+        """Returns True if the next export can resume this one after `error`."""
 
     def open_tables(self, plan: ExportPlan) -> Tables:
-        """Where the tables of `plan` are streamed to, once the graph is saved."""
+        """Return the place to stream the tables of `plan` to. Call it once the graph is saved."""
 
     def commit(self, settle: Callable[[str], None]) -> FilePath:
-        """Make the version visible; its path. `settle` is called with its name before."""
+        """Publish the version and return its path. Before that, call `settle` with the version's name."""
 
     def __enter__(self) -> Self: ...
 
@@ -57,42 +57,42 @@ class Stage(Protocol):
 
 
 class Destination(Protocol):
-    """MODEL_DIR."""
+    """The place of MODEL_DIR, where versions are written."""
 
     def check(self, plan: ExportPlan, options: ExportOptions) -> None:
-        """Raise where the export by `plan` can never be written here, whatever is there already."""
+        """Raise an error if the export of `plan` can never be written here, whatever exists already."""
 
     def check_room(self, plan: ExportPlan, header: Header | None, options: ExportOptions, *, is_shared: bool) -> None:
-        """Raise ExportError where the version is there already, or no room for its tables, if they are not shared."""
+        """Raise ExportError if the version exists, or if its tables have no room and are not shared."""
 
     def same_tables(self, key: str) -> SameTables | None:
-        """A version whose data files can be shared."""
+        """Return a version whose data files can be shared."""
 
     def share(
-        self, same: SameTables, plan: ExportPlan, stage: Stage, on_progress: Callable[[int, int], None]
+        self, same: SameTables, plan: ExportPlan, stage: StagedVersion, on_progress: Callable[[int, int], None]
     ) -> StreamReport | None:
-        """Share them; None where they cannot be."""
+        """Share the data files of `same`, or return None if they cannot be shared."""
 
     def layout(self, options: ExportOptions) -> Layout:
-        """The layout that was asked for, of versions that are served from here."""
+        """Return the layout that `options` name, for versions served from here."""
 
-    def stage(self, options: ExportOptions, header: Header | None) -> Stage:
-        """A version in the making."""
+    def stage(self, options: ExportOptions, header: Header | None) -> StagedVersion:
+        """Start a version."""
 
 
 def choose_destination(model_dir: str | FilePath) -> Destination:
-    """Where `model_dir` is: a path, or s3://BUCKET/KEY.
+    """Return the destination for `model_dir`, a path or s3://BUCKET/KEY.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: it is another kind of URL.
     """
     path = as_path(model_dir)
     if isinstance(path, Path):
-        return _Folder(path)
+        return _FolderDestination(path)
     if path.scheme != "s3":
         raise ConfigError(
-            f"MODEL_DIR {path}: exports are written to disks and to s3:// alone; export to a disk and copy the version, "
-            "saved_model.pb last"
+            f"MODEL_DIR {path}: an export can be written only to a disk or to s3://. Export to a disk and copy "
+            "the version, saved_model.pb last."
         )
     from tpuembed.export.publish.store.destination import Store
 
@@ -100,13 +100,13 @@ def choose_destination(model_dir: str | FilePath) -> Destination:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Folder:
-    """On a disk."""
+class _FolderDestination:
+    """A destination on a disk."""
 
     model_dir: Path
 
     def check(self, plan: ExportPlan, options: ExportOptions) -> None:
-        """See Destination: a disk takes anything."""
+        """See Destination. A disk accepts every plan."""
 
     def check_room(self, plan: ExportPlan, header: Header | None, options: ExportOptions, *, is_shared: bool) -> None:
         """See Destination."""
@@ -120,12 +120,12 @@ class _Folder:
         return find_same_tables(self.model_dir, key)
 
     def share(
-        self, same: SameTables, plan: ExportPlan, stage: Stage, on_progress: Callable[[int, int], None]
+        self, same: SameTables, plan: ExportPlan, stage: StagedVersion, on_progress: Callable[[int, int], None]
     ) -> StreamReport | None:
-        """See Destination: by hard links."""
+        """See Destination. Uses hard links."""
         folder = stage.path.parent
         shared = share_tables(same, plan, folder / "shared", on_progress)
-        if shared is None:  # nobody has looked yet whether there is room for a copy
+        if shared is None:  # the data will be copied, and the space for that was not checked yet
             ensure_space(self.model_dir, plan.table_bytes - Unfinished(folder).bytes)
         return shared
 

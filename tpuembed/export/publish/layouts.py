@@ -1,8 +1,8 @@
-"""How a server gets the tables of an export: one class per layout, chosen once.
+"""How a server loads the tables of an export: one class per layout, chosen once.
 
-Both layouts are the same files but for saved_model.pb: each stack is a data file of the bundle `variables/variables`, from
-its first byte on. `variables` restores it into a variable; `mmap` maps the file where it lies, so that its graph has to
-know the path.
+Both layouts consist of the same files, except for saved_model.pb. Each stack is a data file of the bundle
+`variables/variables` and starts at its first byte. `variables` restores the file into a variable. `mmap` maps the file
+in place, so its graph contains the path.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,34 +31,35 @@ __all__ = ["Layout", "check_layout", "choose_layout", "graph_keys", "stored_shap
 
 
 class Layout(Protocol):
-    """What depends on the layout once the graph is saved."""
+    """The steps that depend on the layout, after the graph is saved."""
 
     def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:
-        """Raise ExportError unless the graph in `version` takes exactly `stacks`, of their shapes."""
+        """Raise ExportError unless the graph in `version` uses exactly `stacks`, with their shapes."""
 
     def place(self, version: Path, files: Mapping[str, str]) -> None:
-        """Note in the graph that the data of the stack `StackPlan.file` lies in `files[it]`, inside the version."""
+        """Record in the graph that the data of the stack `StackPlan.file` is in `files[it]`, inside the version."""
 
     def settle(self, version: Path, manifest: Manifest, name: str) -> None:
-        """Make the graph fit for `version` to be served under `name`."""
+        """Prepare the graph for `version` to be served under `name`."""
 
 
 def check_layout(layout: str, serving_root: str | None) -> None:
-    """Raise ConfigError unless this is a layout, and `serving_root`, if any, is one that it can honour."""
+    """Raise ConfigError unless `layout` is known and supports `serving_root`, if that is given."""
     check_choice("layout", layout, LAYOUTS)
     if serving_root is None:
         return
     if layout != "mmap":
         raise ConfigError(
-            f"serving_root is for layout mmap: an export of layout {layout} loads from any folder; leave it out"
+            f"serving_root: supported only for layout mmap; an export of layout {layout} loads from any folder. "
+            "Leave it out."
         )
     check_root(serving_root)
 
 
 def choose_layout(layout: str, model_dir: Path | None, serving_root: str | None) -> Layout:
-    """The layout of that name, of exports that are served from `model_dir`, or from `serving_root` where it is given.
+    """Return the layout of that name, for exports served from `model_dir`, or from `serving_root` if it is given.
 
-    One of both is given where the layout is `mmap`.
+    Layout `mmap` needs one of both.
     """
     check_layout(layout, serving_root)
     if layout != "mmap":
@@ -70,40 +71,40 @@ def choose_layout(layout: str, model_dir: Path | None, serving_root: str | None)
 
 
 class _Variables:
-    """Stacks are variables that the checkpoint restores."""
+    """The layout whose stacks are variables that the checkpoint restores."""
 
     def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:
         prefix = version / "variables" / "variables"
         with Bundle.open(prefix) as bundle:
             if unknown := set(stack_keys.values()) - graph_keys(bundle):
-                raise ExportError(f"bundle {prefix}: the saved graph restores no variable under {sorted(unknown)}")
+                raise ExportError(f"bundle {prefix}: the saved graph restores no variable under {sorted(unknown)}.")
         saved = _variable_shapes((version / GRAPH_FILE).read_bytes())
         for stack in stacks:
             if saved.get(stack.name) != stored_shape(stack):
                 raise ExportError(
-                    f"stack {stack.name!r}: its data is {list(stored_shape(stack))} "
-                    f"and the graph's variable {list(saved.get(stack.name, ()))}"
+                    f"stack {stack.name!r}: its data has shape {list(stored_shape(stack))}, but the graph's "
+                    f"variable has {list(saved.get(stack.name, ()))}."
                 )
 
     def place(self, version: Path, files: Mapping[str, str]) -> None:
-        """The bundle's index has it."""
+        """Do nothing: the bundle's index has the file."""
 
     def settle(self, version: Path, manifest: Manifest, name: str) -> None:
-        """It can be served from anywhere."""
+        """Do nothing: the version can be served from anywhere."""
 
 
 class _Mapped:
-    """Stacks are mapped from their files in `root`/<name>/."""
+    """The layout whose stacks are mapped from their files in `root`/<name>/."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
 
-    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:  # noqa: ARG002 - keys are the bundle's alone
+    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:  # noqa: ARG002 - only variables use the keys
         files = {stack.file for stack in stacks}
         saved = {tensor for tensor in mapped_tensors((version / GRAPH_FILE).read_bytes()) if tensor.path in files}
         planned = {MappedTensor(s.file, STORAGES[s.storage].dtype.name, stored_shape(s)) for s in stacks}
         if saved != planned:
-            raise ExportError(f"the plan has the stacks {_listed(planned)} and the graph maps {_listed(saved)}")
+            raise ExportError(f"the plan has the stacks {_listed(planned)}, but the graph maps {_listed(saved)}.")
 
     def place(self, version: Path, files: Mapping[str, str]) -> None:
         graph = (version / GRAPH_FILE).read_bytes()
@@ -119,7 +120,7 @@ def _listed(tensors: set[MappedTensor]) -> str:
 
 
 def _variable_shapes(graph: bytes) -> dict[str, tuple[int, ...]]:
-    """The shapes of the saved variables by name.
+    """Return the shapes of the saved variables by name.
 
     Source: SavedModel.meta_graphs = 2, MetaGraphDef.object_graph_def = 7, SavedObjectGraph.nodes = 1,
     SavedObject.variable = 7, SavedVariable.shape = 2 and .name = 6, TensorShapeProto.dim = 2 and its size = 1, in
@@ -131,11 +132,11 @@ def _variable_shapes(graph: bytes) -> dict[str, tuple[int, ...]]:
 
 
 def graph_keys(bundle: Bundle) -> set[str]:
-    """The checkpoint keys of the variables in the saved object graph."""
+    """Return the checkpoint keys of the variables in the saved object graph."""
     graph = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY))
     return {node.value_key for node in graph.nodes if node.value_key is not None}
 
 
 def stored_shape(stack: StackPlan) -> tuple[int, int]:
-    """[rows, columns] of the stack's data."""
+    """Return [rows, columns] of the stack's data."""
     return stack.rows, STORAGES[stack.storage].columns(stack.dim)

@@ -1,7 +1,8 @@
-"""Tables that a version in MODEL_DIR has already: shared by hard links instead of streamed a second time.
+"""Shares the tables of an existing version in MODEL_DIR by hard links instead of streaming them again.
 
-The same export in the other layout, or with another model around the same tables, differs from its predecessor in a few files
-only. What is shared is read once and compared with its checksum; a version is removed without harm to those that share it.
+The same export in the other layout, or with another model around the same tables, differs only in a few files. Each
+shared file is read once and compared with its checksum. Removing a version does not harm the versions that share its
+files.
 """
 
 import dataclasses
@@ -29,21 +30,23 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class SameTables:
-    """A version whose data files are those that an export would write."""
+    """A version whose data files are identical to those that an export would write."""
 
     version: Path
     manifest: Manifest
 
 
 def tables_key(plan: ExportPlan, source: Source) -> str:
-    """Equal for exports whose data files are the same bytes, by the same version of tpuembed, whatever the layout."""
+    """Return a key that is equal for exports by this version of tpuembed whose data files are the same bytes, in any
+    layout.
+    """
     stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
     facts = [tpuembed.__version__, dataclasses.asdict(source), stacks]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def find_same_tables(model_dir: Path, key: str) -> SameTables | None:
-    """The newest version in `model_dir` whose tables have that key, and all their files; None where there is none."""
+    """Return the newest complete version in `model_dir` whose tables have the key `key`, or None."""
     return next((found for found in _versions(model_dir) if found.manifest.tables_key == key), None)
 
 
@@ -52,7 +55,7 @@ def _versions(model_dir: Path) -> Iterator[SameTables]:
     for folder in sorted(folders, key=lambda path: int(path.name), reverse=True):
         try:
             manifest = Manifest.read(folder)
-        except ConfigError:  # of another tpuembed, or damaged
+        except ConfigError:  # written by another version of tpuembed, or damaged
             continue
         if manifest and not any(size_faults(folder, manifest)):
             yield SameTables(folder, manifest)
@@ -61,7 +64,7 @@ def _versions(model_dir: Path) -> Iterator[SameTables]:
 def share_tables(
     same: SameTables, plan: ExportPlan, folder: Path, on_progress: Callable[[int, int], None]
 ) -> StreamReport | None:
-    """Link the data files of `same` into `folder`, which is made; None where one of them cannot be shared or is damaged."""
+    """Create `folder` with links to the data files of `same`. Returns None if a file cannot be shared or is damaged."""
     started, done = time.monotonic(), 0
     stacks = {stack.name: stack for stack in same.manifest.stacks}
 
@@ -70,7 +73,7 @@ def share_tables(
         done += size
         on_progress(done, plan.table_bytes)
 
-    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed while it did the same
+    shutil.rmtree(folder, ignore_errors=True)  # left by an export that was killed at this step
     folder.mkdir()
     for stack in plan.stacks:
         if not _share(same.version, stacks[stack.name], folder / stack.file, count):
@@ -90,9 +93,9 @@ def _share(version: Path, stack: StackEntry, target: Path, count: Callable[[int]
     try:
         target.hardlink_to(version / stack.file)
         checksum = file_crc32c(target, count)
-    except OSError as error:  # no hard links here, or the version was removed a moment ago
-        logger.info("version %s: %s is not shared: %s", version.name, stack.file, error.strerror)
+    except OSError as error:  # the file system has no hard links, or the version was just removed
+        logger.info("Version %s: not sharing %s: %s", version.name, stack.file, error.strerror)
         return False
     if checksum != stack.crc32c:
-        logger.warning("version %s: %s is damaged, and is not shared; verify the version", version, stack.file)
+        logger.warning("Version %s: not sharing %s: it is damaged. Verify the version.", version, stack.file)
     return checksum == stack.crc32c

@@ -1,4 +1,4 @@
-"""Where table data goes while it is streamed, and what is known to lie there already: in a folder, here; in a store, `store`."""
+"""The place that table data is streamed to, and the record of what it already has. `store` has the one for stores."""
 
 import contextlib
 import dataclasses
@@ -19,10 +19,10 @@ __all__ = ["FolderTables", "Recording", "Tables"]
 
 
 class Recording(Protocol):
-    """Notes what is finished, so that the next export need not do it again."""
+    """Records finished shards, so that the next export can reuse them."""
 
     def add(self, file: str, result: ShardResult) -> None:
-        """Note `result`, of the data file called `file`. ExportError where that is no longer possible."""
+        """Record `result`, a shard of the data file `file`. Raises ExportError if that is no longer possible."""
 
 
 class Tables(Protocol):
@@ -30,20 +30,22 @@ class Tables(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Has a file of its full size for every stack, named StackPlan.file; its bytes are those of the stack, or holes."""
+        """Return a folder with a file of full size for every stack, named StackPlan.file. A file has the stack's bytes
+        or is sparse.
+        """
 
     @property
     def place(self) -> Place:
-        """For the engine."""
+        """Return the place to write to, for the engine."""
 
     def prepare(self, plan: ExportPlan, header: Header) -> Sequence[ShardTask]:
-        """Make the data files, or take over what an earlier export of the same left; the shards to give to the engine."""
+        """Create the data files, or take over those of an interrupted run. Return the shards to give to the engine."""
 
     def recording(self) -> contextlib.AbstractContextManager[Recording]:
-        """At its end what was added is noted for good."""
+        """Return a context that records results. At its end, the record is durable."""
 
     def results(self, results: Sequence[ShardResult]) -> Sequence[ShardResult]:
-        """What the engine returned, completed by what was known before."""
+        """Return what the engine returned, completed by what the record has."""
 
 
 class FolderTables:
@@ -64,7 +66,7 @@ class FolderTables:
         return FolderPlace(self._folder)
 
     def prepare(self, plan: ExportPlan, header: Header) -> list[ShardTask]:
-        """All shards, with the checksum of what is there where the record has one."""
+        """Return all shards, each with its recorded checksum if the record has one."""
         self._record = _prepare(self._folder, plan, header)
         return [_known(task, self._record) for task in plan.shards]
 
@@ -80,7 +82,9 @@ class FolderTables:
 
 
 def _prepare(folder: Path, plan: ExportPlan, header: Header) -> Record:
-    """The record of `folder`, whose data files have their sizes: what it held of the export of `header`, or nothing."""
+    """Return the record of `folder`: that of an earlier run of the export of `header`, or an empty one. Allocates the
+    files.
+    """
     found = read_record(folder)
     files = {stack.file: stack.size for stack in plan.stacks}
     if found is None or found.header != header or not _has(folder, files):
@@ -95,32 +99,32 @@ def _prepare(folder: Path, plan: ExportPlan, header: Header) -> Record:
 
 
 def _has(folder: Path, files: Mapping[str, int]) -> bool:
-    """Whether the folder has the files in their sizes."""
+    """Returns True if the folder has these files with these sizes."""
     return all((folder / file).is_file() and (folder / file).stat().st_size == size for file, size in files.items())
 
 
 def _known(task: ShardTask, record: Record) -> ShardTask:
-    """`task`, with the checksum of what is there where the record has one."""
+    """Return `task` with its recorded checksum, if there is one."""
     result = record.finished.get(task.index)
     return task if result is None else dataclasses.replace(task, written_crc32c=result.crc32c)
 
 
 def _recorded(result: ShardResult, record: Record) -> ShardResult:
-    """`result`, with what only the process that wrote the shard could know."""
+    """Return `result` with the recorded fields that only the process that wrote the shard could know."""
     if not result.is_reused:
         return result
     return dataclasses.replace(record.finished[result.index], peak_rss_bytes=result.peak_rss_bytes, is_reused=True)
 
 
 def _allocate(path: Path, size: int) -> None:
-    """A file of `size` bytes whose blocks are reserved where the file system can do that: a full disk shows now."""
+    """Create a file of `size` bytes and reserve its blocks if the file system can, so that a full disk is noticed now."""
     with open(path, "ab") as file:
         try:
             _reserve(file.fileno(), size)
         except OSError as error:
             raise ExportError(
-                f"data file {path}: {size} bytes cannot be reserved: {error.strerror}; "
-                "free space or export fewer tables"
+                f"data file {path}: {size} bytes cannot be reserved: {error.strerror}. Free space, or export "
+                "fewer tables."
             ) from None
 
 

@@ -1,9 +1,10 @@
-"""Exports that were killed or failed: which one the next export goes on with, and what becomes of the others.
+"""Exports that were killed or failed: which one the next export resumes, and what happens to the others.
 
-A staging folder that no exporter holds is
-- resumed, where it is of the same export: the same source, tables, storage, layout and version of tpuembed;
-- litter, and removed, where nobody can resume it (no record, another version's, a source that has changed since) or nobody
-  has for a week;
+A staging folder without an exporter is
+- resumed, if it is of the same export: the same source, tables, storage, layout and version of tpuembed;
+- stale, and removed, if no run can resume it (no record, another version's record, a source that has changed since), or
+if it
+  was not resumed for a week;
 - kept otherwise, and named in a warning: another export may have hours of work in it.
 """
 
@@ -17,13 +18,13 @@ from typing import Final
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.stream.resume_log import Header, Record, read_record
 
-__all__ = ["MAX_AGE_SECONDS", "PREFIX", "TABLES", "VERSION", "Sorted", "Unfinished", "sort_out"]
+__all__ = ["MAX_AGE_SECONDS", "PREFIX", "TABLES", "VERSION", "StagingFolders", "Unfinished", "classify_staging"]
 
 PREFIX: Final = ".staging-"
 TABLES: Final = "tables"
 VERSION: Final = "version"
 MAX_AGE_SECONDS: Final = 7 * 86400
-"""An unfinished export to which nothing was added for so long is litter."""
+"""An unfinished export is stale if nothing was added to it for this time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,16 @@ class Unfinished:
 
     @functools.cached_property
     def record(self) -> Record | None:
-        """What is finished in it, as it was when this was first asked for."""
+        """Return the record of finished shards, read once."""
         return read_record(self.folder / TABLES)
 
     @property
     def bytes(self) -> int:
-        """What its tables take on the disk."""
+        """Return the disk space that its tables use."""
         return sum(file.stat().st_blocks * 512 for file in (self.folder / TABLES).glob("*.data"))
 
     def __str__(self) -> str:
-        """As messages name it."""
+        """Return the name of it in messages."""
         assert self.record
         done = sum(result.bytes for result in self.record.finished.values())
         total = self.record.header.table_bytes
@@ -51,17 +52,17 @@ class Unfinished:
 
     @property
     def _is_published(self) -> bool:
-        """Whether a version shares its data: it was killed between its commit and the end."""
+        """Returns True if a version shares its data: its export was killed between the commit and the end."""
         if (self.folder / VERSION).is_dir():
             return False
         return any(file.stat().st_nlink > 1 for file in (self.folder / TABLES).glob("*.data"))
 
     def is_resumable(self, header: Header) -> bool:
-        """Whether the export of `header` may go on with it."""
+        """Returns True if the export of `header` may resume it."""
         return self.record is not None and self.record.header == header and not self._is_published
 
-    def is_litter(self, header: Header | None) -> bool:
-        """Whether nobody will resume it, as the export of `header` can tell."""
+    def is_stale(self, header: Header | None) -> bool:
+        """Returns True if no later run can resume it, as far as the export of `header` can tell."""
         if self.record is None or self._is_published or time.time() - self.record.written > MAX_AGE_SECONDS:
             return True
         its = self.record.header
@@ -69,27 +70,28 @@ class Unfinished:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sorted:
-    """What to do with staging folders that nobody holds."""
+class StagingFolders:
+    """Staging folders without an exporter, by what to do with them."""
 
     resumable: Unfinished | None
-    litter: tuple[Unfinished, ...]
+    stale: tuple[Unfinished, ...]
     kept: tuple[Unfinished, ...]
 
 
-def sort_out(found: Iterable[Unfinished], header: Header | None, *, restart: bool = False) -> Sorted:
-    """Which of `found` the export of `header` goes on with, the one with most shards; with `restart` none.
+def classify_staging(found: Iterable[Unfinished], header: Header | None, *, restart: bool = False) -> StagingFolders:
+    """Classify the staging folders in `found`. The export of `header` resumes the one with most shards, with `restart`
+    none.
 
-    What it could go on with and does not is litter.
+    Others that it could resume are stale.
     """
     mine, others = list[Unfinished](), list[Unfinished]()
     for unfinished in found:
         (mine if header and unfinished.is_resumable(header) else others).append(unfinished)
     mine.sort(key=_finished_shards)
     resumable = None if restart or not mine else mine.pop()
-    litter = [unfinished for unfinished in others if unfinished.is_litter(header)]
-    kept = tuple(unfinished for unfinished in others if unfinished not in litter)
-    return Sorted(resumable=resumable, litter=(*mine, *litter), kept=kept)
+    stale = [unfinished for unfinished in others if unfinished.is_stale(header)]
+    kept = tuple(unfinished for unfinished in others if unfinished not in stale)
+    return StagingFolders(resumable=resumable, stale=(*mine, *stale), kept=kept)
 
 
 def _finished_shards(unfinished: Unfinished) -> int:

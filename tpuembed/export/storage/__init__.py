@@ -1,1 +1,1 @@
-"""The types that rows are stored in, how values are converted to them, and the error that this makes."""
+"""The storage types of rows: conversion to them, and the error that the conversion makes."""

@@ -13,10 +13,10 @@ _Floats = npt.NDArray[np.float32]
 
 
 class CastBlocks:
-    """Casts blocks of rows and looks back at what became of them."""
+    """Casts blocks of rows and measures the error."""
 
     def __init__(self, dim: int, *, exact: bool) -> None:
-        """`exact`: the rows lie in their place already."""
+        """Create buffers. `exact`: rows are read straight into their place, so there is nothing to cast."""
         self._exact = exact
         self._error: _Floats = np.empty((0 if exact else block_rows(dim), dim), np.float32)
 
@@ -33,7 +33,7 @@ class CastBlocks:
 
 
 def _worst_of_finite(block: _Floats, out: npt.NDArray[Any], error: _Floats, start: int) -> float:
-    """The largest error of a block that holds infinities or NaN, which a cast keeps.
+    """Return the largest error of a block that contains infinities or NaN, which a cast keeps.
 
     Raises:
         UnstorableRowError: a finite value became infinite.

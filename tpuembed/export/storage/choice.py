@@ -1,4 +1,4 @@
-"""Which table is stored how: one storage type for all, or one per table."""
+"""Chooses the storage type of each table: one type for all, or one per table."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,26 +9,27 @@ from tpuembed.export.storage.formats import STORAGES
 __all__ = ["OTHERS", "Storage", "storage_by_table"]
 
 OTHERS = "*"
-"""Stands for every table that is not named."""
+"""The key that stands for every table that is not named."""
 
 Storage = str | Mapping[str, str]
 
 
 def storage_by_table(storage: Storage, tables: Iterable[str]) -> dict[str, str]:
-    """The key of STORAGES of each of `tables`.
+    """Return the key of STORAGES for each of `tables`.
 
     Args:
-        storage: for all of them; or by name, with "*" for those that are not named, float32 without it.
-        tables: those that are exported.
+        storage: one type for all tables, or a mapping by name, with "*" for other tables. Without "*", they are
+            float32.
+        tables: the exported tables.
 
     Raises:
-        ConfigError: no such storage type.
-        UnknownTableError: a table that is not exported.
+        ConfigError: unknown storage type.
+        UnknownTableError: a table is not exported.
     """
     tables = list(tables)
     chosen = {OTHERS: storage} if isinstance(storage, str) else storage
     if not isinstance(chosen, Mapping):
-        raise ConfigError(f"storage must be a storage type, or a mapping of tables to them; got {storage!r}")
+        raise ConfigError(f"storage must be a storage type, or a mapping of tables to storage types, got {storage!r}.")
     for name, value in chosen.items():
         if name != OTHERS and name not in tables:
             raise UnknownTableError(f"storage: table {name!r} is not exported; {did_you_mean(str(name), tables)}")

@@ -1,4 +1,4 @@
-"""Stored rows to float32 in a graph: the transpose of `storage`, of the rows that were gathered and no others."""
+"""Decodes stored rows to float32 in a graph: the inverse of `storage`, for the rows that were gathered."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -13,7 +13,7 @@ Tensor = Any
 
 
 def decode_rows(stored: Tensor, storage: str, dim: int) -> Tensor:
-    """float32 [n, dim] of rows [n, columns] of a stack of that storage type."""
+    """Return rows [n, columns] of a stack of that storage type as float32 [n, dim]."""
     return _DECODERS[storage](stored, dim)
 
 
@@ -22,7 +22,7 @@ def _cast(stored: Tensor, _: int) -> Tensor:
 
 
 def _int8(stored: Tensor, dim: int) -> Tensor:
-    """See `storage_int8`."""
+    """Decode int8 rows; see `tpuembed.export.storage.int8`."""
     codes, parameters = tf.split(stored, [dim, PARAMETER_BYTES], axis=1)
     scale, centre = tf.split(tf.bitcast(tf.reshape(parameters, [-1, 2, 4]), tf.float32), 2, axis=1)
     return tf.cast(codes, tf.float32) * scale + centre

@@ -1,7 +1,8 @@
-"""How far what a server looks up is from float32: measured while rows are stored, summed up over shards and tables.
+"""The difference between looked up values and float32, measured while rows are stored, and summed over shards and
+tables.
 
-The largest error is over every value. RMS and cosine are over rows picked at even distances, all of those of a small table:
-they tell about a table, and no more rows make them better.
+The largest error covers every value. RMS and cosine cover rows sampled at even distances, and all rows of a small
+table. More rows would not make these two figures better.
 """
 
 import dataclasses
@@ -14,17 +15,18 @@ __all__ = ["SAMPLE_VALUE_BYTES", "ErrorSums", "TableError", "sample_step", "samp
 _SAMPLED_ROWS = 1 << 10
 _SAMPLED_VALUES = 1 << 14
 SAMPLE_VALUE_BYTES = 24
-"""What a sampled value takes while it is compared: as read, as decoded, and on the way."""
+"""Bytes that a sampled value takes while it is compared: as read, as decoded, and in between."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorSums:
-    """Sums over some rows, of finite values; every field is a JSON number.
+    """Sums over some rows, of finite values. Every field is a JSON number.
 
     Attributes:
         max_abs: largest |looked up - float32| of every value.
-        values, squares: of sampled rows: how many values, and the sum of their squared errors.
-        rows, cosines, min_cosine: of sampled rows that are not zero: how many, and the cosines of looked up and float32.
+        values, squares: number of values in sampled rows, and the sum of their squared errors.
+        rows, cosines, min_cosine: number of sampled rows that are not zero, and the cosines of looked up and float32
+        rows.
     """
 
     max_abs: float = 0.0
@@ -36,7 +38,7 @@ class ErrorSums:
 
     @classmethod
     def of(cls, max_abs: float, rows: npt.NDArray[np.float32], looked_up: npt.NDArray[np.float32]) -> "ErrorSums":
-        """Of sampled `rows` [n, dim] and what a lookup makes of them; `max_abs` is of all rows."""
+        """Return the sums of sampled `rows` [n, dim] and their looked up values. `max_abs` covers all rows."""
         sound = np.isfinite(rows).all(1)
         true, stored = rows[sound], looked_up[sound]
         difference = stored - true
@@ -52,7 +54,7 @@ class ErrorSums:
         )
 
     def __add__(self, other: "ErrorSums") -> "ErrorSums":
-        """Of the rows of both."""
+        """Return the sums of the rows of both."""
         return ErrorSums(
             max_abs=max(self.max_abs, other.max_abs),
             values=self.values + other.values,
@@ -65,14 +67,14 @@ class ErrorSums:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableError:
-    """What storing a table as `storage` changed of its lookups, against float32.
+    """The effect of storing a table as `storage` on its lookups, compared with float32.
 
     Attributes:
         storage: key of STORAGES.
         max_abs: largest absolute difference of a value.
         rms: root of the mean squared difference, of sampled rows.
-        cosine, min_cosine: mean and smallest cosine of sampled rows; None where all of them are zero.
-        sampled_rows: how many had a cosine; 0 where nothing is sampled because the storage is exact.
+        cosine, min_cosine: mean and smallest cosine of sampled rows; None if all of them are zero.
+        sampled_rows: number of rows with a cosine; 0 if the storage is exact, which needs no sample.
     """
 
     storage: str
@@ -83,7 +85,7 @@ class TableError:
     sampled_rows: int = 0
 
     def __str__(self) -> str:
-        """In a line."""
+        """Return the error as one line."""
         if self.sampled_rows == 0:
             return f"{self.storage}, largest error {self.max_abs:.3g}"
         return (
@@ -93,7 +95,7 @@ class TableError:
 
     @classmethod
     def of(cls, storage: str, sums: ErrorSums) -> "TableError":
-        """Of a table that is not stored exactly."""
+        """Return the error of a table that is not stored exactly."""
         return cls(
             storage=storage,
             max_abs=sums.max_abs,
@@ -105,16 +107,16 @@ class TableError:
 
 
 def sample_step(rows: int, dim: int) -> int:
-    """Every how many rows of a chunk one is sampled."""
+    """Return the distance between sampled rows of a chunk."""
     return -(-rows // sampled_rows(rows, dim))
 
 
 def sampled_rows(rows: int, dim: int) -> int:
-    """How many rows of a chunk are sampled at most."""
+    """Return the most rows of a chunk that are sampled."""
     return max(1, min(rows, _SAMPLED_ROWS, _SAMPLED_VALUES // dim))
 
 
 def _dot(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Products of rows [n], summed in float64 without a copy of them in it."""
+    """Return the dot products [n] of rows, summed in float64 without a float64 copy."""
     product: npt.NDArray[np.float64] = np.einsum("ij,ij->i", a, b, dtype=np.float64)
     return product

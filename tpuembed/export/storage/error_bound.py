@@ -1,4 +1,4 @@
-"""The errors of storage that shards measured, by table, and the bound that a user set on them."""
+"""The storage errors that shards measured, by table, and the user's bound on them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["ErrorBound", "table_errors"]
 
 
 def table_errors(shards: Sequence[ShardTask], results: Mapping[int, ShardResult]) -> dict[str, TableError]:
-    """The error of every table, in the order of `shards`, from the results of their shards by index."""
+    """Return the error of every table, in the order of `shards`. `results` maps shard indices to results."""
     sums: dict[str, ErrorSums] = defaultdict(ErrorSums)
     for task in shards:
         sums[task.table] += ErrorSums(**results[task.index].errors)
@@ -26,26 +26,26 @@ def _error_of(task: ShardTask, sums: ErrorSums) -> TableError:
 
 
 class ErrorBound:
-    """What `max_error` allows: no value that is looked up may differ by more from what float32 would give."""
+    """The bound `max_error`: no looked up value may differ from its float32 value by more."""
 
     def __init__(self, shards: Sequence[ShardTask], max_error: float | None) -> None:
         self._shards, self._max_error = shards, max_error
 
     def check_shard(self, result: ShardResult) -> None:
-        """Raise ExportError as soon as one shard is over the bound: a long export fails early."""
+        """Raise ExportError if one shard exceeds the bound, so that a long export fails early."""
         task = self._shards[result.index]
         self._check(task.table, task.storage, result.errors.get("max_abs", 0.0))
 
     def check(self, errors: Mapping[str, TableError]) -> None:
-        """Raise ExportError unless all tables, of shards that were there already too, keep to the bound."""
+        """Raise ExportError if a table, reused shards included, exceeds the bound."""
         for table, error in errors.items():
             self._check(table, error.storage, error.max_abs)
 
     def _check(self, table: str, storage: str, max_abs: float) -> None:
         if self._max_error is not None and max_abs > self._max_error:
             raise ExportError(
-                f"table {table!r}: stored as {storage}, a value differs by {max_abs:.3g} from float32, and max_error is "
-                f"{self._max_error:g}; store this table as {_better(storage)}, or raise max_error"
+                f"table {table!r}: stored as {storage}, a value differs by {max_abs:.3g} from float32, but "
+                f"max_error is {self._max_error:g}. Store this table as {_better(storage)}, or raise max_error."
             )
 
 

@@ -1,7 +1,7 @@
 """How a table's rows are stored in an export: one codec per storage type.
 
-float32, bfloat16 and float16 are casts, to the nearest value and of two to the even one, as `tf.cast` rounds. int8 is a
-row of codes and two numbers that turn them into values; see `storage_int8`. All of them are looked up as float32.
+float32, bfloat16 and float16 are casts to the nearest value, ties to even, as `tf.cast` rounds. An int8 row has codes
+and two numbers that turn them into values; see `tpuembed.export.storage.int8`. Lookups return float32 for all types.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ __all__ = ["SOURCE_DTYPES", "STORAGES", "Codec", "RowEncoder", "is_exact", "scra
 
 _Array = npt.NDArray[Any]
 
-# The dtypes a table may have in a checkpoint, by the name that plans and manifests use.
+# The supported dtypes of a table in a checkpoint, by the name that plans and manifests use.
 SOURCE_DTYPES: Mapping[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -36,12 +36,13 @@ class Codec:
     """A storage type.
 
     Attributes:
-        name: as `--storage` names it.
+        name: its name in `--storage`.
         dtype: of the stored variable.
-        columns: elements of one stored row of a table of width `dim`.
-        blocks: makes what encodes blocks of rows of width `dim`, of a table that was quantized in training or not.
-        decode: float32 [n, dim] of stored rows [n, columns(dim)], as a lookup computes them.
-        scratch: bytes that `blocks` needs per row of a block, beside rows and stored rows.
+        columns: returns the elements of one stored row of a table of width `dim`.
+        blocks: returns an encoder for blocks of rows of width `dim`, given the table's quantization in training, or
+            None.
+        decode: returns stored rows [n, columns(dim)] as float32 [n, dim], as a lookup computes them.
+        scratch: returns the bytes that `blocks` needs per row of a block, beside rows and stored rows.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Codec:
     scratch: Callable[[int], int]
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of one stored row of a table of width `dim`."""
+        """Return the bytes of one stored row of a table of width `dim`."""
         return self.columns(dim) * self.dtype.itemsize
 
 
@@ -82,18 +83,18 @@ STORAGES: Mapping[str, Codec] = {
 
 
 def is_exact(source_dtype: str, storage: str) -> bool:
-    """Whether lookups of a table that is stored so are those of a float32 table."""
+    """Returns True if lookups of a table stored in this type equal those of a float32 table."""
     return storage in ("float32", source_dtype)
 
 
 def scratch_bytes(source_dtype: str, storage: str, is_quantized: bool, dim: int) -> int:
-    """Bytes that a RowEncoder needs per row of a block; it never has more than `block_rows(dim)` of them."""
+    """Return the bytes that a RowEncoder needs per row of a block, of at most `block_rows(dim)` rows."""
     is_widened = storage != "float32" and (source_dtype != "float32" or is_quantized)
     return STORAGES[storage].scratch(dim) + 4 * dim * is_widened
 
 
 class RowEncoder:
-    """Turns rows of a checkpoint into stored rows, a block that stays in a core's cache at a time."""
+    """Encodes rows of a checkpoint as stored rows, one block at a time. A block fits in a core's cache."""
 
     def __init__(self, storage: str, dim: int, quantization: QuantizationConfig | None) -> None:
         self._storage, self._quantization = storage, quantization
@@ -102,12 +103,13 @@ class RowEncoder:
         self._widened: npt.NDArray[np.float32] | None = None
 
     def encode(self, rows: _Array, out: _Array) -> float:
-        """Store `rows` [n, dim] in `out` [n, columns(dim)]; the largest difference that a lookup will find to float32.
+        """Store `rows` [n, dim] in `out` [n, columns(dim)]. Return the largest difference of a looked up value from
+        float32.
 
-        Values that are not finite, and are stored as they are, do not count.
+        Infinities and NaN that are stored unchanged do not count.
 
         Raises:
-            UnstorableRowError: a row holds what this storage cannot; its index is that in `rows`.
+            UnstorableRowError: this storage cannot hold a row; the error has its index in `rows`.
         """
         worst = 0.0
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -118,7 +120,9 @@ class RowEncoder:
         return worst
 
     def widen(self, rows: _Array, into: _Array | None = None) -> npt.NDArray[np.float32]:
-        """`rows` as float32 storage would hold them: quantized as in training. At most a block; valid until the next call."""
+        """Return `rows`, at most a block, as float32 storage holds them: quantized as in training. Valid until the next
+        call.
+        """
         if self._quantization is None and rows.dtype == np.float32 and into is None:
             return rows
         if into is None:

@@ -2,11 +2,12 @@
 
     value = code * scale + centre,   centre = (min + max) / 2,   scale = (max - min) / 254,   code in [-127, 127]
 
-Codes around the centre lose nothing to overflow where max - min does, and decode a row of one value, so of zeros, exactly.
-One gather brings all of a row; the eight bytes are reinterpreted, not looked up elsewhere. Little-endian, as TensorFlow's
-bundles are.
+Codes around the centre stay correct if max - min overflows, and decode a row of one value, such as zeros, exactly. One
+gather reads the whole row; the eight bytes at its end are reinterpreted in place. They are little-endian, as
+TensorFlow's bundles are.
 
-A table that was quantized in training with at most 256 buckets has its own grid, and its codes are the numbers of buckets.
+A table that was quantized in training with at most 256 buckets has its own grid. Its codes are the numbers of the
+buckets.
 """
 
 import functools
@@ -27,20 +28,20 @@ _MAX_CODE = np.float32(127)
 _MAX_BUCKETS = 256
 # TensorFlow's kernels flush smaller numbers to zero.
 _TINY = np.finfo(np.float32).tiny
-# Larger numbers are taken for this one, a millionth smaller than float32's last, so that no sum overflows.
+# Larger numbers are clipped to this one, a millionth below float32's maximum, so that no sum overflows.
 _LARGEST = np.float32(np.finfo(np.float32).max * (1 - 2.0**-20))
 _PARAMETERS = np.dtype("<f4")
 _WIDE = 32
-# Elements as wide as so many floats, and as so many codes.
+# Element types as wide as this many floats, or as this many codes.
 _FLOATS: dict[int, Any] = {1: np.float32, 2: np.complex64, 4: np.complex128}
 _CODES: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32}
 
 
 class Int8Blocks:
-    """Encodes blocks of rows turned on their side: numpy is fast along many rows, and slow along the few values of one.
+    """Encodes transposed blocks of rows: numpy is fast along many rows, and slow along the few values of one row.
 
-    Up to four neighbours in a row are moved as one wider element, which makes turning a block faster: they stay side by
-    side, as `lanes` of their row.
+    Up to four neighbours in a row are moved as one wider element, which makes the transposition faster. They stay
+    adjacent, as `lanes` of their row.
     """
 
     def __init__(self, dim: int, quantization: QuantizationConfig | None) -> None:
@@ -52,7 +53,7 @@ class Int8Blocks:
 
     @staticmethod
     def scratch_bytes(dim: int) -> int:
-        """Bytes per row of a block: values, work, codes, and a dozen numbers per lane."""
+        """Return the bytes per row of a block: values, work, codes, and a dozen numbers per lane."""
         return 9 * dim + 48 * _lanes(dim)
 
     def encode(self, block: _Floats, out: npt.NDArray[Any], start: int) -> float:
@@ -69,16 +70,17 @@ class Int8Blocks:
         np.copyto(codes, work, casting="unsafe")
         out[:, :-PARAMETER_BYTES].view(_CODES[self._lanes])[...] = codes.view(_CODES[self._lanes]).T
         _write_parameters(out, scale, centre)
-        work *= step  # as a lookup does
+        work *= step  # decode as a lookup does
         work += middle
         work -= values
         return clipped + float(max(work.max(), -work.min()))
 
     def _limit(self, values: _Floats, start: int) -> tuple[float, _Floats, _Floats]:
-        """Clip `values` to what an int8 row holds: by how much, and the lowest and highest [n] of the rows then.
+        """Clip `values` to the range of int8 rows. Return the amount clipped, and each row's lowest and highest value
+        [n].
 
         Raises:
-            UnstorableRowError: one is not finite.
+            UnstorableRowError: a value is not finite.
         """
         lowest = functools.reduce(np.minimum, values.min(0).reshape(-1, self._lanes).T)
         highest = functools.reduce(np.maximum, values.max(0).reshape(-1, self._lanes).T)
@@ -95,17 +97,19 @@ class Int8Blocks:
         return largest - float(_LARGEST), lowest, highest
 
     def _per_lane(self, number: Any) -> Any:
-        """A number of each row [n], or one of all, for every lane."""
+        """Repeat a number of each row [n], or one for all rows, for every lane."""
         return number if np.ndim(number) == 0 else np.repeat(number, self._lanes)
 
 
 def _lanes(dim: int) -> int:
-    """As many as are moved at once; in narrow rows it is cheaper to find a row's extremes without."""
+    """Return how many values are moved at once. Narrow rows use 1, because their extremes are then cheaper to find."""
     return math.gcd(dim, 4) if dim >= _WIDE else 1
 
 
 def _row_grid(lowest: _Floats, highest: _Floats) -> tuple[_Floats, _Floats]:
-    """Scale and centre of rows [n]. A row of one value, or of a range of nothing, has scale 0 and is its centre."""
+    """Return scale and centre of rows [n]. A row whose values are all equal, or nearly so, has scale 0 and equals its
+    centre.
+    """
     half = np.float32(0.5)
     centre: _Floats = half * lowest + half * highest
     np.copyto(centre, lowest, where=lowest == highest)
@@ -115,7 +119,7 @@ def _row_grid(lowest: _Floats, highest: _Floats) -> tuple[_Floats, _Floats]:
 
 
 def _grid(quantization: QuantizationConfig | None) -> tuple[np.float32, np.float32] | None:
-    """Scale and centre of all rows that were quantized in training, where codes can number the buckets."""
+    """Return scale and centre of all rows if training quantized them into few enough buckets for int8 codes, else None."""
     if quantization is None or quantization.num_buckets > _MAX_BUCKETS:
         return None
     centre = quantization.lower + quantization.num_buckets // 2 * quantization.quantum

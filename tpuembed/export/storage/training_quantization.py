@@ -1,8 +1,8 @@
-"""Simulated quantization: what a table with a QuantizationConfig looked up while it was trained.
+"""Simulated quantization: the values that lookups of a table with a QuantizationConfig returned in training.
 
-An accelerator clips and rounds every row that it looks up, before it combines rows; the checkpoint has the rows as they
-were before that. The same function of each value, applied to the rows that an export stores, makes a server look up what
-training did, and costs a request nothing.
+An accelerator clips and rounds every row that it looks up, before it combines rows. The checkpoint has the unrounded
+rows. An export applies the same function to every stored value. So a server looks up the values of the training, at no
+cost per request.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ __all__ = ["quantize"]
 
 
 def quantize(values: npt.NDArray[np.float32], quantization: QuantizationConfig) -> None:
-    """Replace `values` by the nearest of `num_buckets` levels from `lower` to `upper`; NaN stays what it is.
+    """Replace `values` by the nearest of `num_buckets` levels from `lower` to `upper`. NaN stays NaN.
 
     Source: SimulatedQuantization in tensorflow/core/protobuf/tpu/optimization_parameters.proto, and the docstring of
     `tf.tpu.experimental.embedding.QuantizationConfig`; in float32, as accelerators compute.

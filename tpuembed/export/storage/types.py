@@ -1,4 +1,4 @@
-"""What the storage types share: blocks of rows, and rows that one of them cannot hold."""
+"""Shared parts of the storage types: blocks of rows, and the error for a row that a type cannot hold."""
 
 from typing import Any, Protocol
 
@@ -7,14 +7,14 @@ import numpy.typing as npt
 
 __all__ = ["BlockEncoder", "UnstorableRowError", "block_rows"]
 
-# Elements of a block: with its scratch it stays in a core's cache, and numpy's calls cost less than their work.
+# Elements of a block. With its scratch, a block fits in a core's cache, and numpy's call overhead stays small.
 _BLOCK_ELEMENTS = 1 << 17
 # What a row costs beside its elements: columns of numbers per row.
 _ROW_ELEMENTS = 16
 
 
 class UnstorableRowError(Exception):
-    """A row that a storage type cannot hold: its index, and why, as the end of a sentence about it."""
+    """A storage type cannot hold a row. The error has its index, and the reason as the end of a sentence."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
@@ -22,10 +22,11 @@ class UnstorableRowError(Exception):
 
 
 class BlockEncoder(Protocol):
-    """Stores one block of rows after another."""
+    """Stores blocks of rows."""
 
     def encode(self, block: npt.NDArray[np.float32], out: npt.NDArray[Any], start: int) -> float:
-        """Store `block` [n, dim] in `out` [n, columns]; the largest error. `start` is the row number of its first row.
+        """Store `block` [n, dim] in `out` [n, columns] and return the largest error. `start` is the number of its first
+        row.
 
         Raises:
             UnstorableRowError: this storage cannot hold a row.
@@ -33,5 +34,5 @@ class BlockEncoder(Protocol):
 
 
 def block_rows(dim: int) -> int:
-    """Rows of a block of a table of width `dim`."""
+    """Return the rows of a block of a table of width `dim`."""
     return max(1, _BLOCK_ELEMENTS // (dim + _ROW_ELEMENTS))

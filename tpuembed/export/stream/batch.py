@@ -1,7 +1,7 @@
-"""What a worker does at a time: shards whose bytes lie side by side in one file, and where it writes them.
+"""The unit of work of a worker: shards that are adjacent in one file, and the place to write them.
 
-The process that gives batches out has a `Place`; a worker has what the place says of a batch, in JSON values, made when the
-batch is given out. In a folder a batch is one shard; in a store it is one part of an upload.
+The process that assigns batches has a `Place`. A worker gets the place's description of a batch, in JSON values, made
+when the batch is assigned. In a folder a batch is one shard. In a store it is one part of an upload.
 """
 
 import dataclasses
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "FolderPlace", "Place", "Where", "flush_batch", "run_batch"]
 
 Where = Mapping[str, Any]
-"""Of a batch, in JSON values: `{"folder": path}`, or the fields of a `tpuembed.export.publish.store.part.PartUpload`."""
+"""Target of a batch in JSON values: `{"folder": path}`, or the fields of
+`tpuembed.export.publish.store.part.PartUpload`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Shards that one worker writes, one after another."""
+    """Shards that one worker writes in sequence."""
 
     shards: tuple[ShardTask, ...]
 
     @property
     def index(self) -> int:
-        """Of its first shard: no other batch has it."""
+        """Return the index of its first shard, which is unique among batches."""
         return self.shards[0].index
 
     def __str__(self) -> str:
-        """As error messages name it."""
+        """Return the name of the batch in error messages."""
         if len(self.shards) == 1:
             return str(self.shards[0])
         first, last = self.shards[0], self.shards[-1]
@@ -42,25 +44,25 @@ class Batch:
 
 
 class Place(Protocol):
-    """Where data files lie, as the process knows it that gives batches out."""
+    """The place of the data files, as the process that assigns batches knows it."""
 
     def batches(self, tasks: Sequence[ShardTask]) -> list[Batch]:
-        """All `tasks`, each in one batch, in their order."""
+        """Group `tasks` into batches, in their order."""
         ...
 
     def where(self, batch: Batch) -> Where:
-        """What a worker is told. Asked for when the batch is given out: a signed URL is good for a while only."""
+        """Return the target of a batch for its worker. Call it when the batch is assigned, because signed URLs expire."""
         ...
 
     @property
     def hint(self) -> str:
-        """What to look at where a worker does not find the place; empty where it needs none."""
+        """Return advice for a worker that does not find the place; empty if none is needed."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderPlace:
-    """A folder with data files, each of its full size already."""
+    """A folder of data files, each already of its full size."""
 
     folder: Path
 
@@ -68,14 +70,14 @@ class FolderPlace:
         """See Place."""
         return [Batch((task,)) for task in tasks]
 
-    def where(self, batch: Batch) -> Where:  # noqa: ARG002 - as Place
+    def where(self, batch: Batch) -> Where:  # noqa: ARG002 - the signature of Place
         """See Place."""
         return {"folder": str(self.folder)}
 
     @property
     def hint(self) -> str:
         """See Place."""
-        return f"every node of the cluster must see {self.folder.parent.parent} under this path"
+        return f"Every node of the cluster must see {self.folder.parent.parent} under this path."
 
 
 def run_batch(
@@ -85,9 +87,9 @@ def run_batch(
     on_chunk: Callable[[int], None] = ignore,
     checkpoint: "Checkpoint | None" = None,
 ) -> list[ShardResult]:
-    """Write `shards`; the function that every engine runs, in a process that imports no TensorFlow.
+    """Write `shards`. Every engine runs this function, in a process that imports no TensorFlow.
 
-    `on_chunk` is called now and then with the bytes written so far. For `checkpoint` and the errors see `run_shard`.
+    `on_chunk` is called regularly with the bytes written so far. For `checkpoint` and the errors see `run_shard`.
     """
     if "folder" not in where:
         from tpuembed.export.publish.store.part import PartUpload, run_part
@@ -97,6 +99,6 @@ def run_batch(
 
 
 def flush_batch(shards: Sequence[ShardTask], where: Where) -> None:
-    """Have this machine's disk hold what it wrote: what another machine flushes is what it has itself."""
+    """fsync the files of this batch on this machine. Another machine can only flush its own cache."""
     for file in {shard.file for shard in shards} if "folder" in where else ():
         flush_data(Path(where["folder"], file))

@@ -1,4 +1,4 @@
-"""The one chunk of rows that a worker holds: as read, as stored, and what is needed to get from one to the other."""
+"""The one chunk of rows that a worker holds: as read, as stored, and the buffers for the conversion."""
 
 import functools
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.types import ReadSum, SmallPieces, SummedReads
+from tpuembed.checkpoint.types import PartialChecksum, SmallPieces, SummedReads
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ExportError
 from tpuembed.export.storage.error import SAMPLE_VALUE_BYTES, ErrorSums, sample_step, sampled_rows
 from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder, is_exact, scratch_bytes
 from tpuembed.export.storage.types import UnstorableRowError, block_rows
 
-if TYPE_CHECKING:  # plans say how many rows a chunk has
+if TYPE_CHECKING:  # TYPE_CHECKING avoids a cycle: plans import this module
     from tpuembed.checkpoint import Checkpoint
     from tpuembed.export.plan.plan import ShardTask
 
@@ -25,7 +25,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def chunk_bytes(source_dtype: str, storage: str, is_quantized: bool, dim: int, rows: int) -> int:
-    """Bytes of buffers for a chunk of `rows`: as stored, as read where that is something else, and scratch of a block."""
+    """Return the bytes of buffers for a chunk of `rows`: as stored, as read if that differs, and scratch of a block."""
     stored, read = STORAGES[storage].row_bytes(dim), SOURCE_DTYPES[source_dtype].itemsize * dim
     if source_dtype == storage and not is_quantized:
         return rows * stored
@@ -36,12 +36,12 @@ def chunk_bytes(source_dtype: str, storage: str, is_quantized: bool, dim: int, r
 
 @functools.lru_cache(maxsize=1 << 12)
 def rows_within(budget: int, source_dtype: str, storage: str, is_quantized: bool, dim: int) -> int:
-    """The most rows whose chunk fits in `budget` bytes; 1 where none does."""
+    """Return the most rows whose chunk fits in `budget` bytes; 1 if none fits."""
     return most_rows(budget, functools.partial(chunk_bytes, source_dtype, storage, is_quantized, dim), budget)
 
 
 def most_rows(budget: int, cost: Callable[[int], int], limit: int) -> int:
-    """The most rows, no more than `limit`, that `cost` at most `budget` bytes; 1 where none do."""
+    """Return the most rows, up to `limit`, whose `cost` is at most `budget` bytes; 1 if there are none."""
     fitting, too_many = 1, max(2, limit + 1)
     while too_many - fitting > 1:
         middle = (fitting + too_many) // 2
@@ -56,7 +56,7 @@ class Chunk:
     """The chunk of a shard.
 
     Attributes:
-        errors: of all rows loaded so far.
+        errors: errors of all rows loaded so far.
     """
 
     def __init__(self, task: "ShardTask", checkpoint: "Checkpoint") -> None:
@@ -72,7 +72,8 @@ class Chunk:
             self._encoder = RowEncoder(task.storage, task.dim, quantization)
 
     def load(self, start: int, stop: int) -> tuple[_Bytes, _Bytes]:
-        """Rows [start, stop): the bytes read and the bytes to store, the same object or not; valid until the next call.
+        """Load rows [start, stop). Return the bytes read and the bytes to store, perhaps the same object; valid until
+        the next call.
 
         Raises:
             ExportError: the storage cannot hold a row.
@@ -91,12 +92,12 @@ class Chunk:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows to load at a time; no more than the chunk has."""
+        """Return the number of rows to load at a time; at most those of the chunk."""
         best = self._checkpoint.piece_rows(self._task.table) if isinstance(self._checkpoint, SmallPieces) else None
         return min(best or self._task.chunk_rows, self._task.chunk_rows)
 
-    def source_sums(self) -> dict[str, ReadSum]:
-        """What was met of the checkpoint's tensors, where it offers that; see SummedReads."""
+    def source_sums(self) -> dict[str, PartialChecksum]:
+        """Return the checksums of what was read of the checkpoint's tensors, if it offers them; see SummedReads."""
         return {} if self._reader is None else dict(self._reader.sums())
 
     def _store(self, rows: _Array, stored: _Array, start: int) -> None:
@@ -104,8 +105,8 @@ class Chunk:
             worst = self._encoder.encode(rows, stored)
         except UnstorableRowError as unstorable:
             raise ExportError(
-                f"table {self._task.table!r}: row {start + unstorable.index} holds {unstorable}; "
-                "store this table as float32, or find out why it was trained to that"
+                f"table {self._task.table!r}: row {start + unstorable.index} contains {unstorable}. Store this "
+                "table as float32, or find out why training produced this value."
             ) from None
         if not is_exact(self._task.source_dtype, self._task.storage):
             picked = slice(None, None, sample_step(len(rows), self._task.dim))

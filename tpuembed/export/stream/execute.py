@@ -1,4 +1,4 @@
-"""Execute a plan: make the data files, have an engine fill them, prove that they are complete."""
+"""Executes a plan: create the data files, let an engine fill them, check that they are complete."""
 
 import dataclasses
 import time
@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.checkpoint.types import ReadSum, SummedReads
+from tpuembed.checkpoint.types import PartialChecksum, SummedReads
 from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.tables import FolderTables, Tables
@@ -25,16 +25,16 @@ __all__ = ["StreamReport", "stream_into", "stream_tables"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamReport:
-    """The table data of a plan, where it stays.
+    """The table data of a plan.
 
     Attributes:
-        folder: that holds one file per stack, named StackPlan.file; of holes where the bytes lie in a store.
+        folder: has one file per stack, named StackPlan.file; a sparse file if the bytes are in a store.
         crc32c: of each stack's bytes, by its name; unmasked.
-        bytes_written: of table data.
-        bytes_reused: of them, what an earlier export had written.
-        errors: against float32, by table.
-        seconds: from the first file's creation to the proof that its source was sound.
-        worker_peak_rss_bytes: the largest of the processes that streamed.
+        bytes_written: bytes of table data.
+        bytes_reused: the part of them that an earlier run had written.
+        errors: differences from float32, by table.
+        seconds: from the first file's creation to the end of the check of the source.
+        worker_peak_rss_bytes: the largest peak of the processes that streamed.
     """
 
     folder: Path
@@ -55,10 +55,10 @@ def stream_tables(
     on_progress: Callable[[int, int], None] = ignore,
     on_result: Callable[[ShardResult], None] = ignore,
 ) -> StreamReport:
-    """Write the tables of `plan` from `source` into `folder`, made where missing, and fsync them.
+    """Write the tables of `plan` from `source` into `folder`, created if it is missing, and fsync them.
 
-    Shards that an earlier call for the same export has recorded there are not written again if their bytes still have the
-    checksum; anything else in the folder is removed. For the rest see `stream_into`.
+    Shards that an earlier call for the same export has recorded there are reused if their bytes still have the
+    checksum. Anything else in the folder is removed. For the rest see `stream_into`.
     """
     return stream_into(plan, source, FolderTables(folder), engine, on_progress=on_progress, on_result=on_result)
 
@@ -72,12 +72,12 @@ def stream_into(
     on_progress: Callable[[int, int], None] = ignore,
     on_result: Callable[[ShardResult], None] = ignore,
 ) -> StreamReport:
-    """Write the tables of `plan` from `source` into `tables`, but what lies there already.
+    """Write the tables of `plan` from `source` into `tables`, except for the shards that are already there.
 
-    `on_progress` is called with the bytes done and the bytes in all, `on_result` with every shard that is finished.
+    `on_progress` is called with the bytes done and the total bytes, `on_result` with every finished shard.
 
     Raises:
-        CheckpointError: the source cannot be read, changed on the way, or is not what its checksums say.
+        CheckpointError: the source cannot be read, has changed, or does not have its recorded checksums.
         ExportError: a file cannot be written, or a worker died.
     """
     started, total = time.monotonic(), plan.table_bytes
@@ -94,7 +94,7 @@ def stream_into(
         streamed = engine.run(tasks, job, on_result=finish, on_progress=lambda done: on_progress(before + done, total))
     results = tables.results(streamed)
     by_index = _complete(plan, results)
-    with open_source(source) as checkpoint:  # raises if it changed meanwhile
+    with open_source(source) as checkpoint:  # raises if the source has changed meanwhile
         _check_source(checkpoint, plan, by_index)
     return StreamReport(
         folder=tables.folder,
@@ -108,21 +108,23 @@ def stream_into(
 
 
 def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, ShardResult]:
-    """The results by index; ExportError unless every shard has one of its size: no engine is trusted with that."""
+    """Return the results by index. Raise ExportError unless every shard has a result of the right size, whatever the
+    engine.
+    """
     by_index = {result.index: result for result in results}
     for task in plan.shards:
         written = by_index[task.index].bytes if task.index in by_index else 0
         if written != task.size:
-            raise ExportError(f"{task}: {written} of {task.size} bytes were written; export again")
+            raise ExportError(f"{task}: only {written} of {task.size} bytes were written. Export again.")
     return by_index
 
 
 def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:
-    """Raise CheckpointCorruptError where the rows read of a table are not those that the checkpoint states a checksum of.
+    """Raise CheckpointCorruptError if the rows read of a table do not have the checksum that the checkpoint records.
 
-    Of a table of which a part is exported nothing is proven, for that would take reading all of it.
+    A table of which only a part is exported is not checked, because that would mean reading all of it.
     """
-    unproven, met = list[str](), dict[str, ReadSum]()
+    unproven, sums = list[str](), dict[str, PartialChecksum]()
     whole = {place.table for stack in plan.stacks for place in stack.tables if place.is_whole}
     for table, group in groupby(plan.shards, key=attrgetter("table")):
         tasks = list(group)
@@ -131,27 +133,30 @@ def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int
         stated = checkpoint.checksum(table)
         if stated is None:
             unproven.append(table)
-            _add_up(met, (results[task.index] for task in tasks))
+            _add_up(sums, (results[task.index] for task in tasks))
             continue
         read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
         if stated != read:
-            checkpoint.verify([table])  # names the file and the tensor
+            checkpoint.verify([table])  # raises an error that names the file and the tensor
             raise _misread(
-                checkpoint, table, f"had the CRC32C {read:#010x} when they were exported, the index says {stated:#010x}"
+                checkpoint,
+                table,
+                f"had the CRC32C {read:#010x} when they were exported, but the index has {stated:#010x}",
             )
-    _check_sums(checkpoint, unproven, met)
+    _check_sums(checkpoint, unproven, sums)
 
 
-def _add_up(met: dict[str, ReadSum], results: Iterable[ShardResult]) -> None:
+def _add_up(sums: dict[str, PartialChecksum], results: Iterable[ShardResult]) -> None:
     for result in results:
         for key, fields in result.source_sums.items():
-            met[key] = met.get(key, ReadSum()) + ReadSum(*fields)
+            sums[key] = sums.get(key, PartialChecksum()) + PartialChecksum(*fields)
 
 
-def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], met: Mapping[str, ReadSum]) -> None:
-    """Of `tables` whose files have checksums over other bytes than rows: files of which the reads do not prove that they are
-    whole are read once more."""
-    proven = checkpoint.proven(tables, met) if isinstance(checkpoint, SummedReads) else {}
+def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], sums: Mapping[str, PartialChecksum]) -> None:
+    """Check `tables` whose files have checksums over other bytes than rows. Files that the reads do not cover are read
+    again.
+    """
+    proven = checkpoint.proven(tables, sums) if isinstance(checkpoint, SummedReads) else {}
     checkpoint.verify([table for table in tables if not proven.get(table)])
     for table, is_right in proven.items():
         if not is_right:
@@ -160,8 +165,8 @@ def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], met: Mapping[str,
 
 def _misread(checkpoint: Checkpoint, table: str, what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        f"checkpoint {checkpoint.path}: table {table!r}: its bytes {what}, and a second reading finds no damage; export again, "
-        "and if it happens again, check the disk and the memory of this machine"
+        f"checkpoint {checkpoint.path}: table {table!r}: its bytes {what}, and a second read finds no damage. "
+        "Export again. If it happens again, check the disk and the memory of this machine."
     )
 
 
@@ -173,5 +178,7 @@ def _stack_checksums(plan: ExportPlan, results: Mapping[int, ShardResult]) -> di
 
 
 def _combined(parts: Iterable[tuple[int, int]]) -> int:
-    """CRC32C of a concatenation, given (checksum, bytes) of each part; shards are numbered in the order of their bytes."""
+    """Return the CRC32C of a concatenation, given (checksum, bytes) of each part. Shards are in the order of their
+    bytes.
+    """
     return reduce(lambda checksum, part: crc.combine(checksum, *part), parts, 0)

@@ -1,4 +1,4 @@
-"""How a shard's failure travels from the process that streamed it to the one that waits for it."""
+"""Carries a shard's failure from the process that streamed it to the process that waits for it."""
 
 import dataclasses
 import errno
@@ -25,15 +25,15 @@ _MAY_PASS = frozenset(
         errno.ETIMEDOUT,
     }
 )
-"""Errors of disks far away, and of the ways there."""
+"""Errors of remote disks and of networks, which may be temporary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What was raised, as JSON values.
+    """An error as JSON values.
 
     Attributes:
-        type: name of the TpuEmbedError; empty for anything else, which is a defect.
+        type: name of the TpuEmbedError; empty for any other exception, which is a defect.
         message: its text.
         may_pass: whether another try may succeed.
     """
@@ -44,25 +44,27 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """Of what a task raised."""
+        """Return the failure for the error of a task."""
         if isinstance(error, TpuEmbedError):
             return cls(type(error).__name__, str(error), _may_pass(error))
         return cls("", f"{type(error).__name__}: {error}", False)
 
     def error(self, task: object) -> TpuEmbedError:
-        """The same error again, of `task`."""
+        """Return the original error, of `task`."""
         kind = getattr(errors, self.type, None) if self.type in errors.__all__ else None
         if kind is None:
             return WorkerError(
-                f"{task}: {self.message}; this is a defect of the reader or of tpuembed, please report it"
+                f"{task}: {self.message}. This is a defect of the reader or of tpuembed. Please report it."
             )
-        error: TpuEmbedError = kind.__new__(kind, self.message)  # without __init__: some build their message from parts
-        error.args = (self.message,)  # which OSError's __new__ leaves to __init__
+        error: TpuEmbedError = kind.__new__(
+            kind, self.message
+        )  # without __init__: some classes build their message from parts
+        error.args = (self.message,)  # OSError's __new__ does not set args
         return error
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether something of the system is behind `error` that may go right the next time."""
+    """Returns True if a system error that may be temporary is behind `error`."""
     while error is not None:
         if isinstance(error, TimeoutError | ConnectionError) or getattr(error, "errno", None) in _MAY_PASS:
             return True

@@ -1,8 +1,8 @@
-"""The finished shards of an export, on the disk: what a killed export leaves for the next one.
+"""The finished shards of an export, recorded on the disk, so that the next run can resume an interrupted one.
 
-The record lies beside the data files and only grows, a line per fact: the CRC32C of some JSON, a space, the JSON. The first
-line says what is exported (`Header`), every other one is the ShardResult of a shard whose bytes were flushed to the disk
-before the line was written. A line that a kill cut short counts for nothing, nor does what follows it.
+The record is a file beside the data files, and only grows. Each line has one fact: the CRC32C of some JSON, a space,
+the JSON. The first line identifies the export (`Header`). Every other line is the ShardResult of a shard whose bytes
+were flushed to the disk before. A line that was cut short is ignored, and so is everything after it.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from tpuembed.tensor_bundle import crc
 __all__ = ["Header", "Record", "Recorder", "export_key", "flush", "flush_data", "read_record", "start_record"]
 
 FORMAT: Final = 1
-"""Of the record and of what it promises; a record of another number is not resumed."""
+"""The format of the record and of the data it describes; a record of another format is not resumed."""
 _NAME: Final = "record"
 _SECONDS_BETWEEN_FLUSHES: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Header:
-    """What is exported.
+    """Identifies an export.
 
     Attributes:
         key: see `export_key`.
         source: path of the checkpoint.
         fingerprint: of the checkpoint.
         table_bytes: of all shards.
-        format: FORMAT of who wrote it.
+        format: FORMAT of the writer.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Header:
 
     @classmethod
     def of(cls, plan: ExportPlan, source: Source) -> "Header":
-        """The header of an export of `source` by `plan`."""
+        """Return the header of an export of `source` by `plan`."""
         return cls(
             key=export_key(plan, source),
             source=source.path,
@@ -61,13 +61,13 @@ class Header:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a record says.
+    """The content of a record.
 
     Attributes:
         header: its first line.
         finished: shards by index.
-        size: bytes of its sound lines.
-        written: when it last grew, in seconds of `time.time`.
+        size: bytes of its intact lines.
+        written: time of the last addition, in seconds of `time.time`.
     """
 
     header: Header
@@ -77,9 +77,10 @@ class Record:
 
 
 def export_key(plan: ExportPlan, source: Source) -> str:
-    """Equal for exports whose shards are the same bytes in the same places, by the same version of tpuembed.
+    """Return a key that is equal for exports by this version of tpuembed whose shards are the same bytes in the same
+    places.
 
-    Workers and memory are not in it: an export that was killed for want of memory is resumed with less of both.
+    Workers and memory are not in the key: an export that ran out of memory can be resumed with less of both.
     """
     shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0} for task in plan.shards]
     stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
@@ -88,7 +89,7 @@ def export_key(plan: ExportPlan, source: Source) -> str:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in `folder`; None where there is none that this version understands."""
+    """Return the record in `folder`, or None if there is none that this version can read."""
     path = folder / _NAME
     try:
         data, written = path.read_bytes(), path.stat().st_mtime
@@ -98,7 +99,7 @@ def read_record(folder: Path) -> Record | None:
     try:
         header = Header(**lines[0][0]) if lines else None
         results = [ShardResult(**fields) for fields, _ in lines[1:]]
-    except TypeError:  # other fields: of another format
+    except TypeError:  # the fields differ: another format
         return None
     if header is None or header.format != FORMAT:
         return None
@@ -107,7 +108,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def _sound_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """(what a line says, where it ends) up to the first one that is damaged."""
+    """Yield (content, end offset) of each line before the first damaged one."""
     end = 0
     for line in data.splitlines(keepends=True):
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
@@ -127,7 +128,7 @@ def _checksum(text: bytes) -> bytes:
 
 
 def start_record(folder: Path, header: Header) -> Record:
-    """Begin the record of `folder`, and flush it and the folder's names to the disk."""
+    """Create the record of `folder`, and flush it and the folder's names to the disk."""
     line = _line(dataclasses.asdict(header))
     (folder / _NAME).write_bytes(line)
     for place in (folder / _NAME, folder, folder.parent, folder.parent.parent):
@@ -136,13 +137,14 @@ def start_record(folder: Path, header: Header) -> Record:
 
 
 class Recorder:
-    """Adds to the record of a folder, in a thread of its own: workers do not wait for the disk.
+    """Adds to the record of a folder, in a thread of its own, so that workers do not wait for the disk.
 
-    A context: at its end all that was added is on the disk, or after an exception what was so already.
+    A context. At its normal end, everything that was added is on the disk. After an exception, pending results are
+    dropped.
     """
 
     def __init__(self, folder: Path, record: Record) -> None:
-        """Go on after the sound lines of `record`, which was read in `folder`."""
+        """Append after the intact lines of `record`, which was read in `folder`."""
         self._folder = folder
         os.truncate(folder / _NAME, record.size)
         self._pending: list[tuple[str, ShardResult]] = []
@@ -168,10 +170,10 @@ class Recorder:
             self._raise_error()
 
     def add(self, file: str, result: ShardResult) -> None:
-        """Record `result`, once the data file called `file` is flushed.
+        """Record `result`, after the data file `file` is flushed.
 
         Raises:
-            ExportError: an earlier one could not be.
+            ExportError: an earlier result could not be recorded.
         """
         with self._changed:
             self._pending.append((file, result))
@@ -181,8 +183,8 @@ class Recorder:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise ExportError(
-                f"staging folder {self._folder}: what was written cannot be flushed to the disk: {self._error.strerror}; "
-                "free space or fix the disk"
+                f"staging folder {self._folder}: the written data cannot be flushed to the disk: "
+                f"{self._error.strerror}. Free space or repair the disk."
             )
 
     def _run(self) -> None:
@@ -193,7 +195,7 @@ class Recorder:
             self._error = error
 
     def _next_batch(self) -> list[tuple[str, ShardResult]]:
-        """What has come since the last one; nothing, at the end."""
+        """Wait for results and return them; an empty list at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over, _SECONDS_BETWEEN_FLUSHES)
             self._changed.wait_for(lambda: self._is_over or self._pending)
@@ -211,7 +213,7 @@ class Recorder:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what a file or folder holds."""
+    """fsync a file or folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -220,10 +222,10 @@ def flush(path: Path) -> None:
 
 
 def flush_data(path: Path) -> None:
-    """Have the disk hold what a data file holds, and memory no longer.
+    """fsync a data file and drop it from the page cache.
 
-    The kernel writes new rows into the pages that this frees, not into those of what other programs read, nor into memory
-    that a virtual machine has to ask its host for: there, a table takes half the time.
+    The kernel then writes new rows into the pages that this frees, instead of evicting other programs' pages. On a
+    virtual machine this also avoids memory that the host must first provide: a table took half the time.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,6 +1,6 @@
-"""Stream one shard: rows of a checkpoint into their place in a data file, a chunk at a time.
+"""Streams one shard: copies rows of a checkpoint to their place in a data file, one chunk at a time.
 
-This is the function that every engine runs, in a process that imports no TensorFlow. It holds one chunk of rows.
+Every engine runs this code, in a process that imports no TensorFlow. It holds one chunk of rows.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tpuembed.export.storage.error import ErrorSums
 from tpuembed.export.stream.chunk import Chunk
 from tpuembed.tensor_bundle import crc
 
-if TYPE_CHECKING:  # the source names what opens it
+if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out: the source names its opener
     from tpuembed.checkpoint import Checkpoint
 
 __all__ = [
@@ -40,14 +40,14 @@ __all__ = [
 _Array = npt.NDArray[Any]
 _Bytes = npt.NDArray[np.uint8]
 
-# One write of megabytes has the kernel look for blocks of contiguous pages as large, which on a virtual machine are
-# those it never touched: four times the processor time of writes of this size.
+# For a write of megabytes, the kernel looks for equally large blocks of contiguous pages. On a virtual machine these
+# are untouched pages: this took four times the processor time of writes of this size.
 _WRITE_BYTES = 256 << 10
 _CHECK_BYTES = 1 << 20
 
 
 def ignore(*_: object) -> None:
-    """A callback for whoever does not listen."""
+    """Do nothing: the default callback."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,11 @@ class Source:
     """A checkpoint as every process opens it for itself.
 
     Attributes:
-        path: as the opener takes it.
-        fingerprint: what the checkpoint said when the export was planned.
-        options: what the opener takes beside the path, as JSON.
-        opener: `module:function` that opens a path to a Checkpoint.
-        lasts: another process can open it later: an export that was killed can be resumed.
+        path: argument of the opener.
+        fingerprint: the checkpoint's fingerprint when the export was planned.
+        options: further arguments of the opener, as JSON.
+        opener: `module:function` that opens a path and returns a Checkpoint.
+        lasts: another process can open the source later, so an interrupted export can be resumed.
     """
 
     path: str
@@ -71,19 +71,19 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardResult:
-    """A shard that lies in its file.
+    """The result of a shard that was written.
 
     Attributes:
-        index: of its task.
+        index: index of its task.
         crc32c: of the bytes written, unmasked.
-        source_crc32c: of the bytes they were made from, as the checkpoint holds them.
-        bytes: how many.
+        source_crc32c: of the bytes they were made from, as stored in the checkpoint.
+        bytes: number of bytes written.
         seconds: from opening the file to the last write.
         peak_rss_bytes: of the process since it started.
-        is_reused: it was there already, as its task said; `source_crc32c` is then unknown, 0, and `errors` too.
-        errors: fields of ErrorSums: how far what is stored is from float32.
-        source_sums: fields of ReadSum by tensor, where the checkpoint offers SummedReads.
-        tag: in a store, what it calls the part that the shard lies in.
+        is_reused: an earlier run had written it; then `source_crc32c` is 0 and `errors` are empty.
+        errors: fields of ErrorSums: the differences of stored values from float32.
+        source_sums: fields of PartialChecksum by tensor, if the checkpoint offers SummedReads.
+        tag: in a store, the ETag of the part with the shard.
     """
 
     index: int
@@ -99,13 +99,13 @@ class ShardResult:
 
 
 class DataFile(Protocol):
-    """Takes what shards write."""
+    """A file that shards are written to."""
 
     def write(self, data: _Bytes, offset: int) -> None:
         """Write all of `data` at `offset` of the file."""
 
     def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:
-        """CRC32C of what lies where `task` writes; of less, where the file ends early."""
+        """Return the CRC32C of the bytes at the place of `task`, up to the end of the file."""
 
 
 def run_shard(
@@ -115,10 +115,10 @@ def run_shard(
     on_chunk: Callable[[int], None] = ignore,
     checkpoint: "Checkpoint | None" = None,
 ) -> ShardResult:
-    """Write the rows of `task` into its file in `folder`, which exists, unless `task.written_crc32c` is that of what is there.
+    """Write the rows of `task` into its existing file in `folder`, unless the bytes there have `task.written_crc32c`.
 
-    `on_chunk` is called after every chunk with the bytes written so far. `checkpoint` is read where it is given, and not
-    opened from `source`.
+    `on_chunk` is called after every chunk with the bytes written so far. If `checkpoint` is given, it is read, and
+    `source` is not opened.
 
     Raises:
         CheckpointError: the source cannot be read, or is not what the export was planned from.
@@ -135,7 +135,7 @@ def write_shard(
     on_chunk: Callable[[int], None] = ignore,
     checkpoint: "Checkpoint | None" = None,
 ) -> ShardResult:
-    """`run_shard`, into any data file."""
+    """Write the shard into any data file; see `run_shard`."""
     started = time.monotonic()
     is_reused = task.written_crc32c is not None and data_file.checksum(task, on_chunk) == task.written_crc32c
     found: dict[str, Any]
@@ -166,19 +166,19 @@ def open_source(source: Source) -> "Checkpoint":
     if checkpoint.fingerprint() != source.fingerprint:
         checkpoint.close()
         raise CheckpointMismatchError(
-            f"checkpoint {source.path}: its files changed while it was being exported; export it when it is complete"
+            f"checkpoint {source.path}: its files changed while it was being exported. Export it when it is complete."
         )
     return checkpoint
 
 
 @functools.lru_cache(maxsize=1)
 def open_once(source: Source) -> "Checkpoint":
-    """`open_source`, once per process; never closed."""
+    """Open the checkpoint once per process. It is never closed."""
     return open_source(source)
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process in bytes (VmHWM), 0 where the system does not say."""
+    """Return the peak resident memory of this process in bytes (VmHWM), or 0 if the system does not provide it."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
@@ -189,7 +189,7 @@ def peak_rss_bytes() -> int:
 def _stream(
     task: ShardTask, checkpoint: "Checkpoint", data_file: DataFile, on_chunk: Callable[[int], None]
 ) -> dict[str, Any]:
-    """What a ShardResult says of the bytes."""
+    """Write the rows of `task` and return the fields of its ShardResult."""
     chunk = Chunk(task, checkpoint)
     stored_crc = read_crc = written = 0
     step = chunk.rows_at_once
@@ -204,12 +204,12 @@ def _stream(
         "crc32c": stored_crc,
         "source_crc32c": read_crc,
         "errors": dataclasses.asdict(chunk.errors),
-        "source_sums": {key: (met.checksum, met.bytes) for key, met in chunk.source_sums().items()},
+        "source_sums": {key: (partial.checksum, partial.bytes) for key, partial in chunk.source_sums().items()},
     }
 
 
 class _LocalFile:
-    """An existing file, written at offsets; a failure names it and the remedy."""
+    """An existing file, written at offsets. Errors name the file and the remedy."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -251,13 +251,16 @@ class _LocalFile:
         return checksum
 
     def _failed(self, error: OSError) -> ExportError:
-        return ExportError(f"data file {self._path}: cannot be written: {error.strerror}; free space or fix the disk")
+        return ExportError(
+            f"data file {self._path}: cannot be written: {error.strerror}. Free space or repair the disk."
+        )
 
 
 def _start_writeback(descriptor: int, offset: int, size: int) -> None:
-    """Have the disk take what was just written while the next chunk is read.
+    """Start writing the new bytes to the disk while the next chunk is read.
 
-    Otherwise gigabytes of dirty pages wait for the final fsync, or for the kernel to stop the writer: twice the time.
+    Otherwise gigabytes of dirty pages wait for the final fsync, or for the kernel to throttle the writer: this took
+    twice the time.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)

@@ -1,9 +1,9 @@
-"""The process that streams shards: `python -m tpuembed.export.stream.worker`, told what to do over pipes.
+"""The worker process that streams shards: `python -m tpuembed.export.stream.worker`, controlled over pipes.
 
 It reads JSON lines on stdin: first the job (`{"source": ..., "parent": pid, "delay_seconds": ...}`), then batches
-(`{"shards": [...], "where": ...}`); it ends when stdin does. It writes JSON lines on stdout: `{"progress": bytes of the
-current batch}` now and then, and for each batch `{"results": [...]}` or `{"error": {"type": ..., "message": ...,
-"may_pass": ...}}`, of which the last ends it. It never imports TensorFlow, and it never outlives its parent.
+(`{"shards": [...], "where": ...}`). It ends when stdin ends. It writes JSON lines on stdout: regularly `{"progress":
+bytes of the current batch}`, and for each batch `{"results": [...]}` or `{"error": {"type": ..., "message": ...,
+"may_pass": ...}}`. After an error it ends. It never imports TensorFlow, and never outlives its parent.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ _REPORT_SECONDS = 0.1
 
 
 def main() -> int:
-    """Stream batches until stdin ends; 0 if all of them succeeded."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    """Stream batches until stdin ends. Return 0 if all of them succeeded."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group: the parent decides
     replies = _take_stdout()
     job = json.loads(sys.stdin.readline() or "null")
     if job is None:
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _take_stdout() -> IO[str]:
-    """Stdout for replies alone: whatever else prints goes to stderr."""
+    """Return stdout for replies only. All other output goes to stderr."""
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return replies
@@ -54,12 +54,12 @@ class _Worker:
         self._reported = 0.0
 
     def prepare(self) -> None:
-        """Open the source while there is nothing else to do. What fails here fails the first batch too, which says so."""
+        """Open the source while the worker is idle. An error is ignored here, because the first batch reports it."""
         with contextlib.suppress(Exception):
             open_once(self._source)
 
     def run(self, batch: Mapping[str, Any]) -> bool:
-        """Stream `batch` and say how it went."""
+        """Stream `batch` and send a reply. Returns True on success."""
         try:
             shards = [ShardTask(**fields) for fields in batch["shards"]]
             results = run_batch(shards, batch["where"], self._source, self._on_chunk)
@@ -73,7 +73,7 @@ class _Worker:
 
     def _on_chunk(self, written: int) -> None:
         if os.getppid() != self._parent:
-            os._exit(1)  # orphaned: nobody reads what we write
+            os._exit(1)  # the parent has ended: no process reads the replies
         now = time.monotonic()
         if now - self._reported >= _REPORT_SECONDS:
             self._reported = now

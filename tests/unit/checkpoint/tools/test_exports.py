@@ -59,7 +59,7 @@ def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: 
     assert rows.start == 10
     np.testing.assert_allclose(rows.values, tables["users"][10:15], atol=0 if storage == "float32" else 0.02)
     np.testing.assert_allclose(read_rows(version, "users", 30, 31).values, tables["users"][30:31], atol=0.02)
-    with pytest.raises(RowRangeError, match=r"rows \[9, 12\) are not inside \[10, 31\)"):
+    with pytest.raises(RowRangeError, match=r"rows \[9, 12\) are not inside its rows \[10, 31\)"):
         read_rows(version, "users", 9, 12)
     found = {table.name: table for table in diff_checkpoints(tmp_path / "ckpt", version).tables}
     assert found["users"].rows_compared == 21

@@ -116,7 +116,7 @@ def test_a_data_file_that_is_cut_or_gone(prefix: Path) -> None:
     [path, *_] = sorted(prefix.parent.glob("*.data-*"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointCorruptError, match="it is truncated"):
+    with pytest.raises(CheckpointCorruptError, match="It is truncated"):
         verify_files(prefix)
     path.unlink()
     with pytest.raises(CheckpointCorruptError, match="is missing"):
@@ -156,7 +156,7 @@ def test_a_store_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             verify_files("gs://bucket/models")
     remote._store.cache_clear()
     assert re.fullmatch(
-        r"checkpoint gs://bucket/models: cannot be read: the store answers 403 \w+; the credentials are wrong, or not allowed .*",
+        r"checkpoint gs://bucket/models: cannot be read: the store answers 403 \w+; the credentials are wrong, or may not .*",
         str(caught.value),
     )
 
@@ -167,7 +167,7 @@ def test_a_folder_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "is_file", refuse)
     assert find_export(tmp_path) is None
-    with pytest.raises(CheckpointError, match=r": cannot be read: Permission denied \(of .*/_METADATA\)$"):
+    with pytest.raises(CheckpointError, match=r": cannot be read: Permission denied \(of .*/_METADATA\)\.$"):
         verify_files(tmp_path)
 
 
@@ -187,7 +187,7 @@ def test_variants_are_named(tmp_path: Path) -> None:
     shard_path(tmp_path / "ckpt", 0, 1).write_bytes(b"12345")
     report = verify_files(tmp_path / "ckpt")
     assert (report.damaged, report.bytes) == ((), 0)
-    assert report.unchecked == ("tensor 'iterator': of dtype variant, whose checksum is not known here",)
+    assert report.unchecked == ("tensor 'iterator': has dtype variant, whose checksum is not supported",)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_all_that_is_wrong_is_named(layout_export: Path) -> None:
     assert sorted(damage.file for damage in report.damaged) == sorted(
         [str(layout_export / "saved_model.pb"), str(layout_export / "variables" / "more"), *map(str, data)]
     )
-    assert "assets.extra/notes: was not there when the export was written" in report.unchecked
+    assert "assets.extra/notes: did not exist when the export was written" in report.unchecked
 
 
 def test_a_relocated_export_is_whole(export: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_manifest_that_disagrees(export: Path) -> None:
     name = rewrite_manifest(export, crc32c=5)
     [damage] = verify_files(export).damaged
     assert damage.name == name
-    assert damage.reason.endswith("the manifest says 0x00000005")
+    assert damage.reason.endswith("but the manifest has 0x00000005")
 
 
 def test_an_index_that_disagrees(export: Path) -> None:
@@ -329,12 +329,12 @@ def test_an_index_that_disagrees(export: Path) -> None:
     path.write_text(json.dumps(manifest))
     [damage] = verify_files(export).damaged
     assert (damage.name, damage.file) == (stack.name, str(index))
-    assert "with CRC32C 0x00000005 and the manifest bytes [0, " in damage.reason
+    assert "with CRC32C 0x00000005, but the manifest has bytes [0, " in damage.reason
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"offset": 10**9}, "the manifest says 1000000060"), ({"file": "nowhere"}, "is missing")],
+    [({"offset": 10**9}, "but the manifest has 1000000060"), ({"file": "nowhere"}, "is missing")],
 )
 def test_a_stack_that_lies_elsewhere(export: Path, fields: dict[str, Any], reason: str) -> None:
     """Its bytes are looked for where the manifest says."""
@@ -348,7 +348,9 @@ def test_formats_without_checksums_say_so(tmp_path: Path) -> None:
     truth = json.loads((golden / "truth.json").read_text())
     report = verify_files(golden / truth["checkpoint"])
     assert report.damaged == ()
-    assert report.unchecked == ("format orbax keeps no checksums of rows: they were read, and may be wrong unnoticed",)
+    assert report.unchecked == (
+        "format orbax has no checksums of rows: they were read, but damage to them is not noticed",
+    )
     assert report.bytes > 0
 
 

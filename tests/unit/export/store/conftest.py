@@ -12,7 +12,7 @@ from tests.unit.export.store.exports import PART_BYTES, SHARD_BYTES, TABLES
 from tpuembed.export.plan import plan as planner
 from tpuembed.export.publish.store import heartbeat as keepers
 from tpuembed.export.publish.store import parts as parting
-from tpuembed.export.publish.store import version_lease as claims
+from tpuembed.export.publish.store import version_lease
 from tpuembed.files import put, remote
 
 
@@ -39,7 +39,7 @@ def bucket(
     monkeypatch.setattr(parting, "MIN_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(put, "_PAUSES_SECONDS", (0.01, 0.01))
     monkeypatch.setattr(keepers, "_SECONDS_BETWEEN_WRITES", 0.02)
-    monkeypatch.setattr(claims, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(version_lease, "_POLL_SECONDS", 0.05)
     name = "bucket-" + hashlib.md5(request.node.name.encode()).hexdigest()[:12]
     server.make_bucket(name)
     remote._store.cache_clear()

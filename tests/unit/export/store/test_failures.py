@@ -60,7 +60,7 @@ def test_a_url_that_has_expired_is_signed_anew(
     proxy.fault, plan = expire, plan_of(prefix)
     with stage(f"s3://{bucket}/m", plan, prefix) as staging:
         save_graph(staging)
-        with pytest.warns(UserWarning, match="Request has expired.*it is tried again"):
+        with pytest.warns(UserWarning, match="Request has expired.*Retrying"):
             stream_into(plan, source_of(prefix), staging.open_tables(plan), choose_engine("local", 1))
         staging.commit()
     assert expired
@@ -105,7 +105,7 @@ def test_what_does_not_pass_is_told_and_the_next_export_goes_on(
 
 def test_a_store_that_stays_busy_is_told_in_one_short_line(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     proxy.fault = lambda request: (503, "SlowDown") if request.part == 3 else None
-    line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)$"
+    line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)\.$"
     with pytest.raises(ExportError, match=line):
         export(f"s3://{bucket}/m", prefix)
 
@@ -151,7 +151,7 @@ NO_KEYS = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADA
 @pytest.mark.parametrize(
     ("url", "changes", "message"),
     [
-        ("s3://no-such-bucket/m", {}, "there is no bucket 'no-such-bucket'; make it, or name another"),
+        ("s3://no-such-bucket/m", {}, "the bucket 'no-such-bucket' does not exist. Create it, or name another"),
         ("s3://{}/m", NO_KEYS, "no credentials: set AWS_ACCESS_KEY_ID"),
         ("s3://{}/m", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Could not connect to the endpoint URL"),
     ],
@@ -175,7 +175,7 @@ def test_a_store_that_refuses_is_told_at_once(proxy: S3Proxy, bucket: str, prefi
     proxy.fault = lambda _: (403, "AccessDenied")
     with pytest.raises(
         ExportError,
-        match=r"answers 403 .*these credentials are wrong, or not allowed to list, read, write and delete there",
+        match=r"answers 403 .*These credentials are wrong, or may not list, read, write and delete there",
     ):
         export(f"s3://{bucket}/m", prefix)
     assert not any(request.part for request in proxy.requests)
@@ -198,7 +198,7 @@ def test_what_a_store_refuses_later_is_told_as_well(
 
     proxy.fault = refuse
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "MODEL_DIR .* cannot be cleared")
+        warnings.filterwarnings("ignore", "MODEL_DIR .* cannot be removed")
         with pytest.raises(ExportError, match=f"MODEL_DIR s3://{bucket}/m: cannot be written: the store answers 403"):
             export(f"s3://{bucket}/m", prefix)
     assert not any(key.startswith("m/1/") for key in server.keys(bucket))

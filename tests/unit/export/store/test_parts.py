@@ -42,5 +42,7 @@ def test_plans_of_any_size_keep_the_stores_limits(terabytes: float) -> None:
 
 def test_a_file_that_no_object_can_be_is_refused_by_name() -> None:
     plan = plan_export([info("t", 2**40 // 256 * 6, 64)], workers=1)
-    with pytest.raises(ExportError, match=r"stack 'stack_float32_64' has 6.6 TB and an object 5.5 TB at most"):
+    with pytest.raises(
+        ExportError, match=r"stack 'stack_float32_64' has 6.6 TB, but an object can have 5.5 TB at most"
+    ):
         parting.check_sizes(plan)

@@ -23,7 +23,7 @@ from tests.unit.export.store.exports import (
     stage,
 )
 from tpuembed.errors import ExportError
-from tpuembed.export.publish.store import version_lease as claims
+from tpuembed.export.publish.store import version_lease
 from tpuembed.export.publish.store.record import Owner, StoreRecord
 from tpuembed.export.publish.store.staging import StoreStaging
 from tpuembed.export.run import resumable
@@ -50,9 +50,7 @@ def test_an_export_of_something_else_is_kept_and_named(
         assert f"from {prefix})" in kept
         fill(staging, plan, tmp_path / "other")
         assert str(staging.commit()) == f"s3://{bucket}/m/2"
-    below = (
-        f"MODEL_DIR s3://{bucket}/m: .* as version 1, and version 2 exists: .* for version 3, begin anew with --restart"
-    )
+    below = f"MODEL_DIR s3://{bucket}/m: .* as version 1. Version 2 already exists.* version 3 instead, start over with --restart"
     with pytest.warns(UserWarning, match=below):
         assert export(f"s3://{bucket}/m", prefix)[1].bytes_reused > 0
     assert_complete(server, bucket, "m/1")
@@ -63,9 +61,7 @@ def test_a_version_that_something_else_has_reserved_is_refused(
 ) -> None:
     fail_half_way(proxy, f"s3://{bucket}/m", prefix)
     write_checkpoint(tmp_path / "other", TABLES)
-    held = (
-        rf"version 1: an unfinished export holds it: s3://{bucket}/m/.staging-1 \(.*choose another version, 2 is free"
-    )
+    held = rf"version 1: an unfinished export has reserved it: s3://{bucket}/m/.staging-1 \(.*Choose another version, such as 2"
     with pytest.raises(ExportError, match=held):
         export(f"s3://{bucket}/m", tmp_path / "other", version=1)
     assert len(server.uploads(bucket)) == 2
@@ -85,7 +81,7 @@ def test_a_source_that_changed_leaves_nothing_to_go_on_with(
     later = prefix.with_suffix(".index").stat().st_mtime + 5
     os.utime(prefix.with_suffix(".index"), (later, later))
     url, report = export(f"s3://{bucket}/m", prefix)
-    assert (url, report.bytes_reused) == (f"s3://{bucket}/m/1", 0), "its litter was removed, its number is free"
+    assert (url, report.bytes_reused) == (f"s3://{bucket}/m/1", 0), "its stale version was removed, its number is free"
     assert leftovers(server, bucket) == []
 
 
@@ -137,8 +133,8 @@ def test_what_died_on_another_machine_is_taken_over_when_it_was_silent(
 ) -> None:
     fail_half_way(proxy, f"s3://{bucket}/m", prefix)
     edit_record(server, bucket, "m/.staging-1/record", owner=elsewhere())
-    monkeypatch.setattr(claims, "LEASE_SECONDS", 2.0)
-    with pytest.warns(UserWarning, match="waiting 2 seconds at most"):
+    monkeypatch.setattr(version_lease, "LEASE_SECONDS", 2.0)
+    with pytest.warns(UserWarning, match="Waiting up to 2 seconds"):
         url, report = export(f"s3://{bucket}/m", prefix)
     assert url == f"s3://{bucket}/m/1"
     assert report.bytes_reused > 0
@@ -165,13 +161,13 @@ def test_whose_record_was_removed_keeps_nothing_and_says_so(
         plan = plan_of(prefix)
         with stage(f"s3://{bucket}/m", plan, prefix) as staging, resumable(staging):
             fill(staging, plan, prefix)
-            staging._keeper.__exit__()  # which may notice it first
+            staging._lease.__exit__()  # which may notice it first
             server.delete(bucket, "m/.staging-1/record")
             if notices == "a worker":
                 raise ExportError("a part is gone")
             staging.commit()
 
-    removed = "version 1: its record, .staging-1/record, was removed meanwhile; nothing is kept; export again$"
+    removed = "version 1: its record, .staging-1/record, was removed meanwhile. Nothing is kept. Export again.$"
     message = removed if notices == "the commit" else "^a part is gone$"
     with pytest.raises(ExportError, match=message):
         run()
@@ -182,7 +178,9 @@ def test_a_bucket_that_was_removed_is_named(server: S3, proxy: S3Proxy, bucket: 
     def lose(_: StoreStaging) -> None:
         proxy.fault = lambda _: (404, "NoSuchBucket")
 
-    with pytest.raises(ExportError, match=f"version 1: there is no bucket '{bucket}'; nothing is kept; export again$"):
+    with pytest.raises(
+        ExportError, match=f"version 1: the bucket '{bucket}' does not exist. Nothing is kept. Export again.$"
+    ):
         export(f"s3://{bucket}/m", prefix, meanwhile=lose)
 
 

@@ -12,7 +12,7 @@ from tests.unit.export.store.exports import assert_complete, export, fill, lefto
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.publish.destinations import choose_destination
-from tpuembed.export.publish.store import version_lease as claims
+from tpuembed.export.publish.store import version_lease
 
 
 def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> None:
@@ -23,7 +23,7 @@ def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> No
     for version in (1, 7, 8):
         assert_complete(server, bucket, f"deep/models/{version}")
     assert leftovers(server, bucket) == []
-    with pytest.raises(ExportError, match="version 7 exists; choose another one, 9 is free"):
+    with pytest.raises(ExportError, match=r"version 7 exists\. Choose another one, such as 9"):
         export(url, prefix, version=7)
 
 
@@ -55,16 +55,16 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
 
 def after_looking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Have every thread call `act` once, when it has seen which version is free and has not reserved it."""
-    looks, look = Counter[int](), claims.look
+    looks, look = Counter[int](), version_lease.list_versions
 
-    def look_and_act(root: claims.Root) -> claims.Found:
+    def look_and_act(root: version_lease.StoreModelDir) -> version_lease.StoreVersions:
         found = look(root)
         looks[threading.get_ident()] += 1
         if looks[threading.get_ident()] == 2:  # the first look is for what is unfinished
             act()
         return found
 
-    monkeypatch.setattr(claims, "look", look_and_act)
+    monkeypatch.setattr(version_lease, "list_versions", look_and_act)
 
 
 def test_two_exports_at_once_get_a_version_each(
@@ -99,7 +99,7 @@ def test_one_version_is_written_by_one_export(server: S3, bucket: str, prefix: P
     plan, url = plan_of(prefix), f"s3://{bucket}/m"
     with stage(url, plan, prefix, version=3) as first:
         with pytest.raises(
-            ExportError, match="version 3: another export is writing it; choose another version, 4 is free"
+            ExportError, match=r"version 3: another export is writing it\. Choose another version, such as 4"
         ):
             stage(url, plan, prefix, version=3)
         with stage(url, plan, prefix) as second:
@@ -112,7 +112,7 @@ def test_one_version_is_written_by_one_export(server: S3, bucket: str, prefix: P
 
 
 def test_a_graph_that_somebody_wrote_meanwhile_is_kept(server: S3, bucket: str, prefix: Path) -> None:
-    with pytest.raises(ExportError, match="version 1 exists: somebody wrote it meanwhile"):
+    with pytest.raises(ExportError, match="version 1 exists: another program wrote it meanwhile"):
         export(f"s3://{bucket}/m", prefix, meanwhile=lambda _: server.put(bucket, "m/1/saved_model.pb", b"another one"))
     assert server.get(bucket, "m/1/saved_model.pb") == b"another one"
 
@@ -125,7 +125,7 @@ def test_a_store_that_ignores_conditions_is_refused(proxy: S3Proxy, bucket: str,
 
 @pytest.mark.parametrize("url", ["gs://bucket/m", "memory://bucket/m"])
 def test_other_stores_are_refused_by_name(url: str) -> None:
-    with pytest.raises(ConfigError, match=f"MODEL_DIR {url}: exports are written to disks and to s3:// alone"):
+    with pytest.raises(ConfigError, match=f"MODEL_DIR {url}: an export can be written only to a disk or to s3://"):
         choose_destination(url)
 
 

@@ -1,11 +1,12 @@
-"""Versions in an object store, which cannot rename: data files are uploads in parts, seen when they are completed.
+"""Versions in an object store. A store cannot rename, so data files are multipart uploads, visible once completed.
 
-parts     which shards make a part: the store's limits
-part      what a worker does: shards into a temporary file, which is PUT to a signed URL
-record    who writes a version and what is finished, in one object, which is also what reserves the version
-claim     how a version is reserved, or what a killed export left is taken over
-tables    data files as uploads
-staging   a version in the making, and how it becomes visible: saved_model.pb is written last, if no other is there
+    parts          groups shards into parts, within the store's limits
+    part           writes the shards of a part to a temporary file and uploads it to a signed URL, in a worker
+    record         the object that names the version's owner and its finished shards, and reserves the version
+    version_lease  reserves a version, or takes over the one of an interrupted export
+    heartbeat      renews the record
+    tables         data files as uploads
+    staging        writes a version and publishes it: saved_model.pb last, and only if that object does not exist yet
 
-Objects of a version in the making: `MODEL_DIR/.staging-<version>/record`, and uploads that nobody sees.
+A version being written consists of `MODEL_DIR/.staging-<version>/record` and of uploads, which are invisible.
 """

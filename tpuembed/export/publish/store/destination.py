@@ -1,4 +1,4 @@
-"""MODEL_DIR in a store, as an export sees it."""
+"""The destination of an export to a store."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from tpuembed.export.publish.reuse import SameTables
 from tpuembed.export.publish.store.failing import failing
 from tpuembed.export.publish.store.parts import check_sizes
 from tpuembed.export.publish.store.staging import StoreStaging
-from tpuembed.export.publish.store.version_lease import Root, check_free, look
+from tpuembed.export.publish.store.version_lease import StoreModelDir, check_free, list_versions
 from tpuembed.export.stream.execute import StreamReport
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.files import UrlPath
@@ -28,9 +28,9 @@ class Store:
     path: UrlPath
 
     @functools.cached_property
-    def _root(self) -> Root:
+    def _root(self) -> StoreModelDir:
         with failing(self.path):
-            return Root(self.path, Bucket(self.path.bucket))
+            return StoreModelDir(self.path, Bucket(self.path.bucket))
 
     def check(self, plan: ExportPlan, options: ExportOptions) -> None:
         """See Destination."""
@@ -38,18 +38,19 @@ class Store:
         check_sizes(plan)
         if options.layout == "mmap" and options.serving_root is None:
             raise ConfigError(
-                f"MODEL_DIR {self.path}: a server cannot map files of a store; name the folder that versions will be copied to, or "
-                "mounted at, with serving_root (--serving-root ROOT), or choose layout 'variables'"
+                f"MODEL_DIR {self.path}: a server cannot map files of a store. Name the folder that versions will "
+                "be copied to, or mounted at, with serving_root (--serving-root ROOT), or choose layout "
+                "'variables'."
             )
 
     def check_room(self, plan: ExportPlan, header: Header | None, options: ExportOptions, *, is_shared: bool) -> None:  # noqa: ARG002 - as Destination
-        """See Destination: the store has room, if it is there at all."""
+        """See Destination. Only the version is checked: a store has no limit on space."""
         root = self._root
         with failing(self.path):
-            check_free(root, options.version, look(root))
+            check_free(root, options.version, list_versions(root))
 
     def same_tables(self, key: str) -> SameTables | None:  # noqa: ARG002 - as Destination
-        """See Destination: objects have no second name."""
+        """See Destination. Always None: an object has only one name."""
         return None
 
     def share(self, *_: object) -> StreamReport | None:

@@ -1,4 +1,4 @@
-"""Errors of a store, as an export tells them."""
+"""Errors of a store, as an export reports them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ def failing(model_dir: UrlPath) -> Iterator[None]:
         yield
     except OSError as error:
         what = error.strerror or str(error)
-        raise ExportError(f"MODEL_DIR {model_dir}: cannot be written: {what}{_remedy(error)}") from None
+        raise ExportError(f"MODEL_DIR {model_dir}: cannot be written: {what}.{_remedy(error)}") from None
 
 
 def _remedy(error: OSError) -> str:
     if isinstance(error, PermissionError) and "no credentials" not in str(error):
-        return "; these credentials are wrong, or not allowed to list, read, write and delete there"
+        return " These credentials are wrong, or may not list, read, write and delete there."
     if isinstance(error, MissingBucketError):
-        return "; make it, or name another"
+        return " Create it, or name another bucket."
     return ""

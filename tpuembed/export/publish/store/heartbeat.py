@@ -1,4 +1,4 @@
-"""Keeps the record of a version in the making: renews it, and adds what is finished, in a thread of its own."""
+"""Renews the lease on a version while it is written, and records finished shards, in a thread of its own."""
 
 import contextlib
 import dataclasses
@@ -10,35 +10,35 @@ from typing import Any, Final, Self
 from tpuembed.errors import ExportError
 from tpuembed.export.publish.store.failing import failing
 from tpuembed.export.publish.store.record import StoreRecord
-from tpuembed.export.publish.store.version_lease import Claim, Root
+from tpuembed.export.publish.store.version_lease import StoreModelDir, VersionReservation
 from tpuembed.export.publish.unfinished import PREFIX
 from tpuembed.export.stream.shard import ShardResult
 from tpuembed.files import MissingBucketError
 
-__all__ = ["Keeper"]
+__all__ = ["LeaseRenewer"]
 
 _SECONDS_BETWEEN_WRITES: Final = 3.0
 _SECONDS_BETWEEN_BEATS: Final = 15.0
 """A fraction of LEASE_SECONDS."""
 
 
-class Keeper:
-    """The owner of a claim's record; a context, during which the record is renewed.
+class LeaseRenewer:
+    """Owns the record of a reserved version; a context, during which the record is renewed.
 
     Attributes:
-        version: that is claimed.
+        version: the reserved version.
     """
 
-    def __init__(self, root: Root, claim: Claim) -> None:
-        self.version = claim.version
-        self._root, self._record, self._tag = root, claim.record, claim.tag
-        self._finished: dict[int, ShardResult] = dict(claim.record.finished)
+    def __init__(self, root: StoreModelDir, reserved: VersionReservation) -> None:
+        self.version = reserved.version
+        self._root, self._record, self._tag = root, reserved.record, reserved.tag
+        self._finished: dict[int, ShardResult] = dict(reserved.record.finished)
         self._error: OSError | None = None
         self._has_news = self._is_over = False
         self._write_seconds = 0.0
         self._changed = threading.Condition()
         self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="tpuembed-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tpuembed-lease", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -52,28 +52,31 @@ class Keeper:
 
     @property
     def record(self) -> StoreRecord:
-        """As it will be written next."""
+        """Return the record as it will be written next."""
         with self._changed:
             return dataclasses.replace(self._record, finished=dict(self._finished))
 
     @property
     def is_taken(self) -> bool:
-        """Whether the version is another export's, as far as is known."""
+        """Returns True if this process has noticed that another export took the version."""
         return isinstance(self._error, FileExistsError)
 
     @property
     def is_gone(self) -> bool:
-        """Whether the store has no record of the version any more; it is asked, unless it has failed before."""
+        """Returns True if the store no longer has a record of the version. Asks the store unless an earlier write
+        failed.
+        """
         if self._error is None:
             with contextlib.suppress(OSError):
                 return self._root.bucket.head(self._root.record_key(self.version)) is None
         return isinstance(self._error, FileNotFoundError)
 
-    def add(self, file: str, result: ShardResult) -> None:  # noqa: ARG002 - as Recording
-        """Note `result`, which lies in a part that the store has.
+    def add(self, file: str, result: ShardResult) -> None:  # noqa: ARG002 - the signature of Recording
+        """Record `result`, whose part is in the store.
 
         Raises:
-            ExportError: earlier ones could not be written, or the version is another export's by now, or gone.
+            ExportError: earlier results could not be written, or the version was taken by another export, or its record
+                is gone.
         """
         with self._changed:
             self._finished[result.index] = result
@@ -86,8 +89,8 @@ class Keeper:
         """Change fields of the record, and write it now.
 
         Raises:
-            OSError: it cannot be written.
-            ExportError: the version is another export's by now, or gone.
+            OSError: the record cannot be written.
+            ExportError: the version was taken by another export, or its record is gone.
         """
         with self._changed:
             self._record = dataclasses.replace(self._record, **changes)
@@ -99,8 +102,8 @@ class Keeper:
     def _raise_error(self) -> None:
         if isinstance(self._error, FileExistsError):
             raise ExportError(
-                f"MODEL_DIR {self._root.path}: version {self.version}: another export has taken it over, because this one was "
-                "not heard of for a minute; export again"
+                f"MODEL_DIR {self._root.path}: version {self.version}: another export has taken it over, because "
+                "this one did not renew its lease for a minute. Export again."
             )
         if isinstance(self._error, FileNotFoundError):
             is_bucket = isinstance(self._error, MissingBucketError)
@@ -110,7 +113,7 @@ class Keeper:
                 else f"its record, {PREFIX}{self.version}/record, was removed meanwhile"
             )
             raise ExportError(
-                f"MODEL_DIR {self._root.path}: version {self.version}: {what}; nothing is kept; export again"
+                f"MODEL_DIR {self._root.path}: version {self.version}: {what}. Nothing is kept. Export again."
             )
         if self._error is not None:
             raise self._error
@@ -119,13 +122,13 @@ class Keeper:
         while self._wait():
             try:
                 self._write()
-            except (OSError, ExportError):  # which whoever comes next is told
+            except (OSError, ExportError):  # the next call of add or update raises it
                 return
 
     def _wait(self) -> bool:
-        """Until it is time to write; False at the end."""
+        """Wait until it is time to write. Returns False at the end."""
         with self._changed:
-            # A record of thousands of shards takes its time, which shall not be most of this process's.
+            # Writing a record of thousands of shards takes time: spend at most a tenth of this process's time on it.
             pause = min(max(_SECONDS_BETWEEN_WRITES, 10 * self._write_seconds), _SECONDS_BETWEEN_BEATS)
             self._changed.wait_for(lambda: self._is_over, pause)
             self._changed.wait_for(lambda: self._is_over or self._has_news, _SECONDS_BETWEEN_BEATS - pause)

@@ -1,7 +1,8 @@
-"""What a worker does where data files are uploads: shards into a temporary file, and that, as a part, to a signed URL.
+"""The worker's step of an export to a store: write shards to a temporary file, and upload it as one part to a signed
+URL.
 
-A part is sent with its MD5 before its bytes, so that the store refuses one that was damaged on the way. It is known when all of
-them are there: so they lie in a file meanwhile, not in memory, and a part is sent again without reading the checkpoint again.
+The request carries the part's MD5, so the store refuses a part that was damaged on the way. The MD5 is complete only
+after all bytes are known, so they are kept in a file. A part can be sent again without reading the checkpoint again.
 """
 
 import dataclasses
@@ -28,11 +29,11 @@ __all__ = ["PartUpload", "run_part"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartUpload:
-    """Where a part goes, in JSON values.
+    """The target of a part, in JSON values.
 
     Attributes:
-        url: that it is PUT to.
-        shown: the part as messages name it: the URL is a secret.
+        url: the URL to PUT the part to.
+        shown: the name of the part in messages, because the URL is a secret.
     """
 
     url: str
@@ -46,7 +47,7 @@ def run_part(
     on_chunk: Callable[[int], None] = ignore,
     checkpoint: "Checkpoint | None" = None,
 ) -> list[ShardResult]:
-    """Upload the rows of `shards`, which lie side by side in one data file, as one part. See `run_shard`."""
+    """Upload the rows of `shards`, which are adjacent in one data file, as one part. See `run_shard`."""
     done, results = 0, list[ShardResult]()
     with _PartFile(shards[0].file_offset, upload.shown) as part:
         for shard in shards:
@@ -78,9 +79,9 @@ class _PartFile:
         self._file.close()
 
     def write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
-        """Write all of `data`, which follows what was written before."""
+        """Write all of `data` after the bytes that were written before."""
         if offset != self._offset + self._size:
-            raise ExportError(f"{self._shown}: bytes at {offset} follow those up to {self._offset + self._size}")
+            raise ExportError(f"{self._shown}: got bytes at {offset}, expected bytes at {self._offset + self._size}.")
         self._digest.update(data)
         rest = data.data
         try:
@@ -90,23 +91,23 @@ class _PartFile:
             raise self._failed(error) from None
         self._size += len(data)
 
-    def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:  # noqa: ARG002 - as DataFile
-        """Nothing lies there: a shard whose part is finished is given to no worker."""
+    def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:  # noqa: ARG002 - the signature of DataFile
+        """Return 0: shards of a finished part are never given to a worker."""
         return 0
 
     def send(self, url: str, on_block: Callable[[], None]) -> str:
-        """PUT it; its ETag."""
+        """Upload the part and return its ETag."""
         headers = {"Content-MD5": content_md5(self._digest.digest())}
         try:
             return put_file(url, self._file, self._size, headers, on_block)
         except TimeoutError as error:
-            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror}") from error
+            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror}.") from error
         except OSError as error:
-            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror or error}") from None
+            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror or error}.") from None
 
     def _failed(self, error: OSError) -> ExportError:
         place: Any = tempfile.gettempdir()
         return ExportError(
-            f"{self._shown}: its temporary file in {place} cannot be written: {error.strerror}; free space, or name another "
-            "folder in TMPDIR"
+            f"{self._shown}: its temporary file in {place} cannot be written: {error.strerror}. Free space, or "
+            "name another folder in TMPDIR."
         )

@@ -1,4 +1,4 @@
-"""Which shards are uploaded together: a store takes parts of some megabytes at least, and not too many of them.
+"""Groups shards into parts to upload. A store limits the size of a part, and the number of parts.
 
 Source of the limits: Amazon S3's user guide, "Amazon S3 multipart upload limits".
 """
@@ -17,7 +17,7 @@ from tpuembed.export.stream.batch import Batch
 __all__ = ["MAX_OBJECT_BYTES", "StackPart", "check_sizes", "parts_of"]
 
 MIN_PART_BYTES: Final = 5 << 20
-"""Of every part but an upload's last."""
+"""The least size of every part except an upload's last."""
 MAX_PARTS: Final = 10_000
 MAX_PART_BYTES: Final = 5 << 30
 MAX_OBJECT_BYTES: Final = 5 << 40
@@ -25,7 +25,7 @@ MAX_OBJECT_BYTES: Final = 5 << 40
 
 @dataclasses.dataclass(frozen=True)
 class StackPart:
-    """Part `number`, from 1 on, of the upload of the data file called `file`."""
+    """Part `number`, from 1 on, of the upload of the data file `file`."""
 
     file: str
     number: int
@@ -33,27 +33,30 @@ class StackPart:
 
     @property
     def offset(self) -> int:
-        """Of its first byte in the file."""
+        """Return the offset of the part's first byte in the file."""
         return self.batch.shards[0].file_offset
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Return the bytes of the part."""
         return sum(shard.size for shard in self.batch.shards)
 
 
 def check_sizes(plan: ExportPlan) -> None:
-    """Raise ExportError where a data file is larger than an object can be."""
+    """Raise ExportError if a data file is larger than an object can be."""
     for stack in plan.stacks:
         if stack.size > MAX_OBJECT_BYTES:
             raise ExportError(
-                f"stack {stack.name!r} has {format_bytes(stack.size)} and an object {format_bytes(MAX_OBJECT_BYTES)} at most; "
-                "export its tables apart with --table or --rows, store them as int8, or export to a disk"
+                f"stack {stack.name!r} has {format_bytes(stack.size)}, but an object can have "
+                f"{format_bytes(MAX_OBJECT_BYTES)} at most. Export its tables apart with --table or --rows, store "
+                "them as int8, or export to a disk."
             )
 
 
 def parts_of(plan: ExportPlan) -> Mapping[str, list[StackPart]]:
-    """The parts of every data file, in order: shards side by side, as few as make a part of a size that the store takes."""
+    """Return the parts of every data file, in order. A part has the fewest adjacent shards that make a size the store
+    accepts.
+    """
     sizes = {stack.file: stack.size for stack in plan.stacks}
     return {
         file: [

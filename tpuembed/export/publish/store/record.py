@@ -1,7 +1,7 @@
-"""What is known of a version in the making, in one object: who writes it, its uploads, and its finished shards.
+"""The record of a version being written, in one object: its owner, its uploads, and its finished shards.
 
-The object is made only where none is, and so reserves the version; it is replaced only by whoever knows its ETag, and so has
-one owner at a time; it is removed when the version is there.
+The object is created only if it does not exist, so it reserves the version. It is replaced only with the right ETag, so
+it has one owner at a time. It is removed when the version is published.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ __all__ = ["FORMAT", "Owner", "StoreRecord", "Upload"]
 
 FORMAT: Final = 1
 _LIVING = set[str]()
-"""Tokens of this process's exports that are under way."""
+"""Tokens of this process's running exports."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Owner:
     """A process that writes a version.
 
     Attributes:
-        token: of this export alone.
-        machine: equal for processes that see each other.
-        process, started: its number, and when it began, as the machine counts.
+        token: unique to this export.
+        machine: equal for processes that can see each other.
+        process, started: process id, and its start time by the machine's clock.
     """
 
     token: str
@@ -39,23 +39,23 @@ class Owner:
 
     @classmethod
     def this(cls) -> Self:
-        """A new export of this process."""
+        """Return the owner of a new export of this process."""
         token = secrets.token_hex(8)
         _LIVING.add(token)
         return cls(token=token, machine=_machine(), process=os.getpid(), started=_started(os.getpid()))
 
     def end(self) -> None:
-        """This export of this process is over."""
+        """Mark this export of this process as ended."""
         _LIVING.discard(self.token)
 
     @property
     def is_here(self) -> bool:
-        """Whether it is, or was, a process that this one would see."""
+        """Returns True if the owner's process would be visible to this process while it runs."""
         return bool(self.machine) and self.machine == _machine()
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was an export of this process, or a process of this machine, that has ended."""
+        """Returns True if the owner was an export of this process or machine, and has ended."""
         if not self.is_here:
             return False
         if self.process == os.getpid() and self.token not in _LIVING:
@@ -73,14 +73,14 @@ class Upload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreRecord:
-    """A version in the making.
+    """A version being written.
 
     Attributes:
-        header: of what is exported; None where nobody can go on with it.
-        owner: who writes it; None where it was given up.
+        header: identifies the export; None if no other run can resume it.
+        owner: the process that writes it; None if it was given up.
         uploads: by data file.
         finished: shards by index; each has the ETag of its part.
-        beats: grows with time, so that an owner who has nothing to say is seen to live.
+        beats: a counter that grows with every renewal, to show that the owner is running.
     """
 
     header: Header | None
@@ -91,17 +91,19 @@ class StoreRecord:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the finished shards."""
+        """Return the bytes of the finished shards."""
         return sum(result.bytes for result in self.finished.values())
 
     def to_bytes(self) -> bytes:
-        """As the object has it."""
+        """Return the content of the object."""
         facts = {**dataclasses.asdict(self), "finished": [vars(result) for result in self.finished.values()]}
         return json.dumps({"format": FORMAT, **facts}).encode()
 
     @classmethod
     def parse(cls, data: bytes) -> Self | None:
-        """What `to_bytes` wrote; None where another version of tpuembed wrote it, or nobody."""
+        """Return the record that `to_bytes` wrote, or None if `data` is something else or from another version of
+        tpuembed.
+        """
         try:
             facts: dict[str, Any] = json.loads(data)
             if facts.pop("format") != FORMAT:
@@ -121,16 +123,16 @@ class StoreRecord:
 
 
 def _machine() -> str:
-    """This start of this machine, and of it the container; empty where the system does not say."""
+    """Return an id of this boot of this machine, and of the container in it; empty if the system does not provide one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - it is no path
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - not a path
     except OSError:
         return ""
 
 
 def _started(process: int) -> str:
-    """When a process began, in ticks since the machine did; empty where there is none, or only what is left of one."""
+    """Return the start time of a process, in ticks since boot; empty if it does not run any more."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Engines run the shards of a plan: on this machine, or on a cluster."""
+"""The engines, which run the shards of a plan on this machine or on a cluster."""
 
 import os
 
@@ -15,10 +15,10 @@ _AT_ONCE_ON_A_CLUSTER = 64
 
 
 def choose_engine(name: str, workers: int, ray_address: str | None = None) -> Engine:
-    """The engine called `name`, running at most `workers` tasks at once.
+    """Return the engine `name`, which runs at most `workers` tasks at once.
 
     Raises:
-        ConfigError: no such engine, fewer than one worker, or an address for an engine that has none.
+        ConfigError: unknown engine, fewer than one worker, or an address for an engine that takes none.
     """
     check_engine(name, ray_address)
     check_count("workers", workers)
@@ -30,14 +30,16 @@ def choose_engine(name: str, workers: int, ray_address: str | None = None) -> En
 
 
 def check_engine(name: str, ray_address: str | None) -> None:
-    """Raise ConfigError for an engine that there is not, or an address that it has no use for."""
+    """Raise ConfigError if the engine is unknown, or if it does not take an address."""
     check_choice("engine", name, ENGINES)
     if ray_address is not None and name != "ray":
-        raise ConfigError(f"ray_address {ray_address!r}: the engine is {name!r}; choose engine='ray', or leave it out")
+        raise ConfigError(
+            f"ray_address {ray_address!r}: not supported by engine {name!r}. Choose engine='ray', or leave it out."
+        )
 
 
 def default_workers(engine: str = "local") -> int:
-    """The processors that this process may use; on a cluster, which may have more or fewer CPUs, 64 tasks at once."""
+    """Return the number of processors that this process may use; 64 for a cluster, whose CPUs are not known."""
     if engine == "ray":
         return _AT_ONCE_ON_A_CLUSTER
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""Shards on this machine: plain worker processes, spoken to over pipes.
+"""Runs shards on this machine, in plain worker processes connected by pipes.
 
-No multiprocessing: it would import the caller's script again in every worker, and with it perhaps TensorFlow.
+multiprocessing is not used: it would import the caller's script in every worker, and perhaps TensorFlow with it.
 """
 
 import contextlib
@@ -30,27 +30,28 @@ __all__ = ["LocalEngine"]
 
 _EXIT_SECONDS = 10
 _RETRY_SECONDS = (1.0, 4.0)
-"""How long a new worker waits before it tries again what another one failed at; as many tries as there are numbers."""
-# Numerical libraries start a pool of threads per processor, each with its own memory; a worker computes nothing.
+"""How long a new worker waits before it retries a batch. The length is the number of retries."""
+# Numerical libraries start a thread per processor, each with its own memory. A worker does not need them.
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 
 
 class LocalEngine:
-    """Runs tasks in `workers` processes, each given its next task when it has finished one.
+    """Runs tasks in `workers` processes. Each gets its next task when it has finished one.
 
-    A task whose worker died, or whose source failed in a way that may pass, is given to a new worker, twice at most.
+    If a worker dies, or its source fails with an error that may be temporary, a new worker retries the task, at most
+    twice.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._started: list[_Worker] = []
+        self._started: list[_WorkerProcess] = []
 
     @contextlib.contextmanager
     def starting(self, source: Source, tasks: int) -> Iterator[None]:
         """See StartsEarly."""
         try:
             for _ in range(min(self._workers, tasks)):
-                self._started.append(_Worker(source))
+                self._started.append(_WorkerProcess(source))
             yield
         finally:
             for worker in self._started:
@@ -65,33 +66,33 @@ class LocalEngine:
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
-        """See Engine.run. No worker is left when it returns or raises, KeyboardInterrupt included."""
+        """See Engine.run. All workers have ended when it returns or raises, also after KeyboardInterrupt."""
         results: list[ShardResult] = []
-        with _Crew(tasks, job, self._workers, self._started) as crew:
+        with _WorkerPool(tasks, job, self._workers, self._started) as pool:
             while len(results) < len(tasks):
-                for result in crew.receive():
+                for result in pool.receive():
                     results.append(result)
                     on_result(result)
-                on_progress(sum(result.bytes for result in results) + crew.written)
+                on_progress(sum(result.bytes for result in results) + pool.written)
         return sorted(results, key=lambda result: result.index)
 
 
-class _Crew:
-    """The workers of one run: at its end they finish, after an exception they are killed."""
+class _WorkerPool:
+    """The worker processes of one run. They end normally at its end, and are killed after an exception."""
 
-    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int, started: "list[_Worker]") -> None:
-        """`started` are workers that wait for tasks; those that are hired are taken out of it."""
+    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int, started: "list[_WorkerProcess]") -> None:
+        """Queue `tasks`. `started` are idle workers; those that are used are removed from it."""
         self._waiting, self._job = deque(job.place.batches(tasks)), job
         self._started = started
         self._count = min(workers, len(self._waiting))
-        self._workers: list[_Worker] = []
+        self._workers: list[_WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._failures = Counter[int]()
 
     def __enter__(self) -> Self:
         try:
             for _ in range(self._count):
-                self._hire(self._waiting.popleft())
+                self._start(self._waiting.popleft())
         except BaseException:
             self._end()
             raise
@@ -107,9 +108,9 @@ class _Crew:
             self._end()
 
     def _finish(self) -> None:
-        """Let the workers end, all at once: they have nothing left to do."""
+        """Shut down all workers at once."""
         for worker in self._workers:
-            worker.dismiss()
+            worker.shut_down()
         for worker in self._workers:
             worker.wait()
 
@@ -120,13 +121,13 @@ class _Crew:
 
     @property
     def written(self) -> int:
-        """Bytes of the tasks that are under way."""
+        """Return the bytes written of unfinished tasks."""
         return sum(worker.written for worker in self._workers)
 
     def receive(self) -> Iterator[ShardResult]:
-        """Results, as soon as there is news; the workers that had them get their next tasks."""
+        """Wait for messages and yield results. Workers that have finished get their next tasks."""
         for key, _ in self._selector.select():
-            worker: _Worker = key.data
+            worker: _WorkerProcess = key.data
             try:
                 for results in worker.receive():
                     yield from results
@@ -135,47 +136,47 @@ class _Crew:
             except _MayPass as failure:
                 self._replace(worker, failure)
 
-    def _hire(self, task: Batch, delay_seconds: float = 0) -> None:
-        started = None if delay_seconds else self._idle()  # one that waits already would not wait for longer
-        worker = started or _Worker(self._job.source, delay_seconds)
+    def _start(self, task: Batch, delay_seconds: float = 0) -> None:
+        started = None if delay_seconds else self._idle()  # an idle worker has been started without the delay
+        worker = started or _WorkerProcess(self._job.source, delay_seconds)
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
         self._assign(worker, task)
 
-    def _idle(self) -> "_Worker | None":
-        """A worker that was started for this source."""
+    def _idle(self) -> "_WorkerProcess | None":
+        """Return an idle worker that was started for this source, or None."""
         if self._started and self._started[-1].source == self._job.source:
             return self._started.pop()
         return None
 
-    def _assign(self, worker: "_Worker", task: Batch) -> None:
+    def _assign(self, worker: "_WorkerProcess", task: Batch) -> None:
         worker.assign(task, self._job.place.where(task))
 
-    def _replace(self, worker: "_Worker", failure: "_MayPass") -> None:
-        """Have another worker try again what `worker` failed at; raise what happened when it has failed too often."""
+    def _replace(self, worker: "_WorkerProcess", failure: "_MayPass") -> None:
+        """Retry the failed task of `worker` in a new worker. Raise the error if it has failed too often."""
         task = failure.task
         self._failures[task.index] += 1
         failures = self._failures[task.index]
         if failures > len(_RETRY_SECONDS):
-            failure.error.args = (f"{failure.error}; it was tried {failures} times",)
+            failure.error.args = (f"{str(failure.error).removesuffix('.')}. It failed {failures} times.",)
             raise failure.error
-        warnings.warn(f"{failure.error}; it is tried again", stacklevel=6)
+        warnings.warn(f"{str(failure.error).removesuffix('.')}. Retrying.", stacklevel=6)
         self._selector.unregister(worker.replies)
         self._workers.remove(worker)
         worker.kill()
-        self._hire(task, _RETRY_SECONDS[failures - 1])
+        self._start(task, _RETRY_SECONDS[failures - 1])
 
 
 class _MayPass(Exception):  # noqa: N818 - the error is inside
-    """What happened to `task` need not happen again."""
+    """The failure of `task` may be temporary."""
 
     def __init__(self, task: Batch, error: TpuEmbedError) -> None:
         super().__init__()
         self.task, self.error = task, error
 
 
-class _Worker:
-    """A worker process and the batch it is at."""
+class _WorkerProcess:
+    """A worker process and its current batch."""
 
     def __init__(self, source: Source, delay_seconds: float = 0) -> None:
         self.written = 0
@@ -190,16 +191,16 @@ class _Worker:
         self._send({"source": dataclasses.asdict(source), "parent": os.getpid(), "delay_seconds": delay_seconds})
 
     def assign(self, task: Batch, where: Where) -> None:
-        """Give it its next batch."""
+        """Send the worker its next batch."""
         self._task, self.written = task, 0
         self._send({**dataclasses.asdict(task), "where": where})
 
     def receive(self) -> Iterator[list[ShardResult]]:
-        """The results of batches among what it has said; waits until it says something.
+        """Wait for messages and yield the results of batches among them.
 
         Raises:
             TpuEmbedError: its task failed.
-            _MayPass: so it did, and another try may succeed; or it died.
+            _MayPass: its task failed with an error that may be temporary, or the worker died.
         """
         received = os.read(self.replies.fileno(), 1 << 16)
         if not received:
@@ -208,20 +209,20 @@ class _Worker:
         for line in lines:
             yield from self._understand(json.loads(line))
 
-    def dismiss(self) -> None:
-        """Let it end: it has nothing left to do."""
+    def shut_down(self) -> None:
+        """Tell the worker to exit: close its input."""
         self._tasks.close()
 
     def wait(self) -> None:
-        """Until it has ended, but not forever."""
-        with selectors.DefaultSelector() as end:  # `Popen.wait` with a limit only looks now and then, every 50 ms
+        """Wait until it has ended, for _EXIT_SECONDS at most."""
+        with selectors.DefaultSelector() as end:  # `Popen.wait` with a timeout polls only every 50 ms
             end.register(self.replies, selectors.EVENT_READ)
             end.select(_EXIT_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_SECONDS)
 
     def kill(self) -> None:
-        """End it now, if it is still there, and forget it."""
+        """Kill the process if it still runs, and release its files."""
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
@@ -230,7 +231,7 @@ class _Worker:
         self._stderr.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        # A dead worker is noticed where its replies end, with the reason.
+        # A dead worker is noticed, with the reason, at the end of its replies.
         with contextlib.suppress(BrokenPipeError):
             self._tasks.write(json.dumps(message).encode() + b"\n")
 
@@ -253,18 +254,20 @@ class _Worker:
     def _raise_death(self) -> NoReturn:
         self.wait()
         assert self._task
-        raise _MayPass(self._task, WorkerError(f"{self._task}: its worker process {self._cause_of_death()}"))
+        raise _MayPass(self._task, WorkerError(f"{self._task}: its worker process {self._cause_of_death()}."))
 
     def _cause_of_death(self) -> str:
         code = self._process.returncode
         if code is None:
-            return "closed its output and hangs"
+            return "closed its output but still runs"
         if code < 0:
-            hint = " (perhaps by the kernel for want of memory: use fewer workers)" if code == -signal.SIGKILL else ""
+            hint = (
+                " (perhaps by the kernel because memory ran out: use fewer workers)" if code == -signal.SIGKILL else ""
+            )
             return f"was killed by {signal.Signals(-code).name}{hint}"
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "and said nothing")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no error output")
         return f"exited with code {code}: {last}"
 
 
@@ -275,10 +278,10 @@ def _spawn(stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0, env=_environment())
     except OSError as error:
         stderr.close()
-        raise WorkerError(f"worker process {sys.executable!r}: cannot be started: {error.strerror}") from None
+        raise WorkerError(f"worker process {sys.executable!r}: cannot be started: {error.strerror}.") from None
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment and import path, so that a worker runs the very same code."""
+    """Return this process's environment with its import path, so that a worker runs the same code."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return {**os.environ, **_ONE_THREAD, "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""What an engine is: something that runs shard tasks somewhere and hands back their results."""
+"""The interface of an engine, which runs shard tasks somewhere and returns their results."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ __all__ = ["Engine", "Job", "StartsEarly"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all tasks of one export share.
+    """The data that all tasks of one export share.
 
     Attributes:
         source: the checkpoint.
-        place: where the data files lie.
+        place: the place of the data files.
     """
 
     source: Source
@@ -26,9 +26,10 @@ class Job:
 
 
 class Engine(Protocol):
-    """Runs `tpuembed.export.stream.batch.run_batch` for every batch of tasks, in any order and on any machine that sees the job.
+    """Runs `tpuembed.export.stream.batch.run_batch` for every batch, in any order, on any machine that sees the job's
+    files.
 
-    It may run a task again that failed or got lost: the same bytes are written to the same place.
+    An engine may repeat a task that failed or was lost: it writes the same bytes to the same place.
     """
 
     def run(
@@ -41,20 +42,20 @@ class Engine(Protocol):
     ) -> list[ShardResult]:
         """Run all `tasks` and return their results in the order of their index.
 
-        `on_result` gets every result as soon as it is there, `on_progress` the bytes written so far by all tasks; both
-        are called in the caller's thread.
+        `on_result` is called with every result as soon as it arrives, and `on_progress` with the bytes that all tasks
+        have written so far. Both are called in the caller's thread.
 
         Raises:
-            TpuEmbedError: what the first task that failed raised; the others are stopped.
-            WorkerError: a process that ran a task died, again and again.
+            TpuEmbedError: the error of the first task that failed; the others are stopped.
+            WorkerError: a process that ran a task died repeatedly.
         """
         ...
 
 
 @runtime_checkable
 class StartsEarly(Protocol):
-    """An engine whose processes can be started before it is known what they will do, which takes a good part of a second."""
+    """An engine whose processes can start before their tasks are known. Starting takes a good part of a second."""
 
     def starting(self, source: Source, tasks: int) -> AbstractContextManager[None]:
-        """Start them for a run of at most so many tasks of `source`; those that no run has taken end with the context."""
+        """Start processes for a run of at most `tasks` tasks of `source`. Those that no run uses end with the context."""
         ...

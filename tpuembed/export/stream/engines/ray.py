@@ -1,7 +1,8 @@
-"""Shards on a Ray cluster: Ray schedules them, retries what got lost with a worker or a node, and moves no table bytes.
+"""Runs shards on a Ray cluster. Ray schedules them and retries tasks lost with a worker or node. It moves no table
+bytes.
 
-The checkpoint and MODEL_DIR lie on storage that every node sees under the same path, or in object stores. tpuembed is installed
-on every node.
+The checkpoint and MODEL_DIR are on storage that every node sees under the same path, or in object stores. tpuembed is
+installed on every node.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _RETRIES: Final = 3
 _CONNECT_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 5.0
 _SILENT_SECONDS: Final = 30.0
-"""Half of what Ray gives a head to come back."""
+"""Half of the time that Ray allows for a head to come back."""
 _QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
 
 
@@ -39,7 +40,9 @@ class RayEngine:
     """Runs at most `workers` tasks at once, each on one CPU of the cluster."""
 
     def __init__(self, workers: int, address: str | None = None) -> None:
-        """`address`: HOST:PORT, "ray://..." or "auto"; None for the cluster of RAY_ADDRESS, or else a new one on this machine."""
+        """Use the cluster at `address`: HOST:PORT, "ray://..." or "auto". None: that of RAY_ADDRESS, or a new one on
+        this machine.
+        """
         self._workers, self._address = workers, address
 
     def run(
@@ -50,7 +53,7 @@ class RayEngine:
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
-        """See Engine.run. Progress is told batch by batch."""
+        """See Engine.run. Progress is reported per batch."""
         with _connected(self._address) as ray:
             run = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=[_MayPassError])(_run)
             results = list[ShardResult]()
@@ -62,11 +65,11 @@ class RayEngine:
 
 
 class _MayPassError(Exception):
-    """Raised in a worker for what Ray is to try again."""
+    """Raised in a worker to make Ray retry the task."""
 
 
 def _run(fields: Sequence[Mapping[str, Any]], where: Where, source: Mapping[str, Any]) -> dict[str, Any]:
-    """One batch, in a worker of Ray: its results or its failure, as JSON values."""
+    """Run one batch in a worker of Ray. Return its results or its failure as JSON values."""
     shards = [ShardTask(**task) for task in fields]
     try:
         results = run_batch(shards, where, Source(**source))
@@ -80,7 +83,7 @@ def _run(fields: Sequence[Mapping[str, Any]], where: Where, source: Mapping[str,
 
 
 def _results(ray: Any, run: Any, batches: Sequence[Batch], job: Job, at_once: int) -> Iterator[ShardResult]:
-    """Results as they come; after an exception the tasks under way are cancelled."""
+    """Yield results as they arrive. Cancel the running tasks after an exception."""
     waiting, source = iter(batches), dataclasses.asdict(job.source)
 
     def submit(count: int) -> dict[Any, Batch]:
@@ -105,22 +108,22 @@ def _results(ray: Any, run: Any, batches: Sequence[Batch], job: Job, at_once: in
 
 
 class _Head:
-    """The cluster's head, as far as it can be asked from here: Ray itself ends this process when it is gone for a minute."""
+    """Watches the cluster's head. Without this, Ray ends this process after the head has been gone for a minute."""
 
     def __init__(self, address: str) -> None:
         self._address, self._silent_since = address, 0.0
-        self._is_watched = self._answers()  # what "ray://..." leads to need not be seen from here
+        self._is_watched = self._answers()  # the head behind "ray://..." may not be reachable from here
 
     def check(self) -> None:
-        """Raise WorkerError where it has been silent for too long."""
+        """Raise WorkerError if the head has not answered for too long."""
         if not self._is_watched or self._answers():
             self._silent_since = 0.0
             return
         self._silent_since = self._silent_since or time.monotonic()
         if time.monotonic() - self._silent_since >= _SILENT_SECONDS:
             raise WorkerError(
-                f"ray: the cluster's head at {self._address} has not answered for {_SILENT_SECONDS:.0f} seconds; start the cluster "
-                "again, and run the same command"
+                f"ray: the cluster's head at {self._address} has not answered for {_SILENT_SECONDS:.0f} seconds. "
+                "Restart the cluster, and run the same command again."
             )
 
     def _answers(self) -> bool:
@@ -136,10 +139,10 @@ def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult
         reply = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         said = str(error.cause) if isinstance(error.cause, _MayPassError) else f"{task}: {one_line(error.cause)}"
-        raise ExportError(f"{said}; it was tried {_RETRIES + 1} times") from None
+        raise ExportError(f"{said.removesuffix('.')}. It failed {_RETRIES + 1} times.") from None
     except ray.exceptions.RayError as error:
         raise WorkerError(
-            f"{task}: Ray lost it {_RETRIES + 1} times: {one_line(error)}; look at the cluster's nodes"
+            f"{task}: Ray lost it {_RETRIES + 1} times: {one_line(error)}. Check the cluster's nodes."
         ) from None
     if "failure" in reply:
         raise _with_hint(Failure(**reply["failure"]).error(task), job)
@@ -148,13 +151,13 @@ def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult
 
 def _with_hint(error: TpuEmbedError, job: Job) -> TpuEmbedError:
     if job.place.hint and isinstance(error, ExportError) and "No such file" in str(error):
-        error.args = (f"{error}; {job.place.hint}",)
+        error.args = (f"{str(error).removesuffix('.')}. {job.place.hint}",)
     return error
 
 
 @contextlib.contextmanager
 def _connected(address: str | None) -> Iterator[Any]:
-    """Ray, connected; what is started here is stopped, what was there stays.
+    """Connect to Ray. At the end, stop what was started here, and leave an existing connection open.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -174,7 +177,7 @@ def _connected(address: str | None) -> Iterator[Any]:
         try:
             _reach(where)
             ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
-        except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray has no type for it
+        except Exception as error:  # Ray raises ConnectionError, ValueError or RuntimeError
             raise _unusable(where, error, notices) from None
     try:
         yield ray
@@ -183,27 +186,27 @@ def _connected(address: str | None) -> Iterator[Any]:
 
 
 def _unusable(where: str, error: Exception, notices: BinaryIO) -> ExportError:
-    """What to do about a cluster that cannot be used; `notices` of a token are told in it, once."""
+    """Return the error for a cluster that cannot be used. Notices about a token are moved from `notices` into it."""
     notices.seek(0)
     written = notices.read()
     if b"AuthToken" in written or "Authentication" in type(error).__name__:
         notices.seek(0)
         notices.truncate()
         return ExportError(
-            f"ray: the cluster at {where!r} refuses the token, or there is none: set RAY_AUTH_TOKEN to the cluster's, with "
-            "RAY_AUTH_MODE=token"
+            f"ray: the cluster at {where!r} refuses the token, or no token is set. Set RAY_AUTH_TOKEN to the "
+            "cluster's token, and RAY_AUTH_MODE=token."
         )
-    # Ray names an address of its own making.
+    # Ray's message names an internal address.
     said = re.sub(r"Failed to connect to Ray cluster at \S+", "failed to connect", one_line(error))
     return ExportError(
-        f"ray: no cluster at {where!r} can be used: {said}; start one, name another with --ray-address, or set RAY_AUTH_TOKEN "
-        "where it asks for a token"
+        f"ray: no cluster at {where!r} can be used: {said}. Start one, name another with --ray-address, or set "
+        "RAY_AUTH_TOKEN if it needs a token."
     )
 
 
 @contextlib.contextmanager
 def _notices() -> Iterator[BinaryIO]:
-    """A file for what is written to file descriptor 2 meanwhile; what is left in it at the end is written there.
+    """Redirect file descriptor 2 to a file. At the end, write what is left in the file to the original descriptor.
 
     Ray's own code writes a line every second there, before any log level applies.
     """
@@ -223,14 +226,14 @@ def _notices() -> Iterator[BinaryIO]:
 
 
 def _reach(where: str, timeout_seconds: float = _CONNECT_SECONDS) -> None:
-    """Raise OSError where nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    """Raise OSError if HOST:PORT accepts no connection. Ray itself would try for minutes."""
     host, _, port = where.rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
 
 
 def _options(where: str) -> dict[str, Any]:
-    """Of a cluster of our own: no dashboard, and this process's import path."""
+    """Return options for a new local cluster: no dashboard, and this process's import path."""
     if where != "local":
         return {}
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

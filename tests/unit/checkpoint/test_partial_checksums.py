@@ -13,7 +13,7 @@ import pytest
 from tests.goldens import FOLDER, read_golden
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
-from tpuembed.checkpoint.types import ReadSum, SummedReads
+from tpuembed.checkpoint.types import PartialChecksum, SummedReads
 
 STACKS = [*sorted(path.name for path in (FOLDER / "tpu").glob("sparse_cores_*")), "partitioned_mod"]
 
@@ -35,9 +35,9 @@ def ranges(rows: int, seed: int) -> Iterator[tuple[int, int]]:
     return iter(pieces)
 
 
-def read_all(checkpoint: BundleCheckpoint, tables: Collection[str]) -> dict[str, ReadSum]:
+def read_all(checkpoint: BundleCheckpoint, tables: Collection[str]) -> dict[str, PartialChecksum]:
     """The sums of two readers per table: shards are read by different processes."""
-    met: list[Mapping[str, ReadSum]] = []
+    met: list[Mapping[str, PartialChecksum]] = []
     for seed, table in enumerate(tables):
         readers = [checkpoint.summed(table), checkpoint.summed(table)]
         info = checkpoint.tables()[table]
@@ -49,7 +49,7 @@ def read_all(checkpoint: BundleCheckpoint, tables: Collection[str]) -> dict[str,
             np.testing.assert_array_equal(out, checkpoint.read(table, start, stop))
         met += [reader.sums() for reader in readers if reader]
     keys = {key for sums in met for key in sums}
-    return {key: reduce(ReadSum.__add__, (sums.get(key, ReadSum()) for sums in met)) for key in keys}
+    return {key: reduce(PartialChecksum.__add__, (sums.get(key, PartialChecksum()) for sums in met)) for key in keys}
 
 
 @pytest.mark.parametrize("name", STACKS)

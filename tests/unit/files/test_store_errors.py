@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpuembed.files.answers import refusal
+from tpuembed.files.store_errors import refusal
 
 # As Amazon's documentation of error responses prints them, and as a proxy answers.
 XML = """<?xml version="1.0" encoding="UTF-8"?>

@@ -1,4 +1,4 @@
-"""What a store says when it refuses, in one short line: its status, code and message, and nothing else of the body."""
+"""Formats a store's refusal as one short line: its status, code and message, and nothing else of the body."""
 
 import http
 import re
@@ -7,16 +7,18 @@ from typing import Final
 __all__ = ["NOT_ALLOWED", "refusal"]
 
 NOT_ALLOWED: Final = (401, 403)
-"""Statuses of credentials that are wrong, and of those that are not allowed to do it: stores do not say which."""
+"""Statuses for wrong credentials and for missing permissions: stores do not distinguish the two."""
 _MAX_MESSAGE: Final = 200
 
 
 def refusal(status: int, body: str = "", code: str = "", message: str = "") -> str:
-    """The line of an answer of `status`, whose `body` is S3's XML, a proxy's HTML, or anything; or is taken apart already."""
+    """Return the line for an answer of `status`. `body` is S3's XML, a proxy's HTML, or anything; or `code` and
+    `message` are given.
+    """
     code, message = code or _field("Code", body), message or _field("Message", body)
     if not code or code == str(status):
-        return f"the store answers {status} {_phrase(status)}".rstrip()
-    return f"the store answers {status} {code}: {message[:_MAX_MESSAGE]}".rstrip(": ")
+        return f"the store answers {status} {_phrase(status)}".rstrip().rstrip()
+    return f"the store answers {status} {code}: {message[:_MAX_MESSAGE]}".rstrip(":. ")
 
 
 def _field(name: str, body: str) -> str:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
-from tpuembed.checkpoint.bundle.mod_sharded import BufferSizes, read_interleaved
+from tpuembed.checkpoint.bundle.mod_sharded import BufferSizes, read_mod_sharded
 from tpuembed.tensor_bundle import shard_path
 
 Array = np.ndarray[Any, Any]
@@ -80,7 +80,7 @@ def test_any_range_into_any_array(
     stored = deal(table, source)
     start, stop = sorted(min(end, rows) for end in cut)
     out = empty(stop - start, dims[0], dtype, form)
-    read_interleaved(source, start, out, stored.read, BufferSizes(*sizes))
+    read_mod_sharded(source, start, out, stored.read, BufferSizes(*sizes))
     np.testing.assert_array_equal(out, table[start:stop])
     assert stored.bytes == (stop - start) * source.stored_dim * table.itemsize, "only the rows asked for are read"
 
@@ -99,7 +99,7 @@ def test_what_lies_around_is_left_alone() -> None:
     table = np.arange(1, 61, dtype=np.float32).reshape(20, 3)
     source = Dealt((0, 7, 14), 4)
     whole = np.zeros((40, 5), np.float32)
-    read_interleaved(source, 1, whole[3:39:2, 1:4], deal(table, source).read, BufferSizes(40, 100))
+    read_mod_sharded(source, 1, whole[3:39:2, 1:4], deal(table, source).read, BufferSizes(40, 100))
     expected = np.zeros((40, 5), np.float32)
     expected[3:39:2, 1:4] = table[1:19]
     np.testing.assert_array_equal(whole, expected)
@@ -109,7 +109,7 @@ def test_few_calls_for_a_long_range() -> None:
     """One call per block, with one run per part."""
     table = np.zeros((1024, 4), np.float32)
     stored = deal(table, Dealt(tuple(range(0, 1280, 160)), 4))
-    read_interleaved(Dealt(tuple(range(0, 1280, 160)), 4), 0, table, stored.read, BufferSizes(1 << 20, 1 << 20))
+    read_mod_sharded(Dealt(tuple(range(0, 1280, 160)), 4), 0, table, stored.read, BufferSizes(1 << 20, 1 << 20))
     assert stored.calls == 1
 
 
@@ -125,7 +125,7 @@ def test_a_long_range_is_shared_by_two_threads() -> None:
         stored.read(rows, views)
 
     out = np.zeros_like(table[1:])
-    read_interleaved(Dealt(LONG_PLACES, 33), 1, out, read)
+    read_mod_sharded(Dealt(LONG_PLACES, 33), 1, out, read)
     np.testing.assert_array_equal(out, table[1:])
     assert len(threads) == 2
 
@@ -142,7 +142,7 @@ def test_an_error_of_either_thread_is_raised_when_nothing_is_written_any_more(he
         reading.pop()
 
     with pytest.raises(OSError, match="the disk is gone"):
-        read_interleaved(Dealt(LONG_PLACES, 32), 0, out, read)
+        read_mod_sharded(Dealt(LONG_PLACES, 32), 0, out, read)
     assert not reading
 
 

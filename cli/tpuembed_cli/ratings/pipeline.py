@@ -1,4 +1,4 @@
-"""Train, checkpoint, export, serve, predict: the order of the demo's steps."""
+"""The demo's pipeline: train, checkpoint, export, serve, predict."""
 
 import csv
 import dataclasses
@@ -26,7 +26,7 @@ _TIMED_REQUESTS = 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """The table's numbers; RMSE in the unit of the labels, (rating - 1) / 4."""
+    """The results of the demo. RMSE is in the unit of the labels, (rating - 1) / 4."""
 
     ratings: str
     train_rmse: list[float]
@@ -45,12 +45,12 @@ class DemoResult:
     predict_p50_ms: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the results as JSON values."""
         return dataclasses.asdict(self)
 
 
 def run_demo(ratings: Ratings, origin: str, out: Path, epochs: int, say: Callable[[str], None]) -> DemoResult:
-    """The whole road; everything it makes lies in `out`."""
+    """Run the whole pipeline. All files are written to `out`."""
     _make_folder(out)
     keras.utils.set_random_seed(42)
     train, test = data.split(ratings)
@@ -91,7 +91,7 @@ def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be made: {error.strerror}; give another folder") from None
+        raise ConfigError(f"--out {out}: cannot be created: {error.strerror}. Give another folder.") from None
 
 
 def _inputs(ratings: Ratings) -> dict[str, npt.NDArray[np.int64]]:
