@@ -9,7 +9,7 @@ from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tests.conformance.test_checkpoints import Case, CheckpointConformance, Truth, random_table
 from tests.conformance.test_tpu import truths
 from tests.goldens import FOLDER, read_golden
-from tests.unit.checkpoint.test_discovery import mid_level, with_registered_saver
+from tests.unit.checkpoint.bundle.test_checkpoint import mid_level, with_registered_saver
 from tests.unit.checkpoint.tpu_checkpoints import (
     SHAPES,
     layout_fields,

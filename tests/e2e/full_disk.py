@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.e2e.killed_export import slow_down
-from tests.unit.export.test_local_engine import children
+from tests.unit.export.stream.engines.test_local import children
 from tpuembed.errors import ExportError
 from tpuembed.export import export_saved_model
 from tpuembed.export.stream.resume_log import read_record

@@ -21,7 +21,7 @@ from tests.e2e import capi
 from tests.e2e.full_disk import CONFIG
 from tests.e2e.killed_export import SHARD_BYTES, slow_down
 from tests.unit.export.fakes import random_table, write_checkpoint
-from tests.unit.export.test_local_engine import children
+from tests.unit.export.stream.engines.test_local import children
 from tpuembed import export_saved_model
 from tpuembed.errors import CheckpointError, CheckpointNotFoundError, ExportError, TpuEmbedError, WorkerError
 from tpuembed.export.stream.engines import local

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.test_partitioned import TABLE, partitioned
+from tests.unit.checkpoint.bundle.test_partitioned import TABLE, partitioned
 from tests.unit.checkpoint.tpu_checkpoints import SHAPES, host_embedding, random_values, sparse_core_embedding, write
 from tpuembed.export import export_saved_model
 

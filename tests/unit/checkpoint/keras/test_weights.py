@@ -26,7 +26,7 @@ from tpuembed.config import ServingConfig, feature_config_from_dict
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, UnknownTableError
 from tpuembed.files import remote
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 TABLE = np.arange(36, dtype=np.float32).reshape(9, 4)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.stores import S3, S3Proxy
 from tests.unit.export.fakes import write_checkpoint
-from tests.unit.export.store.exports import (
+from tests.unit.export.publish.store.exports import (
     TABLES,
     assert_complete,
     export,

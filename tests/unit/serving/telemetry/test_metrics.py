@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.serving.doubles import DoublingServable, make_version
-from tests.unit.serving.test_rest import running, send, wait_until_ready
+from tests.unit.serving.http.test_rest import running, send, wait_until_ready
 from tpuembed.errors import ConfigError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor

@@ -54,7 +54,7 @@ def libtpu(tmp_path: Path) -> Path:
 
 def run(packages: Path, code: str = CODE, **variables: str) -> "subprocess.CompletedProcess[str]":
     environ = {name: value for name, value in os.environ.items() if name not in MINE}
-    environ |= {"PYTHONPATH": f"{packages}:{Path(__file__).parents[2]}", **variables}
+    environ |= {"PYTHONPATH": f"{packages}:{Path(__file__).parents[3]}", **variables}
     return subprocess.run(
         [sys.executable, "-c", code, *MINE[:4]], capture_output=True, text=True, env=environ, timeout=120
     )

@@ -10,7 +10,7 @@ import trustme
 
 from tests.stores import S3, S3Proxy, S3Request
 from tests.unit.export.fakes import source_of
-from tests.unit.export.store.exports import assert_complete, export, leftovers, plan_of, save_graph, stage
+from tests.unit.export.publish.store.exports import assert_complete, export, leftovers, plan_of, save_graph, stage
 from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.publish.store.staging import StoreStaging
 from tpuembed.export.stream.engines import choose_engine

@@ -13,8 +13,8 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v3_utils
 
+from tests.unit.checkpoint.bundle.test_checkpoint import mid_level
 from tests.unit.checkpoint.hand_made_bundles import write_stack
-from tests.unit.checkpoint.test_discovery import mid_level
 from tests.unit.checkpoint.tpu_checkpoints import (
     EMBEDDING,
     SHAPES,

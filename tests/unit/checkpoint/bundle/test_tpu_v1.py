@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v1
 
-from tests.unit.checkpoint.test_discovery import mid_level
+from tests.unit.checkpoint.bundle.test_checkpoint import mid_level
 from tests.unit.checkpoint.tpu_checkpoints import (
     EMBEDDING,
     SHAPES,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.test_discovery import mid_level
+from tests.unit.checkpoint.bundle.test_checkpoint import mid_level
 from tests.unit.checkpoint.tpu_checkpoints import (
     EMBEDDING,
     OPTIMIZERS,

@@ -116,7 +116,7 @@ def test_by_number(make: Any, slots: Mapping[str, str], tmp_path: Path) -> None:
 
 def test_what_is_asked_for_and_is_no_slot() -> None:
     """Plain variables of one name: whose slots are whose, nothing tells."""
-    with open_checkpoint(Path(__file__).parents[2] / "golden" / "keras_2" / "one_name" / "ckpt") as checkpoint:
+    with open_checkpoint(Path(__file__).parents[3] / "golden" / "keras_2" / "one_name" / "ckpt") as checkpoint:
         with pytest.raises(UnknownTableError) as caught:
             checkpoint.read("module/a", slot="momenta")
         assert "optimizers keep 'Adam/m/Variable' at optimizer/_variables/1/" in str(caught.value)

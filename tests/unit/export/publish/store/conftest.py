@@ -8,7 +8,7 @@ import pytest
 
 from tests.stores import S3, S3Proxy, moto_server
 from tests.unit.export.fakes import write_checkpoint
-from tests.unit.export.store.exports import PART_BYTES, SHARD_BYTES, TABLES
+from tests.unit.export.publish.store.exports import PART_BYTES, SHARD_BYTES, TABLES
 from tpuembed.export.plan import plan as planner
 from tpuembed.export.publish.store import heartbeat as keepers
 from tpuembed.export.publish.store import parts as parting

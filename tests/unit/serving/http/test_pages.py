@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.unit.serving.doubles import DoublingServable, FakeLoader, make_version
-from tests.unit.serving.test_rest import running, send, wait_until_ready
+from tests.unit.serving.http.test_rest import running, send, wait_until_ready
 from tpuembed_serving import AllVersions, ModelSettings, ServerSettings, create_app
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp

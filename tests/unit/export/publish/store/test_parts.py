@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.export.fakes import info
-from tests.unit.export.store.exports import PART_BYTES, plan_of
+from tests.unit.export.publish.store.exports import PART_BYTES, plan_of
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import plan_export
 from tpuembed.export.publish.store import parts as parting

@@ -12,7 +12,7 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointFormatError, UnknownTableError
 from tpuembed.export import export_saved_model
 
-GOLDENS = Path(__file__).parents[2] / "golden" / "keras_rs_saved_models"
+GOLDENS = Path(__file__).parents[3] / "golden" / "keras_rs_saved_models"
 
 
 def check(name: str, of_table: str, others: set[str]) -> None:
