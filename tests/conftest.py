@@ -5,7 +5,10 @@ A suite that is red once in a hundred runs is one that nobody believes; new exam
 
 import os
 
+import pytest
 from hypothesis import settings
+
+pytest.register_assert_rewrite("tests.support")  # helpers' asserts say both sides too
 
 settings.register_profile("same examples", derandomize=True)
 if "TPUEMBED_RANDOM_EXAMPLES" not in os.environ:

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.unit.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
+from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.keras import h5_lister, h5_listing, matrices
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.corrupt.bundle_fuzzer import Patient, compare
-from tests.goldens import BUNDLES
+from tests.support.checkpoint.bundle_fuzzer import Patient, compare
+from tests.support.goldens import BUNDLES
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.bundle.test_partitioned import partitioned
+from tests.support.checkpoint.partitioned import partitioned
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.export import export_saved_model
 from tpuembed.tensor_bundle import Bundle

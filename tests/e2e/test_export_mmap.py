@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
-from tests.e2e.serve_process import ServerProcess, run_command
-from tests.unit.export.fakes import random_table, write_checkpoint
+from tests.support import capi
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.serving.process import ServerProcess, run_command
 from tpuembed import export_saved_model
 from tpuembed.manifest import Manifest
 

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from tests.e2e import capi
-from tests.e2e.full_disk import CONFIG
-from tests.e2e.killed_export import SHARD_BYTES, slow_down
-from tests.unit.export.fakes import random_table, write_checkpoint
-from tests.unit.export.stream.engines.test_local import children
+from tests.support import capi
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.export.full_disk import CONFIG
+from tests.support.export.killed_export import SHARD_BYTES, slow_down
+from tests.support.export.processes import children
 from tpuembed import export_saved_model
 from tpuembed.errors import CheckpointError, CheckpointNotFoundError, ExportError, TpuEmbedError, WorkerError
 from tpuembed.export.stream.engines import local
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     if not shutil.which("unshare") or subprocess.run([*mount, script, "sh", "true"], capture_output=True).returncode:
         pytest.skip("needs unshare and user namespaces, to mount a small file system")
     write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
-    command = [sys.executable, "-m", "tests.e2e.full_disk", str(tmp_path / "ckpt"), str(tmp_path / "disk")]
+    command = [sys.executable, "-m", "tests.support.export.full_disk", str(tmp_path / "ckpt"), str(tmp_path / "disk")]
     done = subprocess.run([*mount, script, "sh", *command], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.serve_models import TABLE, save_zoo
-from tests.e2e.serve_process import ServerProcess
+from tests.support.serving.models import TABLE, save_zoo
+from tests.support.serving.process import ServerProcess
 
 FEEDS: dict[str, dict[str, Any]] = {
     "serving_default": {"ids": np.array([[0, 4], [2, 2], [1, 3]])},

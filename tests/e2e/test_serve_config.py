@@ -9,9 +9,9 @@ import grpc
 import pytest
 from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
 
-from tests.e2e.serve_models import save_scale
-from tests.e2e.serve_process import ServerProcess
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import ServerProcess
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.export.fakes import random_table, write_checkpoint
+from tests.support.export.fakes import random_table, write_checkpoint
 from tpuembed import export_saved_model
 from tpuembed.manifest import MANIFEST_PATH
 from tpuembed_serving.core.status import Code, StatusError

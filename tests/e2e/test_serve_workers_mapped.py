@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.memory import mapped_bytes, resident_bytes
-from tests.e2e.serve_process import ServerProcess
-from tests.e2e.test_serve_workers import workers
-from tests.unit.export.fakes import write_checkpoint
-from tests.unit.serving.doubles import wait_for
+from tests.support.export.fakes import write_checkpoint
+from tests.support.memory import mapped_bytes, resident_bytes
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.process import ServerProcess, workers
 from tpuembed import export_saved_model
 
 ROWS, DIM = 250_000, 64

@@ -10,8 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2
 
-from tests.unit.serving.doubles import DoublingServable, FakeLoader, wait_for
-from tests.unit.serving.served import BODY, Served
+from tests.support.serving.doubles import DoublingServable, FakeLoader, wait_for
+from tests.support.serving.served import BODY, Served
 from tpuembed.errors import ServingError
 from tpuembed_serving import server
 from tpuembed_serving.core.servable import Servable

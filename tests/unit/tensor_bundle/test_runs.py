@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tensor_bundle.bundles import save
+from tests.support.checkpoint.bundles import save
 from tpuembed.errors import CheckpointError, CheckpointFormatError, RowRangeError, UnknownTableError
 from tpuembed.protobuf import Message, bytes_field, varint, varint_field
 from tpuembed.tensor_bundle import Bundle

@@ -10,9 +10,9 @@ import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v3_utils
 
-from tests.unit.tensor_bundle.bundles import save
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, random_ids
-from tests.unit.testing.test_simulated_training import Model, batches, state, train
+from tests.support.checkpoint.bundles import save
+from tests.support.layer.simulated import EXAMPLES, Array, Ids, random_ids
+from tests.support.layer.simulated_training import Model, batches, state, train
 from tpuembed import FTRL, SGD, AdagradMomentum, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError

@@ -11,22 +11,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.tpu_checkpoints import layout_fields, serialized_layouts
-from tests.unit.tensor_bundle.bundles import save
+from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.objects import GRAPH_KEY, Children, mid_level, with_registered_saver
+from tests.support.checkpoint.tpu_checkpoints import layout_fields, serialized_layouts
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
-
-GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
-
-
-class Children(tf.Module):
-    """A trackable object with children of any name."""
-
-    def __init__(self, **named: Any) -> None:
-        super().__init__()
-        for name, child in named.items():
-            self._track_trackable(child, name.replace("__", "/"))
 
 
 class OwnLayer(Children):
@@ -229,28 +219,10 @@ def test_a_layer_beside_dense_variables(tmp_path: Path) -> None:
         assert checkpoint.bundle.read(kernel).shape == (9, 9)
 
 
-def mid_level(tables: dict[str, dict[str, Any]], **more: Any) -> Children:
-    variables = Children(**{name: Children(**roles) for name, roles in tables.items()})
-    return Children(_feature_config=Children(), _table_config=Children(), _variables=variables, **more)
-
-
 def test_empty_sparse_core_layouts_are_no_layouts(tmp_path: Path) -> None:
     node = mid_level({"a": {"parameters": matrix(5, 2)}}, _sparse_core_table_layouts=tf.Variable(b""))
     with open_checkpoint(write(tmp_path, layer=node)) as checkpoint:
         assert set(checkpoint.tables()) == {"a"}
-
-
-def with_registered_saver(prefix: str, name: str) -> bytes:
-    """The object graph of `prefix`, its mid-level node saved by class `name`."""
-    from tensorflow.core.protobuf import trackable_object_graph_pb2
-
-    graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
-        tf.train.load_checkpoint(prefix).get_tensor(GRAPH_KEY)
-    )
-    [node] = [node for node in graph.nodes if "_table_config" in {child.local_name for child in node.children}]
-    node.registered_saver.name = name
-    serialized: bytes = graph.SerializeToString()
-    return serialized
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

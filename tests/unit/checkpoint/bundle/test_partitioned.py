@@ -9,25 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.tensor_bundle.bundles import save
+from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.partitioned import TABLE, partitioned
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, UnknownTableError
 from tpuembed.export import export_saved_model
-
-TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
-
-
-def partitioned(folder: Path, *cuts: str) -> Path:
-    """Variable "emb" in slices such as "0,6:-"."""
-    parts = []
-    for number, spec in enumerate(cuts):
-        rows, columns = (
-            slice(None) if part == "-" else slice(int(part.split(",")[0]), sum(map(int, part.split(","))))
-            for part in spec.split(":")
-        )
-        parts.append(save(folder / f"part{number}", {"emb": TABLE[rows, columns]}, {"emb": f"11 2 {spec}"}))
-    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=str(folder / "ckpt"))
-    return folder / "ckpt"
 
 
 @pytest.mark.parametrize(

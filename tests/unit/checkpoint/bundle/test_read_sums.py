@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.goldens import FOLDER, read_golden
+from tests.support.goldens import FOLDER, read_golden
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.checkpoint.types import ReadSum, SummedReads

@@ -13,9 +13,10 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v3_utils
 
-from tests.unit.checkpoint.bundle.test_checkpoint import mid_level
-from tests.unit.checkpoint.hand_made_bundles import write_stack
-from tests.unit.checkpoint.tpu_checkpoints import (
+from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.hand_made_bundles import write_stack
+from tests.support.checkpoint.objects import mid_level
+from tests.support.checkpoint.tpu_checkpoints import (
     EMBEDDING,
     SHAPES,
     features,
@@ -25,7 +26,6 @@ from tests.unit.checkpoint.tpu_checkpoints import (
     sparse_core_embedding,
     write,
 )
-from tests.unit.tensor_bundle.bundles import save
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 

@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v1
 
-from tests.unit.checkpoint.bundle.test_checkpoint import mid_level
-from tests.unit.checkpoint.tpu_checkpoints import (
+from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.objects import mid_level
+from tests.support.checkpoint.tpu_checkpoints import (
     EMBEDDING,
     SHAPES,
     features,
@@ -19,7 +20,6 @@ from tests.unit.checkpoint.tpu_checkpoints import (
     random_values,
     write,
 )
-from tests.unit.tensor_bundle.bundles import save
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointFormatError
 

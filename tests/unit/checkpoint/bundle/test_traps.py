@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.bundle.test_checkpoint import mid_level
-from tests.unit.checkpoint.tpu_checkpoints import (
+from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.objects import mid_level
+from tests.support.checkpoint.tpu_checkpoints import (
     EMBEDDING,
     OPTIMIZERS,
     SHAPES,
@@ -23,7 +24,6 @@ from tests.unit.checkpoint.tpu_checkpoints import (
     sparse_core_embedding,
     write,
 )
-from tests.unit.tensor_bundle.bundles import save
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 

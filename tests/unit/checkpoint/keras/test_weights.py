@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
+from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.keras.model_config import layer_configs
 from tpuembed.checkpoint.tools import verify_files

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from tests.unit.checkpoint.orbax_trees import Array, Leaves, write_shards, write_tree
+from tests.support.checkpoint.orbax_trees import Array, Leaves, write_shards, write_tree
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.orbax import OrbaxCheckpoint, arrays, chunk_memory, chunk_stream, chunk_streams
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, MissingExtraError

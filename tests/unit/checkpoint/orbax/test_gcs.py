@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.stores import GcsStub
-from tests.unit.checkpoint.orbax_trees import write_tree
+from tests.support.checkpoint.orbax_trees import write_tree
+from tests.support.stores import GcsStub
 
 ROWS = np.arange(92, dtype=np.float32).reshape(23, 4)
 SCRIPT = """

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tensorstore
 
-from tests.stores import S3, moto_server
-from tests.unit.checkpoint.orbax_trees import STACKED, Array, Leaves, spec, stacked_rows, write_spec, write_tree
+from tests.support.checkpoint.orbax_trees import STACKED, Array, Leaves, spec, stacked_rows, write_spec, write_tree
+from tests.support.stores import S3, moto_server
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.orbax import arrays, chunk_memory
 from tpuembed.errors import (

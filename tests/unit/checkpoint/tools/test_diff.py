@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed.checkpoint.tools import LargestChange, TableDiff, diff_checkpoints
 
 Array = np.ndarray[Any, Any]

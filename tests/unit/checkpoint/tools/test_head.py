@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed.checkpoint.tools import TableDescription, describe_checkpoint, head, read_rows, stream_rows
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 

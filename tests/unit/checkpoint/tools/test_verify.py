@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.stores import GcsStub
-from tests.unit.checkpoint.orbax_trees import Leaves, write_tree
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
+from tests.support.checkpoint.orbax_trees import Leaves, write_tree
+from tests.support.stores import GcsStub
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from tpuembed.export import export_saved_model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tests.unit.export.fakes import random_table, write_checkpoint
+from tests.support.export.fakes import random_table, write_checkpoint
 from tpuembed import export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.signature import check_input_names

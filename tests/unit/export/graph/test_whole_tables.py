@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
+from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError, ExportError
@@ -324,7 +324,7 @@ _MEASURE = """
 import json, os, sys
 from pathlib import Path
 import numpy as np
-from tests.e2e.memory import resident_bytes
+from tests.support.memory import resident_bytes
 from tpuembed_serving.tensorflow import session as runtime
 servable = runtime.load(Path(sys.argv[1]) / "small")
 run = lambda one: one.run(one.signatures["serving_default"], [np.array([1, 2])])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.export.fakes import info, random_table, source_of, write_checkpoint
-from tests.unit.export.graphs import save_gathers
+from tests.support.export.fakes import info, random_table, source_of, write_checkpoint
+from tests.support.export.graphs import save_gathers
 from tpuembed.errors import CheckpointError, ExportError
 from tpuembed.export.plan.plan import ExportPlan, plan_export
 from tpuembed.export.publish.assemble import assemble

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.unit.export.fakes import info, random_table, source_of, write_checkpoint
+from tests.support.export.fakes import info, random_table, source_of, write_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError, ExportError, UnknownTableError
 from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export

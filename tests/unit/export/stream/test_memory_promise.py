@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
-from tests.unit.checkpoint.keras_files import write_tables
-from tests.unit.export.fakes import info, random_table, write_checkpoint
-from tests.unit.export.limited import EXACT_ALLOCATION, limited_source
+from tests.support.checkpoint.keras_files import write_tables
+from tests.support.export.fakes import info, random_table, write_checkpoint
+from tests.support.export.limited import EXACT_ALLOCATION, limited_source
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import ReadBuffers
 from tpuembed.errors import ConfigError, WorkerError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.goldens import Golden, read_golden
+from tests.support.goldens import Golden, read_golden
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.errors import CheckpointCorruptError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.export import fakes
-from tests.unit.export.fakes import Array, random_table, source_of, write_checkpoint
+from tests.support.export import fakes
+from tests.support.export.fakes import Array, random_table, source_of, write_checkpoint
 from tpuembed.errors import CheckpointCorruptError, ExportError, TpuEmbedError
 from tpuembed.export import run as steps
 from tpuembed.export.plan import plan as planner

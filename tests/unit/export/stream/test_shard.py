@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.unit.export.fakes import FakeCheckpoint, random_table, source_of, write_checkpoint
+from tests.support.export.fakes import FakeCheckpoint, random_table, source_of, write_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.stream.shard import Source, peak_rss_bytes, run_shard

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.serving.row_graphs import RowGraph
+from tests.support.serving.row_graphs import RowGraph
 from tpuembed.lookup import flatten_ids
 
 SPECS = {

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.serving.row_graphs import RowGraph
+from tests.support.serving.row_graphs import RowGraph
 
 SPECS: Final = {
     "x": tf.TensorSpec([None, 4], tf.float32),

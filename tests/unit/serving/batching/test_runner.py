@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.serving.doubles import DoublingServable
+from tests.support.serving.doubles import DoublingServable
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.runner import BatchRunner, Outcome, Postponed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from tests.unit.serving.doubles import DoublingServable
+from tests.support.serving.doubles import DoublingServable
 from tpuembed_serving.batching import queue as batch_lane
 from tpuembed_serving.batching import scheduler as executor
 from tpuembed_serving.batching.parameters import BatchingParameters

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.serving.doubles import DoublingServable, signature
+from tests.support.serving.doubles import DoublingServable, signature
 from tpuembed.errors import ConfigError
 from tpuembed_serving.core.row_limit import RowLimit
 from tpuembed_serving.core.security import ConnectionLimits, SecuritySettings

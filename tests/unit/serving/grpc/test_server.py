@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import predict_pb2
 
-from tests.unit.serving.doubles import DoublingServable, make_version
+from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.core.service import ModelSpec

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.serving.doubles import DoublingServable, make_version, wait_for
+from tests.support.serving.doubles import DoublingServable, make_version, wait_for
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.api_keys import ApiKeys

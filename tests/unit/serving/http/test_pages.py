@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.unit.serving.doubles import DoublingServable, FakeLoader, make_version
-from tests.unit.serving.http.test_rest import running, send, wait_until_ready
+from tests.support.serving.asgi import running, send, wait_until_ready
+from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version
 from tpuembed_serving import AllVersions, ModelSettings, ServerSettings, create_app
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
 from tpuembed_serving.core.security import ConnectionLimits
 from tpuembed_serving.http import protocol as guarded_http
 from tpuembed_serving.http.protocol import close_slow_connections, protocol_class

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.config import read_models
 from tpuembed_serving.models.config_file import ConfigFile

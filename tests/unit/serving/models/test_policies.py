@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.doubles import FakeLoader, make_version
+from tests.support.serving.doubles import FakeLoader, make_version
 from tpuembed.errors import ConfigError
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.doubles import FakeLoader, make_version, wait_for
+from tests.support.serving.doubles import FakeLoader, make_version, wait_for
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.repository import ModelRepository, ServedModel, State
 from tpuembed_serving.settings import ModelSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.doubles import FakeLoader, make_version, wait_for
+from tests.support.serving.doubles import FakeLoader, make_version, wait_for
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import AllVersions, SpecificVersions
 from tpuembed_serving.models.repository import ModelRepository, State

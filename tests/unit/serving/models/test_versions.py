@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.doubles import make_version
+from tests.support.serving.doubles import make_version
 from tpuembed.manifest import Manifest, StackEntry, TableEntry
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.versions import check_files, find_versions, fingerprint, parse_version

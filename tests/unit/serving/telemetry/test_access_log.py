@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.serving.doubles import DoublingServable, FakeLoader, make_version
-from tests.unit.serving.http.test_rest import running, send, wait_until_ready
+from tests.support.serving.asgi import running, send, wait_until_ready
+from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor

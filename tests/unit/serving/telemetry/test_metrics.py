@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.serving.doubles import DoublingServable, make_version
-from tests.unit.serving.http.test_rest import running, send, wait_until_ready
+from tests.support.serving.asgi import running, send, wait_until_ready
+from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from tests.goldens import read_golden
+from tests.support.goldens import read_golden
 from tpuembed import export_saved_model
 from tpuembed_cli.main import cli
 from tpuembed_serving import ModelSettings, ServerSettings

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
 from tpuembed.errors import ServingError
 from tpuembed_serving.workers.sockets import (
     bind,

@@ -15,8 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.unit.serving.doubles import DoublingServable, wait_for
-from tests.unit.serving.served import BODY, PREDICT, Served, predict_request
+from tests.support.serving.doubles import DoublingServable, wait_for
+from tests.support.serving.served import BODY, PREDICT, Served, predict_request
 from tpuembed_serving.core.servable import Merging, Signature
 from tpuembed_serving.workers.stopping import Stage, Stop, WorkerStop
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.settings import ModelSettings, ServerSettings

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import S3, S3Proxy, moto_server
-from tests.unit.export.fakes import write_checkpoint
-from tests.unit.export.publish.store.exports import PART_BYTES, SHARD_BYTES, TABLES
+from tests.support.export.fakes import write_checkpoint
+from tests.support.export.store_exports import PART_BYTES, SHARD_BYTES, TABLES
+from tests.support.stores import S3, S3Proxy, moto_server
 from tpuembed.export.plan import plan as planner
 from tpuembed.export.publish.store import heartbeat as keepers
 from tpuembed.export.publish.store import parts as parting

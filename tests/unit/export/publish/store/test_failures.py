@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.stores import S3, S3Proxy, S3Request
-from tests.unit.export.fakes import source_of
-from tests.unit.export.publish.store.exports import assert_complete, export, leftovers, plan_of, save_graph, stage
+from tests.support.export.fakes import source_of
+from tests.support.export.store_exports import assert_complete, export, leftovers, plan_of, save_graph, stage
+from tests.support.stores import S3, S3Proxy, S3Request
 from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.publish.store.staging import StoreStaging
 from tpuembed.export.stream.engines import choose_engine

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.export.fakes import info
-from tests.unit.export.publish.store.exports import PART_BYTES, plan_of
+from tests.support.export.fakes import info
+from tests.support.export.store_exports import PART_BYTES, plan_of
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import plan_export
 from tpuembed.export.publish.store import parts as parting

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.stores import S3, S3Proxy
-from tests.unit.export.fakes import write_checkpoint
-from tests.unit.export.publish.store.exports import (
+from tests.support.export.fakes import write_checkpoint
+from tests.support.export.store_exports import (
     TABLES,
     assert_complete,
     export,
@@ -22,6 +21,7 @@ from tests.unit.export.publish.store.exports import (
     plan_of,
     stage,
 )
+from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ExportError
 from tpuembed.export.publish.store import version_lease as claims
 from tpuembed.export.publish.store.record import Owner, StoreRecord

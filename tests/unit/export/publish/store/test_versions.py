@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import S3, S3Proxy
-from tests.unit.export.publish.store.exports import assert_complete, export, fill, leftovers, plan_of, stage
+from tests.support.export.store_exports import assert_complete, export, fill, leftovers, plan_of, stage
+from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.publish.destinations import choose_destination

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.export import fakes
-from tests.unit.export.fakes import random_table, source_of, write_checkpoint
+from tests.support.export import fakes
+from tests.support.export.fakes import random_table, source_of, write_checkpoint
+from tests.support.export.processes import children
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -64,19 +65,6 @@ def no_worker_is_left() -> Iterator[None]:
     before = children(os.getpid())  # of other tests, which last as long as the session
     yield
     assert set(children(os.getpid())) <= set(before)
-
-
-def children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`, dead ones that nobody waited for included."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            stat = (entry / "stat").read_text() if entry.name.isdigit() else ""
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if stat and int(stat.rpartition(")")[2].split()[1]) == pid:
-            found.append(int(entry.name))
-    return found
 
 
 def stream(plan: ExportPlan, folder: Path, reader: Any = fakes.FakeCheckpoint, **callbacks: Any) -> Any:
@@ -164,7 +152,7 @@ def test_a_worker_imports_from_where_its_parent_does(
     tmp_path: Path, plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "path").mkdir()
-    (tmp_path / "path" / "users_reader.py").write_text("from tests.unit.export.fakes import FakeCheckpoint\n")
+    (tmp_path / "path" / "users_reader.py").write_text("from tests.support.export.fakes import FakeCheckpoint\n")
     monkeypatch.syspath_prepend(tmp_path / "path")
     source = dataclasses.replace(source_of(tmp_path / "ckpt"), opener="users_reader:FakeCheckpoint")
     report = stream_tables(plan, source, tmp_path / "out", choose_engine("local", 1))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.export.fakes import random_table, write_checkpoint
+from tests.support.export.fakes import random_table, write_checkpoint
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import plan_export
 from tpuembed.export.stream.batch import Batch, FolderPlace

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.serving.doubles import signature
+from tests.support.serving.doubles import signature
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.json import decode_inputs, encode_error, parse_document, signature_name
 from tpuembed_serving.http.json.parser import parse

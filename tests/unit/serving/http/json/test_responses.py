@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.serving.doubles import signature
+from tests.support.serving.doubles import signature
 from tpuembed_serving.core.servable import Array
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.http.json import encode_error, encode_outputs

@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, inputs, make_layer, random_ids
+from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs, make_layer, random_ids
 from tpuembed import TableConfig
 
 __all__ = ["FEATURES", "TABLES", "SparseCoreConfig", "batch", "layer_of", "looked_up", "looked_up_in_one", "rows_of"]

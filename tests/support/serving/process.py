@@ -112,3 +112,8 @@ def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """`tpuembed` with these arguments, to its end."""
     command: Sequence[str] = [str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def workers(server: ServerProcess) -> list[int]:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []

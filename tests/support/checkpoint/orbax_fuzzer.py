@@ -1,4 +1,4 @@
-"""Damages Orbax checkpoints at random and opens them: python -m tests.corrupt.orbax_fuzzer SEED EXECUTIONS.
+"""Damages Orbax checkpoints at random and opens them: python -m tests.support.checkpoint.orbax_fuzzer SEED EXECUTIONS.
 
 A process of its own, because TensorStore is C++: a crash, a hang and memory without bound have to be survived to be
 reported. Every execution must end in a CheckpointError or in tables that read as they say they are; where only what
@@ -24,7 +24,7 @@ from unittest import mock
 import google_crc32c
 import numpy as np
 
-from tests.unit.checkpoint.orbax_trees import (
+from tests.support.checkpoint.orbax_trees import (
     STACKED,
     Array,
     Leaves,

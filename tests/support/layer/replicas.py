@@ -1,4 +1,4 @@
-"""Train on N logical CPUs and save what came out: `python -m tests.unit.layer.replicas N FOLDER`.
+"""Train on N logical CPUs and save what came out: `python -m tests.support.layer.replicas N FOLDER`.
 
 A process of its own, because logical devices are made before TensorFlow starts. Per optimizer, FOLDER/<i>.npz holds the table
 before, and the table and slots of every replica after.
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.unit.layer.models import OPTIMIZERS
+from tests.support.layer.models import OPTIMIZERS
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 
 ROWS, DIM, STEPS, EXAMPLES = 9, 3, 20, 8

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.stores import S3, S3Proxy
-from tests.unit.export.fakes import FakeCheckpoint, random_table, source_of
+from tests.support.export.fakes import FakeCheckpoint, random_table, source_of
+from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ExportError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export

@@ -1,4 +1,4 @@
-"""Train under one strategy, save, restore under another, train on: `python -m tests.unit.layer.resumed N FOLDER`.
+"""Train under one strategy, save, restore under another, train on: `python -m tests.support.layer.resumed N FOLDER`.
 
 A process of its own, because logical devices are made before TensorFlow starts, and one for each N, because TensorFlow
 takes no second MirroredStrategy of several replicas. Strategies are called by their number of replicas, and the default one
@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.unit.layer.replicas import DIM, EXAMPLES, IDS, ROWS, SLOPES
+from tests.support.layer.replicas import DIM, EXAMPLES, IDS, ROWS, SLOPES
 from tpuembed import Adam, FeatureConfig, TableConfig, TPUEmbedding
 
 STEPS = 4

@@ -185,3 +185,16 @@ class LoggedReads:
 
     def __exit__(self, *exc_info: object) -> None:
         self._checkpoint.close()
+
+
+def write_large_table(prefix: Path, rows: int, dim: int) -> dict[str, TableInfo]:
+    """A checkpoint of one table of random bits, made and checksummed in pieces of 16 MiB."""
+    generator, checksum = np.random.default_rng(5), 0
+    with open(shard_path(prefix, 0, 1), "wb") as file:
+        for start in range(0, rows, (16 << 20) // (4 * dim)):
+            piece = generator.standard_normal((min(rows - start, (16 << 20) // (4 * dim)), dim), np.float32)
+            checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
+            file.write(piece.data)
+    entry = Entry(dtype="float32", shape=(rows, dim), size=rows * dim * 4, crc32c=checksum)
+    write_index(index_path(prefix), {"t": entry}, 1)
+    return FakeCheckpoint(str(prefix)).tables()

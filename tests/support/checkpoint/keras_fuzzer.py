@@ -1,4 +1,6 @@
-"""Mutates Keras' weight files and reads them, over and over, in a process that may be killed: `python fuzz_keras.py ...`.
+"""Mutates Keras' weight files and reads them, over and over, in a process that may be killed.
+
+`python -m tests.support.checkpoint.keras_fuzzer ...`
 
 Every execution must end in a CheckpointError that names the file, or in rows. HDF5 without checksums cannot tell every
 flipped bit, so rows may be wrong; how many are is counted. The HDF5 library runs inside this process here, for speed; where

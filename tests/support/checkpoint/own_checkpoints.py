@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tests.goldens import Golden
-from tests.unit.backends import test_tpu_v1
+from tests.support.goldens import Golden
+from tests.support.layer import tpu_v1
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.testing import simulated_tpu
 
@@ -73,9 +73,9 @@ def _rows(variable: Any) -> dict[str | None, Any]:
 
 def _write_hosts(folder: Path) -> Golden:
     """The backend of TPU v2 to v4, whose tables lie on three hosts."""
-    with test_tpu_v1.stand_ins() as accelerator:
-        layer = test_tpu_v1.Layer(accelerator)
-        memory = test_tpu_v1.train(accelerator)
+    with tpu_v1.stand_ins() as accelerator:
+        layer = tpu_v1.Layer(accelerator)
+        memory = tpu_v1.train(accelerator)
         path = tf.train.Checkpoint(layer=layer).write(str(folder / "ckpt"))
     return Golden(
         Path(path), {}, {table: {None: rows} for (table, role), rows in memory.items() if role == "parameters"}

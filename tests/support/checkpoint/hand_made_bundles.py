@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sparse_core_files import LAYOUTS_KEY, TABLE_KEY, object_graph
-from tests.unit.checkpoint.tpu_checkpoints import serialized_layouts
+from tests.support.checkpoint.tpu_checkpoints import serialized_layouts
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, shard_path, write_index
 
 

@@ -12,7 +12,7 @@ import grpc
 import tensorflow as tf
 from tensorflow_serving.apis import predict_pb2
 
-from tests.e2e.serve_process import ServerProcess
+from tests.support.serving.process import ServerProcess
 
 BODY = b'{"instances": [1.0, 2.0]}'
 

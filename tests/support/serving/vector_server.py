@@ -17,6 +17,7 @@ gRPC: `rpc`, `send` (the request in protobuf's JSON form) or `raw` (its bytes, i
 A tensor may have `shape: [2, 3]` in place of a tensor_shape.
 """
 
+import gzip
 import json
 import subprocess
 import sys
@@ -25,11 +26,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import yaml
 
-__all__ = ["VectorServer", "read_vectors", "with_shapes"]
+__all__ = ["VectorServer", "ask", "read_vectors", "with_shapes"]
 
-FOLDER = Path(__file__).with_name("vectors")
+FOLDER = Path(__file__).parents[2] / "e2e" / "vectors"
 START_SECONDS = 120.0
 _SERVE = """
 import json, sys
@@ -103,3 +105,12 @@ class VectorServer:
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         self.process.wait(timeout=60)
+
+
+def ask(client: httpx.Client, vector: dict[str, Any], in_chunks: bool = False) -> httpx.Response:
+    body = vector["send"].encode()
+    if vector.get("gzip"):
+        body = gzip.compress(body)
+    url = client.base_url.copy_with(raw_path=vector["path"].encode())
+    content = iter([body]) if in_chunks else body
+    return client.request(vector.get("method", "POST"), url, content=content, headers=vector.get("headers"))

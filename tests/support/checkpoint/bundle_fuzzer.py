@@ -1,4 +1,6 @@
-"""Damages checkpoints in tensor bundles at random and reads them: python -m tests.corrupt.bundle_fuzzer GOLDEN SEED COUNT.
+"""Damages checkpoints in tensor bundles at random and reads them.
+
+python -m tests.support.checkpoint.bundle_fuzzer GOLDEN SEED COUNT
 
 A process of its own, with bounded memory and time, so that a crash, a hang or an allocation by an unproven number shows.
 What is damaged carries right checksums afterwards, or no damage but to the checksums would be met. Every execution must
@@ -27,7 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.goldens import FOLDER, Golden, read_golden
+from tests.support.goldens import FOLDER, Golden, read_golden
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.errors import CheckpointError

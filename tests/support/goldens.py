@@ -11,7 +11,7 @@ import numpy as np
 
 __all__ = ["BUNDLES", "FOLDER", "OTHERS", "Golden", "read_golden"]
 
-FOLDER: Final = Path(__file__).parent / "golden"
+FOLDER: Final = Path(__file__).parents[1] / "golden"
 
 BUNDLES: Final[Mapping[str, str]] = {
     "dense": "tfrs/adam_lookups",

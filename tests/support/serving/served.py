@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import predict_pb2
 
-from tests.unit.serving.doubles import make_version
+from tests.support.serving.doubles import make_version
 from tpuembed_serving import ModelSettings, ServerSettings, create_app, server
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.workers.stopping import Stop

@@ -1,4 +1,4 @@
-"""An export onto a disk that fills up, and again with room: `python -m tests.e2e.full_disk PREFIX MODEL_DIR`.
+"""An export onto a disk that fills up, and again with room: `python -m tests.support.export.full_disk PREFIX MODEL_DIR`.
 
 MODEL_DIR lies on a small file system of its own. It reserves nothing, as file systems do that know no fallocate: so that the
 kernel refuses a worker's write, and not the reservation before it. Prints what happened as one JSON object.
@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from tests.e2e.killed_export import slow_down
-from tests.unit.export.stream.engines.test_local import children
+from tests.support.export.killed_export import slow_down
+from tests.support.export.processes import children
 from tpuembed.errors import ExportError
 from tpuembed.export import export_saved_model
 from tpuembed.export.stream.resume_log import read_record

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.e2e.serve_models import save_zoo, spec
+from tests.support.serving.models import save_zoo, spec
 from tpuembed import export_saved_model
 
 OURS_ROWS = np.arange(12, dtype=np.float32).reshape(6, 2)
