@@ -49,7 +49,7 @@ def fuzz(golden: str, changed: str, folder: Path, count: int) -> collections.Cou
 
 
 @pytest.mark.parametrize("ending", TARGETS)
-def test_sample(ending: str, folder: Path) -> None:
+def test_sixty_mutations_are_refused_or_read(ending: str, folder: Path) -> None:
     for number, (golden, changed) in enumerate(TARGETS[ending]):
         (folder / str(number)).mkdir()
         outcomes = fuzz(golden, changed, folder / str(number), 60)
@@ -60,7 +60,7 @@ def test_sample(ending: str, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ending", TARGETS)
-def test_many(ending: str, folder: Path) -> None:
+def test_100000_mutations_are_refused_or_read(ending: str, folder: Path) -> None:
     count = 100_000 // len(TARGETS[ending])
     for number, (golden, changed) in enumerate(TARGETS[ending]):
         (folder / str(number)).mkdir()

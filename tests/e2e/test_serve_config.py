@@ -142,6 +142,6 @@ def test_no_model_at_all_and_then_one(server: ServerProcess, models: Path) -> No
     assert ask(server, "other") == 7.0
 
 
-def test_a_stop(server: ServerProcess) -> None:
+def test_a_stop_ends_with_0_and_no_traceback(server: ServerProcess) -> None:
     assert server.stop() == 0
     assert "Traceback" not in server.log

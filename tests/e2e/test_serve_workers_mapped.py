@@ -175,6 +175,6 @@ def test_a_version_is_as_far_as_the_worker_that_is_behind(server: ServerProcess)
     assert everywhere(server, "mapped/versions/4") == {str([[3.0] * DIM])}
 
 
-def test_a_stop(server: ServerProcess) -> None:
+def test_a_stop_ends_with_0_and_no_traceback(server: ServerProcess) -> None:
     assert server.stop() == 0
     assert "Traceback" not in server.log

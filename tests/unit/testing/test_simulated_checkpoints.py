@@ -160,7 +160,7 @@ def test_restores_under_another_threshold(
 
 
 @pytest.mark.parametrize("tables", [stacked, aligned])
-def test_export(tmp_path: Path, tables: Any) -> None:
+def test_an_export_of_sparse_cores_serves_their_rows(tmp_path: Path, tables: Any) -> None:
     with simulated_tpu(replicas=2) as strategy:
         model = trained(strategy, tables())
         path, truth = write(tmp_path, model), state(model)

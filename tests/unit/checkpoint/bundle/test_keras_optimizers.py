@@ -98,7 +98,7 @@ def check(path: Any, table: str, optimizer: Any, slots: Mapping[str, str]) -> No
 
 
 @pytest.mark.parametrize(("make", "slots"), [*EXACT, *GRAPH_ONLY, *OTHERS])
-def test_in_an_object_graph(make: Any, slots: Mapping[str, str], tmp_path: Path) -> None:
+def test_slots_are_found_in_an_object_graph(make: Any, slots: Mapping[str, str], tmp_path: Path) -> None:
     model = trained(make(), keras.layers.Embedding(9, 4))
     prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
     check(prefix, "model/_operations/1/_embeddings", model.optimizer, slots)
@@ -107,7 +107,7 @@ def test_in_an_object_graph(make: Any, slots: Mapping[str, str], tmp_path: Path)
 
 
 @pytest.mark.parametrize(("make", "slots"), [*EXACT, *((make, {}) for make, _ in (*GRAPH_ONLY, *OTHERS))])
-def test_by_number(make: Any, slots: Mapping[str, str], tmp_path: Path) -> None:
+def test_slots_are_found_by_number(make: Any, slots: Mapping[str, str], tmp_path: Path) -> None:
     """A `.keras` file."""
     model = trained(make(), DistributedEmbedding())
     model.save(tmp_path / "model.keras")

@@ -196,7 +196,7 @@ B = layout_fields("b", sparse_core_shard_row_offset=8, sparse_core_shard_rotatio
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_dtypes(tmp_path: Path, dtype: str) -> None:
+def test_a_stack_of_any_dtype_keeps_it(tmp_path: Path, dtype: str) -> None:
     stack = tf.cast(tf.reshape(tf.range(96 * 8), (96, 8)) % 251, dtype).numpy()
     with open_checkpoint(hand_made(tmp_path, serialized_layouts(layout_fields(), B), a_b=stack)) as checkpoint:
         for name, offset, rotation in (("a", 0, 0), ("b", 8, 2)):

@@ -341,7 +341,7 @@ def test_slots_that_add_up(tmp_path: Path) -> None:
 # ---- where it is
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_a_folder_is_read_if_it_holds_one_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(tmp_path)
     write_tables(tmp_path / "a.weights.h5", {"user": TABLE})
@@ -385,7 +385,7 @@ def test_fingerprint_of_shards(tmp_path: Path) -> None:
         assert checkpoint.fingerprint() != first
 
 
-def test_layouts(tmp_path: Path) -> None:
+def test_a_tables_layout_names_file_and_chunks(tmp_path: Path) -> None:
     with open_checkpoint(GOLDEN / "keras_rs" / "sharded" / "model.weights.json") as checkpoint:
         assert checkpoint.tables()["video.v1"].layout == "in model_00000.weights.h5"
     with open_checkpoint(write_tables(tmp_path / "a.h5", {"user": TABLE}, chunks=(3, 2))) as checkpoint:
@@ -395,7 +395,7 @@ def test_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["keras_adam/model.keras", "sharded/model.weights.json", "keras_folder/model"])
-def test_in_a_store(name: str) -> None:
+def test_a_store_reads_as_a_disk_does(name: str) -> None:
     """The same as on a disk; the process that asks HDF5 opens nothing itself."""
     local = GOLDEN / "keras_rs" / name
     store: Any = remote._store("memory", "weights")

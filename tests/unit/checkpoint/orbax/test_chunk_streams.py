@@ -61,7 +61,7 @@ class TestRows:
     @pytest.mark.parametrize("zarr3", [False, True], ids=["zarr2", "zarr3"])
     @pytest.mark.parametrize("ocdbt", [False, True], ids=["files", "ocdbt"])
     @pytest.mark.parametrize("chunks", [(ROWS, DIM), (9_999, 7), (50_000, 32), (17_000, 24)], ids=str)
-    def test_of_every_form(
+    def test_rows_are_read_from_chunks_of_every_form(
         self, chunks: tuple[int, int], ocdbt: bool, zarr3: bool, compressed: bool, table: Array, tmp_path: Path
     ) -> None:
         leaves: Leaves = {("t",): table}
@@ -71,11 +71,13 @@ class TestRows:
     @pytest.mark.parametrize(
         ("chunk", "shard"), [((10_000, 24), (20_000, 24)), ((5_000, 8), (20_000, 24)), ((4_000, 6), (20_000, 12))]
     )
-    def test_in_shards(self, chunk: tuple[int, int], shard: tuple[int, int], table: Array, tmp_path: Path) -> None:
+    def test_rows_are_read_from_shards(
+        self, chunk: tuple[int, int], shard: tuple[int, int], table: Array, tmp_path: Path
+    ) -> None:
         pieces(write_shards(tmp_path / "ckpt", table, chunk, shard), table)
 
     @pytest.mark.parametrize("level", [-5, 0, 1, 3, 10, 19])
-    def test_of_every_level(self, level: int, table: Array, tmp_path: Path) -> None:
+    def test_rows_are_read_at_every_compression_level(self, level: int, table: Array, tmp_path: Path) -> None:
         write_tree(tmp_path / "ckpt", {("t",): table}, chunks=(ROWS, DIM), ocdbt=False)
         layout = {"shape": [ROWS, DIM], "chunks": [ROWS, DIM], "compressor": {"id": "zstd", "level": level}}
         spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/ckpt/t/", "metadata": layout, "dtype": "float32"}
@@ -86,7 +88,7 @@ class TestRows:
         monkeypatch.setattr(chunk_streams, "_DEFAULT_BYTES", 0)
         pieces(write_tree(tmp_path / "ckpt", {("t",): table}, chunks=(9_999, 7)), table)
 
-    def test_from_many_threads(self, table: Array, tmp_path: Path) -> None:
+    def test_many_threads_read_the_same_rows(self, table: Array, tmp_path: Path) -> None:
         path = write_tree(tmp_path / "ckpt", {("t",): table}, chunks=(20_000, DIM))
         failures: list[BaseException] = []
 
@@ -107,7 +109,7 @@ class TestRows:
                 thread.join()
         assert not failures
 
-    def test_a_stack(self, table: Array, tmp_path: Path) -> None:
+    def test_a_tables_rows_are_read_out_of_a_stack(self, table: Array, tmp_path: Path) -> None:
         """Of 16 SparseCores, two in a chunk."""
         stack = table.reshape(-1, 16, DIM).swapaxes(0, 1).reshape(ROWS, DIM)
         path = write_tree(tmp_path / "ckpt", {("var:t:table",): stack}, chunks=(ROWS // 8, DIM))
@@ -240,14 +242,18 @@ class TestLeftToTensorStore:
         monkeypatch.setattr(arrays, "_ALONE_FROM_BYTES", 0)
 
     @pytest.mark.parametrize("compressor", [{"id": "blosc"}, {"id": "zlib"}], ids=str)
-    def test_other_compressors(self, compressor: dict[str, str], table: Array, tmp_path: Path) -> None:
+    def test_rows_are_read_with_other_compressors(
+        self, compressor: dict[str, str], table: Array, tmp_path: Path
+    ) -> None:
         write_tree(tmp_path / "ckpt", {("t",): table}, ocdbt=False)
         layout = {"shape": [ROWS, DIM], "chunks": [20_000, DIM], "compressor": compressor}
         spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/ckpt/t/", "metadata": layout, "dtype": "float32"}
         tensorstore.open(spec, create=True, delete_existing=True).result().write(table).result()
         pieces(tmp_path / "ckpt", table)
 
-    def test_wide_windows(self, table: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chunks_with_too_wide_windows_are_not_streamed(
+        self, table: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(chunk_stream, "_WINDOW_BYTES", 1 << 16)
         path = write_tree(tmp_path / "ckpt", {("t",): table})
         sizes = bytes_decoded(monkeypatch)

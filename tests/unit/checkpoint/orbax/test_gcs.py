@@ -118,7 +118,7 @@ def read(stub: GcsStub, json_url: str | None) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_rows(stub: GcsStub) -> None:
+def test_rows_are_those_written(stub: GcsStub) -> None:
     handler = type("Handler", (_Request,), {"objects": stub.objects})
     with json_server(handler) as url:
         assert json.loads(read(stub, url)) == ROWS.tolist()

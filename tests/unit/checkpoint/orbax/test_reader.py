@@ -79,7 +79,7 @@ class TestPaths:
         ):
             open_checkpoint(tmp_path)
 
-    def test_unfinished(self, tmp_path: Path) -> None:
+    def test_an_unfinished_checkpoint_is_refused(self, tmp_path: Path) -> None:
         unfinished = step(tmp_path, 1, "5.orbax-checkpoint-tmp-9")
         with pytest.raises(CheckpointFormatError, match="was never finished"):
             open_checkpoint(unfinished)
@@ -288,7 +288,7 @@ class TestStacks:
         with open_checkpoint(tmp_path / "1" / "emb") as checkpoint:
             np.testing.assert_array_equal(checkpoint.read("c"), values["c"])
 
-    def test_two_layouts(self, tmp_path: Path) -> None:
+    def test_two_stack_specs_are_refused(self, tmp_path: Path) -> None:
         write_tree(tmp_path / "1" / "emb", {("a_b_c", "table"): stacks()[1]})
         for name in ("one", "two"):
             write_spec(tmp_path / "1" / name / "proto.pbtxt", spec())
@@ -414,7 +414,7 @@ class TestReading:
         np.testing.assert_array_equal(whole[::2], ROWS)
         assert (whole[1::2] == -1).all()
 
-    def test_after_close(self, tmp_path: Path) -> None:
+    def test_reads_after_close_are_refused(self, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(write_tree(tmp_path / "ckpt", {("t",): ROWS}))
         checkpoint.close()
         with pytest.raises(CheckpointError, match="is closed; open it again"):
@@ -563,7 +563,7 @@ class TestMemory:
         _, peak = peak_mib(path, 16, 16)
         assert peak < 128
 
-    def test_decoded_whole(self, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
+    def test_chunks_decoded_whole_take_twice_their_size(self, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
         """As chunks of other forms are: one of them, decoded and as stored, and 128 MiB."""
         path, crc = self.write(tmp_path, chunk_mib, ocdbt=ocdbt)
         found, peak = peak_mib(path, 1, 16, streamed=False)
@@ -640,7 +640,9 @@ def s3() -> Iterator[S3]:
 
 class TestStores:
     @pytest.mark.parametrize("ocdbt", [False, True])
-    def test_s3(self, ocdbt: bool, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rows_in_s3_are_those_of_the_disk(
+        self, ocdbt: bool, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         remote._store.cache_clear()
         for name, text in s3.environment.items():
             monkeypatch.setenv(name, text)

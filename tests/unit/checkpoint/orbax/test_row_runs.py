@@ -17,12 +17,12 @@ LAYOUT = TableLayout(
 """Row 0 is in core 1, at 10 + 3; row 3 in core 0, at 0 + 3; row 4 in core 1 again, one row on."""
 
 
-def test_contiguous() -> None:
+def test_contiguous_rows_are_one_run() -> None:
     assert list(contiguous_run(3, 8)) == [Run(3, 5, 0, 1)]
     assert list(contiguous_run(3, 3)) == []
 
 
-def test_interleaved() -> None:
+def test_interleaved_rows_are_one_run_per_sparse_core() -> None:
     assert list(interleaved_runs(LAYOUT, 0, 9)) == [
         Run(13, 3, 0, 4),
         Run(23, 2, 1, 4),
@@ -33,6 +33,6 @@ def test_interleaved() -> None:
     assert list(interleaved_runs(LAYOUT, 5, 5)) == []
 
 
-def test_split() -> None:
+def test_a_run_is_split_at_the_chunks() -> None:
     assert list(split_run(Run(13, 9, 2, 4), 5)) == [Run(13, 2, 2, 4), Run(15, 5, 10, 4), Run(20, 2, 30, 4)]
     assert list(split_run(Run(5, 5, 0, 1), 5)) == [Run(5, 5, 0, 1)]

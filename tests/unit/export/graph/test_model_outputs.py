@@ -163,7 +163,7 @@ def with_a_call_of_its_own() -> Any:
         (with_a_call_of_its_own, ["output_0", "output_1"]),
     ],
 )
-def test_names(model: Callable[[], Any], names: list[str]) -> None:
+def test_outputs_have_these_names_and_predicts_numbers(model: Callable[[], Any], names: list[str]) -> None:
     made = model()
     found = called(made)
     assert sorted(found) == sorted(names)

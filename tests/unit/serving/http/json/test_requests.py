@@ -76,7 +76,7 @@ def strings(*values: bytes) -> Array:
         ('{"instances": [{"x": {"b64": "aGk="}}]}', {"x": "string"}, [strings(b"hi")]),
     ],
 )
-def test_becomes_these_arrays(body: str, inputs: dict[str, str], wanted: list[Array]) -> None:
+def test_a_body_becomes_these_arrays(body: str, inputs: dict[str, str], wanted: list[Array]) -> None:
     expect(decode(body, inputs), *wanted)
 
 
