@@ -22,7 +22,7 @@ def test_contiguous_rows_are_one_run() -> None:
     assert list(contiguous_run(3, 3)) == []
 
 
-def test_interleaved_rows_are_one_run_per_sparse_core() -> None:
+def test_interleaved() -> None:
     assert list(interleaved_runs(LAYOUT, 0, 9)) == [
         Run(13, 3, 0, 4),
         Run(23, 2, 1, 4),

@@ -40,7 +40,7 @@ GOOD = (200, {"predictions": [2, 4]})
         ([signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM], Stage.CUT_OFF),
     ],
 )
-def test_signals_decide_the_stage(signals: list[int], stage: Stage) -> None:
+def test_stages(signals: list[int], stage: Stage) -> None:
     stop = Stop()
     heard: list[Stage] = []
     if signals:
