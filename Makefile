@@ -28,8 +28,8 @@ $(RATINGS): | $(STAMP)
 demo: $(STAMP)  ## train, checkpoint, export, serve and predict, end to end
 	$(BIN)/tpuembed demo
 
-test: $(STAMP) $(RATINGS)  ## the test suite
-	$(BIN)/python -m pytest -n 2 -m "not long" tests
+test: $(STAMP) $(RATINGS)  ## the test suite, or one room of it: make test AREA=serving/batching
+	$(BIN)/python -m pytest -n 2 -m "not long" $(if $(AREA),tests/unit/$(AREA),tests)
 
 test-long: $(STAMP) $(RATINGS)  ## the tests of `make test` and those with big files, clusters, fuzzing and soaks
 	$(BIN)/python -m pytest -n 2 -m "not long" tests

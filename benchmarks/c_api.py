@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.e2e.capi import Output, c_library
+from tests.support.capi import Output, c_library
 
 Array = np.ndarray[Any, Any]
 _FLOAT, _INT64 = 1, 9

@@ -137,7 +137,7 @@ def _ids(rows: int) -> np.ndarray[Any, Any]:
 def _load_with_c_api(version: Path, rows: int) -> float:
     import importlib.util
 
-    from tests.e2e.capi import Session
+    from tests.support.capi import Session
 
     found = importlib.util.find_spec("tensorflow")
     assert found is not None

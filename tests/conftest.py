@@ -6,7 +6,10 @@ Hypothesis also draws constants that it finds in our modules. So other tests bes
 
 import os
 
+import pytest
 from hypothesis import settings
+
+pytest.register_assert_rewrite("tests.support")  # helpers' asserts say both sides too
 
 settings.register_profile("same examples", derandomize=True)
 if "TPUEMBED_RANDOM_EXAMPLES" not in os.environ:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-ReadSums = Callable[[str, Mapping[str, Any]], dict[str, float]]
+from tests.support.checkpoint.conformance import ReadSums
 
 _SCRIPT = """
 import json, os, sys

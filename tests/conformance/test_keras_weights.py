@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 import tpuembed
-from tests.conformance.test_checkpoints import Case, CheckpointConformance, Truth, random_table
-from tests.unit.checkpoint.keras_files import write_archive, write_tables
+from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table
+from tests.support.checkpoint.keras_files import write_archive, write_tables
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "keras_rs"
 

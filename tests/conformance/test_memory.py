@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
-from tests.unit.checkpoint.keras_files import LAYER, add_table, write_archive
-from tests.unit.checkpoint.orbax_trees import write_tree
-from tests.unit.checkpoint.test_discovery import mid_level, with_registered_saver
+from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive
+from tests.support.checkpoint.objects import mid_level, with_registered_saver
+from tests.support.checkpoint.orbax_trees import write_tree
 from tpuembed.tensor_bundle import Entry, Slice, encode_strings, index_path, shard_path, write_index
 
 ROWS, DIM = 1 << 20, 64

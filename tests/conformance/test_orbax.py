@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.conformance.test_checkpoints import Case, CheckpointConformance, Truth, random_table
-from tests.unit.checkpoint.orbax_trees import Leaves, write_tree
+from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table
+from tests.support.checkpoint.orbax_trees import Leaves, write_tree
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "orbax"
 

@@ -6,11 +6,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 
-from tests.conformance.test_checkpoints import Case, CheckpointConformance, Truth, random_table
-from tests.conformance.test_tpu import truths
-from tests.goldens import FOLDER, read_golden
-from tests.unit.checkpoint.test_discovery import mid_level, with_registered_saver
-from tests.unit.checkpoint.tpu_checkpoints import (
+from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table, truths
+from tests.support.checkpoint.objects import mid_level, with_registered_saver
+from tests.support.checkpoint.tpu_checkpoints import (
     SHAPES,
     layout_fields,
     random_values,
@@ -18,7 +17,7 @@ from tests.unit.checkpoint.tpu_checkpoints import (
     serving_embedding,
     stack_tables,
 )
-from tests.unit.tensor_bundle.bundles import save
+from tests.support.goldens import FOLDER, read_golden
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conformance.test_checkpoints import Case, CheckpointConformance, Truth, random_table
-from tests.unit.checkpoint.tpu_checkpoints import (
+from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table, truths
+from tests.support.checkpoint.tpu_checkpoints import (
     OPTIMIZERS,
     SHAPES,
-    SLOTS,
-    Values,
     host_embedding,
     random_values,
     sparse_core_embedding,
@@ -35,13 +33,6 @@ HOSTS = [(1, "adam"), (2, "ftrl"), (4, "adagrad_momentum")]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every case is written once."""
     return tmp_path_factory.mktemp("tpu")
-
-
-def truths(values: Values, optimizer: str) -> dict[str, Truth]:
-    return {
-        name: Truth(roles["parameters"], {slot: roles[slot] for slot in SLOTS[optimizer]})
-        for name, roles in values.items()
-    }
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import tensor_bundle_pb2
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnknownTableError
 from tpuembed.tensor_bundle import Bundle, crc, shard_path

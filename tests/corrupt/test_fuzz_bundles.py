@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.goldens import BUNDLES
+from tests.support.goldens import BUNDLES
 
 
 @pytest.mark.parametrize("name", BUNDLES)
@@ -14,7 +14,14 @@ from tests.goldens import BUNDLES
     "count", [pytest.param(200, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.long)]
 )
 def test_damage(name: str, count: int) -> None:
-    command = [sys.executable, "-m", "tests.corrupt.bundle_fuzzer", BUNDLES[name], str(200 - count), str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.checkpoint.bundle_fuzzer",
+        BUNDLES[name],
+        str(200 - count),
+        str(count),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)

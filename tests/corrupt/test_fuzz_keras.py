@@ -1,4 +1,4 @@
-"""Mutated weight files of Keras: see fuzz_keras.py. A small sample by default, 100,000 executions per format in `long`."""
+"""Mutated weight files of Keras: see keras_fuzzer.py. A small sample by default, 100,000 executions per format in `long`."""
 
 import collections
 import json
@@ -34,7 +34,7 @@ def fuzz(golden: str, changed: str, folder: Path, count: int) -> collections.Cou
     first, batch = 0, 2_000
     while first < count:
         last = min(count, first + batch)
-        command = [sys.executable, "-m", "tests.corrupt.fuzz_keras", GOLDENS / golden, changed, folder]
+        command = [sys.executable, "-m", "tests.support.checkpoint.keras_fuzzer", GOLDENS / golden, changed, folder]
         done = subprocess.run(
             [*map(str, command), str(first), str(last)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
         )
@@ -49,7 +49,7 @@ def fuzz(golden: str, changed: str, folder: Path, count: int) -> collections.Cou
 
 
 @pytest.mark.parametrize("ending", TARGETS)
-def test_sample(ending: str, folder: Path) -> None:
+def test_sixty_mutations_are_refused_or_read(ending: str, folder: Path) -> None:
     for number, (golden, changed) in enumerate(TARGETS[ending]):
         (folder / str(number)).mkdir()
         outcomes = fuzz(golden, changed, folder / str(number), 60)
@@ -60,7 +60,7 @@ def test_sample(ending: str, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ending", TARGETS)
-def test_many(ending: str, folder: Path) -> None:
+def test_100000_mutations_are_refused_or_read(ending: str, folder: Path) -> None:
     count = 100_000 // len(TARGETS[ending])
     for number, (golden, changed) in enumerate(TARGETS[ending]):
         (folder / str(number)).mkdir()

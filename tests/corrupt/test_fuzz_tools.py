@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import CheckpointError

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.unit.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
+from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.keras import h5_lister, h5_listing, matrices
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
@@ -131,7 +131,7 @@ def link(kind: Any) -> Callable[[Any], None]:
     return change
 
 
-def test_links(path: Path, tmp_path: Path) -> None:
+def test_links_are_refused(path: Path, tmp_path: Path) -> None:
     other = write_tables(tmp_path / "other.weights.h5", {"x": TABLE})
     whole = path.read_bytes()
     for kind in (h5py.SoftLink("/layers"), h5py.SoftLink("nowhere"), h5py.ExternalLink(other, "/layers")):
@@ -345,7 +345,7 @@ def test_shape_and_size_that_disagree(path: Path) -> None:
 # ---- .keras
 
 
-def test_archives(path: Path, tmp_path: Path) -> None:
+def test_wrong_archives_are_refused(path: Path, tmp_path: Path) -> None:
     keras = tmp_path / "model.keras"
     write_archive(keras, path, compression=zipfile.ZIP_DEFLATED)
     assert f"unzip {keras} model.weights.h5" in refused(keras, CheckpointFormatError)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.corrupt.bundle_fuzzer import Patient, compare
-from tests.goldens import BUNDLES
+from tests.support.checkpoint.bundle_fuzzer import Patient, compare
+from tests.support.goldens import BUNDLES
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 
@@ -38,7 +38,7 @@ def test_every_key_in_turn(name: str, tmp_path: Path) -> None:
         ("lost_object_graph", "is the value of an object, but the index has no object graph"),
     ],
 )
-def test_museum(name: str, message: str) -> None:
+def test_checkpoints_with_lost_keys_are_refused(name: str, message: str) -> None:
     """What read as the other tables alone, and as variables of TensorFlow 1 in another order, under other names."""
     with pytest.raises(CheckpointCorruptError, match=message):
         open_checkpoint(MUSEUM / name)

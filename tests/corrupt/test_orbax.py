@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tensorstore
 
-from tests.corrupt import orbax_fuzzer
-from tests.unit.checkpoint.orbax_trees import STACKED, Array, Leaves, metadata, spec, stacked_rows, write_tree
+from tests.support.checkpoint import orbax_fuzzer
+from tests.support.checkpoint.orbax_trees import STACKED, Array, Leaves, metadata, spec, stacked_rows, write_tree
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import (
     CheckpointCorruptError,
@@ -479,7 +479,7 @@ def test_damage_at_random() -> None:
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_much_damage_at_random(seed: int) -> None:
     """10,000 executions; what they find is at the end of the message, with what reproduces it."""
-    command = [sys.executable, "-m", "tests.corrupt.orbax_fuzzer", str(seed), "10000"]
+    command = [sys.executable, "-m", "tests.support.checkpoint.orbax_fuzzer", str(seed), "10000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert not done.returncode, done.stderr[-4000:]
     outcomes = json.loads(done.stdout)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import tensorstore
 
-from tests.corrupt.orbax_fuzzer import bytes_changed
-from tests.unit.checkpoint.orbax_trees import Array, write_shards, write_tree
+from tests.support.checkpoint.orbax_fuzzer import bytes_changed
+from tests.support.checkpoint.orbax_trees import Array, write_shards, write_tree
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.orbax import arrays, chunk_streams
 from tpuembed.errors import CheckpointCorruptError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import open_checkpoint
 from tpuembed.errors import ConfigError
 

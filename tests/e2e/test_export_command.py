@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.test_export_stream import write_large_table
-from tests.e2e.test_export_stream_killed import wait_for_end
+from tests.support.export.fakes import write_large_table
+from tests.support.export.processes import wait_for_end
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.manifest import Manifest
 from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index

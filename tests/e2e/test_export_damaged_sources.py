@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.test_partitioned import partitioned
+from tests.support.checkpoint.partitioned import partitioned
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.export import export_saved_model
 from tpuembed.tensor_bundle import Bundle
@@ -70,26 +70,26 @@ def key_of(prefix: Path, ending: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "part"), list(zip(SPARSE_CORES, (0, 0, -1), strict=True)))
-def test_sparse_cores(tmp_path: Path, name: str, part: int) -> None:
+def test_a_flipped_bit_in_a_stack_is_refused(tmp_path: Path, name: str, part: int) -> None:
     prefix = copy_of(name, tmp_path)
     check_refused(prefix, flip(prefix, key_of(prefix, "/lone"), part), ("lone", "a"))
 
 
 @pytest.mark.parametrize(("name", "part"), list(zip(HOSTS, (0, -1), strict=True)))
-def test_hosts(tmp_path: Path, name: str, part: int) -> None:
+def test_a_flipped_bit_in_a_hosts_table_is_refused(tmp_path: Path, name: str, part: int) -> None:
     prefix = copy_of(name, tmp_path)
     check_refused(prefix, flip(prefix, key_of(prefix, "/a"), part), ("a",))
 
 
 @pytest.mark.parametrize("strategy", ["mod", "div"])
-def test_partitions(tmp_path: Path, strategy: str) -> None:
+def test_a_flipped_bit_in_a_partition_is_refused(tmp_path: Path, strategy: str) -> None:
     prefix = copy_of(f"partitioned_{strategy}", tmp_path)
     with Bundle.open(prefix) as bundle:
         key = next(key for key, entry in bundle.entries.items() if entry.slices)
     check_refused(prefix, flip(prefix, key, 1), (key,), {"partition_strategy": strategy})
 
 
-def test_slices_by_columns(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_slices_of_columns_is_refused(tmp_path: Path) -> None:
     prefix = partitioned(tmp_path, "-:0,1", "-:1,1")
     check_refused(prefix, flip(prefix, "emb", 1), ("emb",))
 
@@ -107,7 +107,7 @@ def test_slices_by_rows_and_columns(tmp_path: Path) -> None:
     check_refused(prefix, flip(prefix, key, 2), ("table",))
 
 
-def test_a_table_in_one_piece(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_table_in_one_piece_is_refused(tmp_path: Path) -> None:
     """The error says the same of it."""
     prefix = Path(tf.train.Checkpoint(table=tf.Variable(tf.ones([30, 4]))).write(str(tmp_path / "ckpt")))
     check_refused(prefix, flip(prefix, key_of(prefix, "table")), ("table",))

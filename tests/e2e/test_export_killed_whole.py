@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.killed_export import SHARD_BYTES
-from tests.e2e.test_export_stream import write_large_table
-from tests.e2e.test_export_stream_killed import recorded_shards, wait_for_end
+from tests.support.export.fakes import write_large_table
+from tests.support.export.killed_export import SHARD_BYTES, recorded_shards
+from tests.support.export.processes import wait_for_end
 
 ROOT = Path(__file__).parents[2]
 DIM = 64
@@ -31,7 +31,13 @@ class Export:
         self._watch = threading.Thread(target=self._look)
 
     def start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "tests.e2e.killed_export", str(self.folder / "ckpt"), str(self.model_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.export.killed_export",
+            str(self.folder / "ckpt"),
+            str(self.model_dir),
+        ]
         return subprocess.Popen(
             [*command, str(self.folder / "serving.json")],
             cwd=ROOT,

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
-from tests.e2e.own_checkpoints import HARDWARE, write_own
-from tests.goldens import Golden, read_golden
+from tests.support import capi
+from tests.support.checkpoint.own_checkpoints import HARDWARE, write_own
+from tests.support.goldens import Golden, read_golden
 from tpuembed import export_saved_model
 from tpuembed.manifest import Manifest
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e import capi
-from tests.unit.checkpoint.orbax_trees import write_tree
+from tests.support import capi
+from tests.support.checkpoint.orbax_trees import write_tree
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.orbax import chunk_memory
 from tpuembed.export.plan import plan as planner

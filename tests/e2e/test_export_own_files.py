@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
+from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 
 IDS = np.array([[1, 2, 1], [3, -1, -1]])

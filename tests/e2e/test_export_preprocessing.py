@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
+from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError, UnknownTableError
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.serve_process import SCRIPT, run_command
-from tests.stores import S3Proxy, moto_server
+from tests.support.serving.process import SCRIPT, run_command
+from tests.support.stores import S3Proxy, moto_server
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.plan.plan import plan_export

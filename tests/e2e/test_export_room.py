@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from tests.e2e import capi
-from tests.e2e.full_disk import CONFIG
-from tests.e2e.killed_export import SHARD_BYTES, slow_down
-from tests.unit.export.fakes import random_table, write_checkpoint
-from tests.unit.export.test_local_engine import children
+from tests.support import capi
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.export.full_disk import CONFIG
+from tests.support.export.killed_export import SHARD_BYTES, slow_down
+from tests.support.export.processes import children
 from tpuembed import export_saved_model
 from tpuembed.errors import CheckpointError, CheckpointNotFoundError, ExportError, TpuEmbedError, WorkerError
 from tpuembed.export.stream.engines import local
@@ -124,7 +124,7 @@ def on_small_disk(tmp_path: Path, size: str, module: str) -> dict[str, Any]:
 def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> None:
     """In the tables, the graph, the index, the warm-up requests or the manifest: 8 KiB more each time, until it fits."""
     write_checkpoint(tmp_path / "ckpt", {"t": TABLE})
-    found = on_small_disk(tmp_path, "512k", "tests.e2e.little_room")
+    found = on_small_disk(tmp_path, "512k", "tests.support.export.little_room")
     assert found["path"] == "1"
     assert len(found["failures"]) > 5
     for message, versions in found["failures"]:
@@ -135,7 +135,7 @@ def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> 
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
-    found = on_small_disk(tmp_path, "16m", "tests.e2e.full_disk")
+    found = on_small_disk(tmp_path, "16m", "tests.support.export.full_disk")
     assert "No space left on device. Free space or repair the disk" in found["message"]
     assert f"{tmp_path / 'disk'}/.staging-1-" in found["message"]
     assert re.search("finished shards? (was|were) kept. Run the same export again to resume", found["message"])

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from tests.e2e import capi
+from tests.support import capi
 from tpuembed import FeatureConfig, QuantizationConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.backends import host
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.serve_process import run_command
-from tests.e2e.test_export_stream_killed import wait_for_end
-from tests.stores import S3, S3Proxy, S3Request, moto_server
-from tests.unit.export.fakes import random_table, write_checkpoint
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.export.processes import wait_for_end
+from tests.support.serving.process import run_command
+from tests.support.stores import S3, S3Proxy, S3Request, moto_server
 from tpuembed import export_saved_model
 from tpuembed.files import UrlPath, remote
 

@@ -4,49 +4,28 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.export.fakes import Array, FakeCheckpoint, random_table, source_of, write_checkpoint
-from tests.unit.export.graphs import save_gathers
-from tpuembed.checkpoint import TableInfo, open_checkpoint
-from tpuembed.export.plan.plan import ExportPlan, plan_export
-from tpuembed.export.publish.assemble import assemble
-from tpuembed.export.publish.folder import Staging
-from tpuembed.export.publish.layouts import choose_layout
+from tests.support.export.fakes import (
+    Array,
+    random_table,
+    write_checkpoint,
+    write_large_table,
+)
+from tests.support.export.streamed import export
+from tpuembed.checkpoint import open_checkpoint
+from tpuembed.export.plan.plan import plan_export
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import StreamReport, stream_tables
+from tpuembed.export.stream.execute import stream_tables
 from tpuembed.export.stream.shard import Source
-from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
+from tpuembed.tensor_bundle import crc, shard_path
 
 MIB = 1 << 20
-
-
-def export(
-    prefix: Path, infos: Mapping[str, TableInfo], model_dir: Path, *, dense: bool = False, **options: Any
-) -> tuple[Path, StreamReport]:
-    plan: ExportPlan = plan_export(list(infos.values()), **options)
-    with Staging(model_dir) as staging:
-        engine = choose_engine("local", plan.workers)
-        streamed = stream_tables(plan, source_of(prefix), staging.tables, engine)
-        keys = save_gathers(plan, staging.path, dense=dense)
-        path = assemble(
-            staging,
-            plan,
-            streamed,
-            layout=choose_layout("variables", model_dir, None),
-            stack_keys=keys,
-            signatures={},
-            source={"path": str(prefix)},
-        )
-    assert isinstance(path, Path)
-    return path, streamed
 
 
 def small_tables() -> dict[str, Array]:
@@ -150,8 +129,8 @@ def test_two_exports_at_once_get_two_versions(tmp_path: Path) -> None:
     tables = {"t": random_table(50_000, 16)}
     write_checkpoint(tmp_path / "ckpt", tables)
     script = (
-        "import sys; from pathlib import Path; from tests.e2e.test_export_stream import export;"
-        "from tests.unit.export.fakes import FakeCheckpoint;"
+        "import sys; from pathlib import Path; from tests.support.export.streamed import export;"
+        "from tests.support.export.fakes import FakeCheckpoint;"
         f"prefix = Path({str(tmp_path / 'ckpt')!r}); model_dir = Path({str(tmp_path / 'model')!r});"
         "print(export(prefix, FakeCheckpoint(str(prefix)).tables(), model_dir)[0].name)"
     )
@@ -164,19 +143,6 @@ def test_two_exports_at_once_get_two_versions(tmp_path: Path) -> None:
     for version in versions:
         data = tmp_path / "model" / version / "variables" / "variables.data-00001-of-00002"
         assert data.read_bytes() == tables["t"].tobytes()
-
-
-def write_large_table(prefix: Path, rows: int, dim: int) -> dict[str, TableInfo]:
-    """A checkpoint of one table of random bits, made and checksummed in pieces of 16 MiB."""
-    generator, checksum = np.random.default_rng(5), 0
-    with open(shard_path(prefix, 0, 1), "wb") as file:
-        for start in range(0, rows, 16 * MIB // (4 * dim)):
-            piece = generator.standard_normal((min(rows - start, 16 * MIB // (4 * dim)), dim), np.float32)
-            checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
-            file.write(piece.data)
-    entry = Entry(dtype="float32", shape=(rows, dim), size=rows * dim * 4, crc32c=checksum)
-    write_index(index_path(prefix), {"t": entry}, 1)
-    return FakeCheckpoint(str(prefix)).tables()
 
 
 @pytest.mark.parametrize("size", [256 * MIB, pytest.param(2048 * MIB, marks=pytest.mark.long)])

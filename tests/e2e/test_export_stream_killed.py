@@ -1,6 +1,5 @@
 """A killed export leaves no version and no process; the next one goes on from the shards that were finished."""
 
-import json
 import os
 import random
 import signal
@@ -11,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.export.fakes import random_table, write_checkpoint
-from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.export.killed_export import plan_of, recorded_shards
+from tests.support.export.processes import wait_for_end
+from tpuembed.export.plan.plan import ExportPlan
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import signal, sys
 from pathlib import Path
-from tests.e2e.test_export_stream_killed import plan_of
-from tests.unit.export.fakes import LoggedCheckpoint, source_of
+from tests.support.export.killed_export import plan_of
+from tests.support.export.fakes import LoggedCheckpoint, source_of
 from tpuembed.export.stream import resume_log as record
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.execute import stream_tables
@@ -41,17 +42,6 @@ TABLES = {name: random_table(10_000, dim) for name, dim in (("a", 8), ("b", 9), 
 SHARDS = 180
 
 
-def plan_of(prefix: Path) -> ExportPlan:
-    """Small shards of one chunk each."""
-    from tests.unit.export.fakes import FakeCheckpoint
-    from tpuembed.export.plan import plan as planner
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_SHARD_BYTES", 6_000)
-        tables = FakeCheckpoint(str(prefix)).tables().values()
-        return plan_export(list(tables), workers=3, max_memory_bytes=3 * 40_000)
-
-
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
     write_checkpoint(tmp_path / "ckpt", TABLES)
@@ -69,28 +59,6 @@ def start(prefix: Path, model_dir: Path) -> "subprocess.Popen[str]":
     return process
 
 
-def session_members(session: int) -> list[int]:
-    """Living processes of a session; zombies do not count."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            stat = (entry / "stat").read_text() if entry.name.isdigit() else ""
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if stat:
-            state, _, _, its_session = stat.rpartition(")")[2].split()[:4]
-            if int(its_session) == session and state != "Z":
-                found.append(int(entry.name))
-    return found
-
-
-def wait_for_end(session: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while members := session_members(session):
-        assert time.monotonic() < deadline, f"processes {members} outlive their exporter"
-        time.sleep(0.02)
-
-
 def numeric(model_dir: Path) -> list[str]:
     return sorted(path.name for path in model_dir.iterdir() if path.name.isdigit())
 
@@ -98,17 +66,6 @@ def numeric(model_dir: Path) -> list[str]:
 def assert_complete(version: Path) -> None:
     for name, table in TABLES.items():
         assert (version / f"stack_float32_{table.shape[1]}.data").read_bytes() == table.tobytes(), name
-
-
-def recorded_shards(model_dir: Path) -> dict[int, int]:
-    """Index -> how often it is recorded, of all staging folders; a last line that was cut short is none."""
-    counts: dict[int, int] = {}
-    for record in model_dir.glob(".staging-*/tables/record"):
-        whole, _, _ = record.read_bytes().rpartition(b"\n")
-        for line in whole.split(b"\n")[1:]:
-            index = json.loads(line[9:])["index"]
-            counts[index] = counts.get(index, 0) + 1
-    return counts
 
 
 def read_shards(prefix: Path, plan: ExportPlan) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import prediction_log_pb2
 
-from tests.e2e import capi
+from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.manifest import Manifest
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from tests.e2e import capi
+from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, ConfigError
 from tpuembed_cli.main import cli

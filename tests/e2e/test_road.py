@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
-from tests.e2e.serve_process import ServerProcess
+from tests.support import capi
+from tests.support.serving.process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 
 ROWS = 1000

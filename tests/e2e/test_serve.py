@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.serve_models import TABLE, save_zoo
-from tests.e2e.serve_process import ServerProcess
+from tests.support.serving.models import TABLE, save_zoo
+from tests.support.serving.process import ServerProcess
 
 FEEDS: dict[str, dict[str, Any]] = {
     "serving_default": {"ids": np.array([[0, 4], [2, 2], [1, 3]])},
@@ -266,8 +266,11 @@ def test_a_run_that_takes_too_long_is_504(server: ServerProcess) -> None:
     assert server.predict({"signature_name": "slow", "instances": [3]}) == (200, {"predictions": [3]})
 
 
-def test_a_stop_does_not_wait_for_a_run_that_nobody_waits_for(server: ServerProcess) -> None:
-    """The last test here: the run of the test before goes on for a minute, unless the stop ends it."""
-    started = time.monotonic()
-    assert server.stop() == 0
-    assert time.monotonic() - started < 15
+def test_a_stop_does_not_wait_for_a_run_that_nobody_waits_for(model_dir: Path, tmp_path: Path) -> None:
+    """The run goes on for a minute, unless the stop ends it."""
+    with ServerProcess(model_dir, tmp_path / "server.log", "--rest-timeout-ms", "1500") as own:
+        own.wait_for(3)
+        assert own.predict({"signature_name": "slow", "instances": [20_000_000]})[0] == 504
+        started = time.monotonic()
+        assert own.stop() == 0
+        assert time.monotonic() - started < 15

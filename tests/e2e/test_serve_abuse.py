@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.good_client import GoodClient
-from tests.e2e.memory import GROWTH_BYTES, resident_bytes
-from tests.e2e.vector_models import save_models
-from tests.e2e.vector_server import VectorServer, read_vectors
-from tests.unit.serving.doubles import wait_for
+from tests.support.memory import GROWTH_BYTES, resident_bytes
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.good_client import GoodClient
+from tests.support.serving.vector_models import save_models
+from tests.support.serving.vector_server import VectorServer, read_vectors
 
 POSTS = [one for one in read_vectors("rest_*.yaml") if one["send"] and one.get("method", "POST") == "POST"]
 VALID = sorted({(one["path"], one["send"].encode()) for one in POSTS if one["status"] == 200})

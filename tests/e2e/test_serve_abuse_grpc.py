@@ -23,10 +23,10 @@ from tensorflow_serving.apis import (
     regression_pb2,
 )
 
-from tests.e2e.memory import GROWTH_BYTES, resident_bytes
-from tests.e2e.vector_models import save_models
-from tests.e2e.vector_server import VectorServer, read_vectors, with_shapes
-from tests.unit.serving.doubles import wait_for
+from tests.support.memory import GROWTH_BYTES, resident_bytes
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.vector_models import save_models
+from tests.support.serving.vector_server import VectorServer, read_vectors, with_shapes
 
 REQUESTS = {
     "PredictionService/Predict": predict_pb2.PredictRequest,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.serve_process import ServerProcess
+from tests.support.serving.process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.status import Code, StatusError

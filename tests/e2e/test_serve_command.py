@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.serve_models import save_zoo
-from tests.e2e.serve_process import ServerProcess, run_command
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.models import save_zoo
+from tests.support.serving.process import ServerProcess, run_command
 
 
 def test_a_missing_model_dir(tmp_path: Path) -> None:

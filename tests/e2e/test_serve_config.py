@@ -9,9 +9,9 @@ import grpc
 import pytest
 from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
 
-from tests.e2e.serve_models import save_scale
-from tests.e2e.serve_process import ServerProcess
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import ServerProcess
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,6 @@ def test_no_model_at_all_and_then_one(server: ServerProcess, models: Path) -> No
     assert ask(server, "other") == 7.0
 
 
-def test_a_stop(server: ServerProcess) -> None:
+def test_a_stop_ends_with_0_and_no_traceback(server: ServerProcess) -> None:
     assert server.stop() == 0
     assert "Traceback" not in server.log

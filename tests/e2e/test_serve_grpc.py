@@ -22,9 +22,9 @@ from tensorflow_serving.apis import (
     prediction_service_pb2_grpc,
 )
 
-from tests.e2e.serve_models import TABLE, save_scale, save_zoo
-from tests.e2e.serve_process import ServerProcess, run_command
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.models import TABLE, save_scale, save_zoo
+from tests.support.serving.process import ServerProcess, run_command
 
 SERVING, NOT_SERVING = 1, 2
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.good_client import GoodClient
-from tests.e2e.serve_models import spec
-from tests.e2e.serve_process import ServerProcess
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.good_client import GoodClient
+from tests.support.serving.models import spec
+from tests.support.serving.process import ServerProcess
 from tpuembed import export_saved_model
 
 SCRIPT = Path(sys.executable).with_name("schemathesis")

@@ -13,8 +13,8 @@ import tensorflow as tf
 from prometheus_client.parser import text_string_to_metric_families
 from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
-from tests.e2e.serve_process import ServerProcess, run_command
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.process import ServerProcess, run_command
 from tpuembed import export_saved_model
 
 ROWS = np.arange(12, dtype=np.float32).reshape(6, 2)

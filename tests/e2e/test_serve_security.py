@@ -13,8 +13,8 @@ import trustme
 from grpc_health.v1 import health_pb2
 from tensorflow_serving.apis import predict_pb2
 
-from tests.e2e.serve_models import save_scale
-from tests.e2e.serve_process import ServerProcess, run_command
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import ServerProcess, run_command
 
 KEY = "the-key-of-this-test-0123456789"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"

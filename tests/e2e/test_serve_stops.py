@@ -19,9 +19,9 @@ import tensorflow as tf
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import predict_pb2
 
-from tests.e2e.serve_models import save_scale
-from tests.e2e.serve_process import SCRIPT, ServerProcess
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import SCRIPT, ServerProcess
 
 CLIENTS = 16
 BODY = b'{"instances": [1.0, 2.0]}'

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e.serve_load import GrpcLoad, Load
-from tests.e2e.serve_models import spec
-from tests.e2e.serve_process import ServerProcess
-from tests.unit.export.fakes import write_checkpoint
+from tests.support.export.fakes import write_checkpoint
+from tests.support.serving.load import GrpcLoad, Load
+from tests.support.serving.models import spec
+from tests.support.serving.process import ServerProcess
 from tpuembed import export_saved_model
 
 

@@ -11,10 +11,9 @@ import httpx
 import pytest
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
-from tests.e2e.serve_process import run_command
-from tests.e2e.test_serve_vectors import ask
-from tests.e2e.vector_models import save_models
-from tests.e2e.vector_server import VectorServer, read_vectors
+from tests.support.serving.process import run_command
+from tests.support.serving.vector_models import save_models
+from tests.support.serving.vector_server import VectorServer, ask, read_vectors
 
 VECTORS = [vector for vector in read_vectors("rest_*.yaml") if not vector.get("ragged")]
 """Lists of different lengths are for models whose manifest is here."""

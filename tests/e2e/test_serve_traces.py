@@ -14,10 +14,10 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import predict_pb2
 
-from tests.e2e.serve_load import Load
-from tests.e2e.serve_models import save_scale
-from tests.e2e.serve_process import ServerProcess
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.load import Load
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import ServerProcess
 
 if importlib.util.find_spec("opentelemetry") is None:
     pytest.skip("opentelemetry-sdk and its OTLP exporter are not installed", allow_module_level=True)

@@ -1,7 +1,6 @@
 """Requests over real sockets against the answers that TensorFlow Serving's API page states; see vector_server for the form."""
 
 import base64
-import gzip
 import json
 import random
 import re
@@ -21,8 +20,8 @@ from tensorflow_serving.apis import (
     prediction_service_pb2,
 )
 
-from tests.e2e.vector_models import save_models
-from tests.e2e.vector_server import VectorServer, read_vectors, with_shapes
+from tests.support.serving.vector_models import save_models
+from tests.support.serving.vector_server import VectorServer, ask, read_vectors, with_shapes
 
 REST = list(read_vectors("rest_*.yaml"))
 GRPC = list(read_vectors("grpc_*.yaml"))
@@ -39,15 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
 def client(server: VectorServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as http:
         yield http
-
-
-def ask(client: httpx.Client, vector: dict[str, Any], in_chunks: bool = False) -> httpx.Response:
-    body = vector["send"].encode()
-    if vector.get("gzip"):
-        body = gzip.compress(body)
-    url = client.base_url.copy_with(raw_path=vector["path"].encode())
-    content = iter([body]) if in_chunks else body
-    return client.request(vector.get("method", "POST"), url, content=content, headers=vector.get("headers"))
 
 
 def typed(value: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.export.fakes import random_table, write_checkpoint
+from tests.support.export.fakes import random_table, write_checkpoint
 from tpuembed import export_saved_model
 from tpuembed.manifest import MANIFEST_PATH
 from tpuembed_serving.core.status import Code, StatusError
@@ -40,7 +40,7 @@ def files(version: Path) -> Iterator[Path]:
     return (path for path in sorted(version.rglob("*")) if path.is_file())
 
 
-def test_what_was_copied_whole(version: Path) -> None:
+def test_a_version_that_was_copied_whole_is_read_and_accepted(version: Path) -> None:
     read: list[int] = []
     verify_checksums(version, read.append)
     tables = sum(rows * dim * 4 for rows, dim in SHAPES.values())
@@ -53,7 +53,7 @@ def test_a_version_of_others_has_nothing_to_compare(version: Path) -> None:
     verify_checksums(version, nothing)
 
 
-def test_a_flipped_bit_of_any_file(version: Path) -> None:
+def test_a_flipped_bit_of_any_file_is_refused(version: Path) -> None:
     seen = set()
     for path in files(version):
         name = path.relative_to(version).as_posix()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.serve_models import save_scale
-from tests.e2e.serve_process import ServerProcess
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import ServerProcess
 
 
 @pytest.fixture(scope="module")

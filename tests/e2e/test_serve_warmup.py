@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import prediction_log_pb2
 
-from tests.e2e.serve_models import spec
+from tests.support.serving.models import spec
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.warmup import WARMUP_PATH, read_records, warm_up

@@ -12,10 +12,10 @@ import pytest
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
 
-from tests.e2e.serve_load import GrpcLoad, Load
-from tests.e2e.serve_models import save_scale
-from tests.e2e.serve_process import ServerProcess, run_command
-from tests.unit.serving.doubles import wait_for
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.load import GrpcLoad, Load
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import ServerProcess, run_command, workers
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,6 @@ def server(model_dir: Path) -> Iterator[ServerProcess]:
 def publish(saved: Path, model_dir: Path, version: int) -> None:
     shutil.copytree(saved / str(version), model_dir / f".staging-{version}")
     (model_dir / f".staging-{version}").rename(model_dir / str(version))
-
-
-def workers(server: ServerProcess) -> list[int]:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
 
 def ask(server: ServerProcess, times: int, target: str = "") -> set[object]:

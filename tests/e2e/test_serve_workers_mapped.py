@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.memory import mapped_bytes, resident_bytes
-from tests.e2e.serve_process import ServerProcess
-from tests.e2e.test_serve_workers import workers
-from tests.unit.export.fakes import write_checkpoint
-from tests.unit.serving.doubles import wait_for
+from tests.support.export.fakes import write_checkpoint
+from tests.support.memory import mapped_bytes, resident_bytes
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.process import ServerProcess, workers
 from tpuembed import export_saved_model
 
 ROWS, DIM = 250_000, 64
@@ -176,6 +175,6 @@ def test_a_version_is_as_far_as_the_worker_that_is_behind(server: ServerProcess)
     assert everywhere(server, "mapped/versions/4") == {str([[3.0] * DIM])}
 
 
-def test_a_stop(server: ServerProcess) -> None:
+def test_a_stop_ends_with_0_and_no_traceback(server: ServerProcess) -> None:
     assert server.stop() == 0
     assert "Traceback" not in server.log

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
+from tests.support import capi
 from tpuembed import TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
 

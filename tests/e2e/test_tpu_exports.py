@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.test_partitioned import TABLE, partitioned
-from tests.unit.checkpoint.tpu_checkpoints import SHAPES, host_embedding, random_values, sparse_core_embedding, write
+from tests.support.checkpoint.partitioned import TABLE, partitioned
+from tests.support.checkpoint.tpu_checkpoints import SHAPES, host_embedding, random_values, sparse_core_embedding, write
 from tpuembed.export import export_saved_model
 
 FEATURES = {name.replace("/", "_").replace(".", "_"): name for name in SHAPES}

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tpuembed
 from tests.golden.generate_tpu import SHAPES, save_golden
-from tests.unit.checkpoint.tpu_checkpoints import random_values, serving_embedding
+from tests.support.checkpoint.tpu_checkpoints import random_values, serving_embedding
 
 ROOT = Path(__file__).parent / "tensorflow"
 OWN = {"a": "adam", "b": "ftrl", "lone": "sgd", "video/e.1": "adagrad_momentum"}

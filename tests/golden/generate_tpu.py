@@ -10,7 +10,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import numpy as np
 import tensorflow as tf
 
-from tests.unit.checkpoint.tpu_checkpoints import (
+from tests.support.checkpoint.tpu_checkpoints import (
     SLOTS,
     Values,
     host_embedding,

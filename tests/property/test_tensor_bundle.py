@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.unit.tensor_bundle.bundles import restore, save, write
+from tests.support.checkpoint.bundles import restore, save, write
 from tpuembed.protobuf import read_varint, varint
 from tpuembed.tensor_bundle import Bundle, Entry, Slice, crc, shard_path, write_index
 from tpuembed.tensor_bundle.ordered_code import encode_signed, encode_string, encode_unsigned

@@ -42,7 +42,7 @@ def _nodes(graph: Any) -> Iterator[Any]:
 @_shim
 def made_up_cluster(feature: str, replicas: int, sparse_cores: int) -> Any:
     """The TPUStrategy is TensorFlow's own, made from a cluster resolver with a fabricated topology that counts as initialized."""
-    from tests.fake_tpu import fake_tpu
+    from tests.support.fake_tpu import fake_tpu
 
     return fake_tpu(feature, replicas, sparse_cores)
 

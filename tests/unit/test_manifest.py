@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.saved_model.graphs import FILES, manifest
+from tests.support.saved_model_graphs import FILES, manifest
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
 

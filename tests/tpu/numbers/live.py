@@ -21,10 +21,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.tpu.ops import gen_xla_ops
 
+from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs
+from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tests.tpu.numbers import kernels
 from tests.tpu.numbers.broken import BROKEN
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, inputs
-from tests.unit.testing.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tpuembed import SGD
 from tpuembed.backends.stack_ids import ids_with_room
 from tpuembed.testing import simulated_tpu, simulation

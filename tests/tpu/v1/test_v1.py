@@ -20,7 +20,7 @@ def traced(name: str) -> Traced:
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", MODELS)
-def test_holds(name: str, check: str) -> None:
+def test_a_model_passes_the_check(name: str, check: str) -> None:
     CHECKS[check](name, MODELS[name](), traced(name))
 
 

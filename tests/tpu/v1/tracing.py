@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.framework import op_def_registry
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tests.tpu.v1.models import BATCH, Ids, Model
 from tpuembed import TPUEmbedding
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 

@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import TrainingError
 

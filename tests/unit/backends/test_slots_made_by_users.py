@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import Adagrad, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.backends.stacked_table import StackLayout, check_shards
 from tpuembed.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf.tpu import optimization_parameters_pb2
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam
 from tpuembed.errors import ConfigError, TrainingError

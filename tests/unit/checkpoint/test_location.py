@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from tests.support.checkpoint.manager import save
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import (
     CheckpointCorruptError,
@@ -15,17 +16,6 @@ from tpuembed.errors import (
     CheckpointNotFoundError,
     ConfigError,
 )
-
-
-def save(directory: Path, *values: float) -> list[str]:
-    """Checkpoints ckpt-1, ckpt-2, ... by a CheckpointManager, each with table [1, 1] of one of `values`."""
-    checkpoint = tf.train.Checkpoint(table=tf.Variable([[0.0]]))
-    manager = tf.train.CheckpointManager(checkpoint, str(directory), max_to_keep=100)
-    paths = []
-    for value in values:
-        checkpoint.table.assign([[value]])
-        paths.append(manager.save())
-    return paths
 
 
 def write_state(directory: Path, latest: str, relative: bool = True) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.stores import S3, GcsStub, moto_server
-from tests.unit.checkpoint.test_location import save
+from tests.support.checkpoint.manager import save
+from tests.support.stores import S3, GcsStub, moto_server
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from tpuembed.files import remote

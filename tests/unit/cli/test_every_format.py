@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from tests.goldens import BUNDLES, FOLDER, OTHERS, Golden, read_golden
+from tests.support.goldens import BUNDLES, FOLDER, OTHERS, Golden, read_golden
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.tensor_bundle import index_path, shard_path

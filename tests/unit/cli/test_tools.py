@@ -17,7 +17,7 @@ import pytest
 from click import Context
 from click.testing import CliRunner
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 from tpuembed_cli.main import cli
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import SGD, export_saved_model
 from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
 from tpuembed.errors import ConfigError, UnknownTableError

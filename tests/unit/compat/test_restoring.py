@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.goldens import read_golden
+from tests.support.goldens import read_golden
 from tpuembed import Adagrad, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError

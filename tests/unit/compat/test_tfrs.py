@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import Adam, FeatureConfig, TableConfig, open_checkpoint
 from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError

@@ -22,7 +22,7 @@ from tpuembed.files import UrlPath, as_path
         ("gs://bucket//a/./b/../c", UrlPath("gs", "bucket", "a/c")),
     ],
 )
-def test_text(text: str, expected: Path | UrlPath) -> None:
+def test_text_becomes_a_path_or_a_url(text: str, expected: Path | UrlPath) -> None:
     assert as_path(text) == expected
     assert as_path(expected) is expected
 

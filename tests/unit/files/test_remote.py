@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.stores import S3, GcsStub, moto_server
+from tests.support.stores import S3, GcsStub, moto_server
 from tpuembed.files import as_path, open_bytes, open_stream, read_all, remote, versions
 
 DATA = np.random.default_rng(0).bytes(10_000_000)

@@ -88,7 +88,7 @@ def by_restore_of_weights(model: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
 @pytest.mark.parametrize("name", list(HARDWARE))
-def test_any_way_on_any_other(tmp_path: Path, name: str, optimizer: str) -> None:
+def test_what_is_saved_on_any_hardware_is_loaded_on_any_other(tmp_path: Path, name: str, optimizer: str) -> None:
     truth = save(tmp_path, name, optimizer)
     for other, hardware in HARDWARE.items():
         with hardware.strategy() as strategy:

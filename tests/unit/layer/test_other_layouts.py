@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.checkpoint.tpu_checkpoints import random_values, sparse_core_embedding
+from tests.support.checkpoint.tpu_checkpoints import random_values, sparse_core_embedding
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import CheckpointMismatchError
 

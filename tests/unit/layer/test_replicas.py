@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.layer import replicas
-from tests.unit.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
+from tests.support.layer import replicas
+from tests.support.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
 from tpuembed import TPUEmbedding
 from tpuembed.errors import TrainingError
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("replicas")
-    command = [sys.executable, "-m", "tests.unit.layer.replicas", str(request.param), str(folder)]
+    command = [sys.executable, "-m", "tests.support.layer.replicas", str(request.param), str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     return request.param, folder

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.layer import resumed
-from tests.unit.layer.models import Reference
-from tests.unit.layer.replicas import IDS, SLOPES
+from tests.support.layer import resumed
+from tests.support.layer.models import Reference
+from tests.support.layer.replicas import IDS, SLOPES
 from tpuembed import Adam
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +19,7 @@ LONG = [pytest.param(number, marks=pytest.mark.long) for number in ("1", "4")]
 @pytest.fixture(scope="module")
 def folder(replicas: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("resumed")
-    command = [sys.executable, "-m", "tests.unit.layer.resumed", replicas, str(path)]
+    command = [sys.executable, "-m", "tests.support.layer.resumed", replicas, str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     return path

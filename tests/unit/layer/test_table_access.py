@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.restore.layers import Array, held
+from tests.support.layer.restored import Array, held
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, input_options
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
+from tests.support.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.compat import tfrs
 from tpuembed.config import optimizer_from

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.e2e import capi
-from tests.unit.testing.simulated import EXAMPLES
+from tests.support import capi
+from tests.support.layer.simulated import EXAMPLES
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.goldens import FOLDER, read_golden
-from tests.unit.restore.layers import TRAINED_BY, Tables, assert_held, layer_for, updates
+from tests.support.goldens import FOLDER, read_golden
+from tests.support.layer.restored import TRAINED_BY, Tables, assert_held, layer_for, updates
 
 GOLDENS = sorted(
     f"{folder.parent.name}/{folder.name}"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.goldens import read_golden
-from tests.unit.restore.layers import Array, Tables, assert_held, held, layer_for, updates
+from tests.support.goldens import read_golden
+from tests.support.layer.restored import Array, Tables, assert_held, held, layer_for, updates
 from tpuembed import FTRL, Adam, FeatureConfig, TableConfig, TPUEmbedding, restore_tables
 from tpuembed.errors import (
     CheckpointCorruptError,

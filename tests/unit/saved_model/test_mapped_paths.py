@@ -6,7 +6,7 @@ import pytest
 from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
-from tests.unit.saved_model.graphs import FILES, constant, graph, manifest, paths
+from tests.support.saved_model_graphs import FILES, constant, graph, manifest, paths
 from tpuembed.errors import ConfigError
 from tpuembed.protobuf import MalformedError
 from tpuembed.saved_model import MappedTensor, graph_crc32c, mapped_from, mapped_tensors, replace_paths

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.saved_model.graphs import FILES, constant, graph, manifest, paths
+from tests.support.saved_model_graphs import FILES, constant, graph, manifest, paths
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import relocate_export

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fake_tpu import fake_tpu
+from tests.support.fake_tpu import fake_tpu
 from tpuembed import SGD, Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.config import feature_config_to_dict
 from tpuembed.errors import ConfigError

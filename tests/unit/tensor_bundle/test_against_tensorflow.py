@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.tensor_bundle.bundles import restore, save, write
+from tests.support.checkpoint.bundles import restore, save, write
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,

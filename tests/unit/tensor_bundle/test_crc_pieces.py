@@ -31,5 +31,5 @@ def test_places_past_four_terabytes() -> None:
     assert sum_of_pieces(checksums, after) == expected[0] ^ expected[1]
 
 
-def test_no_pieces() -> None:
+def test_no_pieces_have_the_sum_0() -> None:
     assert sum_of_pieces(np.empty(0, np.uint32), np.empty(0, np.int64)) == 0

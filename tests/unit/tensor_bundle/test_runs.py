@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tensor_bundle.bundles import save
+from tests.support.checkpoint.bundles import save
 from tpuembed.errors import CheckpointError, CheckpointFormatError, RowRangeError, UnknownTableError
 from tpuembed.protobuf import Message, bytes_field, varint, varint_field
 from tpuembed.tensor_bundle import Bundle
@@ -48,14 +48,14 @@ def read(bundle: Bundle, key: str, runs: Sequence[tuple[int, int]]) -> list[Arra
     return outs
 
 
-def test_every_run(bundle: Bundle) -> None:
+def test_every_run_has_its_rows(bundle: Bundle) -> None:
     runs = [(row, count) for row in range(10) for count in range(1, 11 - row)]
     for (row, count), found in zip(runs, read(bundle, "t", runs), strict=True):
         np.testing.assert_array_equal(found, TABLE[row : row + count])
         np.testing.assert_array_equal(read(bundle, "t", [(row, count)])[0], found)
 
 
-def test_no_run(bundle: Bundle) -> None:
+def test_no_runs_are_no_rows(bundle: Bundle) -> None:
     assert read(bundle, "t", []) == []
     assert read(bundle, "t", [(3, 0), (10, 0)])[0].shape == (0, 4)
     assert read(bundle, "empty", [(0, 0)])[0].shape == (0, 4)

@@ -38,7 +38,7 @@ def test_empty_boxes_and_tensors() -> None:
     check_tiling((3, 4), boxes(((0, 0), (3, 4)), ((3, 0), (0, 4))))
 
 
-def test_against_counting() -> None:
+def test_a_tiling_is_what_counting_every_element_says() -> None:
     """All sets of up to four random boxes in [3, 2, 2], judged as a count of each element judges them."""
     rng = random.Random(0)
     shape = (3, 2, 2)

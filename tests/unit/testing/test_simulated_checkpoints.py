@@ -10,9 +10,9 @@ import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v3_utils
 
-from tests.unit.tensor_bundle.bundles import save
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, random_ids
-from tests.unit.testing.test_simulated_training import Model, batches, state, train
+from tests.support.checkpoint.bundles import save
+from tests.support.layer.simulated import EXAMPLES, Array, Ids, random_ids
+from tests.support.layer.simulated_training import Model, batches, state, train
 from tpuembed import FTRL, SGD, AdagradMomentum, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
@@ -160,7 +160,7 @@ def test_restores_under_another_threshold(
 
 
 @pytest.mark.parametrize("tables", [stacked, aligned])
-def test_export(tmp_path: Path, tables: Any) -> None:
+def test_an_export_of_sparse_cores_serves_their_rows(tmp_path: Path, tables: Any) -> None:
     with simulated_tpu(replicas=2) as strategy:
         model = trained(strategy, tables())
         path, truth = write(tmp_path, model), state(model)

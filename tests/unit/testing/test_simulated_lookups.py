@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.unit.testing.simulated import EXAMPLES, Array, Ids, inputs, make_layer
-from tests.unit.testing.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
+from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs, make_layer
+from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu

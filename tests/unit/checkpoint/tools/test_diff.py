@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed.checkpoint.tools import LargestChange, TableDiff, diff_checkpoints
 
 Array = np.ndarray[Any, Any]
@@ -41,7 +41,7 @@ def test_tables_added_and_removed(tmp_path: Path) -> None:
     assert found.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
 
 
-def test_the_same(tmp_path: Path) -> None:
+def test_equal_values_do_not_differ(tmp_path: Path) -> None:
     """By value: NaN is NaN, whatever its bits, and -0 is 0."""
     write(tmp_path / "a", {"t": np.array([[0.0, NAN], [INF, -INF]], np.float32)})
     write(tmp_path / "b", {"t": np.array([[-0.0, -NAN], [INF, -INF]], np.float32)})
@@ -71,7 +71,7 @@ def test_nan_on_one_side_has_no_size(tmp_path: Path) -> None:
     assert (found.rows_changed, found.rows_nan, found.largest_abs) == (1, 0, LargestChange(0, 3.0))
 
 
-def test_infinities(tmp_path: Path) -> None:
+def test_infinities_are_compared_by_sign(tmp_path: Path) -> None:
     found = one(tmp_path, [[0, INF], [INF, INF], [1, 2]], [[0, INF], [-INF, INF], [1, 4]])
     assert found.rows_changed == 2
     assert found.largest_l2 == found.largest_abs == LargestChange(1, INF)
@@ -119,7 +119,7 @@ def test_over_many_pieces(tmp_path: Path, dtype: str, monkeypatch: pytest.Monkey
     assert found.largest_l2 == near(int(norms.argmax()), norms.max())
 
 
-def test_slots(tmp_path: Path) -> None:
+def test_slots_of_one_side_are_listed(tmp_path: Path) -> None:
     """Goldens: Adam's slots of one, none of the other."""
     goldens = Path(__file__).parents[3] / "golden" / "tfrs"
     adam, none = goldens / "keras_adam" / "ckpt", goldens / "no_optimizer" / "ckpt"

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.tools import diff_checkpoints, read_rows
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
 from tpuembed.checkpoint.tools import TableDescription, describe_checkpoint, head, read_rows, stream_rows
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "tfrs" / "adam_lookups"
 
 
-def test_rows() -> None:
+def test_rows_are_those_written() -> None:
     rows = read_rows(GOLDEN / "ckpt", "table_2", 1, 4)
     assert (rows.table, rows.slot, rows.start) == ("table_2", None, 1)
     np.testing.assert_array_equal(rows.values, np.load(GOLDEN / "table2.npy")[1:4])
@@ -27,7 +27,7 @@ def test_the_first_five_or_as_many_as_there_are(tmp_path: Path, rows: int, start
     np.testing.assert_array_equal(read_rows(tmp_path / "ckpt", "t", start).values, table[start : start + expected])
 
 
-def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_pieces_are_all_rows_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = np.arange(22, dtype=np.float32).reshape(11, 2)
     write(tmp_path / "ckpt", {"t": table, "empty": np.ones((9, 0), np.float32)})
     monkeypatch.setattr(head, "_PIECE_BYTES", 33)

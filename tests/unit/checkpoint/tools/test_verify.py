@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.stores import GcsStub
-from tests.unit.checkpoint.orbax_trees import Leaves, write_tree
-from tests.unit.tensor_bundle.bundles import write
+from tests.support.checkpoint.bundles import write
+from tests.support.checkpoint.orbax_trees import Leaves, write_tree
+from tests.support.stores import GcsStub
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from tpuembed.export import export_saved_model
@@ -63,7 +63,7 @@ def test_sound_files(prefix: Path) -> None:
     assert report.entries == len(tf.train.list_variables(str(prefix)))
 
 
-def test_in_pieces(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_found_in_files_read_in_pieces(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files larger than what is held at a time."""
     monkeypatch.setattr(verification, "_PIECE_BYTES", 7)
     assert not verify_files(prefix).damaged
@@ -222,7 +222,7 @@ def files_of(export: Path) -> list[str]:
     return sorted(path.relative_to(export).as_posix() for path in export.rglob("*") if path.is_file())
 
 
-def test_exports(layout_export: Path) -> None:
+def test_a_sound_export_has_no_damage(layout_export: Path) -> None:
     for path in (layout_export, layout_export.parent):
         report = verify_files(path)
         assert report.path == str(layout_export)

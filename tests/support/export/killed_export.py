@@ -1,0 +1,72 @@
+"""A whole export that is slow and logs what it reads, to be killed.
+
+`python -m tests.support.export.killed_export PREFIX MODEL_DIR CONFIG`
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tpuembed.export.run as steps
+from tests.support.export.fakes import LoggedReads
+from tpuembed.checkpoint import Checkpoint, open_checkpoint
+from tpuembed.export import export_saved_model
+from tpuembed.export.plan import plan as planner
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.stream import resume_log as recording
+from tpuembed.export.stream.shard import Source
+
+SHARD_BYTES = 64 << 10
+READ_SECONDS = 0.1
+
+
+def open_logged(path: str, **options: Any) -> Checkpoint:
+    """The checkpoint at `path`, every read of which is logged beside it."""
+    opened: Checkpoint = LoggedReads(open_checkpoint(path, **options), f"{path}.log", READ_SECONDS)
+    return opened
+
+
+def slow_down(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Have exports of this process read slowly, in small shards, and record them soon; `put` sets what decides that."""
+    opener = "tests.support.export.killed_export:open_logged"  # workers open the source so
+    put(planner, "_SHARD_BYTES", SHARD_BYTES)
+    put(recording, "_SECONDS_BETWEEN_FLUSHES", 0.05)
+    put(steps, "Source", functools.partial(Source, opener=opener))
+
+
+def plan_of(prefix: Path) -> ExportPlan:
+    """Small shards of one chunk each."""
+    from tests.support.export.fakes import FakeCheckpoint
+    from tpuembed.export.plan import plan as planner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_SHARD_BYTES", 6_000)
+        tables = FakeCheckpoint(str(prefix)).tables().values()
+        return plan_export(list(tables), workers=3, max_memory_bytes=3 * 40_000)
+
+
+def recorded_shards(model_dir: Path) -> dict[int, int]:
+    """Index -> how often it is recorded, of all staging folders; a last line that was cut short is none."""
+    counts: dict[int, int] = {}
+    for record in model_dir.glob(".staging-*/tables/record"):
+        whole, _, _ = record.read_bytes().rpartition(b"\n")
+        for line in whole.split(b"\n")[1:]:
+            index = json.loads(line[9:])["index"]
+            counts[index] = counts.get(index, 0) + 1
+    return counts
+
+
+def main() -> None:
+    slow_down()
+    print("started", flush=True)
+    report = export_saved_model(sys.argv[1], sys.argv[2], serving_config=sys.argv[3], workers=2)
+    print(report.bytes_reused, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Exports into a store without a graph, by an engine of this process."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.export.fakes import FakeCheckpoint, random_table, source_of
+from tests.support.stores import S3, S3Proxy
+from tpuembed.errors import ExportError
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export
+from tpuembed.export.publish.destinations import choose_destination
+from tpuembed.export.publish.store.staging import StoreStaging
+from tpuembed.export.stream.batch import run_batch
+from tpuembed.export.stream.engines import Job
+from tpuembed.export.stream.execute import StreamReport, stream_into
+from tpuembed.export.stream.resume_log import Header
+from tpuembed.export.stream.shard import ShardResult, ignore
+from tpuembed.tensor_bundle import index_path, shard_path, write_index
+
+PART_BYTES, SHARD_BYTES = 3000, 2000
+TABLES = {name: random_table(rows, 8, seed=rows) for name, rows in (("a", 1), ("b", 300), ("c", 2), ("d", 90))}
+TABLES |= {"wide": random_table(50, 16)}
+
+
+class Here:
+    """An engine of this process, which tests can look into and hurry up."""
+
+    def run(
+        self,
+        tasks: Sequence[ShardTask],
+        job: Job,
+        *,
+        on_result: Callable[[ShardResult], None] = ignore,
+        on_progress: Callable[[int], None] = ignore,
+    ) -> list[ShardResult]:
+        results = list[ShardResult]()
+        for batch in job.place.batches(tasks):
+            where = json.loads(json.dumps(job.place.where(batch)))
+            for result in run_batch(batch.shards, where, job.source):
+                results.append(result)
+                on_result(result)
+            on_progress(sum(result.bytes for result in results))
+        return results
+
+
+def plan_of(prefix: Path, **options: Any) -> ExportPlan:
+    with FakeCheckpoint(str(prefix)) as checkpoint:
+        return plan_export(list(checkpoint.tables().values()), **options)
+
+
+def stage(url: str, plan: ExportPlan, prefix: Path, **options: Any) -> StoreStaging:
+    header = Header.of(plan, source_of(prefix))
+    found = choose_destination(url).stage(ExportOptions(**options), header)
+    assert isinstance(found, StoreStaging)
+    return found
+
+
+def save_graph(staging: StoreStaging, name: str = "graph") -> None:
+    """As much of what TensorFlow saves as an export looks at."""
+    (staging.path / "variables").mkdir()
+    bundle = staging.path / "variables" / "variables"
+    write_index(index_path(bundle), {}, 1)
+    shard_path(bundle, 0, 1).write_bytes(b"dense")
+    (staging.path / "saved_model.pb").write_text(name)
+
+
+def fill(staging: StoreStaging, plan: ExportPlan, prefix: Path, **options: Any) -> StreamReport:
+    save_graph(staging)
+    tables = staging.open_tables(plan)
+    return stream_into(plan, source_of(prefix), tables, Here(), **options)
+
+
+def export(
+    url: str, prefix: Path, meanwhile: Callable[[StoreStaging], object] = id, **options: Any
+) -> tuple[str, StreamReport]:
+    """The URL of the version, and how its tables came there; `meanwhile` is called between them and the commit."""
+    plan = plan_of(prefix)
+    with stage(url, plan, prefix, **options) as staging:
+        report = fill(staging, plan, prefix)
+        meanwhile(staging)
+        return str(staging.commit()), report
+
+
+def assert_complete(server: S3, bucket: str, version: str) -> None:
+    """The data files are the tables side by side, in the order of their names."""
+    found = {key.rpartition("/")[2]: server.get(bucket, key) for key in server.keys(bucket, f"{version}/variables/")}
+    wide = TABLES["wide"].tobytes()
+    narrow = b"".join(TABLES[name].tobytes() for name in "abcd")
+    assert found["variables.data-00001-of-00003"] == wide or found["variables.data-00002-of-00003"] == wide
+    assert narrow in (found["variables.data-00001-of-00003"], found["variables.data-00002-of-00003"])
+    assert f"{version}/saved_model.pb" in server.keys(bucket, version)
+
+
+def leftovers(server: S3, bucket: str) -> list[str]:
+    """Objects of versions in the making, and uploads."""
+    return [key for key in server.keys(bucket) if "/.staging" in f"/{key}"] + server.uploads(bucket)
+
+
+def fail_half_way(proxy: S3Proxy, url: str, prefix: Path, **options: Any) -> None:
+    proxy.fault = lambda request: (403, "AccessDenied") if request.part == 3 else None
+    with pytest.raises(ExportError):
+        export(url, prefix, **options)
+    proxy.fault = lambda _: None

@@ -1,0 +1,109 @@
+"""Train on N logical CPUs and save what came out: `python -m tests.support.layer.replicas N FOLDER`.
+
+A process of its own, because logical devices are made before TensorFlow starts. Per optimizer, FOLDER/<i>.npz holds the table
+before, and the table and slots of every replica after.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.support.layer.models import OPTIMIZERS
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+
+ROWS, DIM, STEPS, EXAMPLES = 9, 3, 20, 8
+IDS: list[list[int]] = [[1, 2, 1], [], [3], [0, 0, 0, 5], [1], [8, 7], [2, 3], [4]]
+SLOPES = np.random.default_rng(4).normal(size=(EXAMPLES, DIM)).astype(np.float32)
+
+
+def train(strategy: Any, kind: str) -> dict[str, Any]:
+    """STEPS steps of one loss, sum(activation * slope) over all examples, each replica with its share of them."""
+    with strategy.scope():
+        table = TableConfig(ROWS, DIM, "t", combiner="sum", initializer=keras.initializers.RandomNormal(seed=1))
+        layer = TPUEmbedding(FeatureConfig(table), optimizer=OPTIMIZERS[kind])
+    (variable,) = layer.embedding_tables.values()
+    before = variable.values[0].numpy()
+    replicas = strategy.num_replicas_in_sync
+    share = EXAMPLES // replicas
+
+    def of_replica(context: Any) -> Any:
+        rows = slice(context.replica_id_in_sync_group * share, (context.replica_id_in_sync_group + 1) * share)
+        return tf.ragged.constant(IDS[rows], dtype=tf.int64), tf.constant(SLOPES[rows])
+
+    inputs = strategy.experimental_distribute_values_from_function(of_replica)
+
+    def replica_step(ids: Any, slopes: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(ids) * slopes)
+        return tape.gradient(loss, layer.trainable_variables)
+
+    @tf.function
+    def step() -> None:
+        strategy.run(replica_step, args=inputs)
+
+    for _ in range(STEPS):
+        step()
+    found = {"before": before}
+    for weight in layer.weights:
+        if weight.path == "t" or weight.path.startswith("t_"):
+            name = "table" if weight.path == "t" else weight.path.removeprefix("t_")
+            found[name] = np.stack([copy.numpy() for copy in weight.value.values])
+    return found
+
+
+def fit(strategy: Any) -> dict[str, Any]:
+    """Keras' own training loop under the strategy: the same numbers whatever the number of replicas."""
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        inputs = keras.Input((), dtype="int64", name="x")
+        layer = TPUEmbedding(FeatureConfig(TableConfig(ROWS, DIM, "t")), optimizer="adagrad")
+        model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((np.arange(EXAMPLES) % ROWS, np.ones((EXAMPLES, 1)))).batch(EXAMPLES)
+    history = model.fit(data, epochs=4, verbose=0, shuffle=False).history["loss"]
+    (variable,) = layer.embedding_tables.values()
+    return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
+
+
+class Padded(keras.Model):
+    """Ids come padded with -1, because Keras' `fit` fails on sparse and ragged batches of several replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = TableConfig(ROWS, DIM, "t", combiner="sum", initializer=keras.initializers.RandomNormal(seed=1))
+        self.embedding = TPUEmbedding(FeatureConfig(table), optimizer="adagrad")
+        self.head = keras.layers.Dense(1)
+
+    def call(self, padded: Any) -> Any:
+        return self.head(self.embedding(tf.RaggedTensor.from_tensor(padded, padding=-1)))
+
+
+def fit_padded(strategy: Any) -> dict[str, Any]:
+    """`fit` of ids that the model makes ragged."""
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model = Padded()
+        model.compile("sgd", "mse")
+    padded = tf.ragged.constant(IDS, dtype=tf.int64).to_tensor(-1)
+    data = tf.data.Dataset.from_tensor_slices((padded, np.ones((EXAMPLES, 1)))).batch(EXAMPLES)
+    history = model.fit(data, epochs=4, verbose=0, shuffle=False).history["loss"]
+    (variable,) = model.embedding.embedding_tables.values()
+    return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
+
+
+def main(replicas: int, folder: Path) -> None:
+    cpus = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], cpus)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
+    for index, kind in enumerate(OPTIMIZERS):
+        np.savez(folder / f"{index}.npz", **train(strategy, kind))
+    np.savez(folder / "fit.npz", **fit(strategy))
+    np.savez(folder / "fit_padded.npz", **fit_padded(strategy))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,119 @@
+"""`tpuembed serve` as a process of its own, and what tests ask it."""
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+SCRIPT = Path(sys.executable).with_name("tpuembed")
+START_SECONDS = 120.0
+
+
+class ServerProcess:
+    """A running server on a free port; `with` stops it."""
+
+    def __init__(self, model_dir: Path | None, log: Path, *options: str, default_grpc: bool = False) -> None:
+        """`model_dir` is None where the options have a config; the model of `predict` and others is its first.
+
+        Without gRPC, unless an option names its port or `default_grpc` leaves it to the command.
+        """
+        self._log = log
+        what = [] if model_dir is None else [str(model_dir)]
+        grpc = [] if default_grpc or {"--grpc-port", "--no-grpc"} & set(options) else ["--no-grpc"]
+        command = [str(SCRIPT), "serve", *what, "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)
+        self.model_url = self._announced_url()
+        parts = urllib.parse.urlsplit(self.model_url)
+        self.host, self.port, self.path = str(parts.hostname), int(parts.port or 0), parts.path
+
+    def _announced_url(self) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            for line in self.log.splitlines():
+                if line.startswith("serving "):
+                    return line.split()[-1]
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+        raise TimeoutError(self.log)
+
+    @property
+    def log_path(self) -> Path:
+        """Where what it writes to stderr goes."""
+        return self._log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    @property
+    def grpc_address(self) -> str:
+        """HOST:PORT, where gRPC was asked for."""
+        return next(line.split()[-1] for line in self.log.splitlines() if line.startswith("gRPC at "))
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=60)
+
+    def request(
+        self, method: str, target: str, body: str | bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        connection = self.connect()
+        try:
+            connection.request(method, target, body, headers or {})
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        finally:
+            connection.close()
+
+    def predict(self, body: Any, version: str = "", headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and decoded JSON for a predict request; `body` is sent as it is where it is text."""
+        text = body if isinstance(body, str | bytes) else json.dumps(body)
+        status, reply = self.request("POST", f"{self.path}{version}:predict", text, headers)
+        return status, json.loads(reply)
+
+    def statuses(self) -> dict[int, dict[str, Any]]:
+        """The model's versions by number."""
+        status, body = self.request("GET", self.path)
+        versions = json.loads(body)["model_version_status"] if status == 200 else []
+        return {int(version["version"]): version for version in versions}
+
+    def wait_for(self, version: int, state: str = "AVAILABLE") -> None:
+        """Until `version` is in `state`."""
+        deadline = time.monotonic() + START_SECONDS
+        while self.statuses().get(version, {}).get("state") != state:
+            assert time.monotonic() < deadline, (self.statuses(), self.log)
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+
+    def stop(self) -> int:
+        """SIGINT, which is SIGTERM without a lame duck; the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=60)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """`tpuembed` with these arguments, to its end."""
+    command: Sequence[str] = [str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def workers(server: ServerProcess) -> list[int]:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []

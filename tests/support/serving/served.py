@@ -1,0 +1,149 @@
+"""A whole server, `tpuembed_serving.serve`, in a thread of this process, with a servable that needs no SavedModel."""
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tensorflow_serving.apis import predict_pb2
+
+from tests.support.serving.doubles import make_version
+from tpuembed_serving import ModelSettings, ServerSettings, create_app, server
+from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.workers.stopping import Stop
+
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+BODY = b'{"instances": [1, 2]}'
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def predict_request(name: str = "m") -> bytes:
+    message = predict_pb2.PredictRequest()
+    message.model_spec.name = name
+    tensor = message.inputs["x"]
+    tensor.dtype = 9
+    tensor.tensor_shape.dim.add().size = 2
+    tensor.int64_val.extend([1, 2])
+    return bytes(message.SerializeToString())
+
+
+class Served:
+    """Version 1 of each of `models`, loaded by `load`, from `with` to its end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        load: Callable[[Path], Servable],
+        *,
+        models: tuple[str, ...] = ("m",),
+        **options: Any,
+    ) -> None:
+        settings = []
+        for name in models:
+            if not (folder / name).exists():
+                make_version(folder / name, 1)
+            settings.append(ModelSettings(name=name, base_path=folder / name))
+        self.stop = Stop()
+        self.port, self.grpc_port = free_port(), free_port()
+        self.settings = ServerSettings(
+            models=tuple(settings),
+            poll_seconds=0.02,
+            rest_port=self.port,
+            grpc_port=self.grpc_port,
+            **{"lame_duck_seconds": 0.5, "drain_seconds": 20.0, **options},
+        )
+        patch.setattr(server, "create_app", lambda settings: create_app(settings, load=load))
+        patch.setattr(server, "stop_on_signals", self._stops)
+        patch.setattr(server, "log_to_stderr", lambda: None)
+        self.failure: Exception | None = None
+        self._thread = threading.Thread(target=self._serve)
+
+    @contextlib.contextmanager
+    def _stops(self) -> Iterator[Stop]:
+        yield self.stop
+
+    def _serve(self) -> None:
+        try:
+            server.serve(self.settings)
+        except Exception as error:  # for the test
+            self.failure = error
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop.handle()
+        self.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.stop.handle(signal.SIGTERM)
+
+    def wait(self, seconds: float = 60) -> None:
+        """Until it has ended."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def listens(self) -> bool:
+        """Whether both ports take connections."""
+        assert self.failure is None
+        for port in (self.port, self.grpc_port):
+            try:
+                socket.create_connection(("127.0.0.1", port), 5).close()
+            except OSError:
+                return False
+        return True
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        with contextlib.closing(self.connect()) as connection:
+            connection.request(method, path, body)
+            reply = connection.getresponse()
+            return reply.status, json.loads(reply.read())
+
+    def channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(
+            f"127.0.0.1:{self.grpc_port}",
+            options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 100)],
+        )
+
+    def call(self, name: str = "m", method: str = PREDICT, data: bytes | None = None) -> tuple[str, str]:
+        """Code and text of a call."""
+        with self.channel() as channel:
+            try:
+                channel.unary_unary(method)(
+                    predict_request(name) if data is None else data, timeout=30, wait_for_ready=True
+                )
+            except grpc.RpcError as error:
+                return error.code().name, error.details()
+        return "OK", ""
+
+    def health(self, service: str) -> str:
+        with self.channel() as channel:
+            request = health_pb2.HealthCheckRequest(service=service)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30, wait_for_ready=True)
+            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))

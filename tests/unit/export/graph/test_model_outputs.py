@@ -1,0 +1,433 @@
+"""Every output of a model is in the signature once, under a name of its own, with the numbers that `predict` gives in its place."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+
+from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed.errors import ConfigError
+from tpuembed.export.graph.keras_model import wrap_model
+from tpuembed.manifest import Manifest
+from tpuembed_cli.main import cli
+from tpuembed_serving.tensorflow import session as runtime
+
+X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+
+
+def dense(name: str, units: int = 2) -> Any:
+    return keras.layers.Dense(units, name=name, bias_initializer="normal")
+
+
+def x_input() -> Any:
+    return keras.Input((4,), name="x")
+
+
+def heads(name: str, structure: Callable[[Any], Any]) -> Any:
+    x = x_input()
+    return keras.Model(x, structure(x), name=name)
+
+
+def two_heads(name: str = "ranker") -> Any:
+    return heads(name, lambda x: [dense("click")(x), dense("watch")(x)])
+
+
+def called(model: Any, **names: str) -> dict[str, Any]:
+    """The outputs by name, as they are traced for the signature."""
+    wrapped = wrap_model(model, "test", {old.replace("__", "/"): new for old, new in names.items()})
+    spec = wrapped.input_specs()
+    function = tf.function(wrapped, input_signature=[spec], autograph=False)
+    given = {name: tf.constant(X) for name in spec}
+    return {name: value.numpy() for name, value in function(given).items()}
+
+
+def leaves(structure: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(structure, dict):
+        for key in sorted(structure):
+            yield from leaves(structure[key], (*path, key))
+    elif isinstance(structure, list | tuple):
+        for index, child in enumerate(structure):
+            yield from leaves(child, (*path, index))
+    else:
+        yield path, structure
+
+
+def outer(sub: Any) -> Any:
+    x = x_input()
+    return keras.Model(x, sub(x))
+
+
+def test_a_model_around_one_with_two_heads_answers_both() -> None:
+    model = outer(two_heads())
+    found = called(model)
+    click, watch = model.predict(X, verbose=0)
+    assert found.keys() == {"ranker/click", "ranker/watch"}
+    np.testing.assert_allclose(found["ranker/click"], click, atol=1e-6)
+    np.testing.assert_allclose(found["ranker/watch"], watch, atol=1e-6)
+
+
+def shared_head() -> Any:
+    x, head = x_input(), dense("head", 4)
+    first = head(x)
+    return keras.Model(x, [first, head(first)])
+
+
+def states() -> Any:
+    x = x_input()
+    return keras.Model(x, keras.layers.LSTM(2, return_state=True, name="lstm")(keras.ops.expand_dims(x, 1)))
+
+
+def two_towers() -> Any:
+    x = x_input()
+    return keras.Model(x, [*two_heads("a")(x), *two_heads("b")(x)])
+
+
+def one_tower_twice() -> Any:
+    x, tower = x_input(), two_heads("a")
+    return keras.Model(x, [*tower(x), *tower(2 * x)])
+
+
+def some_heads() -> Any:
+    x = x_input()
+    return keras.Model(x, [two_heads("a")(x)[1], dense("own")(x)])
+
+
+def echo() -> Any:
+    x = x_input()
+    return keras.Model(x, [x, dense("own")(x), x])
+
+
+def by_dict() -> Any:
+    x = x_input()
+    inner = heads("inner", lambda x: {"z": dense("one")(x), "a": [dense("two")(x), dense("three")(x)]})
+    made = inner(x)
+    return keras.Model(x, [made["a"][0], made["z"], made["a"][1]])
+
+
+class Subclassed(keras.Model):
+    def __init__(self, structure: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.structure = structure
+
+    def call(self, x: Any) -> Any:
+        return self.structure(x)
+
+
+def subclassed(structure: Callable[[Any], Any]) -> Any:
+    return Subclassed(structure), tf.TensorSpec([None, 4], tf.float32, name="x")
+
+
+class Reversed(keras.Model):
+    """A functional model that answers its outputs the other way round."""
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        first, second = super().call(inputs, training=training)
+        return [second, first]
+
+
+def with_a_call_of_its_own() -> Any:
+    x = x_input()
+    return Reversed(x, [keras.layers.Dense(4, name="click")(x), keras.layers.Dense(4, name="watch")(x)])
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (shared_head, ["head/0", "head/1"]),
+        (states, ["lstm/0", "lstm/1", "lstm/2"]),
+        (two_towers, ["a/click", "a/watch", "b/click", "b/watch"]),
+        (one_tower_twice, ["a/click/0", "a/watch/0", "a/click/1", "a/watch/1"]),
+        (lambda: outer(outer_named("mid")), ["mid/ranker/click", "mid/ranker/watch"]),
+        (some_heads, ["a/watch", "own"]),
+        (echo, ["x/0", "own", "x/1"]),
+        (by_dict, ["inner/a/0", "inner/z", "inner/a/1"]),
+        (lambda: outer(heads("one", lambda x: dense("score")(x))), ["one"]),
+        (lambda: heads("m", lambda x: dense("score")(x)), ["score"]),
+        (lambda: heads("m", lambda x: [dense("score")(x)]), ["score"]),
+        (lambda: heads("m", lambda x: [dense("p")(x), (dense("q")(x), [dense("r")(x)])]), ["p", "q", "r"]),
+        (lambda: heads("m", lambda x: [{"k": dense("p")(x)}, {"k": dense("q")(x)}]), ["k/0", "k/1"]),
+        (lambda: heads("m", lambda x: {"b": dense("p")(x), "a": (dense("q")(x), dense("r")(x))}), ["a/0", "a/1", "b"]),
+        (lambda: keras.Sequential([x_input(), dense("p"), dense("q")]), ["q"]),
+        (lambda: subclassed(lambda x: x), ["output_0"]),
+        (lambda: subclassed(lambda x: [x, (2 * x, 3 * x)]), ["output_0", "output_1", "output_2"]),
+        (lambda: subclassed(lambda x: {"b": x, "a": [2 * x, 3 * x]}), ["a/0", "a/1", "b"]),
+        (lambda: subclassed(lambda x: {"a/b": x, "a": {"b": 2 * x}}), ["a/b/0", "a/b/1"]),
+        (with_a_call_of_its_own, ["output_0", "output_1"]),
+    ],
+)
+def test_outputs_have_these_names_and_predicts_numbers(model: Callable[[], Any], names: list[str]) -> None:
+    made = model()
+    found = called(made)
+    assert sorted(found) == sorted(names)
+    truth = (made[0] if isinstance(made, tuple) else made)(tf.constant(X), training=False)
+    for name, (_, value) in zip(names, leaves(truth), strict=True):
+        np.testing.assert_allclose(found[name], value, atol=1e-6, err_msg=name)
+
+
+def outer_named(name: str) -> Any:
+    x = x_input()
+    return keras.Model(x, two_heads()(x), name=name)
+
+
+class Build:
+    """A random model: `picks` are (name of a tensor on its own, tensor)."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.x = x_input()
+        self.picks: list[tuple[str, Any]] = [("x", self.x)]
+        for number in range(self.random.randint(1, 4)):
+            getattr(self, self.random.choice(["head", "tower", "recurrent", "again"]))(f"n{number}")
+
+    def head(self, name: str) -> None:
+        layer = dense(name)
+        self.picks += [(name, layer(self.x))] * self.random.randint(1, 2)
+        if self.random.random() < 0.5:
+            self.picks.append((name, layer(2 * self.x)))
+
+    def tower(self, name: str) -> None:
+        names = self.random.sample(["p", "q", "r"], self.random.randint(1, 3))
+        by_key = self.random.random() < 0.5
+        tower = heads(
+            name,
+            lambda x: {n: dense(f"{n}_layer")(x) for n in names} if by_key else [dense(n)(x) for n in names],
+        )
+        for _ in range(self.random.randint(1, 2)):
+            made = tower(self.x)
+            made = made if isinstance(made, list | dict) else [made]
+            pairs = made.items() if isinstance(made, dict) else zip(names, made, strict=True)
+            self.picks += [(f"{name}/{n}" if len(names) > 1 else name, value) for n, value in pairs]
+
+    def recurrent(self, name: str) -> None:
+        made = keras.layers.GRU(2, return_state=True, name=name)(keras.ops.expand_dims(self.x, 1))
+        self.picks += [(name, value) for value in made]
+
+    def again(self, name: str) -> None:
+        self.picks.append(self.random.choice(self.picks))
+        self.head(name)
+
+    def structure(self, depth: int = 0) -> Any:
+        kind = self.random.choice(["leaf", "list", "dict", "tuple"] if depth else ["list", "dict", "tuple"])
+        if kind == "leaf" or depth > 2:
+            return self.random.choice(self.picks)
+        children = [self.structure(depth + 1) for _ in range(self.random.randint(1, 3))]
+        if kind == "dict":
+            return dict(zip(self.random.sample(["k", "l", "m"], len(children)), children, strict=True))
+        return children if kind == "list" else Group(children)
+
+
+class Group(list[Any]):
+    """Becomes a tuple; a tuple is a pick."""
+
+
+def tensors(structure: Any) -> Any:
+    if isinstance(structure, dict):
+        return {key: tensors(child) for key, child in structure.items()}
+    if isinstance(structure, list):
+        made = [tensors(child) for child in structure]
+        return tuple(made) if isinstance(structure, Group) else made
+    return structure[1]
+
+
+def expected_names(structure: Any, path: str = "") -> Iterator[str]:
+    """A second telling of the rule: keys from the first dict on, else the name of what makes it."""
+    if isinstance(structure, dict):
+        for key in sorted(structure):
+            yield from expected_names(structure[key], f"{path}/{key}".lstrip("/"))
+    elif isinstance(structure, list):
+        for index, child in enumerate(structure):
+            yield from expected_names(child, f"{path}/{index}" if path else "")
+    else:
+        yield path or structure[0]
+
+
+def test_random_models_answer_each_output_once() -> None:
+    for seed in range(60):
+        build = Build(seed)
+        structure = build.structure()
+        model = keras.Model(build.x, tensors(structure))
+        bases = list(expected_names(structure))
+        count, seen, names = Counter(bases), Counter[str](), []
+        for base in bases:
+            names.append(f"{base}/{seen[base]}" if count[base] > 1 else base)
+            seen[base] += 1
+        if len(set(names)) < len(names):
+            with pytest.raises(ConfigError, match="two of its outputs are called"):
+                called(model)
+            continue
+        found = called(model)
+        assert sorted(found) == sorted(names), seed
+        for name, (_, value) in zip(names, leaves(model(X, training=False)), strict=True):
+            np.testing.assert_allclose(found[name], value, atol=1e-6, err_msg=f"{seed} {name}")
+
+
+# ---- new names
+
+
+def test_outputs_are_renamed_all_at_once() -> None:
+    model = outer(two_heads())
+    plain = called(model)
+    found = called(model, ranker__click="ranker/watch", ranker__watch="ranker/click")
+    np.testing.assert_array_equal(found["ranker/watch"], plain["ranker/click"])
+    np.testing.assert_array_equal(found["ranker/click"], plain["ranker/watch"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"ranker__clik": "a"}, "output_names: the model has no output 'ranker/clik'; did you mean 'ranker/click'"),
+        ({"ranker__click": "ranker/watch"}, "ranker/click and ranker/watch would both be called 'ranker/watch'"),
+        ({"ranker__click": ""}, "output_names: 'ranker/click': the name must be a non-empty printable string, got ''"),
+    ],
+)
+def test_new_names_that_cannot_be(names: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        called(outer(two_heads()), **names)
+
+
+def test_new_names_of_lookups_are_refused(tmp_path: Path) -> None:
+    layer = TPUEmbedding({"f": FeatureConfig(TableConfig(5, 2, "t"))}, optimizer="sgd")
+    checkpoint = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    for call, source in ((export_model, layer), (export_saved_model, checkpoint)):
+        with pytest.raises(ConfigError, match="output_names: they rename the outputs of a model"):
+            call(source, tmp_path / "m", output_names={"f": "g"})
+
+
+# ---- what a signature can answer
+
+
+def ragged(x: Any, dtype: Any) -> Any:
+    return tf.RaggedTensor.from_row_lengths(tf.cast(tf.range(3), dtype) + tf.cast(1, dtype), [2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"), [(tf.int64, -1), (tf.int32, -1), (tf.float32, 0), (tf.uint8, 0), (tf.float16, 0)]
+)
+def test_a_ragged_output_is_padded_and_has_its_lengths(dtype: Any, pad: int) -> None:
+    found = called(subclassed(lambda x: {"r": ragged(x, dtype)}))
+    np.testing.assert_array_equal(found["r"], np.array([[1, 2], [pad, pad], [3, pad]]))
+    np.testing.assert_array_equal(found["r_lengths"], [2, 0, 1])
+    assert found["r_lengths"].dtype == np.int64
+    assert found["r"].dtype == (np.float32 if dtype == tf.float16 else dtype.as_numpy_dtype)
+
+
+def test_ragged_text() -> None:
+    found = called(subclassed(lambda _: {"r": tf.RaggedTensor.from_row_lengths(["a", "b", "c"], [2, 0, 1])}))
+    assert found["r"].tolist() == [[b"a", b"b"], [b"", b""], [b"c", b""]]
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        (lambda x: {"r": tf.RaggedTensor.from_row_lengths(ragged(x, tf.int64), [3])}, "2 ragged dimensions"),
+        (
+            lambda x: {"r": ragged(x, tf.int64), "r_lengths": x},
+            "the name of its lengths, 'r_lengths', is already taken",
+        ),
+        (lambda x: {"r": tf.sparse.from_dense(x)}, "output 'r' is a SparseTensor"),
+        (lambda x: {"r": x, "s": None}, "output 's' is None"),
+    ],
+)
+def test_outputs_that_no_signature_can_answer_are_refused(structure: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        called(subclassed(structure))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_answered_as_float32(dtype: str) -> None:
+    found = called(subclassed(lambda x: keras.ops.cast(x, dtype)))["output_0"]
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, tf.cast(tf.cast(X, dtype), tf.float32))
+
+
+# ---- whole exports
+
+
+def ranker() -> Any:
+    x = keras.Input((), dtype="int64", name="item")
+    rows = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")(x)
+    return keras.Model(x, two_heads()(rows))
+
+
+def served(path: Path, ids: Any) -> dict[str, Any]:
+    servable = runtime.load(path)
+    try:
+        signature = servable.signatures["serving_default"]
+        values = servable.run(signature, [ids])
+        return {info.alias: value for info, value in zip(signature.outputs, values, strict=True)}
+    finally:
+        servable.close()
+
+
+def test_both_exporters_and_both_readers(tmp_path: Path) -> None:
+    model, ids = ranker(), np.array([0, 8, 3])
+    truth = dict(zip(("click", "ranker/watch"), model.predict(ids, verbose=0), strict=True))
+    names = {"ranker/click": "click"}
+    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    live = export_model(model, tmp_path / "live", output_names=names)
+    saved = export_saved_model(checkpoint, tmp_path / "saved", model=ranker, output_names=names)
+    for report in (live, saved):
+        loaded = tf.saved_model.load(str(report.path))
+        python = loaded.signatures["serving_default"](item=tf.constant(ids))
+        for found in (python, served(report.path, ids)):
+            assert found.keys() == truth.keys()
+            for name, values in truth.items():
+                np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
+
+
+def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
+    checkpoint = tf.train.Checkpoint(model=ranker()).write(str(tmp_path / "ckpt"))
+    arguments = ["export", checkpoint, str(tmp_path / "m"), "--model", f"{__name__}:ranker", "--json"]
+    renamed = [*arguments, "--output-name", "ranker/click=click", "--output-name", "ranker/watch=watch=1"]
+    done = CliRunner().invoke(cli, renamed)
+    assert done.exit_code == 0, done.output
+    manifest = Manifest.read(Path(json.loads(done.stdout)["path"]))
+    assert manifest is not None
+    assert manifest.signatures["serving_default"]["outputs"].keys() == {"click", "watch=1"}
+    for bad in (["ranker/click"], ["=click"], ["ranker/click=a", "--output-name", "ranker/click=b"]):
+        assert CliRunner().invoke(cli, [*arguments, "--output-name", *bad]).exit_code == 2
+    refused = CliRunner().invoke(cli, [*arguments, "--dry-run", "--output-name", "clik=click"])
+    assert refused.exit_code == 1
+    assert "the model has no output 'clik'" in refused.stderr
+    model = ranker()
+    model.compile("sgd", "mse")
+    callback = ExportCallback(tmp_path / "live", output_names={"ranker/click": "click"})
+    model.fit(np.arange(4), [np.zeros((4, 2))] * 2, verbose=0, callbacks=[callback])
+    assert served(callback.reports[0].path, np.array([1])).keys() == {"click", "ranker/watch"}
+
+
+def test_a_ragged_input_that_is_an_output(tmp_path: Path) -> None:
+    words = keras.Input((None,), dtype="string", ragged=True, name="words")
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)
+    rows = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")(ids)
+    report = export_model(keras.Model(words, [words, ids, rows]), tmp_path / "m")
+    found = served(report.path, np.array([[b"b", b""], [b"a", b"a"]], object))
+    assert found["words"].tolist() == [[b"b", b""], [b"a", b"a"]]
+    assert found["ids"].tolist() == [[2, -1], [1, 1]]
+    assert found["ids_lengths"].tolist() == found["words_lengths"].tolist() == [1, 2]
+
+
+def test_ragged_and_half_outputs_are_served(tmp_path: Path) -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="m")
+            self.embedding = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")
+
+        def call(self, ids: Any) -> Any:
+            rows = self.embedding(ids)
+            return {"rows": tf.cast(rows, tf.bfloat16), "upto": tf.ragged.range(ids)}
+
+    spec = tf.TensorSpec([None], tf.int64)
+    report = export_model((Model(), spec), tmp_path / "m")
+    found = served(report.path, np.array([2, 0, 1]))
+    assert found["rows"].dtype == np.float32
+    assert found["upto"].tolist() == [[0, 1], [-1, -1], [0, -1]]
+    assert found["upto_lengths"].tolist() == [2, 0, 1]

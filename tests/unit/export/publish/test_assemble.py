@@ -1,0 +1,96 @@
+"""Graph and table data that do not fit together are found before anything is published."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.export.fakes import info, random_table, source_of, write_checkpoint
+from tests.support.export.graphs import save_gathers
+from tpuembed.errors import CheckpointError, ExportError
+from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.publish.assemble import assemble
+from tpuembed.export.publish.folder import Staging
+from tpuembed.export.publish.layouts import choose_layout
+from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.stream.execute import StreamReport, stream_tables
+
+Change = Callable[[StreamReport, dict[str, str]], Any]
+KEY = "stack_float32_4/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def assemble_with(tmp_path: Path, change: Change) -> Path:
+    """Export two tables; `change` spoils what was streamed or the keys."""
+    tables = {"a": random_table(10, 4), "b": random_table(10, 8)}
+    infos = write_checkpoint(tmp_path / "ckpt", tables)
+    plan: ExportPlan = plan_export(list(infos.values()))
+    with Staging(tmp_path / "model") as staging:
+        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
+        keys = save_gathers(plan, staging.path)
+        change(streamed, keys)
+        path = assemble(
+            staging,
+            plan,
+            streamed,
+            layout=choose_layout("variables", tmp_path, None),
+            stack_keys=keys,
+            signatures={},
+            source={},
+        )
+    assert isinstance(path, Path)
+    return path
+
+
+def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    infos = write_checkpoint(tmp_path / "ckpt", {"a": random_table(10, 4)})
+    plan, other = plan_export(list(infos.values())), plan_export([info("a", 11, 4)])
+    with Staging(tmp_path / "model") as staging:
+        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
+        keys = save_gathers(other, staging.path)
+        with pytest.raises(
+            ExportError, match=r"stack 'stack_float32_4': its data has shape \[10, 4\].* variable has \[11, 4\]"
+        ):
+            assemble(
+                staging,
+                plan,
+                streamed,
+                layout=choose_layout("variables", tmp_path, None),
+                stack_keys=keys,
+                signatures={},
+                source={},
+            )
+
+
+def published(tmp_path: Path) -> list[str]:
+    return [path.name for path in (tmp_path / "model").iterdir()]
+
+
+def test_what_fits_is_published(tmp_path: Path) -> None:
+    assert assemble_with(tmp_path, lambda *_: None) == tmp_path / "model" / "1"
+    assert published(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda _, keys: keys.pop("stack_float32_4"), ExportError, "the graph has .*'stack_float32_8'"),
+        (lambda _, keys: keys.update(more="k"), ExportError, "the graph has .*'more'"),
+        (lambda _, keys: keys.update(stack_float32_4="x/y"), ExportError, r"restores no variable under .*'x/y'"),
+        (
+            lambda _, keys: keys.update(stack_float32_4=keys["stack_float32_8"]),
+            ExportError,
+            rf"restores \['{KEY}'\], and the bundle has no value",
+        ),
+        (
+            lambda streamed, _: (streamed.folder / "stack_float32_8.data").write_bytes(b"short"),
+            CheckpointError,
+            r"variables\.data-00002-of-00003",
+        ),
+    ],
+    ids=["stack without key", "key without stack", "unknown key", "two stacks under one key", "short data file"],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, change: Change, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        assemble_with(tmp_path, change)
+    assert published(tmp_path) == []

@@ -1,0 +1,181 @@
+"""Requests that share a run get what each would get alone, errors included."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.serving.doubles import DoublingServable
+from tpuembed_serving.batching.concat import count_rows
+from tpuembed_serving.batching.parameters import BatchingParameters
+from tpuembed_serving.batching.runner import BatchRunner, Outcome, Postponed
+from tpuembed_serving.core.servable import Array, IdRange, Merging, Signature
+from tpuembed_serving.core.status import Code, StatusError, invalid_argument
+
+PROVEN = Merging(is_proven=True)
+
+
+@dataclasses.dataclass
+class Asked:
+    """A request for rows of x."""
+
+    inputs: Sequence[Array]
+    is_over: bool = False
+    deadline: float = float("inf")
+
+    @property
+    def rows(self) -> int | None:
+        return count_rows(self.inputs)
+
+
+class Recorder(DoublingServable):
+    """Computes y of x, remembers the x of every run, and fails for those above 99, naming the least and the greatest."""
+
+    def __init__(self, compute: Callable[[Array], Array] = lambda x: x * 2) -> None:
+        super().__init__()
+        self.runs: list[list[Any]] = []
+        self.compute = compute
+        self.error: Exception | None = None
+
+    def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        (x,) = inputs
+        self.runs.append(x.tolist())
+        if self.error:
+            raise self.error
+        if x.size and x.max() > 99:
+            raise invalid_argument(f"ids go from {x.min()} to {x.max()}")
+        return [self.compute(x)]
+
+
+def outcomes(servable: Recorder, runner: BatchRunner, *values: Any) -> list[Any]:
+    """Lists, or the texts of errors."""
+    requests = [value if isinstance(value, Asked) else Asked([np.array(value)]) for value in values]
+    found = runner.run(servable, requests)
+    later = [index for index, outcome in enumerate(found) if isinstance(outcome, Postponed)]
+    again = runner.run(servable, [requests[index] for index in later], apart=True)
+    for index, outcome in zip(later, again, strict=True):
+        found[index] = outcome
+    return [_plain(outcome) for outcome in found]
+
+
+def _plain(outcome: Outcome) -> Any:
+    assert not isinstance(outcome, Postponed)
+    return str(outcome) if isinstance(outcome, Exception) else outcome and outcome[0].tolist()
+
+
+def make_runner(merging: Merging | None = PROVEN, **parameters: Any) -> BatchRunner:
+    signature = DoublingServable().signatures["serving_default"]
+    return BatchRunner(signature, merging, BatchingParameters(**parameters))
+
+
+def test_requests_share_a_run_in_order() -> None:
+    servable = Recorder()
+    assert outcomes(servable, make_runner(), [1, 2], [3], [4, 5, 6]) == [[2, 4], [6], [8, 10, 12]]
+    assert servable.runs == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_one_request_is_run_as_it_is() -> None:
+    servable = Recorder()
+    assert outcomes(servable, make_runner(), 5) == [10]
+    assert outcomes(servable, make_runner(), Asked([np.zeros(0, np.int64)])) == [[]]
+    assert servable.runs == [5, []]
+
+
+def test_a_signature_that_is_not_merged_is_run_request_by_request() -> None:
+    servable = Recorder()
+    assert outcomes(servable, make_runner(None), [1], [2]) == [[2], [4]]
+    assert servable.runs == [[1], [2]]
+
+
+def test_a_known_bad_id_runs_alone_and_has_the_graphs_own_text() -> None:
+    servable = Recorder()
+    runner = make_runner(dataclasses.replace(PROVEN, id_ranges=(IdRange(0, 100),)))
+    found = outcomes(servable, runner, [1], [7, 100, 8], [2], [300])
+    assert found == [[2], "ids go from 7 to 100", [4], "ids go from 300 to 300"]
+    assert servable.runs == [[1, 2], [7, 100, 8], [300]]
+
+
+def test_a_bad_id_that_nobody_knows_fails_nobody_else() -> None:
+    servable = Recorder()
+    requests = [[number] for number in range(16)]
+    requests[5] = [100]
+    found = outcomes(servable, make_runner(), *requests)
+    assert found == [f"ids go from 100 to 100" if x == 100 else [2 * x] for (x,) in requests]  # noqa: F541
+    assert len(servable.runs) <= 9, "in halves, not one after the other"
+
+
+def test_ids_beyond_those_that_were_answered_run_apart() -> None:
+    servable, runner = Recorder(), make_runner()
+    outcomes(servable, runner, [0], [50])
+    servable.runs.clear()
+    assert outcomes(servable, runner, [1], [100], [50], [2]) == [[2], "ids go from 100 to 100", [100], [4]]
+    assert servable.runs == [[1, 50, 2], [100]]
+    servable.runs.clear()
+    outcomes(servable, runner, [1], [60], [2])
+    assert servable.runs == [[1, 2], [60]]
+    servable.runs.clear()
+    outcomes(servable, runner, [1], [60], [55])
+    assert servable.runs == [[1, 60, 55]], "what was answered once is known"
+
+
+def test_what_is_no_fault_of_a_request_is_not_tried_again() -> None:
+    servable = Recorder()
+    servable.error = StatusError(Code.DEADLINE_EXCEEDED, "late")
+    assert outcomes(servable, make_runner(), [1], [2], [3]) == ["late"] * 3
+    assert servable.runs == [[1, 2, 3]]
+
+
+def test_what_does_not_fit_into_memory_together_may_alone() -> None:
+    servable = Recorder()
+    run = servable.run
+
+    def run_small(signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        if len(inputs[0]) > 1:
+            raise StatusError(Code.RESOURCE_EXHAUSTED, "OOM")
+        return run(signature, inputs)
+
+    servable.run = run_small  # type: ignore[method-assign]
+    assert outcomes(servable, make_runner(), [1], [2], [3]) == [[2], [4], [6]]
+
+
+def test_an_exception_of_any_kind_is_each_requests_own() -> None:
+    servable = Recorder()
+    servable.error = ZeroDivisionError("inside")
+    assert outcomes(servable, make_runner(), [1], [2]) == ["inside"] * 2
+
+
+def test_nobody_waits_for_it_any_more() -> None:
+    servable = Recorder()
+    late = Asked([np.array([9])], is_over=True)
+    assert outcomes(servable, make_runner(), [1], late, [2]) == [[2], None, [4]]
+    assert servable.runs == [[1, 2]]
+
+
+@pytest.mark.parametrize("compute", [lambda x: x.sum(), lambda x: x[:1], lambda x: np.repeat(x, 2)])
+def test_outputs_of_other_rows_are_learnt_once(
+    compute: Callable[[Array], Array], caplog: pytest.LogCaptureFixture
+) -> None:
+    servable, runner = Recorder(compute), make_runner()
+    alone = [compute(np.array(x)).tolist() for x in ([1, 2], [3, 4])]
+    for _ in range(2):
+        assert outcomes(servable, runner, [1, 2], [3, 4]) == alone
+    assert servable.runs == [[1, 2, 3, 4], [1, 2], [3, 4], [1, 2], [3, 4]]
+    assert not runner.merges
+    assert len(caplog.records) == 1
+
+
+def test_allowed_sizes_fill_every_run_up() -> None:
+    servable = Recorder()
+    runner = make_runner(max_batch_size=4, allowed_batch_sizes=(2, 4))
+    assert outcomes(servable, runner, [1, 2], [3]) == [[2, 4], [6]]
+    assert outcomes(servable, runner, [5]) == [[10]]
+    assert servable.runs == [[1, 2, 3, 3], [5, 5]]
+
+
+def test_a_large_request_takes_several_runs() -> None:
+    servable = Recorder()
+    runner = make_runner(max_batch_size=8, enable_large_batch_splitting=True, max_execution_batch_size=3)
+    assert outcomes(servable, runner, list(range(8))) == [[2 * x for x in range(8)]]
+    assert servable.runs == [[0, 1, 2], [3, 4, 5], [6, 7]]

@@ -1,0 +1,232 @@
+"""Calls around the model: deadlines, cancelled calls, failures, a stop; with a servable that needs no SavedModel."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tensorflow_serving.apis import predict_pb2
+
+from tests.support.serving.doubles import DoublingServable, make_version
+from tpuembed.errors import ServingError
+from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.core.service import ModelSpec
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.grpc.server import GrpcServer, truncated
+from tpuembed_serving.http.app import ServingApp
+
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+
+
+class Blocking:
+    """A servable whose runs wait until they may go on, counted."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.servable = DoublingServable(self._run)
+
+    def _run(self) -> None:
+        self.runs += 1
+        self.entered.set()
+        assert self.go_on.wait(30)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    base_path: Path, load: Callable[[Path], DoublingServable], **options: Any
+) -> AsyncIterator[tuple[ServingApp, GrpcServer, Any]]:
+    """An application, its gRPC server and a channel to it, once its model is available."""
+    make_version(base_path / "m", 7)
+    app = create_app(ServerSettings.for_model_dir(base_path / "m", poll_seconds=0.02, **options), load=load)
+    server = GrpcServer(app.service, app.repository)
+    port = await server.start("127.0.0.1", 0)
+    app.repository.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with asyncio.timeout(30):
+            while not app.repository.ready:
+                await asyncio.sleep(0.01)
+        try:
+            yield app, server, channel
+        finally:
+            await server.stop(5)
+            app.executor.close()
+            await asyncio.to_thread(app.repository.stop)
+
+
+def request(*values: int, signature: str = "") -> Any:
+    message = predict_pb2.PredictRequest()
+    message.model_spec.name, message.model_spec.signature_name = "m", signature
+    tensor = message.inputs["x"]
+    tensor.dtype = 9
+    tensor.tensor_shape.dim.add().size = len(values)
+    tensor.int64_val.extend(values)
+    return message.SerializeToString()
+
+
+async def predict(channel: Any, data: bytes, timeout: float = 30) -> list[int]:
+    method = channel.unary_unary(PREDICT, None, predict_pb2.PredictResponse.FromString)
+    response = await method(data, timeout=timeout)
+    return list(response.outputs["y"].int64_val)
+
+
+async def failure(channel: Any, data: bytes, timeout: float = 30) -> tuple[Any, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await predict(channel, data, timeout)
+    return caught.value.code(), str(caught.value.details())
+
+
+class Watched:
+    """The service's predict; how many calls have come, and an event for one that was given up."""
+
+    def __init__(self, predict: Callable[..., Any]) -> None:
+        self.came = asyncio.Semaphore(0)
+        self.given_up = asyncio.Event()
+        self._predict = predict
+
+    async def __call__(self, *args: Any) -> Any:
+        self.came.release()
+        try:
+            return await self._predict(*args)
+        except (asyncio.CancelledError, StatusError):
+            self.given_up.set()
+            raise
+
+
+def test_a_call_whose_deadline_passed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        model = Blocking()
+        async with running(tmp_path, lambda _: model.servable, run_threads=1) as (app, _, channel):
+            watched = Watched(app.service.predict)
+            monkeypatch.setattr(app.service, "predict", watched)
+            first = asyncio.create_task(predict(channel, request(1)))
+            await asyncio.to_thread(model.entered.wait)
+            await watched.came.acquire()
+            code, _ = await failure(channel, request(2), timeout=0.5)
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not watched.came.locked():  # it came in time, and waits
+                await watched.given_up.wait()
+            model.go_on.set()
+            assert await first == [2]
+            assert await predict(channel, request(3)) == [6]
+            assert model.runs == 2
+
+    asyncio.run(check())
+
+
+def test_a_call_that_its_client_gave_up_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        model = Blocking()
+        async with running(tmp_path, lambda _: model.servable, run_threads=1) as (app, _, channel):
+            watched = Watched(app.service.predict)
+            monkeypatch.setattr(app.service, "predict", watched)
+            first = asyncio.create_task(predict(channel, request(1)))
+            await asyncio.to_thread(model.entered.wait)
+            second = asyncio.create_task(predict(channel, request(2)))
+            third = asyncio.create_task(predict(channel, request(3)))
+            for _ in range(3):
+                await watched.came.acquire()
+            second.cancel()
+            await watched.given_up.wait()
+            model.go_on.set()
+            assert (await first, await third) == ([2], [6])
+            assert model.runs == 2
+
+    asyncio.run(check())
+
+
+def test_a_failure_inside_shows_nothing_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("/secret/path")
+
+    async def check() -> None:
+        async with running(tmp_path, lambda _: DoublingServable(fail)) as (_, _, channel):
+            assert await failure(channel, request(1)) == (grpc.StatusCode.INTERNAL, "internal error")
+
+    asyncio.run(check())
+    assert "/secret/path" in caplog.text
+
+
+def test_a_method_that_is_not_there(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(tmp_path, lambda _: DoublingServable()) as (_, _, channel):
+            method = channel.unary_unary("/tensorflow.serving.PredictionService/PredictStreamed")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(b"", timeout=30)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    asyncio.run(check())
+
+
+def test_a_stop_lets_calls_finish_and_is_seen_by_health_checks(tmp_path: Path) -> None:
+    async def check() -> None:
+        model = Blocking()
+        async with running(tmp_path, lambda _: model.servable) as (_, server, channel):
+            health = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest(service=""))
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            call = asyncio.create_task(predict(channel, request(4)))
+            await asyncio.to_thread(model.entered.wait)
+            stop = asyncio.create_task(server.stop(30))
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            watch.cancel()
+            await asyncio.sleep(0.1)  # far less than what calls are given to finish
+            assert not stop.done()
+            model.go_on.set()
+            assert await call == [8]
+            await stop
+
+    asyncio.run(check())
+
+
+def test_health_of_a_model_that_is_not_available(tmp_path: Path) -> None:
+    def load(_: Path) -> DoublingServable:
+        raise OSError("no such model")
+
+    async def check() -> None:
+        make_version(tmp_path / "m", 1)
+        app = create_app(ServerSettings.for_model_dir(tmp_path / "m", poll_seconds=0.02), load=load)
+        server = GrpcServer(app.service, app.repository)
+        port = await server.start("127.0.0.1", 0)
+        app.repository.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            async with asyncio.timeout(30):
+                while not app.repository.statuses("m"):
+                    await asyncio.sleep(0.01)
+            reply = await health.Check(health_pb2.HealthCheckRequest(service="m"), timeout=30)
+            assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.stop(1)
+        await asyncio.to_thread(app.repository.stop)
+
+    asyncio.run(check())
+
+
+def test_a_port_that_cannot_be_bound(tmp_path: Path) -> None:
+    async def check() -> None:
+        app = create_app(ServerSettings.for_model_dir(tmp_path), load=lambda _: DoublingServable())
+        server = GrpcServer(app.service, app.repository)
+        with pytest.raises(ServingError, match=r"^cannot listen on 192\.0\.2\.1:1 for gRPC. Choose another port"):
+            await server.start("192.0.2.1", 1)
+        await server.stop(1)
+
+    asyncio.run(check())
+
+
+def test_a_text_is_cut_by_bytes() -> None:
+    assert truncated("x" * 1024) == "x" * 1024
+    assert truncated("x" * 1025) == "x" * 1024 + "...TRUNCATED"
+    assert truncated("\u00e9" * 600) == "\u00e9" * 512 + "...TRUNCATED"
+    assert truncated("\udcff") == "\ufffd"
+
+
+def test_the_service_knows_no_transport() -> None:
+    """A model's status is what both ask for."""
+    app = create_app(ServerSettings(models=()), load=lambda _: DoublingServable())
+    with pytest.raises(ServingError, match="Could not find any versions of model "):
+        app.service.status(ModelSpec("none"))

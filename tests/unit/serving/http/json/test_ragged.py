@@ -1,0 +1,100 @@
+"""Lists of different lengths: what they decode to, and what keeps TensorFlow Serving's error."""
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.serving.doubles import signature
+from tpuembed_serving.core.servable import Signature
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.http.json import decode_inputs, pad_ragged, parse_document
+
+IDS = signature({"watched": "int64"})
+WEIGHTED = signature({"friends": "int64", "friends_weights": "float", "user": "int64"})
+PADDING: dict[str, tuple[int | None, ...]] = {"ids": (-1,), "weighted": (-1, 0, None)}
+
+
+def decoded(body: Any, signature: Signature, padding: tuple[int | None, ...]) -> dict[str, np.ndarray[Any, Any]] | None:
+    padded = dataclasses.replace(signature, padding=padding)
+    document = pad_ragged(parse_document(json.dumps(body).encode()), padded)
+    if document is None:
+        return None
+    arrays = decode_inputs(document, signature).arrays
+    return {info.alias: array for info, array in zip(signature.inputs, arrays, strict=True)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"instances": [[1, 2, 3], [], [4]]},
+        {"instances": [{"watched": [1, 2, 3]}, {"watched": []}, {"watched": [4]}]},
+        {"inputs": [[1, 2, 3], [], [4]]},
+        {"inputs": {"watched": [[1, 2, 3], [], [4]]}},
+    ],
+)
+def test_lists_of_ids_are_padded(body: Any) -> None:
+    found = decoded(body, IDS, PADDING["ids"])
+    assert found is not None
+    np.testing.assert_array_equal(found["watched"], [[1, 2, 3], [-1, -1, -1], [4, -1, -1]])
+    assert found["watched"].dtype == np.int64
+
+
+@pytest.mark.parametrize("form", ["instances", "inputs"])
+def test_weights_are_padded_beside_their_ids(form: str) -> None:
+    columns: dict[str, list[Any]] = {"friends": [[1], [2, 3]], "friends_weights": [[0.5], [1, 0.25]], "user": [7, 8]}
+    rows = [{name: values[index] for name, values in columns.items()} for index in range(2)]
+    found = decoded({form: rows if form == "instances" else columns}, WEIGHTED, PADDING["weighted"])
+    assert found is not None
+    np.testing.assert_array_equal(found["friends"], [[1, -1], [2, 3]])
+    np.testing.assert_array_equal(found["friends_weights"], np.array([[0.5, 0], [1, 0.25]], np.float32))
+    np.testing.assert_array_equal(found["user"], [7, 8])
+
+
+def test_a_weight_that_was_forgotten_is_no_padding() -> None:
+    body = {"inputs": {"friends": [[1, 5], [2, 3]], "friends_weights": [[0.5], [1, 0.25]], "user": [7, 8]}}
+    with pytest.raises(
+        StatusError, match=r"Row 0 has 2 values of friends and 1 of friends_weights\. Give each value a weight"
+    ):
+        decoded(body, WEIGHTED, PADDING["weighted"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"instances": [[1, 2], [3, 4]]},
+        {"instances": [[1, 2], 3]},
+        {"instances": [[1, [2]], [3]]},
+        {"instances": [1, 2]},
+        {"instances": []},
+        {"instances": 5},
+        {"instances": [{"watched": [1]}, [2, 3]]},
+        {"instances": [{"watched": [1]}, {"other": [2, 3]}]},
+        {"instances": [{"b64": "AA=="}, {"b64": "AAA="}]},
+        {"inputs": 5},
+        {"inputs": {"other": [[1], []]}},
+        {"inputs": [[1], []], "instances": [[1], []]},
+        {},
+    ],
+)
+def test_anything_else_is_left_alone(body: Any) -> None:
+    assert decoded(body, IDS, PADDING["ids"]) is None
+
+
+def test_an_input_that_is_no_list_is_left_alone() -> None:
+    body = {"inputs": {"friends": [[1, 5]], "friends_weights": [[1, 2]], "user": [[7, 8], [9]]}}
+    assert decoded(body, WEIGHTED, PADDING["weighted"]) is None
+    assert decoded({"instances": [[1], []]}, IDS, (None,)) is None
+    assert decoded({"instances": [[1], []]}, IDS, ()) is None
+
+
+def test_a_key_twice_is_no_ragged_list() -> None:
+    body = b'{"instances": [{"watched": [1], "watched": [2]}, {"watched": [3, 4]}]}'
+    assert pad_ragged(parse_document(body), dataclasses.replace(IDS, padding=PADDING["ids"])) is None
+
+
+def test_a_value_of_another_type_is_still_an_error() -> None:
+    with pytest.raises(StatusError, match="is not of expected type: int64"):
+        decoded({"instances": [[1, 2], [1.5]]}, IDS, PADDING["ids"])

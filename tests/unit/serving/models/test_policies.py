@@ -1,0 +1,201 @@
+"""Which versions a policy serves, in which order they come and go, and what labels call them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving.doubles import FakeLoader, make_version
+from tpuembed.errors import ConfigError
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
+from tpuembed_serving.models.repository import ServedModel, State
+from tpuembed_serving.settings import LoadSettings, ModelSettings
+
+
+@pytest.mark.parametrize(
+    ("policy", "found", "wanted"),
+    [
+        (LatestVersions(), {3, 10, 9}, {10}),
+        (LatestVersions(2), {3, 10, 9}, {9, 10}),
+        (LatestVersions(5), {3, 10}, {3, 10}),
+        (LatestVersions(2), set(), set()),
+        (AllVersions(), {3, 10}, {3, 10}),
+        (SpecificVersions(frozenset({3, 4})), {3, 10}, {3}),
+        (SpecificVersions(frozenset({4})), {3, 10}, set()),
+    ],
+)
+def test_what_is_wanted(policy: VersionPolicy, found: set[int], wanted: set[int]) -> None:
+    assert policy.wanted(found) == wanted
+
+
+def test_policies_that_want_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="latest versions: the count is 0"):
+        LatestVersions(0)
+    with pytest.raises(ConfigError, match="specific versions: the list is empty"):
+        SpecificVersions(frozenset())
+
+
+@pytest.fixture
+def loader() -> FakeLoader:
+    return FakeLoader()
+
+
+@pytest.fixture
+def base_path(tmp_path: Path) -> Path:
+    (tmp_path / "m").mkdir()
+    return tmp_path / "m"
+
+
+def serve(
+    base_path: Path,
+    loader: FakeLoader,
+    policy: VersionPolicy,
+    labels: dict[str, int] | None = None,
+    allow: bool = False,
+) -> ServedModel:
+    settings = ModelSettings(name="m", base_path=base_path, policy=policy, labels=labels or {})
+    options = LoadSettings(labels_for_unavailable=allow)
+    return ServedModel(settings, loader, lambda: None, options=options)
+
+
+def available(model: ServedModel) -> set[int]:
+    return {status.version for status in model.statuses() if status.state is State.AVAILABLE}
+
+
+def labelled(model: ServedModel, label: str) -> int:
+    with model.lease(None, label) as loaded:
+        return loaded.version
+
+
+def publish(base_path: Path, *versions: int) -> None:
+    for version in versions:
+        make_version(base_path, version)
+
+
+def test_the_latest_two_are_loaded_newest_first(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1, 2, 3)
+    model = serve(base_path, loader, LatestVersions(2))
+    model.poll()
+    assert loader.calls == ["3", "2"]
+    publish(base_path, 4)
+    seen = []
+    loader.during = lambda: seen.append(available(model))
+    model.poll()
+    assert seen == [{3}], "3 is wanted and answers, so 2 may go before 4 is loaded"
+    assert available(model) == {3, 4}
+    assert loader.loaded["2"].closed.is_set()
+
+
+def test_an_old_version_serves_until_one_of_the_wanted_does(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1)
+    model = serve(base_path, loader, LatestVersions(2))
+    model.poll()
+    model.configure(SpecificVersions(frozenset({2, 3})))
+    publish(base_path, 2, 3)
+    loader.broken = {"2": StatusError(Code.DATA_LOSS, "torn"), "3": StatusError(Code.DATA_LOSS, "torn")}
+    model.poll()
+    assert available(model) == {1}
+    loader.broken = {"3": StatusError(Code.DATA_LOSS, "torn")}
+    (base_path / "2" / "saved_model.pb").write_bytes(b"whole")
+    model.poll()
+    assert available(model) == {2}
+    assert loader.loaded["1"].closed.is_set()
+
+
+def test_all_versions_come_and_go_with_their_folders(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1, 3)
+    model = serve(base_path, loader, AllVersions())
+    model.poll()
+    assert available(model) == {1, 3}
+    publish(base_path, 2)
+    (base_path / "1").rename(base_path / "gone")
+    model.poll()
+    assert available(model) == {2, 3}
+    assert loader.loaded["1"].closed.is_set()
+
+
+def test_another_policy_loads_and_unloads(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1, 2, 3)
+    model = serve(base_path, loader, AllVersions())
+    model.poll()
+    model.configure(SpecificVersions(frozenset({1})))
+    model.poll()
+    assert available(model) == {1}
+    model.configure(LatestVersions())
+    model.poll()
+    assert available(model) == {3}
+    assert loader.calls == ["3", "2", "1", "3"]
+
+
+def test_a_specific_version_that_is_not_there_is_named_once(
+    base_path: Path, loader: FakeLoader, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(base_path, 1)
+    model = serve(base_path, loader, SpecificVersions(frozenset({1, 7})))
+    with caplog.at_level("WARNING"):
+        model.poll()
+        model.poll()
+    assert caplog.messages == ["model m: its config names version 7, which is not in its folder"]
+    assert available(model) == {1}
+
+
+def test_labels_of_the_first_config_wait_for_their_versions(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1, 2)
+    model = serve(base_path, loader, AllVersions(), {"stable": 1, "canary": 2, "next": 3})
+    for label in ("stable", "next", "none"):
+        with (
+            pytest.raises(StatusError, match=f"^Unrecognized servable version label: {label}$") as caught,
+            model.lease(None, label),
+        ):
+            pass
+        assert caught.value.code is Code.INVALID_ARGUMENT
+    model.poll()
+    assert (labelled(model, "stable"), labelled(model, "canary")) == (1, 2)
+    with pytest.raises(StatusError, match=r"label: next$"), model.lease(None, "next"):
+        pass
+    publish(base_path, 3)
+    model.poll()
+    assert labelled(model, "next") == 3
+
+
+def test_labels_are_assigned_to_available_versions_alone(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1, 2)
+    model = serve(base_path, loader, AllVersions())
+    model.poll()
+    text = "Request to assign label to version 3 of model m, which is not currently available for inference"
+    assert model.label_fault({"stable": 1, "canary": 3}) == text
+    assert model.label_fault({"stable": 1, "canary": 2}) == ""
+    model.assign({"stable": 1, "canary": 2})
+    model.assign({"stable": 2})
+    assert labelled(model, "stable") == 2
+    with pytest.raises(StatusError, match=r"label: canary$"), model.lease(None, "canary"):
+        pass
+
+
+def test_new_labels_of_unavailable_versions_where_that_is_allowed(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1)
+    model = serve(base_path, loader, AllVersions(), {"stable": 1, "next": 5}, allow=True)
+    with (
+        pytest.raises(StatusError, match=r"^Servable not found for request: Specific\(m, 5\)$"),
+        model.lease(None, "next"),
+    ):
+        pass
+    model.poll()
+    assert labelled(model, "stable") == 1
+    assert model.label_fault({"stable": 1, "next": 5, "new": 9}) == ""
+    assert "version 9 of model m" in model.label_fault({"stable": 9}), (
+        "a label in use moves to available versions alone"
+    )
+
+
+def test_a_label_of_a_version_that_went_away(base_path: Path, loader: FakeLoader) -> None:
+    publish(base_path, 1)
+    model = serve(base_path, loader, LatestVersions(), {"stable": 1})
+    model.poll()
+    publish(base_path, 2)
+    model.poll()
+    with (
+        pytest.raises(StatusError, match=r"^Servable not found for request: Specific\(m, 1\)$"),
+        model.lease(None, "stable"),
+    ):
+        pass

@@ -1,0 +1,235 @@
+"""Versions come and go on disk; requests always have one to run on."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving.doubles import FakeLoader, make_version, wait_for
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.models.repository import ModelRepository, ServedModel, State
+from tpuembed_serving.settings import ModelSettings
+
+
+@pytest.fixture
+def loader() -> FakeLoader:
+    return FakeLoader()
+
+
+@pytest.fixture
+def base_path(tmp_path: Path) -> Path:
+    (tmp_path / "m").mkdir()
+    return tmp_path / "m"
+
+
+@pytest.fixture
+def model(loader: FakeLoader, base_path: Path) -> ServedModel:
+    return ServedModel(ModelSettings(name="m", base_path=base_path), loader, lambda: None)
+
+
+def states(model: ServedModel) -> dict[int, State]:
+    return {status.version: status.state for status in model.statuses()}
+
+
+def served(model: ServedModel) -> int:
+    with model.lease(None) as loaded:
+        return loaded.version
+
+
+def test_an_empty_folder_serves_nothing(model: ServedModel) -> None:
+    model.poll()
+    assert model.statuses() == []
+    assert not model.available
+    with (
+        pytest.raises(StatusError, match=r"^Servable not found for request: Latest\(m\)$") as caught,
+        model.lease(None),
+    ):
+        pass
+    assert caught.value.code is Code.NOT_FOUND
+
+
+def test_the_newest_version_alone_is_loaded(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
+    for version in (2, 10, 9):
+        make_version(base_path, version)
+    model.poll()
+    assert loader.calls == ["10"]
+    assert served(model) == 10
+    with pytest.raises(StatusError, match=r"^Servable not found for request: Specific\(m, 2\)$"), model.lease(2):
+        pass
+
+
+def test_a_newer_version_is_loaded_before_the_old_one_goes(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    make_version(base_path, 2)
+    seen: list[tuple[int, dict[int, State]]] = []
+    loader.during = lambda: seen.append((served(model), states(model)))
+    model.poll()
+    assert seen == [(1, {2: State.LOADING, 1: State.AVAILABLE})]
+    assert states(model) == {2: State.AVAILABLE, 1: State.END}
+    assert loader.loaded["1"].closed.is_set()
+    assert loader.calls == ["1", "2"]
+
+
+def test_a_request_in_progress_keeps_its_version(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    with model.lease(None) as loaded, model.lease(1):
+        make_version(base_path, 2)
+        model.poll()
+        assert loaded.version == 1
+        assert served(model) == 2
+        assert states(model) == {2: State.AVAILABLE, 1: State.UNLOADING}
+        assert not loader.loaded["1"].closed.is_set()
+        with pytest.raises(StatusError), model.lease(1):
+            pass
+    model.poll()
+    assert loader.loaded["1"].closed.is_set()
+    assert states(model)[1] is State.END
+
+
+def test_a_version_that_fails_is_kept_with_its_error_and_the_old_one_serves(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    path = make_version(base_path, 2)
+    loader.broken["2"] = StatusError(Code.DATA_LOSS, "version 2: torn")
+    model.poll()
+    model.poll()
+    assert loader.calls == ["1", "2"], "a failed load is not tried again at every look"
+    failed = model.statuses()[0]
+    assert (failed.version, failed.state) == (2, State.END)
+    assert failed.error is not None
+    assert failed.error.to_string() == "DATA_LOSS: version 2: torn"
+    assert failed.error.__traceback__ is None, "its frames would keep what was half loaded"
+    assert failed.error.__context__ is None
+    assert served(model) == 1
+    loader.broken.clear()
+    (path / "saved_model.pb").write_bytes(b"a whole graph")
+    model.poll()
+    assert served(model) == 2
+    assert model.statuses()[0].error is None
+
+
+def test_an_unexpected_exception_is_a_failed_load(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
+    make_version(base_path, 1)
+    loader.broken["1"] = MemoryError("no room")
+    model.poll()
+    (status,) = model.statuses()
+    assert status.error is not None
+    assert status.error.to_string() == "UNKNOWN: version 1: MemoryError: no room"
+
+
+def test_a_failed_load_is_tried_again_five_times_a_minute_apart(
+    model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("tpuembed_serving.models.model.time.monotonic", lambda: now)
+    make_version(base_path, 1)
+    loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
+    model.poll()
+    for tries in range(1, 6):
+        now += 59
+        model.poll()
+        assert len(loader.calls) == tries
+        now += 2
+        model.poll()
+        assert len(loader.calls) == tries + 1
+    now += 1000
+    model.poll()
+    assert len(loader.calls) == 6, "one load and five retries"
+    (base_path / "1" / "saved_model.pb").write_bytes(b"written anew")
+    loader.broken.clear()
+    model.poll()
+    assert served(model) == 1
+
+
+def test_a_retry_that_succeeds(
+    model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("tpuembed_serving.models.model.time.monotonic", lambda: now)
+    make_version(base_path, 1)
+    loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
+    model.poll()
+    loader.broken.clear()
+    now += 61
+    model.poll()
+    assert served(model) == 1
+
+
+def test_removing_the_newest_version_goes_back_to_the_one_before(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    make_version(base_path, 1)
+    make_version(base_path, 2)
+    model.poll()
+    shutil.rmtree(base_path / "2")
+    model.poll()
+    assert loader.calls == ["2", "1"]
+    assert served(model) == 1
+    assert states(model) == {2: State.END, 1: State.AVAILABLE}
+
+
+def test_removing_every_version_ends_the_service_as_theirs_does(model: ServedModel, base_path: Path) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    shutil.rmtree(base_path / "1")
+    model.poll()
+    assert states(model) == {1: State.END}
+
+
+def test_a_folder_that_cannot_be_listed_changes_nothing(model: ServedModel, base_path: Path) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    base_path.rename(base_path.with_name("away"))
+    model.poll()
+    assert served(model) == 1
+
+
+def test_a_version_in_use_is_unloaded_afterwards_though_its_folder_is_gone(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    with model.lease(1):
+        make_version(base_path, 2)
+        model.poll()
+        base_path.rename(base_path.with_name("away"))
+    model.poll()
+    assert loader.loaded["1"].closed.is_set()
+    assert served(model) == 2
+
+
+def test_the_repository_watches_and_stops(loader: FakeLoader, base_path: Path) -> None:
+    other = base_path.with_name("n")
+    other.mkdir()
+    make_version(base_path, 1)
+    models = [ModelSettings(name="m", base_path=base_path), ModelSettings(name="n", base_path=other)]
+    repository = ModelRepository(models, loader, poll_seconds=0.02)
+    assert not repository.ready
+    repository.start()
+    wait_for(lambda: bool(repository.statuses("m")))
+    assert not repository.ready, "n has no version yet"
+    make_version(other, 7)
+    wait_for(lambda: repository.ready)
+    with pytest.raises(StatusError, match=r"^Servable not found for request: Specific\(x, 3\)$"):
+        repository.lease("x", 3)
+    assert repository.statuses("x") == []
+    repository.stop()
+    assert all(servable.closed.is_set() for servable in loader.loaded.values())
+
+
+def test_the_last_request_wakes_the_watch(loader: FakeLoader, base_path: Path) -> None:
+    make_version(base_path, 1)
+    repository = ModelRepository([ModelSettings(name="m", base_path=base_path)], loader, poll_seconds=0.02)
+    repository.start()
+    wait_for(lambda: repository.ready)
+    with repository.lease("m", 1):
+        make_version(base_path, 2)
+        wait_for(lambda: repository.statuses("m")[-1].state is State.UNLOADING)
+    wait_for(loader.loaded["1"].closed.is_set)
+    repository.stop()

@@ -1,0 +1,149 @@
+"""The lines of the access log, over ASGI and gRPC's handler, and what becomes of its file."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.serving.asgi import running, send, wait_until_ready
+from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version
+from tpuembed.errors import ServingError
+from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.service import ModelSpec, PredictionService
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.app import ServingApp
+from tpuembed_serving.models.repository import ModelRepository
+from tpuembed_serving.settings import TelemetrySettings
+from tpuembed_serving.telemetry.access_log import AccessLog
+from tpuembed_serving.telemetry.observers import check_telemetry
+from tpuembed_serving.telemetry.request_record import GRPC, RequestRecord, set_current_record
+
+STAGES = ["read", "parse", "queue", "run", "encode"]
+
+
+def logged(folder: Path, ask: Callable[[ServingApp], object]) -> list[dict[str, Any]]:
+    """The lines of a server that was asked something."""
+    make_version(folder / "m", 7)
+    log = folder / "access.log"
+    settings = ServerSettings.for_model_dir(folder / "m", telemetry=TelemetrySettings(access_log=str(log)))
+    app = create_app(settings, load=lambda _: DoublingServable())
+    with running(app):
+        wait_until_ready(app)
+        ask(app)
+    app.telemetry.close()
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_line_says_what_was_asked_and_what_it_took(tmp_path: Path) -> None:
+    body = '{"instances": [1, 2, 3]}'
+    before = time.time()
+    (line,) = logged(tmp_path, lambda app: send(app, "POST", "/v1/models/m:predict", body, x_request_id="r-1"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+    assert line.pop("time") >= time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(before))
+    stages, whole = line.pop("stages_ms"), line.pop("ms")
+    assert list(stages) == STAGES
+    assert sum(stages.values()) == pytest.approx(whole, abs=0.01)
+    assert min(stages.values()) >= 0
+    assert line == {
+        "request_id": "r-1", "entrypoint": "REST", "method": "POST", "path": "/v1/models/m:predict", "model": "m",
+        "version": 7, "status": 200, "rows": 3, "bytes_in": len(body),
+        "bytes_out": len('{\n    "predictions": [2, 4, 6\n    ]\n}'),
+    }  # fmt: skip
+
+
+def test_errors_have_lines_too(tmp_path: Path) -> None:
+    def ask(app: ServingApp) -> None:
+        send(app, "POST", "/v1/models/z:predict", '{"instances": [1]}')
+        send(app, "POST", "/v1/models/m:predict", "{")
+        send(app, "GET", "/v1/nothing?a=%22")
+
+    found = [(line["model"], line["version"], line["status"], line["rows"]) for line in logged(tmp_path, ask)]
+    assert found == [("z", None, 404, None), ("m", None, 400, None), ("", None, 400, None)]
+
+
+def test_a_request_without_a_name_gets_one(tmp_path: Path) -> None:
+    shown = []
+
+    def ask(app: ServingApp) -> None:
+        for name in ("", "no spaces", "x" * 200):
+            reply = send(app, "GET", "/v1/models/m", x_request_id=name)
+            shown.append(reply.headers[b"x-request-id"].decode())
+
+    lines = logged(tmp_path, ask)
+    assert [line["request_id"] for line in lines] == shown
+    assert len(set(shown)) == 3
+    assert all(re.fullmatch("[0-9a-f]{16}", name) for name in shown)
+
+
+def test_a_path_cannot_break_a_line(tmp_path: Path) -> None:
+    lines = logged(tmp_path, lambda app: send(app, "GET", '/v1/models/"\n{}\x7f'))
+    assert [line["path"] for line in lines] == ['/v1/models/"\n{}\x7f']
+
+
+def test_a_name_cannot_break_a_line(tmp_path: Path) -> None:
+    """Some readers end lines at U+0085, U+2028 and U+2029 too."""
+    lines = logged(tmp_path, lambda app: send(app, "POST", "/v1/models/%C2%85%E2%80%A8%E2%80%A9%C3%A9:predict", "{}"))
+    assert [line["model"] for line in lines] == ["\x85\u2028\u2029\xe9"]
+
+
+def record() -> RequestRecord:
+    one = RequestRecord(GRPC, "POST", b"/tensorflow.serving.PredictionService/Predict", [(b"x-request-id", b"a")])
+    one.answered(Code.NOT_FOUND, int(Code.NOT_FOUND), 0)
+    return one
+
+
+def test_a_call_has_the_name_of_its_code(tmp_path: Path) -> None:
+    log = AccessLog(str(tmp_path / "log"))
+    log.finish(record())
+    log.close()
+    line = json.loads((tmp_path / "log").read_text())
+    assert (line["status"], line["request_id"], line["entrypoint"]) == ("NOT_FOUND", "a", "GRPC")
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    models = ModelRepository([], FakeLoader(), poll_seconds=3600)
+    service = PredictionService(models, ModelExecutor(threads=1, max_queued=1, timeout_seconds=10))
+    one = record()
+    set_current_record(one)
+    with pytest.raises(StatusError, match="not found"):
+        service.lease(ModelSpec("unknown"))
+    set_current_record(None)
+    assert one.model == "unknown"
+
+
+def test_a_rotated_file_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = AccessLog(str(path))
+    log.finish(record())
+    while not path.read_bytes():
+        time.sleep(0.001)
+    path.rename(tmp_path / "log.1")
+    log.finish(record())
+    log.close()
+    assert len(path.read_text().splitlines()) == len((tmp_path / "log.1").read_text().splitlines()) == 1
+
+
+def test_a_file_is_appended_to(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("before\n")
+    log = AccessLog(str(tmp_path / "log"))
+    log.finish(record())
+    log.close()
+    assert (tmp_path / "log").read_text().startswith("before\n{")
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ServingError, match=r"access log .*none/log: cannot be written: No such file"):
+        check_telemetry(TelemetrySettings(access_log=str(tmp_path / "none" / "log")))
+
+
+def test_a_disk_that_fills_up_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = AccessLog("/dev/full")
+    log.finish(record())
+    log.finish(record())
+    log.close()
+    assert "the access log cannot be written: [Errno 28] No space left on device" in caplog.text

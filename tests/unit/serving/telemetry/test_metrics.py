@@ -1,0 +1,230 @@
+"""Metrics as Prometheus' own parser reads them, against numbers counted by hand."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.serving.asgi import running, send, wait_until_ready
+from tests.support.serving.doubles import DoublingServable, make_version
+from tpuembed.errors import ConfigError
+from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.app import ServingApp
+from tpuembed_serving.settings import TelemetrySettings
+from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, exponential, merge_snapshots, to_text
+from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics
+from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
+from tpuembed_serving.telemetry.request_record import GRPC, REST, RequestRecord
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def parsed(text: str) -> Samples:
+    """(name, labels) -> value, by the parser of Prometheus' own client."""
+    return {
+        (_written(sample.name, text), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def _written(name: str, text: str) -> str:
+    """The parser calls a counter `_total` whatever the text says."""
+    bare = name.removesuffix("_total")
+    return bare if f"# TYPE {bare} counter\n" in text else name
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def test_buckets_are_tensorflow_servings() -> None:
+    bounds = exponential(10, 1.8, 33)
+    assert len(bounds) == 33
+    assert bounds[:3] == pytest.approx((10, 18, 32.4))
+    assert bounds[-1] == pytest.approx(10 * 1.8**32)
+
+
+def test_a_histogram_counts_what_is_at_most_its_bound() -> None:
+    histogram = Histogram(":a:b", (1.0, 2.5), "model")
+    for observed in (0.5, 1.0, 2.0, 7.0):
+        histogram.cell("m").add(observed)
+    text = to_text({histogram.family: histogram.values()})
+    assert text.startswith("# TYPE :a:b histogram\n")
+    samples = parsed(text)
+    assert [value(samples, ":a:b_bucket", model="m", le=le) for le in ("1", "2.5", "+Inf")] == [2, 3, 4]
+    assert value(samples, ":a:b_sum", model="m") == 10.5
+    assert value(samples, ":a:b_count", model="m") == 4
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "\u00e9{}"])
+def test_labels_of_any_text_come_back(name: str) -> None:
+    counter = Counter(":x", "model")
+    counter.add((name,), 3)
+    assert parsed(to_text({counter.family: counter.values()})) == {(":x", frozenset({("model", name)})): 3}
+
+
+def test_processes_add_up() -> None:
+    counts, times = Family(":c", "counter", ("m",)), Family(":h", "histogram", (), (1.0,))
+    total = merge_snapshots(
+        [
+            {counts: {("a",): (1,), ("b",): (2,)}, times: {(): (0.5, 1, 0)}},
+            {counts: {("a",): (10,)}, times: {(): (9.0, 0, 1)}},
+        ]
+    )
+    assert total == {counts: {("a",): (11,), ("b",): (2,)}, times: {(): (9.5, 1, 1)}}
+
+
+def record(model: str = "m", api: str = "predict", entrypoint: str = REST, code: Code = Code.OK) -> RequestRecord:
+    one = RequestRecord(entrypoint, "POST", b"/v1/models/m:predict", [], api)
+    one.model = model
+    one.body(10)
+    one.answered(code, 200, 20)
+    return one
+
+
+def test_a_failed_request_is_counted_and_has_no_latency() -> None:
+    metrics = ServerMetrics()
+    metrics.finish(record(code=Code.NOT_FOUND))
+    samples = parsed(to_text(metrics.snapshot()))
+    assert value(samples, ":tensorflow:serving:request_count", model_name="m", status="NOT_FOUND") == 1
+    assert not any(name.startswith(":tensorflow:serving:request_latency") for name, _ in samples)
+
+
+def test_names_that_clients_make_up_do_not_fill_the_memory() -> None:
+    metrics = ServerMetrics()
+    for index in range(3000):
+        metrics.finish(record(f"m{index}", code=Code.NOT_FOUND))
+    samples = parsed(to_text(metrics.snapshot()))
+    counts = {dict(labels)["model_name"]: count for (name, labels), count in samples.items() if "request_count" in name}
+    assert len(counts) == 1001
+    assert counts["(others)"] == 2000
+
+
+def test_stages_add_up_to_the_latency() -> None:
+    metrics = ServerMetrics()
+    one = RequestRecord(GRPC, "POST", b"/x/Predict", [], "Predict")
+    one.model, one.started = "m", 100.0
+    one.received, one._left, one._queue, one._run, one.ended, one.rows = 100.001, 100.010, 0.002, 0.003, 100.011, 5
+    metrics.finish(one)
+    samples = parsed(to_text(metrics.snapshot()))
+    stage = ":tpuembed:serving:stage_latency_sum"
+    found = {
+        name: value(samples, stage, model_name="m", stage=name) for name in ("read", "parse", "queue", "run", "encode")
+    }
+    assert found == pytest.approx({"read": 1000, "parse": 4000, "queue": 2000, "run": 3000, "encode": 1000}, abs=0.01)
+    whole = value(samples, ":tensorflow:serving:request_latency_sum", model_name="m", API="Predict", entrypoint="GRPC")
+    assert whole == pytest.approx(11_000, abs=0.01)
+    runtime = value(samples, ":tensorflow:serving:runtime_latency_sum", model_name="m", API="Predict", runtime="TF1")
+    assert runtime == pytest.approx(3000, abs=0.01)
+
+
+def test_loads_and_warm_ups_have_tensorflows_names() -> None:
+    metrics = ServerMetrics()
+    metrics.loaded("/m/1", 1.5, True)
+    metrics.loaded("/m/2", 0.5, False)
+    metrics.warmed_up("/m/1", 0.25, 7, None)
+    metrics.warmed_up("/m/2", 0.25, 0, StatusError(Code.DATA_LOSS, "cut"))
+    samples = parsed(to_text(metrics.snapshot()))
+    assert value(samples, ":tensorflow:cc:saved_model:load_attempt_count", model_path="/m/1", status="success") == 1
+    assert value(samples, ":tensorflow:cc:saved_model:load_attempt_count", model_path="/m/2", status="fail") == 1
+    assert value(samples, ":tensorflow:cc:saved_model:load_latency", model_path="/m/1") == 1_500_000
+    warmed = ":tensorflow:serving:model_warmup_latency_count"
+    assert value(samples, warmed, model_path="/m/1", status="OK") == 1
+    assert value(samples, warmed, model_path="/m/2", status="DATA_LOSS: cut") == 1
+    assert value(samples, ":tensorflow:serving:model_warmup_records_read", model_path="/m/1", status="OK") == 7
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingApp]:
+    with measured(tmp_path_factory.mktemp("models")) as app:
+        yield app
+
+
+@contextlib.contextmanager
+def measured(folder: Path) -> Iterator[ServingApp]:
+    make_version(folder / "m", 7)
+    settings = ServerSettings.for_model_dir(folder / "m", telemetry=TelemetrySettings(metrics_path=DEFAULT_PATH))
+    app = create_app(settings, load=lambda _: DoublingServable())
+    with running(app):
+        wait_until_ready(app)
+        yield app
+
+
+def test_what_a_client_did_is_on_the_page(app: ServingApp) -> None:
+    send(app, "POST", "/v1/models/m:predict", '{"instances": [1, 2, 3]}')
+    send(app, "POST", "/v1/models/m:predict", '{"instances": [1]}')
+    send(app, "POST", "/v1/models/m:predict", "{")
+    send(app, "POST", "/v1/models/z:predict", '{"instances": [1]}')
+    send(app, "GET", "/v1/models/m")
+    page = send(app, "GET", DEFAULT_PATH)
+    assert page.headers[b"content-type"].startswith(b"text/plain")
+    samples = parsed(page.body.decode())
+    count = ":tensorflow:serving:request_count"
+    assert value(samples, count, model_name="m", status="OK") == 3
+    assert value(samples, count, model_name="m", status="INVALID_ARGUMENT") == 1
+    assert value(samples, count, model_name="z", status="NOT_FOUND") == 1
+    latency = ":tensorflow:serving:request_latency_count"
+    assert value(samples, latency, model_name="m", API="predict", entrypoint="REST") == 2
+    assert value(samples, latency, model_name="m", API="", entrypoint="REST") == 1
+    assert value(samples, ":tensorflow:serving:batching_session:wrapped_run_count") == 2
+    assert (
+        value(samples, ":tensorflow:serving:batching_session:queuing_latency_count", thread_pool_name="model-run") == 2
+    )
+    assert value(samples, ":tpuembed:serving:run_rows_sum") == 4
+    assert value(samples, ":tpuembed:serving:run_requests_count") == 2
+    assert value(samples, ":tpuembed:serving:queue_depth") == 0
+    path = str(app.settings.models[0].base_path / "7")
+    assert value(samples, ":tensorflow:cc:saved_model:load_attempt_count", model_path=path, status="success") == 1
+
+
+def test_a_server_that_is_not_asked_has_no_metrics(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    app = create_app(ServerSettings.for_model_dir(tmp_path / "m"), load=lambda _: DoublingServable())
+    with running(app):
+        assert send(app, "GET", DEFAULT_PATH).status == 404
+        assert isinstance(app.executor, ModelExecutor)
+        assert app.executor.watch is None
+        assert not app.telemetry.observes
+
+
+CONFIGS = {
+    "prometheus_config { enable: true }": DEFAULT_PATH,
+    'prometheus_config { enable: true path: "/stats" }': "/stats",
+    'prometheus_config { path: "/stats" }': None,
+    "prometheus_config: {enable: false}  # off": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_a_monitoring_config_is_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "monitoring").write_text(text)
+    assert read_metrics_path(tmp_path / "monitoring") == CONFIGS[text]
+
+
+@pytest.mark.parametrize("text", ["prometheus_config { enabled: true }", "{", b"\xff\xfe"])
+def test_what_is_no_monitoring_config_is_refused(tmp_path: Path, text: str | bytes) -> None:
+    (tmp_path / "monitoring").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=r"monitoring config .*monitoring: "):
+        read_metrics_path(tmp_path / "monitoring")
+
+
+def test_a_monitoring_config_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_metrics_path(tmp_path / "none")
+
+
+@pytest.mark.parametrize("path", ["metrics", "/v1/metrics", "/V1/x", "/readyz", "/a?b", "/docs", ""])
+def test_a_path_that_others_have_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="metrics_path"):
+        TelemetrySettings(metrics_path=path)
+
+
+def test_bounds_are_finite() -> None:
+    assert all(map(math.isfinite, exponential(100, 1.2, 52)))

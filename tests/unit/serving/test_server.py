@@ -1,0 +1,218 @@
+"""What a server answers while its models load, and when its ports open."""
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2
+
+from tests.support.serving.doubles import DoublingServable, FakeLoader, wait_for
+from tests.support.serving.served import BODY, Served
+from tpuembed.errors import ServingError
+from tpuembed_serving import server
+from tpuembed_serving.core.servable import Servable
+
+LOADING = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
+SERVICES = ("tensorflow.serving.PredictionService", "PredictionService", "ModelService")
+REQUESTS = [
+    ("POST", "/v1/models/{}:predict", BODY),
+    ("POST", "/v1/models/{}/versions/1:predict", BODY),
+    ("POST", "/v1/models/{}/labels/stable:predict", BODY),
+    ("POST", "/v1/models/{}:classify", b'{"examples": [{}]}'),
+    ("POST", "/v1/models/{}:regress", b'{"examples": [{}]}'),
+    ("GET", "/v1/models/{}", None),
+    ("GET", "/v1/models/{}/versions/1", None),
+    ("GET", "/v1/models/{}/metadata", None),
+]
+
+
+class Loads:
+    """Loads model `quick` at once; `slow` and `broken` when they may, and `broken` fails."""
+
+    def __init__(self) -> None:
+        self.go_on = {"slow": threading.Event(), "broken": threading.Event()}
+        self.loading: list[str] = []
+
+    def __call__(self, path: Path) -> Servable:
+        name = path.parent.name
+        self.loading.append(name)
+        if name in self.go_on:
+            assert self.go_on[name].wait(20)
+        if name == "broken":
+            raise OSError("no such disk")
+        return DoublingServable()
+
+
+def test_until_each_first_load_has_ended_every_model_is_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads()
+    models = ("quick", "slow", "broken")
+    with Served(tmp_path, monkeypatch, loads, models=models) as served:
+        for step, last in enumerate(("slow", "broken")):
+            wait_for(lambda last=last: last in loads.loading)  # type: ignore[misc]
+            wait_for(lambda: served.listens)
+            assert served.ask("GET", "/healthz") == (200, {"status": "ok"})
+            assert served.ask("GET", "/readyz") == (503, {"status": "not ready"})
+            for name in (*models, "unknown"):
+                for method, path, body in REQUESTS:
+                    assert served.ask(method, path.format(name), body) == (503, {"error": LOADING}), path
+                assert served.call(name) == ("UNAVAILABLE", LOADING)
+            for service in ("", *SERVICES, "slow"):
+                assert served.health(service) == "NOT_SERVING"
+            states = {
+                model["name"]: model["model_version_status"] for model in served.ask("GET", "/models")[1]["models"]
+            }
+            assert states["quick"][0]["state"] == "AVAILABLE"
+            assert [one["state"] for one in states["slow"]] == [["LOADING"], ["AVAILABLE"]][step]
+            loads.go_on[last].set()
+        wait_for(lambda: served.ask("GET", "/v1/models/unknown")[0] == 404)
+        for name in ("quick", "slow"):
+            assert served.ask("POST", f"/v1/models/{name}:predict", BODY) == (200, {"predictions": [2, 4]})
+            assert served.call(name)[0] == "OK"
+        for name in ("broken", "unknown"):
+            text = f"Servable not found for request: Latest({name})"
+            assert served.ask("POST", f"/v1/models/{name}:predict", BODY) == (404, {"error": text})
+            assert served.call(name) == ("NOT_FOUND", text)
+        state = served.ask("GET", "/v1/models/broken")[1]["model_version_status"][0]
+        assert (state["state"], state["status"]["error_code"]) == ("END", "UNKNOWN")
+        assert served.ask("GET", "/readyz")[0] == 503, "a configured model has no version"
+        assert [served.health(service) for service in SERVICES] == ["SERVING"] * 3
+        assert [served.health(service) for service in ("", "broken", "quick")] == [
+            "NOT_SERVING",
+            "NOT_SERVING",
+            "SERVING",
+        ]
+
+
+def test_retry_after_comes_with_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = Loads()
+    with Served(tmp_path, monkeypatch, loads, models=("slow",)) as served:
+        wait_for(lambda: served.listens)
+        with contextlib.closing(served.connect()) as connection:
+            connection.request("POST", "/v1/models/slow:predict", BODY)
+            reply = connection.getresponse()
+            assert (reply.status, reply.getheader("retry-after")) == (503, "1")
+            reply.read()
+            loads.go_on["slow"].set()
+            wait_for(lambda: served.ask("GET", "/readyz")[0] == 200)
+            connection.request("POST", "/v1/models/slow:predict", BODY)  # over the same connection
+            assert connection.getresponse().status == 200
+
+
+def test_other_grpc_methods_are_loading_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = Loads()
+    status = get_model_status_pb2.GetModelStatusRequest()
+    status.model_spec.name = "slow"
+    metadata = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
+    metadata.model_spec.name = "slow"
+    with Served(tmp_path, monkeypatch, loads, models=("slow",)) as served:
+        wait_for(lambda: served.listens)
+        for method, request in (
+            ("/tensorflow.serving.ModelService/GetModelStatus", status),
+            ("/tensorflow.serving.PredictionService/GetModelMetadata", metadata),
+        ):
+            assert served.call(method=method, data=request.SerializeToString()) == ("UNAVAILABLE", LOADING)
+        loads.go_on["slow"].set()
+
+
+def test_who_watches_grpc_health_hears_when_the_models_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = Loads()
+    with Served(tmp_path, monkeypatch, loads, models=("slow",)) as served, served.channel() as channel:
+        watches = [
+            health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(service=service), timeout=60, wait_for_ready=True
+            )
+            for service in ("", *SERVICES)
+        ]
+        response = health_pb2.HealthCheckResponse
+        assert [next(watch).status for watch in watches] == [response.NOT_SERVING] * 4
+        loads.go_on["slow"].set()
+        assert [next(watch).status for watch in watches] == [response.SERVING] * 4
+
+
+@pytest.mark.parametrize("name", ["slow", "broken"])
+def test_listen_when_loaded_opens_the_ports_at_the_end_of_the_first_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    loads = Loads()
+    with Served(tmp_path, monkeypatch, loads, models=(name,), listen_when_loaded=True) as served:
+        wait_for(lambda: loads.loading == [name])
+        for port in (served.port, served.grpc_port):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), 5)
+        loads.go_on[name].set()
+        wait_for(lambda: served.listens)
+        wanted = (200, {"predictions": [2, 4]}) if name == "slow" else (404, None)
+        status, answer = served.ask("POST", f"/v1/models/{name}:predict", BODY)
+        assert (status, answer if status == 200 else None) == wanted
+        assert served.ask("GET", "/readyz")[0] == (200 if name == "slow" else 503)
+        assert served.call(name)[0] == ("OK" if name == "slow" else "NOT_FOUND")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("whose", ["rest_port", "grpc_port"])
+def test_a_port_of_a_server_that_does_not_listen_yet_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str, workers: int
+) -> None:
+    loads = Loads()
+    with Served(tmp_path, monkeypatch, loads, models=("slow",), listen_when_loaded=True) as first:
+        wait_for(lambda: loads.loading == ["slow"])
+        ports = {"rest_port": 0, "grpc_port": None, whose: getattr(first.settings, whose)}
+        for waits in (True, False):
+            settings = type(first.settings)(
+                models=first.settings.models, listen_when_loaded=waits, workers=workers, **ports
+            )
+            began = time.monotonic()
+            with pytest.raises(
+                ServingError, match=f"cannot listen on .* port {ports[whose]}: Address already in use. "
+            ):
+                server.serve(settings)
+            assert time.monotonic() - began < 5
+        loads.go_on["slow"].set()
+
+
+@pytest.mark.parametrize("listen_when_loaded", [True, False])
+def test_a_stop_while_models_load_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen_when_loaded: bool
+) -> None:
+    """There is nothing to finish, and no client to send elsewhere."""
+    loads = Loads()
+    options = {"listen_when_loaded": listen_when_loaded, "lame_duck_seconds": 50.0}
+    with Served(tmp_path, monkeypatch, loads, models=("slow",), **options) as served:
+        wait_for(lambda: loads.loading == ["slow"])
+        wait_for(lambda: listen_when_loaded or served.listens)
+        served.terminate()
+        wait_for(lambda: not served.listens)
+        loads.go_on["slow"].set()  # a load in progress is waited for
+        served.wait(20)
+
+
+def test_a_reload_leaves_what_is_loaded_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that comes later is loading in its own status alone."""
+    loader = FakeLoader()
+    entered, go_on = threading.Event(), threading.Event()
+    with Served(tmp_path, monkeypatch, loader) as served:
+        wait_for(lambda: served.listens)
+        wait_for(lambda: served.ask("GET", "/readyz")[0] == 200)
+
+        def during() -> None:
+            entered.set()
+            assert go_on.wait(60)
+
+        loader.during = during
+        (tmp_path / "m" / "2").mkdir()
+        (tmp_path / "m" / "2" / "saved_model.pb").write_bytes(b"graph")
+        assert entered.wait(60)
+        assert served.ask("POST", "/v1/models/m:predict", BODY)[0] == 200
+        statuses = served.ask("GET", "/v1/models/m")[1]["model_version_status"]
+        assert {one["version"]: one["state"] for one in statuses} == {"1": "AVAILABLE", "2": "LOADING"}
+        assert served.ask("GET", "/v1/models/unknown")[0] == 404
+        assert served.ask("GET", "/readyz")[0] == 200
+        go_on.set()

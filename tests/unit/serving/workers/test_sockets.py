@@ -1,0 +1,158 @@
+"""Ports: who may share one, what is left of the last server, and how a listening socket is closed without a loss."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving.doubles import wait_for
+from tpuembed.errors import ServingError
+from tpuembed_serving.workers.sockets import (
+    bind,
+    bind_shared,
+    listeners_of_port,
+    refuse_new_connections,
+    reserve,
+    waiting_connections,
+)
+
+HOSTS = ["127.0.0.1", "::1", "localhost"]
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    with bind_shared(host, port) as one:
+        one.listen(64)
+        yield one
+
+
+def leave_a_connection_behind(host: str, port: int) -> None:
+    """The listening side closes first and keeps the connection in TIME_WAIT."""
+    with listening(host, port) as listener, socket.create_connection(listener.getsockname()[:2]) as client:
+        accepted, _ = listener.accept()
+        accepted.close()
+        assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_port_can_be_shared_right_after_the_last_server(host: str) -> None:
+    with bind(host, 0, "--port") as free:
+        port = free.getsockname()[1]
+    leave_a_connection_behind(host, port)
+    with reserve(host, port, "--port"), listening(host, port), listening(host, port) as one:
+        socket.create_connection(one.getsockname()[:2]).close()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("with_listeners", [True, False])
+def test_a_port_that_another_server_shares_is_in_use(host: str, with_listeners: bool) -> None:
+    """Also while its processes are being started, and nobody listens yet."""
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(reserve(host, 0, "--port"))
+        port = held.getsockname()[1]
+        if with_listeners:
+            stack.enter_context(listening(host, port))
+        with pytest.raises(ServingError, match=f"^cannot listen on {host} port {port}: Address already in use. Choose"):
+            bind(host, port, "--port")
+        with pytest.raises(ServingError, match="Address already in use"), reserve(host, port, "--port"):
+            pass
+
+
+@pytest.mark.parametrize("_", range(20))
+def test_of_many_that_reserve_a_port_at_once_one_gets_it(_: int) -> None:
+    with bind("127.0.0.1", 0, "--port") as free:
+        port = free.getsockname()[1]
+    begin, done = threading.Barrier(8), threading.Event()
+    got: list[int] = []
+    failed: list[str] = []
+
+    def one() -> None:
+        begin.wait()
+        try:
+            with reserve("127.0.0.1", port, "--port"):
+                got.append(port)
+                done.wait(30)
+        except ServingError as error:
+            failed.append(str(error))
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(got) + len(failed) == 8)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert len(got) <= 1, "two servers share a port"
+    assert all("Address already in use" in text for text in failed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_what_has_connected_can_be_accepted_and_nobody_else_connects(host: str) -> None:
+    with listening(host, 0) as listener:
+        address = listener.getsockname()[:2]
+        clients = [socket.create_connection(address) for _ in range(5)]
+        assert waiting_connections(listener) == 5
+        refuse_new_connections(listener)
+        with socket.socket(listener.family) as late:
+            late.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                late.connect(address)
+        for client in clients:
+            client.sendall(b"question")
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.recv(8) == b"question"
+                accepted.sendall(b"answer")
+            assert client.recv(8) == b"answer"
+            client.close()
+        assert waiting_connections(listener) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
+def test_a_client_that_was_not_let_in_goes_to_the_next_socket() -> None:
+    with listening("127.0.0.1", 0) as first:
+        address = first.getsockname()[:2]
+        refuse_new_connections(first)
+        outcome: list[float] = []
+
+        def connect() -> None:
+            began = time.monotonic()
+            socket.create_connection(address, timeout=10).close()
+            outcome.append(time.monotonic() - began)
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        time.sleep(0.2)
+        with listening(*address):
+            first.close()
+            thread.join()
+    assert 0.5 < outcome[0] < 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_listening_sockets_of_a_port() -> None:
+    with listening("127.0.0.1", 0) as one, bind("127.0.0.1", 0, "--port"):
+        port = one.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), listening("127.0.0.1", port) as two:
+            before = descriptors()
+            found = listeners_of_port(port)
+            assert descriptors() == before + 2, "nothing else stays open"
+            inodes = {socket_inode(each) for each in found}
+            for each in found:
+                each.close()
+            assert inodes == {socket_inode(one), socket_inode(two)}
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def socket_inode(one: socket.socket) -> int:
+    return os.fstat(one.fileno()).st_ino
