@@ -44,7 +44,7 @@ class Weight:
 
     @property
     def is_count(self) -> bool:
-        """Whether it is a count, which nothing needs to take: an integer without a shape, or of a Keras 2 metric."""
+        """Returns True if the weight is a count: an integer without a shape, or one of a Keras 2 metric. Models need no count."""
         return not self.shape and ("int" in self.dtype or self.name in ("total", "count"))
 
 
@@ -134,7 +134,7 @@ class HoldsWeights(Protocol):
         """Layer -> its dtype policy, where the files say it."""
 
     def model_config(self) -> Mapping[str, Any] | None:
-        """What `keras.saving.serialize_keras_object` made of the model, where the files say it."""
+        """Return what `keras.saving.serialize_keras_object` made of the model, or None if the files do not have it."""
 
 
 def find_root(graph: ObjectGraph, path: str, where: str) -> int:
@@ -218,7 +218,7 @@ def _reached(graph: ObjectGraph, closed: Collection[int]) -> Iterator[int]:
 
 
 def _is_optimizer(node: Node) -> bool:
-    """Whether an object is an optimizer of Keras 3 or 2, or a legacy one."""
+    """Returns True if an object is an optimizer of Keras 3 or 2, or a legacy one."""
     return is_optimizer(node.children) or bool(node.slot_variables) or node.children.keys() >= _LEGACY_OPTIMIZER
 
 

@@ -223,7 +223,7 @@ class BundleCheckpoint:
         return {}
 
     def model_config(self) -> Mapping[str, Any] | None:
-        """None: an object graph has no config of the model."""
+        """Return None: an object graph has no config of the model."""
         return None
 
     def fingerprint(self) -> str:

@@ -75,7 +75,7 @@ class FeatureGroup:
 
     @cached_property
     def kind(self) -> str:
-        """Of all its features."""
+        """Return the kind that all features of the group have."""
         return kind_of(self.features[0])
 
     @cached_property
@@ -85,7 +85,7 @@ class FeatureGroup:
 
     @cached_property
     def is_weighted(self) -> bool:
-        """Whether every feature has weights, or none."""
+        """Returns True if every feature has weights, and False if none has."""
         return self.features[0].spec.weighted
 
     def named(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

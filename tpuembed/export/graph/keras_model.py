@@ -171,11 +171,11 @@ class KerasModel:
             rename_outputs([output for output, _ in named], output_names)
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
-        """By input name."""
+        """Return the spec of each input by name."""
         return dict(self._specs)
 
     def padding(self) -> dict[str, int | str]:
-        """What pads the inputs that are lists, by name."""
+        """Return the padding of each input that is a list, by name."""
         padding = {name: form.padding for name, form in self._forms.items()}
         return {name: value for name, value in padding.items() if value is not None}
 
@@ -199,17 +199,17 @@ class KerasModel:
         return requests
 
     def features(self) -> tuple[FeatureEntry, ...]:
-        """None: which table an input is looked up in is known to the model alone."""
+        """Return an empty tuple: only the model knows in which table an input is looked up."""
         return ()
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
-        """Of the model's preprocessing layers. They are read once."""
+        """Return the vocabularies of the preprocessing layers. They are read once."""
         if self._vocabularies is None:
             self._vocabularies = vocabularies_of(self.model)
         return self._vocabularies
 
     def packing(self) -> Packing:
-        """How the signature `packed` takes the inputs."""
+        """Return how the signature `packed` takes the inputs."""
         return pack_inputs(self._specs, [name for name, pad in self.padding().items() if pad == -1])
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
@@ -217,7 +217,7 @@ class KerasModel:
         return self(unpack(ids, self.packing(), self._specs))
 
     def may_read_tables(self) -> bool:
-        """Whether the model has code, beside layers of Keras and of ours, that could read a table whole; or makes weights in it."""
+        """Returns True if the model has code of its own that could read a whole table or make weights."""
         if not getattr(self.model, "outputs", None):
             return True
         layers = self.model._flatten_layers(include_self=True)
@@ -241,7 +241,7 @@ class KerasModel:
             tf.function(self, input_signature=[self._specs], autograph=False).get_concrete_function()
 
     def state(self, without: Sequence[Any] = ()) -> list[Any]:
-        """What a saved function of the model refers to: its variables but `without`, and its preprocessing layers' hash tables.
+        """Return what a saved function of the model refers to: its variables except `without`, and hash tables.
 
         Raises:
             ConfigError: a preprocessing layer has no vocabulary.

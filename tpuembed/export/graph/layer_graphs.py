@@ -175,7 +175,7 @@ class _Reader:
 
 
 def is_graph(entry: Mapping[str, Any]) -> bool:
-    """Whether the config of a layer says how the layers in it are put together: of a functional model, and of a Sequential."""
+    """Returns True if the config says how the layers inside are connected, as for a functional model or a Sequential."""
     fields = entry.get("config")
     return isinstance(fields, Mapping) and ("output_layers" in fields or entry.get("class_name") == "Sequential")
 

@@ -45,7 +45,7 @@ class InputForm:
 
     @property
     def padding(self) -> Padding | None:
-        """What pads the signature's matrix: -1, "" or "NaN"; None for a dense input."""
+        """Return what pads the signature's matrix: -1, "" or "NaN". It is None for a dense input."""
         if self.kind == "dense":
             return None
         if self.spec.dtype == tf.string:

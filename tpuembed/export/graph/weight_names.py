@@ -107,9 +107,9 @@ class Names:
         return frozenset(scope for scope in name.split("/")[:-1] if self.number(scope) is None)
 
     def may_be_one(self, wanted: str, saved: str) -> bool:
-        """Whether nothing in two names of weights says that they are different.
+        """Returns True if two names of weights do not contradict each other.
 
-        TensorFlow numbers a scope that a graph enters twice, and forgets the inner scopes of weights that are made late.
+        TensorFlow numbers a scope that a graph enters twice, and drops the inner scopes of weights that are made late.
         """
         if not wanted or not saved:
             return True
@@ -136,7 +136,7 @@ class Names:
         return pairs
 
     def same(self, wanted: str, saved: str) -> bool:
-        """Whether two names are equal, or made up for layers of one class."""
+        """Returns True if two names are equal, or made up for layers of one class."""
         first, second = self.number(wanted), self.number(saved)
         return wanted == saved or (first is not None and second is not None and first[0] == second[0])
 
@@ -145,7 +145,7 @@ class _Walk:
     """One attempt to lay a model over a saved object."""
 
     def __init__(self, names: Names, model: Objects, saved: Objects, is_entry: bool = False) -> None:
-        """Of an entry, what a user calls the model as a whole, its own name says nothing."""
+        """Ignore the name of the model itself if it is an entry: users name models freely."""
         self._names, self._model, self._saved = names, model, saved
         self._is_root = is_entry
         self.layers: dict[int, int] = {}
@@ -293,7 +293,7 @@ class _Walk:
         return sorted((place, theirs[name]) for name, place in mine.items() if name in theirs)
 
     def _may_be(self, wanted: int, found: int) -> bool:
-        """Whether each weight below an object of the model has one below a saved object that can be it."""
+        """Returns True if each weight below an object of the model has a possible counterpart below a saved object."""
         saved = self._saved.weights(found).values()
         return all(
             any(mine.shape == other.shape and self._names.may_be_one(mine.name, other.name) for other in saved)
@@ -301,7 +301,7 @@ class _Walk:
         )
 
     def _have_moved(self, wanted: Sequence[int], found: Sequence[int], named: Mapping[int, int]) -> bool:
-        """Whether named layers have other places in two lists, or another order where one list is longer."""
+        """Returns True if named layers have other places in two lists, or another order if one list is longer."""
         places = sorted((wanted.index(child), found.index(other)) for child, other in named.items())
         if len(wanted) == len(found) and any(mine != theirs for mine, theirs in places):
             return True
@@ -367,7 +367,7 @@ class _Walk:
 
 
 def _is_sorted(places: Sequence[tuple[int, int]]) -> bool:
-    """Whether layers that are sorted by their places in one list are sorted by those in the other."""
+    """Returns True if layers sorted by their places in one list are also sorted by those in the other."""
     return all(earlier[1] < later[1] for earlier, later in itertools.pairwise(places))
 
 
@@ -416,7 +416,7 @@ def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[
 
 
 def _is_model_of(saved: Objects, number: int, tables: frozenset[str]) -> bool:
-    """Whether an object is a model, not a holder of models, with `tables` and weights besides them."""
+    """Returns True if an object is a model with `tables` and other weights, and does not only hold models."""
     is_model = number > 0 or saved.root_is_model
     return is_model and bool(tables) and tables <= saved.tables(number) and bool(saved.weights(number))
 
@@ -520,5 +520,5 @@ def _why_not(model: Objects, scope: tuple[str, ...], owners: Sequence[int], foun
 
 
 def _get(mapping: Mapping[str, Value], attribute: str) -> Value | None:
-    """What an attribute holds. Keras 2 tracked a Dense layer's matrix as `kernel`, Keras 3 tracks it as `_kernel`."""
+    """Return what an attribute holds. Keras 2 tracked a Dense layer's matrix as `kernel`, Keras 3 tracks it as `_kernel`."""
     return mapping.get(attribute, mapping.get(attribute.lstrip("_")))

@@ -143,7 +143,7 @@ _MIRRORED: Final = {
 
 
 def _of_sizes(call: Call) -> list[Value] | None:
-    """What arithmetic and comparisons of sizes give, where it is known."""
+    """Return what arithmetic and comparisons of sizes give, or None if it is not known."""
     one, other = call.inputs
     if one.sizes is None or other.sizes is None or one.shape is None or other.shape is None:
         return None
@@ -219,7 +219,7 @@ def _of_lengths(call: Call) -> list[Value] | None:
 
 
 def is_one_width(size: Size) -> bool:
-    """Whether it is the width of the widest row and nothing else."""
+    """Returns True if `size` is the width of the widest row and nothing else."""
     if len(size.terms) != 1:
         return False
     names, number = size.terms[0]
@@ -227,7 +227,7 @@ def is_one_width(size: Size) -> bool:
 
 
 def _of_positions(call: Call) -> list[Value] | None:
-    """What keeps positions of rows, or makes row by row of them."""
+    """Return the value of an operation on positions of rows, or None if it is another operation."""
     pointers = [value for value in call.inputs if value.kind is Kind.POINTER]
     others = [value for value in call.inputs if value.kind is not Kind.POINTER]
     if any(value.target is None or value.target.is_padded for value in pointers):
@@ -252,7 +252,7 @@ def _of_positions(call: Call) -> list[Value] | None:
 
 
 def _fill(call: Call) -> Any:
-    """What stands behind the rows of an elementwise operation's result; None where it is not known."""
+    """Return the fill behind the rows of an elementwise result, or None if it is not known."""
     fills: list[Any] = []
     for value in call.inputs:
         if value.is_padded:

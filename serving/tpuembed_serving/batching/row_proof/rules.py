@@ -148,7 +148,7 @@ def known_shape(shape: tuple[Size, ...] | None) -> tuple[Size, ...]:
 
 
 def as_rows(value: Value, *kinds: Kind) -> Value:
-    """`value`, which must be of rows."""
+    """Return `value`. Raise MixedError unless it holds rows, or is of one of `kinds`."""
     if value.kind is Kind.SIZE:
         raise MixedError(USES_BATCH_SIZE)
     if value.kind not in (kinds or (Kind.ROWS,)):
@@ -170,7 +170,7 @@ def refuse_width(*values: Value) -> None:
 
 
 def rows_value(shape: Iterable[Size] | None, axis: int, **more: Any) -> Value:
-    """Rows of this shape, of which no other size may depend on the batch."""
+    """Return rows of this shape along `axis`. Raise MixedError if another size depends on the batch."""
     known = None if shape is None else tuple(shape)
     if known is not None:
         if not known[axis].is_count:
@@ -186,13 +186,13 @@ def is_width(size: Size) -> bool:
 
 
 def numbers_value(shape: tuple[Size, ...], sizes: Sequence[Size]) -> Value:
-    """A tensor of integers."""
+    """Return the value of a tensor of integers that are known as `sizes`."""
     kind = Kind.SAME if all(size.is_same for size in sizes) else Kind.SIZE
     return Value(kind, shape, sizes=tuple(sizes))
 
 
 def in_range(sizes: Iterable[Size], dtype: int) -> bool:
-    """Whether integers of a dtype hold these numbers, in a run of less than 2**14 rows; others wrap around."""
+    """Returns True if integers of `dtype` hold these numbers in a run of less than 2**14 rows. Other numbers wrap around."""
     largest = 2**63 if dtype == INT64 else 2**31
     for size in sizes:
         for names, number in size.terms:

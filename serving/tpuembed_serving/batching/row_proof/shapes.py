@@ -98,9 +98,9 @@ def _reshape(call: Call) -> list[Value]:
 
 
 def _keeps_padding(value: Value, shape: Sequence[Size], axis: int) -> bool:
-    """Whether a reshape leaves what stands behind a row's values there, or makes a vector of all.
+    """Returns True if a reshape leaves padding behind the values of a row, or makes a vector of all.
 
-    Of [rows, 2, width], a reshape to [rows, width, 2] would put it between values, at other places in every width.
+    A reshape of [rows, 2, width] to [rows, width, 2] would put padding between values, at other places for each width.
     """
     old = known_shape(value.shape)
     wide = [[index for index, size in enumerate(each) if size.is_padded] for each in (old, shape)]
@@ -140,7 +140,7 @@ def _reshaped(call: Call, value: Value, sizes: Sequence[Size]) -> tuple[Size, ..
 
 
 def _kept_axis(call: Call, value: Value, shape: Sequence[Size]) -> int:
-    """Where the rows are after a reshape that leaves all before them as it is."""
+    """Return the axis of rows after a reshape that keeps all axes before it."""
     before = [size for size in known_shape(value.shape)[: value.axis] if size.number != 1]
     axes = [index for index, size in enumerate(shape) if any(name[0] in "nu" for name in size.symbols)]
     if len(axes) != 1 or [size for size in shape[: axes[0]] if size.number != 1] != before:
@@ -255,7 +255,7 @@ def inserted_axis(shape: Sequence[Size], axis: int, size: Size) -> list[Size]:
 
 
 def _merged(call: Call, shapes: Sequence[tuple[Size, ...]], but: int | None = None) -> tuple[Size, ...]:
-    """What shapes that must be equal, but in one axis, are known to be."""
+    """Return the one shape of tensors that must have equal shapes, except along axis `but`."""
     if len({len(shape) for shape in shapes}) > 1:
         raise MixedError("inputs have different numbers of dimensions")
     found = []

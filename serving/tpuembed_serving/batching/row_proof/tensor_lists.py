@@ -41,7 +41,7 @@ def _declared(wanted: Value) -> tuple[Size, ...] | None:
 
 
 def _taken(kept: Value, wanted: tuple[Size, ...] | None) -> Value:
-    """What a tensor of a list is, in its own shape; one that was never set is zeros in the shapes that were declared."""
+    """Return the value of one tensor of a list, in its own shape. A tensor that was never set is zeros of the declared shape."""
     element = kept.element
     if element is None:
         raise MixedError("what its tensors are is not known")

@@ -43,24 +43,24 @@ class Size:
 
     @property
     def is_same(self) -> bool:
-        """Whether it is the same in every run."""
+        """Returns True if the size is the same in every run."""
         return all(name[0] == "s" for name in self.symbols)
 
     @property
     def is_count(self) -> bool:
-        """Whether it is a number of rows or entries, times a number that is the same in every run."""
+        """Returns True if the size counts rows or entries, times a number that is the same in every run."""
         if len(self.terms) != 1 or self.terms[0][1] < 1:
             return False
         return sum(name[0] in "nu" for name in self.terms[0][0]) == 1
 
     @property
     def is_distinct(self) -> bool:
-        """Whether it is a number of values that differ."""
+        """Returns True if the size counts distinct values."""
         return any(name[0] == "u" for name in self.symbols)
 
     @property
     def is_padded(self) -> bool:
-        """Whether it depends on the widest row of a run."""
+        """Returns True if the size depends on the widest row of a run."""
         return any(name[0] == "w" for name in self.symbols)
 
     def __add__(self, other: "Size") -> "Size":
@@ -101,7 +101,7 @@ class Size:
         return Size(tuple(sorted(found)))
 
     def at_least(self, other: "Size", more: int = 0) -> bool:
-        """Whether it is known to be `other` and `more`, or above: a run has a row, and no size is negative."""
+        """Returns True if the size is at least `other` plus `more`. A run has a row, and no size is negative."""
         gap = self - other - Size.of(more)
         one_row = Size.symbol("n0") + Size.of(1)
         total = Size(())
@@ -190,7 +190,7 @@ class Value:
 
     @property
     def is_padded(self) -> bool:
-        """Whether its width is that of the widest row."""
+        """Returns True if the width of the value is that of the widest row."""
         return self.shape is not None and any(size.is_padded for size in self.shape)
 
     @property

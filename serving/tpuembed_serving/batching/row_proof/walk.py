@@ -40,7 +40,7 @@ class Verdict:
 
     @property
     def is_proven(self) -> bool:
-        """Whether each row of its outputs follows from the same row of its inputs alone."""
+        """Returns True if each row of the outputs depends on the same row of the inputs alone."""
         return not self.reason
 
 
@@ -54,7 +54,7 @@ def prove(meta_graph: Any, name: str, *, is_export: bool = False) -> Verdict:
             a name proves nothing.
     """
     signature = meta_graph.signature_def[name]
-    walk = _Walk(meta_graph.graph_def.library, is_export)
+    walk = _GraphWalk(meta_graph.graph_def.library, is_export)
     fed: dict[tuple[str, int], Value] = {}
     for alias, info in sorted(signature.inputs.items()):
         node, _, index = info.name.partition(":")
@@ -139,7 +139,7 @@ class _Body:
         return first, offset + int(index)
 
 
-class _Walk:
+class _GraphWalk:
     """Values of the nodes of a graph, in the order in which they run."""
 
     def __init__(self, library: Any, is_export: bool) -> None:
@@ -255,7 +255,7 @@ class _Walk:
     # ---- functions
 
     def call(self, name: str, inputs: Sequence[Value]) -> tuple[list[Value], str]:
-        """What a function of the library returns, and what is wrong with its effects."""
+        """Return the values that a function of the library returns, and what is wrong with its effects."""
         function = self._functions.get(name)
         if function is None or self._depth > _DEPTH:
             raise MixedError(f"function {name!r} is not known")
@@ -303,7 +303,7 @@ class _Walk:
         return self._either([branch.name for branch in node.attr["branches"].list.func], arguments)
 
     def _either(self, names: Sequence[str], arguments: Sequence[Value]) -> tuple[list[Value], str]:
-        """What one of several functions returns, the same one in every run."""
+        """Return the values of one of several functions, the same one in every run."""
         outcomes = [self.call(name, arguments) for name in names]
         found = outcomes[0][0]
         for other, _ in outcomes[1:]:
@@ -368,9 +368,9 @@ def _hidden(body: _Body, name: str, found: Mapping[str, list[Value]]) -> str:
 
 
 def _bounded(node: Any, one: Value, other: Value) -> Value:
-    """What is between a size and itself is that size, whatever it was before: so TensorFlow bounds the length of a count.
+    """Return the size that a value is bounded to from both sides. TensorFlow bounds the length of a count this way.
 
-    The `sizes` of a mixed value are what it is at least.
+    The `sizes` of a mixed value are its lower bounds.
     """
     unknown, size = (one, other) if one.kind is Kind.MIXED else (other, one)
     if unknown.shape == () and size.kind in (Kind.SAME, Kind.SIZE) and size.sizes is not None and size.shape == ():
@@ -450,7 +450,7 @@ def _unfit(values: Sequence[Value]) -> str:
 
 
 def _is_wide(indices: Value) -> bool:
-    """Whether sparse ids of more than two axes may have one, other than their last, of a padded size."""
+    """Returns True if sparse ids of more than two axes may have a padded size in an axis before their last."""
     rank = indices.shape[1].number if indices.shape is not None else None
     if rank == 2:
         return False
@@ -458,7 +458,7 @@ def _is_wide(indices: Value) -> bool:
 
 
 def _assertion(condition: Value) -> str:
-    """What is wrong with an assertion of `condition`; empty where a run of all fails if, and only if, one of each alone does."""
+    """Return what is wrong with an assertion of `condition`. It is "" if a run fails exactly when one of its rows does."""
     if condition.kind is Kind.SAME:
         if condition.array is not None and condition.array.size and not condition.array.all():
             return _FAILS
@@ -479,14 +479,14 @@ def _all_mixed(node: Any, reason: str, least: int = 8, shape: tuple[Size, ...] |
 
 
 def _join(one: Value, other: Value, symbol: Any) -> Value:
-    """What is known of a tensor that is either of two, whichever it is in all runs."""
+    """Return what is known of a tensor that is one of two, the same one in every run."""
     if one == other:  # but for their values, which are not compared
         return dataclasses.replace(one, array=None, fill=None)
     return _widened(0, one, other, {}, symbol)
 
 
 def _widened(index: int, one: Value, other: Value, kept: dict[tuple[int, int], Size], symbol: Any) -> Value:
-    """What is known of a tensor of which `one` was known and `other` is as well; its new sizes are found in `kept`."""
+    """Return what is known of a tensor of which both `one` and `other` hold. Its new sizes are found in `kept`."""
     for value in (one, other):
         if value.kind is Kind.MIXED:
             return value
