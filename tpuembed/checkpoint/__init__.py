@@ -1,12 +1,6 @@
-"""Readers of checkpoints, from any writer, behind one protocol. To add a format: one module, and one name in `formats`.
+"""Opens checkpoints of every supported format behind one protocol, `Checkpoint`.
 
-types      the protocol, and the description of a table
-location   from a user's path to the prefix of a bundle
-discovery  finds the tensors of a bundle that are tables
-bundle     the reader of TensorFlow's bundles: tables of several classes, and the order of their rows
-keras      weight files of Keras 3
-orbax      checkpoints that Orbax wrote for JAX
-tools      describe, verify, diff and head
+To add a format, write one module with a class of that protocol and name it in `formats`.
 """
 
 import functools

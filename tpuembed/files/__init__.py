@@ -1,12 +1,4 @@
-"""Byte access to files, on disks and in object stores: sizes, versions, exact ranges, listings.
-
-    paths         a user's path: a `Path`, or a `UrlPath` with the few methods of one that readers need
-    types         the protocol of an open file
-    local         files of the operating system
-    remote        objects in a store, read by parallel range requests under one byte budget
-    bucket        a bucket of S3 that is written
-    put           a PUT of an open file to a URL
-    store_errors  a store's refusal as one line
+"""Gives byte access to files on disks and in object stores: sizes, versions, exact ranges, listings.
 
 Every failure raises an OSError with one line as its `strerror`, or EOFError if a file is shorter than the range.
 """

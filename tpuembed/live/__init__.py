@@ -1,9 +1,6 @@
-"""Export from training: reads the tables of a live model, on any backend, without a checkpoint in between.
+"""Exports a model from training: reads the tables of a live model, on any backend, without a checkpoint in between.
 
-tables    the tables in memory as a checkpoint, read by row ranges
-engine    shards written by threads of this process
-request   the model's own graph, whose lookups read the exported tables
-callback  an export every few epochs of `fit`
+The tables look like a checkpoint to the exporter, and threads of this process write the shards.
 """
 
 from collections.abc import Mapping, Sequence

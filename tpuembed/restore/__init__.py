@@ -1,7 +1,6 @@
-"""Restores tables of a checkpoint, in any format that `open_checkpoint` reads, into a live layer.
+"""Restores the tables of a checkpoint, in any format that `open_checkpoint` reads, into a live layer.
 
-plan     the plan of each table, proven from metadata before a row is written
-stream   the rows themselves, piece by piece
+The plan of each table is proven from metadata before a row is written.
 """
 
 import dataclasses

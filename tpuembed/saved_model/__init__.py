@@ -1,8 +1,6 @@
-"""SavedModels of tables without TensorFlow: code that the exporter, the server and the command line share.
+"""Reads and rewrites SavedModels of tables without TensorFlow, for the exporter, the server and the command line.
 
-mapped_paths    the paths that a graph maps its tables from, found and rewritten in the bytes of saved_model.pb
-table_files     sizes and checksums of an export's data files
-relocate        `tpuembed relocate`
+It finds the paths that a graph maps tables from, and the sizes and checksums of data files.
 """
 
 from tpuembed.saved_model.mapped_paths import MappedTensor, graph_crc32c, mapped_from, mapped_tensors, replace_paths

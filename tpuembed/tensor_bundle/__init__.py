@@ -1,13 +1,6 @@
-"""TensorFlow's tensor bundle, the container of its checkpoints and SavedModel variables, without TensorFlow.
+"""Reads and writes TensorFlow's tensor bundles, the container of its checkpoints and SavedModel variables, without TensorFlow.
 
-`PREFIX.index` maps tensor names to entries; `PREFIX.data-SSSSS-of-NNNNN` have the bytes. One concern per module:
-
-    ordered_code, crc, dtypes          encodings (protocol buffers: `tpuembed.protobuf`)
-    sstable, strings                   the two file layouts
-    entries, tiling                    the index entry of a tensor, and the check that its slices cover it
-    index                              index files, read and written whole
-    data_files, reader                 bundles, read by byte range
-    crc_pieces, verification           checksums of pieces, and of everything in a bundle
+`PREFIX.index` maps names of tensors to entries; `PREFIX.data-SSSSS-of-NNNNN` have the bytes, which are read by range.
 """
 
 from tpuembed.tensor_bundle import crc

@@ -1,11 +1,6 @@
-"""Tools to inspect a checkpoint or export before using it.
+"""Inspects a checkpoint or an export before it is used: `describe`, `verify`, `diff`, `head`.
 
-    describe    tables, dtypes, slots, sizes, layout
-    verify      every checksum, of checkpoints and exports
-    diff        tables and rows that differ between two checkpoints
-    head        a few rows
-
-All of them hold a few megabytes, for tables of any size.
+Each needs a few megabytes of memory for tables of any size.
 """
 
 from tpuembed.checkpoint.tools.describe import CheckpointDescription, TableDescription, describe_checkpoint

@@ -1,10 +1,6 @@
 """TensorFlow Serving's JSON: converts request bodies to arrays, and arrays to response bodies.
 
-document   bytes -> members, with orjson if it agrees with RapidJSON, else with `parser`
-requests   members + signature -> arrays, whole columns at once (`tensors`), or value by value to report an error
-examples   the same for classify and regress: members -> serialized tf.Examples, results -> bytes
-ragged     pads lists of different lengths if the manifest of an export allows it
-responses  arrays -> bytes; `floats` has the number format, `debug` the form of values in messages
+`decode_inputs` takes whole columns at once. It goes value by value only to report an error in TensorFlow Serving's words.
 """
 
 from tpuembed_serving.http.json.document import Document, parse_document
