@@ -366,5 +366,6 @@ def test_no_copy_at_load_nor_per_request(layout: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found, size = json.loads(done.stdout.splitlines()[-1]), 4 * ROWS * DIM
-    assert found["anon"] < (1.3 if layout == "variables" else 0.3) * size, found
-    assert found["peak"] < 1.4 * size, found
+    # TensorFlow's graph optimizer and its threads take some 30 MB; a copy would be another `size`.
+    assert found["anon"] < (1.6 if layout == "variables" else 0.6) * size, found
+    assert found["peak"] < 1.7 * size, found
