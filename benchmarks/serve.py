@@ -260,7 +260,7 @@ class Bench:
         code = (
             "import json, sys, time, numpy as np\nfrom pathlib import Path\n"
             "from tpuembed_serving.http.server import prepare_tensorflow\nprepare_tensorflow()\n"
-            "from tpuembed_serving import runtime\n"
+            "from tpuembed_serving.tensorflow import session as runtime\n"
             f"servable = runtime.load(Path({str(self._model_dir / '1')!r}))\n"
             "signature = servable.signatures['serving_default']\n"
             "times = []\nfor number in range(3000):\n"
