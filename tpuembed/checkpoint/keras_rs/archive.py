@@ -35,7 +35,7 @@ _MAX_CONFIG_BYTES: Final = 16 << 20
 _MIN_ARCHIVE_BYTES: Final = 22
 """What the record at the end of every zip archive has (APPNOTE.TXT 4.3.16)."""
 _PIECE_BYTES: Final = 1 << 20
-_CRC_PIECE_BYTES: Final = 8 << 20
+_CRC_PIECE_BYTES: Final = 2 << 20
 _MAX_SOUND: Final = 64
 
 Result = TypeVar("Result")
