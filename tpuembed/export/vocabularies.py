@@ -9,7 +9,6 @@ and objects whose own config holds layers). Of a layer that the code of a class 
 name alone, beside the weights. Its vocabulary is in the file only where the config of that class holds the same list.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -284,8 +283,8 @@ def _made_as(vocabulary: _Vocabulary) -> tuple[str, int, str]:
 
 
 def _differs(mine: _Vocabulary, saved: _Vocabulary, source: str | FilePath, where: str = "") -> CheckpointMismatchError:
-    other = where or f"the trained {saved.layer!r}"
-    begin = f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than {other}. "
+    than = where or f"the trained {saved.layer!r}"
+    begin = f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than {than}. "
     end = "Give the layer the vocabulary, and the name, that it was trained with"
     if mine.entries is None or saved.entries is None:
         return CheckpointMismatchError(f"{begin}They are made in another order than in the file. {end}")
@@ -447,7 +446,7 @@ class _Object:
     lists: _Lists
 
 
-def _equal_in_configs(mine: Sequence[_Vocabulary], model: Any, saved: Any, source: str | FilePath) -> list[_Vocabulary]:
+def _equal_in_configs(mine: Sequence[_Vocabulary], model: Any, saved: Any, source: str | FilePath) -> set[_Vocabulary]:
     """Those of `mine` that a class of the model has in its config, where the saved config has the same list in the same place.
 
     Raises:
@@ -460,7 +459,7 @@ def _equal_in_configs(mine: Sequence[_Vocabulary], model: Any, saved: Any, sourc
     except Exception:  # whatever the model's own get_config raises
         return set()
     objects = _same_objects(list(_objects(config)), list(_objects(saved)))
-    equal = set()
+    equal = set[_Vocabulary]()
     for vocabulary in mine:
         places = [
             (
@@ -493,30 +492,31 @@ def _is_digest_of(vocabulary: _Vocabulary, entries: list[bytes]) -> bool:
 
 
 def _same_objects(here: Sequence[_Object], there: Sequence[_Object]) -> list[tuple[_Object, _Object]]:
-    """Pairs of one class and one name, or of a class of which each side has one object, and one of them no name of its own."""
-    count_here, count_there = (collections.Counter(one.kind for one in side) for side in (here, there))
-    return [
-        (one, other)
-        for one in here
-        for other in there
-        if one.kind == other.kind
-        and (
-            (one.name == other.name != "")
-            or (count_here[one.kind] == count_there[one.kind] == 1 and not (one.name and other.name))
-        )
-    ]
+    """Pairs of one class and one name; and of what is left of a class the only object of either side, if one has no name."""
+    by_name = {(one.kind, one.name): one for one in there if one.name}
+    pairs = [(one, by_name[one.kind, one.name]) for one in here if (one.kind, one.name) in by_name]
+    taken = {(one.kind, one.name) for one, _ in pairs}
+    left_here, left_there = ([one for one in side if (one.kind, one.name) not in taken] for side in (here, there))
+    for kind in dict.fromkeys(one.kind for one in left_here):
+        mine, saved = ([one for one in side if one.kind == kind] for side in (left_here, left_there))
+        if len(mine) == len(saved) == 1 and not (mine[0].name and saved[0].name):
+            pairs.append((mine[0], saved[0]))
+    return pairs
 
 
 def _objects(config: Any) -> Iterator[_Object]:
     for described, fields in _described(config):
-        kind = str(described.get("registered_name") or described["class_name"])
-        module = str(described.get("module") or kind)
-        if module.startswith(("keras.", "tpuembed")) or kind.startswith("tpuembed"):
+        class_name = str(described["class_name"])
+        kind = str(described.get("registered_name") or class_name)
+        package = str(described.get("module") or kind).partition(".")[0]
+        if class_name.startswith("__") or package == "keras" or kind.startswith("tpuembed"):
             continue
-        name, made = str(fields.get("name") or ""), _snake(str(described["class_name"]))
+        # A functional model's config has the names of its layers beside their configs.
+        name = str(fields.get("name") or described.get("name") or "")
         lists: _Lists = {}
         _collect_lists(fields, (), lists)
-        yield _Object(kind, "" if re.fullmatch(rf"{re.escape(made)}(_\d+)?", name) else name, lists)
+        is_made = re.fullmatch(rf"{re.escape(_snake(class_name))}(_\d+)?", name)
+        yield _Object(kind, "" if is_made else name, lists)
 
 
 def _collect_lists(node: Any, path: tuple[str, ...], out: _Lists) -> None:

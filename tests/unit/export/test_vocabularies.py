@@ -5,7 +5,7 @@ import json
 import random
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -106,7 +106,7 @@ def test_integers_text_and_boundaries(tmp_path: Path) -> None:
 
 
 class Own(keras.layers.Layer):
-    """Keeps its lookups where no config of the model says anything of them."""
+    """Keeps its lookups where no config of a lookup is."""
 
     def __init__(self, given: list[str], adapted: list[str], **options: Any) -> None:
         super().__init__(**options)
@@ -123,14 +123,11 @@ def test_lookups_inside_of_other_layers(tmp_path: Path) -> None:
         return keras.Model(x, Own(given, adapted, name="own")(x))
 
     build(WORDS[:2], WORDS).save(tmp_path / "m.keras")
-    for given in (WORDS[:2], WORDS[2:]):  # code made it, and the file does not know it
-        model = build(given, WORDS)
-        with pytest.warns(
-            UserWarning, match="the vocabulary of layer 'string_lookup.*' of the factory cannot be compared"
-        ):
-            found = compare_vocabularies(model, tmp_path / "m.keras")
-        own = model.get_layer("own")
-        assert {entry.layer: entry.compared for entry in found} == {own.given.name: False, own.adapted.name: True}
+    # Keras writes the arguments of Own in its config.
+    found = compare_vocabularies(build(WORDS[:2], WORDS), tmp_path / "m.keras")
+    assert [entry.compared for entry in found] == [True, True]
+    with pytest.raises(CheckpointMismatchError, match="than the config of the trained Own has in 'given'"):
+        compare_vocabularies(build(WORDS[2:4], WORDS), tmp_path / "m.keras")
     with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'eel' in the factory"):
         compare_vocabularies(build(WORDS[:2], WORDS[::-1]), tmp_path / "m.keras")
 
@@ -311,7 +308,7 @@ def test_lookups_that_code_makes(others: str, adapt: bool, name: str | None, tmp
     model(tf.constant(WORDS))
     model.save(tmp_path / "m.keras")
     model = build(WORDS)
-    # Nothing of a dict's layers is saved, nor of a layer that is given its vocabulary outside of every config.
+    # A layer that is given its vocabulary outside of every config leaves none in the file.
     assert compared(model, tmp_path / "m.keras") == {model.look.name: True, "inside": adapt}
     with pytest.raises(CheckpointMismatchError, match=r"Entry 1 is 'eel' in the factory.*'ant' in the file"):
         compare_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
@@ -395,6 +392,64 @@ def test_a_layer_that_two_models_share(tmp_path: Path) -> None:
         compare_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
 
 
+@keras.saving.register_keras_serializable(package="tests")
+class Silent(keras.layers.Layer):
+    """Makes a lookup of which no config says anything, as of words in the code."""
+
+    WORDS: ClassVar[list[str]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.look = lookup(Silent.WORDS)
+
+    def call(self, x: Any) -> Any:
+        return self.look(x)
+
+
+def test_what_is_called_compared_is_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Random models, and factories of which one vocabulary is another one, or is left out: refused, or said to be unknown."""
+
+    def build(kinds: list[str], words: list[list[str]], names: list[str | None]) -> Any:
+        layers: list[Any] = []
+        for kind, listed, name in zip(kinds, words, names, strict=True):
+            options: dict[str, Any] = {} if name is None else {"name": name}
+            monkeypatch.setattr(Silent, "WORDS", listed)
+            if kind in ("given", "adapted"):
+                layers.append(lookup(listed, kind == "adapted", **options))
+            else:
+                layers.append(Silent(**options) if kind == "silent" else Own(listed, ["x", "y"], **options))
+        x = keras.Input((), dtype="string")
+        return keras.Model(x, [layer(x) for layer in layers])
+
+    outcomes = {"refused": 0, "unknown": 0}
+    for seed in range(30):
+        rng = random.Random(seed)
+        count = rng.randint(1, 3)
+        kinds = [rng.choice(["given", "adapted", "silent", "own"]) for _ in range(count)]
+        words = [rng.sample(WORDS, rng.randint(3, 5)) for _ in range(count)]
+        names = [rng.choice([None, f"name_{number}"]) for number in range(count)]
+        path = tmp_path / f"{seed}.keras"
+        build(kinds, words, names).save(path)
+        same = compared(build(kinds, words, names), path)
+        nameless = [kind for kind, name in zip(kinds, names, strict=True) if kind == "own" and name is None]
+        if len(nameless) < 2:
+            assert list(same.values()).count(False) <= kinds.count("silent"), (seed, kinds, names)
+        changed = rng.randrange(count)
+        words[changed] = words[changed][::-1]
+        wrong = digest(["[UNK]", *words[changed]])
+        if rng.random() < 0.3:
+            names[changed] = "renamed"
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found = compare_vocabularies(build(kinds, words, names), path)
+        except CheckpointMismatchError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["unknown"] += 1
+        assert [entry.compared for entry in found if entry.sha256 == wrong] == [False], (seed, kinds, names, changed)
+    assert min(outcomes.values()) > 5, outcomes
+
+
 def test_a_damaged_vocabulary_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "m.keras"
     functional(lookup(WORDS, True, name="words")).save(path)
@@ -441,6 +496,37 @@ def test_a_keras_file_is_compared_before_anything_is_written(tmp_path: Path) -> 
     with pytest.raises(CheckpointMismatchError, match="layer 'words' of the factory has another vocabulary"):
         export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(WORDS[::-1]))
     assert not (tmp_path / "m").exists()
+
+
+def test_an_export_says_what_is_not_compared(tmp_path: Path) -> None:
+    """On stderr, in the report and in the manifest; also of layers in lists, which Keras alone tracks."""
+
+    def build(words: list[str]) -> Any:
+        class Coded(keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.looks = [lookup(words, name="words")]
+                self.rows = TPUEmbedding(FeatureConfig(TableConfig(len(WORDS) + 1, 4, "t")), optimizer="sgd")
+                self.score = keras.layers.Dense(1)
+
+            def call(self, x: Any) -> Any:
+                return {"score": self.score(self.rows(self.looks[0](x["word"])))}
+
+        return Coded(), {"word": tf.TensorSpec([None], tf.string)}
+
+    model, _ = build(WORDS)
+    inputs = {"word": tf.constant([*WORDS, "?"])}
+    truth = model(inputs)["score"]
+    model.save(tmp_path / "m.keras")
+    with pytest.warns(
+        UserWarning, match="the vocabulary of layer 'words' of the factory cannot be compared with the training"
+    ):
+        report = export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(WORDS))
+    manifest = Manifest.read(report.path)
+    assert manifest is not None
+    assert [entry.compared for entry in (*report.vocabularies, *manifest.vocabularies)] == [False, False]
+    served = tf.saved_model.load(str(report.path)).signatures["serving_default"](**inputs)["score"]
+    np.testing.assert_allclose(served, truth, rtol=1e-6)
 
 
 def test_a_layer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
