@@ -182,7 +182,10 @@ def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[Vocabulary
     config, saved = _of_file(path, {one.layer for one in mine})
     pairs = _pairs(mine, saved, source)
     paired, taken = {one for one, _ in pairs}, {other for _, other in pairs}
-    equal = {one for one, other in pairs if other.entries is not None}
+    unclear = {one for one, _ in pairs if any(other.layer == one.layer and not _is_same(one, other) for other in saved)}
+    equal = {
+        one for one, other in pairs if other.entries is not None and (one.number is not None or one not in unclear)
+    }
     left = [other for other in saved if other.entries is not None and other not in taken]
     if left:  # of a layer that was renamed, if it can be no other
         equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
@@ -199,7 +202,7 @@ def _not_compared(unknown: Sequence[_Vocabulary], left: Sequence[_Vocabulary], s
     others = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in left)
     rest = f". No layer of the factory has the vocabulary of {others} in the file: give a renamed layer its old name"
     return (
-        f"model file {source}: the {what} {layers} of the factory cannot be compared with the training: the file does not hold it"
+        f"model file {source}: the {what} {layers} of the factory cannot be compared with the training: the file does not say it"
         f"{rest if left else ''}. If it differs, the export answers with the rows of other words. Make sure that it is the same"
     )
 
@@ -494,6 +497,9 @@ def _is_digest_of(vocabulary: _Vocabulary, entries: list[bytes]) -> bool:
 def _same_objects(here: Sequence[_Object], there: Sequence[_Object]) -> list[tuple[_Object, _Object]]:
     """Pairs of one class and one name; and of what is left of a class the only object of either side, if one has no name."""
     by_name = {(one.kind, one.name): one for one in there if one.name}
+    for one in there:  # two of one name, in models inside of the model
+        if one.name and by_name.get((one.kind, one.name), one).lists != one.lists:
+            del by_name[one.kind, one.name]
     pairs = [(one, by_name[one.kind, one.name]) for one in here if (one.kind, one.name) in by_name]
     taken = {(one.kind, one.name) for one, _ in pairs}
     left_here, left_there = ([one for one in side if (one.kind, one.name) not in taken] for side in (here, there))

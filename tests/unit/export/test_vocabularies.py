@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -161,7 +162,7 @@ def test_random_models(tmp_path: Path) -> None:
 def test_a_lookup_that_the_factory_adds_is_its_own(tmp_path: Path) -> None:
     model_of(lookup(WORDS, name="users")).save(tmp_path / "m.keras")
     with pytest.warns(
-        UserWarning, match="vocabulary of layer 'countries' of the factory cannot be compared.*not hold it. If"
+        UserWarning, match="vocabulary of layer 'countries' of the factory cannot be compared.*not say it. If"
     ):
         compare_vocabularies(
             model_of(lookup(WORDS, name="users"), lookup(["x", "y"], name="countries")), tmp_path / "m.keras"
@@ -448,6 +449,23 @@ def test_what_is_called_compared_is_equal(monkeypatch: pytest.MonkeyPatch, tmp_p
         outcomes["unknown"] += 1
         assert [entry.compared for entry in found if entry.sha256 == wrong] == [False], (seed, kinds, names, changed)
     assert min(outcomes.values()) > 5, outcomes
+
+
+@pytest.mark.parametrize("make", [lambda words: lookup(words, name="words"), lambda words: Listed(words, name="own")])
+def test_layers_of_one_name_in_two_models(make: Callable[[list[str]], Any], tmp_path: Path) -> None:
+    """The file does not say which is which."""
+
+    def build(*words: list[str]) -> Any:
+        inputs = [keras.Input((), dtype="string") for _ in words]
+        return keras.Model(inputs, [functional(make(w))(x) for w, x in zip(words, inputs, strict=True)])
+
+    build(WORDS, WORDS[::-1]).save(tmp_path / "m.keras")
+    for words in ((WORDS, WORDS[::-1]), (WORDS[::-1], WORDS)):
+        with pytest.warns(
+            UserWarning, match="vocabularies of layers 'words', 'words' of the factory cannot be compared"
+        ):
+            found = compare_vocabularies(build(*words), tmp_path / "m.keras")
+        assert [entry.compared for entry in found] == [False, False]
 
 
 def test_a_damaged_vocabulary_of_a_file(tmp_path: Path) -> None:
