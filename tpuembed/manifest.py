@@ -124,11 +124,13 @@ class VocabularyEntry:
         layer: its name.
         size: number of entries, masks and out of vocabulary entries included.
         sha256: of its entries in the order of their numbers, each as LENGTH:ENTRY, in UTF-8.
+        compared: whether it is known to be that of the training: equal to what the checkpoint holds, or of a model in memory.
     """
 
     layer: str
     size: int
     sha256: str
+    compared: bool = False
 
     def __post_init__(self) -> None:
         _check_integers(self, size=0)

@@ -388,6 +388,13 @@ def test_archives_cut_and_patched(path: Path, tmp_path: Path) -> None:
     for size in np.linspace(0, len(whole) - 1, 8, dtype=int):
         keras.write_bytes(whole[:size])
         refused(keras)
+    for size, says in [
+        (0, "is empty, 0 bytes; restore"),
+        (1, "is no zip archive: it has 1 bytes"),
+        (21, "has 21 bytes"),
+    ]:
+        keras.write_bytes(whole[:size])
+        assert says in refused(keras)
     end = whole.rindex(b"PK\x05\x06")
     for offset, value in [(end + 12, 2**31), (end + 16, 2**31), (end + 12, 0)]:  # size and offset of the directory
         keras.write_bytes(whole[:offset] + struct.pack("<I", value) + whole[offset + 4 :])

@@ -1,18 +1,26 @@
 """A bit that is flipped in a table's bytes never becomes a version, however the table's rows lie in its files."""
 
+import dataclasses
 import json
 import re
 import shutil
+import tracemalloc
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.checkpoint.keras_files import write_archive, write_tables
 from tests.support.checkpoint.partitioned import partitioned
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.checkpoint.keras.archive import check_crc32
+from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.export import export_saved_model
 from tpuembed.tensor_bundle import Bundle
@@ -111,6 +119,77 @@ def test_a_flipped_bit_in_a_table_in_one_piece_is_refused(tmp_path: Path) -> Non
     """The error says the same of it."""
     prefix = Path(tf.train.Checkpoint(table=tf.Variable(tf.ones([30, 4]))).write(str(tmp_path / "ckpt")))
     check_refused(prefix, flip(prefix, key_of(prefix, "table")), ("table",))
+
+
+def archive_of(path: Path, table: np.ndarray[Any, Any], folder: Path) -> tuple[bytes, int]:
+    """Write a `.keras` file of a table `user` to `path`; its bytes, and where the table's begin."""
+    write_archive(path, write_tables(folder / "model.weights.h5", {"user": table}))
+    data = path.read_bytes()
+    assert data.count(table.tobytes()) == 1
+    return data, data.index(table.tobytes())
+
+
+def test_keras_archives(tmp_path: Path) -> None:
+    """A `.keras` file has a CRC32 of all weights together. Files of the same version are not read twice."""
+    table = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    path = tmp_path / "m.keras"
+    whole, start = archive_of(path, table, tmp_path)
+    assert export(path, ("user",)).name == "1"
+    assert b"".join(file.read_bytes() for file in (tmp_path / "model" / "1" / "variables").iterdir()).count(
+        table.tobytes()
+    )
+    for position in np.random.default_rng(1).integers(0, table.nbytes, 3).tolist():
+        damaged = bytearray(whole)
+        damaged[start + position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        shutil.rmtree(tmp_path / "model")
+        message = (
+            rf"model file {path}\[model.weights.h5\]: its bytes have the CRC32 0x[0-9a-f]{{8}}, and the archive says "
+            r"0x[0-9a-f]{8}; restore it from another copy"
+        )
+        check_refused(path, message, ("user",))
+    path.write_bytes(whole)
+    assert export(path, ("user",)).name == "1"
+
+
+def test_dense_weights_in_keras_archives(tmp_path: Path) -> None:
+    """They are compared before they are restored, also where the tables are those of an earlier version."""
+
+    def build() -> Any:
+        ids = keras.Input((), dtype="int64", name="ids")
+        rows = TPUEmbedding(FeatureConfig(TableConfig(6, 4, "t")), optimizer="sgd")(ids)
+        return keras.Model(ids, keras.layers.Dense(1, name="score")(rows))
+
+    model = build()
+    model.save(tmp_path / "m.keras")
+    kernel = model.get_layer("score").kernel.numpy().tobytes()
+    data = bytearray((tmp_path / "m.keras").read_bytes())
+    assert data.count(kernel) == 1
+    export_saved_model(tmp_path / "m.keras", tmp_path / "model", model=build, workers=1)
+    data[data.index(kernel) + 5] ^= 1
+    (tmp_path / "m.keras").write_bytes(data)
+    with pytest.raises(CheckpointCorruptError, match="its bytes have the CRC32"):
+        export_saved_model(tmp_path / "m.keras", tmp_path / "model", model=build, workers=1)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["1"]
+
+
+def test_archives_are_compared_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "m.keras"
+    with zipfile.ZipFile(path, "w") as archive, archive.open("model.weights.h5", "w") as member:
+        for _ in range(64):
+            member.write(bytes(1 << 20))
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("model.weights.h5")
+    window = open_window(path)
+    start = info.header_offset + 30 + len(info.filename)
+    weights = dataclasses.replace(window, start=start, size=info.file_size)
+    tracemalloc.start()
+    try:
+        check_crc32(weights, info.CRC)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+        window.file.close()
 
 
 @pytest.mark.parametrize("name", [SPARSE_CORES[2], HOSTS[1]])

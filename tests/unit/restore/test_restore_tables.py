@@ -84,6 +84,14 @@ def test_keras_files(tmp_path: Path, ending: str) -> None:
     model.save(path) if ending == "keras" else model.save_weights(path)
     assert layer.restore_tables(path).updates == updates(layer) == 3
     assert_held(layer, held(trained))
+    if ending == "keras":  # whose archive has a CRC32 of the weights
+        data = bytearray(path.read_bytes())
+        data[data.index(held(trained)["t"][None].tobytes())] ^= 1
+        path.write_bytes(data)
+        before = held(layer)
+        with pytest.raises(CheckpointCorruptError, match="its bytes have the CRC32"):
+            layer.restore_tables(path)
+        assert_held(layer, before)
 
 
 def test_without_slots_slots_and_count_stay(prefix: str) -> None:

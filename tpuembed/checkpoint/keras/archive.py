@@ -11,8 +11,18 @@ from typing import Any, Final, TypeVar
 
 from tpuembed.checkpoint.keras.h5_listing import Window
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from tpuembed.files import FileVersion
 
-__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "Archive", "member_damage", "member_sizes", "open_archive", "parse_config"]
+__all__ = [
+    "CONFIG_NAME",
+    "WEIGHTS_NAME",
+    "Archive",
+    "check_crc32",
+    "member_damage",
+    "member_sizes",
+    "open_archive",
+    "parse_config",
+]
 
 WEIGHTS_NAME: Final = "model.weights.h5"
 CONFIG_NAME: Final = "config.json"
@@ -22,16 +32,30 @@ _SIGNATURE: Final = b"PK\x03\x04"
 _MAX_READ_BYTES: Final = 64 << 20
 """The most bytes of the archive's directory to read at a time."""
 _MAX_CONFIG_BYTES: Final = 16 << 20
+_MIN_ARCHIVE_BYTES: Final = 22
+"""What the record at the end of every zip archive has (APPNOTE.TXT 4.3.16)."""
 _PIECE_BYTES: Final = 1 << 20
+_CRC_PIECE_BYTES: Final = 2 << 20
+_MAX_SOUND: Final = 64
 
 Result = TypeVar("Result")
+
+_sound: dict[tuple[str, FileVersion, int, int, int], None] = {}
+"""What `check_crc32` has found sound, oldest first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """The content of a `.keras` file: its weights, an HDF5 file inside it, and the model's config."""
+    """What a `.keras` file holds.
+
+    Attributes:
+        weights: an HDF5 file inside it.
+        weights_crc32: of the bytes of `weights`, as the archive states it.
+        config: the model's.
+    """
 
     weights: Window
+    weights_crc32: int
     config: dict[str, Any]
 
 
@@ -46,7 +70,9 @@ def open_archive(file: Window) -> Archive:
 
 
 def _in_archive(file: Window, use: Callable[[zipfile.ZipFile], Result]) -> Result:
-    """Return the result of `use` for the archive. Turns every error of a damaged one into a CheckpointError."""
+    """What `use` makes of the archive; whatever a damaged one does to it, it is a CheckpointCorruptError."""
+    if file.size < _MIN_ARCHIVE_BYTES:  # zipfile would look for its end before its beginning
+        raise _corrupt(file, f"is no zip archive: it has {file.size} bytes" if file.size else "is empty, 0 bytes")
     try:
         with zipfile.ZipFile(_BoundedFile(file)) as archive:
             return use(archive)
@@ -80,6 +106,29 @@ def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> st
     return None
 
 
+def check_crc32(window: Window, stated: int) -> None:
+    """Read `window` through, and compare its CRC32 with `stated`.
+
+    What this process has found sound is not read again, while the version of its file is the same.
+
+    Raises:
+        CheckpointCorruptError: it differs.
+    """
+    key = (window.name, window.file.version, window.start, window.size, stated)
+    if key in _sound:
+        return
+    checksum, buffer = 0, memoryview(bytearray(min(_CRC_PIECE_BYTES, window.size)))
+    for start in range(0, window.size, _CRC_PIECE_BYTES):
+        piece = buffer[: window.size - start]
+        window.read_into(start, piece)
+        checksum = zlib.crc32(piece, checksum)
+    if checksum != stated:
+        raise _corrupt(window, f"its bytes have the CRC32 {checksum:#010x}, and the archive says {stated:#010x}")
+    _sound[key] = None
+    if len(_sound) > _MAX_SOUND:
+        del _sound[next(iter(_sound))]
+
+
 def parse_config(name: str, text: bytes) -> dict[str, Any]:
     """Return a model's config.json. Messages call the model file `name`."""
     try:
@@ -107,7 +156,8 @@ def _open(file: Window, archive: zipfile.ZipFile) -> Archive:
                 "model.save(path), or its weights with model.save_weights('model.weights.h5')."
             )
         raise _corrupt(file, f"has no {WEIGHTS_NAME}, only {', '.join(sorted(names)[:5]) or 'nothing'}")
-    return Archive(_stored_member(file, archive.getinfo(WEIGHTS_NAME)), _config(file, archive))
+    member = archive.getinfo(WEIGHTS_NAME)
+    return Archive(_stored_member(file, member), member.CRC, _config(file, archive))
 
 
 def _config(file: Window, archive: zipfile.ZipFile) -> dict[str, Any]:

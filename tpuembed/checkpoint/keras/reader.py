@@ -131,7 +131,7 @@ class KerasCheckpoint:
         return self._matrix(table, None).buffer_bytes(rows)
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return None: HDF5 files of Keras have no checksums.
+        """None: HDF5 files of Keras carry none of rows.
 
         Raises:
             UnknownTableError: there is no such table or slot.
@@ -140,13 +140,17 @@ class KerasCheckpoint:
         return None
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Do nothing: HDF5 files of Keras have no checksums of rows.
+        """Compare all weights of a `.keras` file with the CRC32 of the archive, once per process; other files keep no checksums.
 
         Raises:
             UnknownTableError: there is no such table or slot.
+            CheckpointCorruptError: the CRC32 is wrong.
         """
+        tables = list(tables)
         for table in tables:
             self._matrix(table, slot)
+        if tables:
+            self._weights.verify()
 
     def update_counts(self) -> dict[str, int]:
         """Return table name -> the number of updates of the tpuembed layer that has it.
@@ -161,11 +165,13 @@ class KerasCheckpoint:
         return objects_of_weights(self._weights, self._found.values())
 
     def read_weight(self, weight: Weight) -> Array:
-        """Return the array of a weight.
+        """The array of a weight, once all weights are verified.
 
         Raises:
-            CheckpointFormatError: it is stored in a way that is not supported.
+            CheckpointFormatError: it is stored in a way that is not read.
+            CheckpointCorruptError: as `verify`.
         """
+        self._weights.verify()
         group, _, name = weight.key.rpartition("/")
         return read_array(self._weights.groups[group].datasets[name])
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, open_archive, parse_config
+from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, check_crc32, open_archive, parse_config
 from tpuembed.checkpoint.keras.h5_listing import Dataset, Listing, Window, list_files
 from tpuembed.checkpoint.keras.shards import INDEX_ENDING, read_index, shard_path
 from tpuembed.config.checks import did_you_mean
@@ -49,7 +49,8 @@ class Weights:
         files: all files that were read.
         windows: those of them that are HDF5, opened.
         groups: by path; none in a file that Keras 3 did not write.
-        config: the model's, of a `.keras` file; None otherwise.
+        config: the model's, of a `.keras` file; None elsewhere.
+        crc32: of the one window, as the `.keras` file that it lies in states it; None elsewhere.
     """
 
     path: FilePath
@@ -57,6 +58,7 @@ class Weights:
     windows: tuple[Window, ...]
     groups: Mapping[str, Group]
     config: dict[str, Any] | None
+    crc32: int | None = None
 
     @classmethod
     def open(cls, path: FilePath) -> Self:
@@ -73,7 +75,8 @@ class Weights:
         try:
             if path.suffix == _ARCHIVE_ENDING:
                 archive = open_archive(window)
-                return cls._of(path, (path,), (archive.weights,), None, archive.config)
+                weights = cls._of(path, (path,), (archive.weights,), None, archive.config)
+                return dataclasses.replace(weights, crc32=archive.weights_crc32)
             config = _config_beside(path)
             files = (path,) if config is None else (path, path.parent / CONFIG_NAME)
             return cls._of(path, files, (window,), None, config)
@@ -133,6 +136,17 @@ class Weights:
             )
         groups = {name: dataclasses.replace(group, path=name) for name, group in kept.items()}
         return dataclasses.replace(self, groups=groups, config=None)
+
+    def verify(self) -> None:
+        """Read the weights of a `.keras` file through, and compare them with the CRC32 of the archive; see `check_crc32`.
+
+        Other files keep no checksums, and are not read.
+
+        Raises:
+            CheckpointCorruptError: it differs.
+        """
+        if self.crc32 is not None:
+            check_crc32(self.windows[0], self.crc32)
 
     def close(self) -> None:
         """Close the files."""

@@ -19,7 +19,7 @@ from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partner
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.graph.packing import pack_inputs, unpack
 from tpuembed.export.graph.signature import check_input_names
-from tpuembed.export.graph.vocabularies import vocabularies_of
+from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
 
@@ -109,7 +109,7 @@ def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = No
 
 def check_layers(model: Any) -> None:
     """Raise ConfigError for a layer of keras-rs itself, which holds its tables where no export finds them."""
-    for node in tf.train.TrackableView(model).descendants():
+    for node in nodes_below(model):
         kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(node).__mro__]
         if ("keras_rs", "DistributedEmbedding") in kinds:
             raise ConfigError(
@@ -208,6 +208,14 @@ class KerasModel:
             self._vocabularies = vocabularies_of(self.model)
         return self._vocabularies
 
+    def compare_vocabularies(self, source: str) -> None:
+        """Compare the vocabularies, of a model that a factory made, with those of the training in `source`; see there.
+
+        Raises:
+            CheckpointMismatchError: one differs.
+        """
+        self._vocabularies = compare_vocabularies(self.model, source)
+
     def packing(self) -> Packing:
         """Return how the signature `packed` takes the inputs."""
         return pack_inputs(self._specs, [name for name, pad in self.padding().items() if pad == -1])
@@ -247,8 +255,9 @@ class KerasModel:
             ConfigError: a preprocessing layer has no vocabulary.
         """
         self.vocabularies()
-        below = tf.train.TrackableView(self.model).descendants()
-        tables = [node for node in below if isinstance(node, tf.saved_model.experimental.TrackableResource)]
+        tables = [
+            node for node in nodes_below(self.model) if isinstance(node, tf.saved_model.experimental.TrackableResource)
+        ]
         left_out = {id(variable) for variable in without}
         variables = [variable.value for variable in self.model.variables if id(variable) not in left_out]
         return [*variables, *raw_variables(self.model), *tables]

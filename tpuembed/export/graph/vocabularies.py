@@ -1,8 +1,12 @@
 """The vocabularies of a model's preprocessing layers: recorded in an export, and compared with those of the training.
 
-They are not weights, so the factory has to provide them. Entry k is the one that the layer maps to k, masks and out of
-vocabulary entries included, as `get_vocabulary()` lists them. Another order returns the rows of other words, without
-any error.
+They are no weights, so that the factory has to give them. Entry k is what the layer maps to k, masks and out of vocabulary
+entries included, as `get_vocabulary()` lists them. Another order gives the rows of other words, without any error.
+
+Where a `.keras` file holds a vocabulary: in `vocabulary.txt` among its assets, if the layer was adapted, wherever the layer is; in
+the config of the layer, if it was given, and the layer's config is in the model's (functional and sequential models, nested ones,
+and objects whose own config holds layers). Of a layer that the code of a class makes with a given vocabulary, the file has the
+name alone, beside the weights. Its vocabulary is in the file only where the config of that class holds the same list.
 """
 
 import dataclasses
@@ -10,50 +14,53 @@ import functools
 import hashlib
 import json
 import re
+import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.errors import CheckpointMismatchError, ConfigError
-from tpuembed.files import FilePath, as_path, open_stream
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tpuembed.files import FilePath, as_path, names_below, open_stream
 from tpuembed.manifest import VocabularyEntry
 
-__all__ = ["check_vocabularies", "vocabularies_of"]
+__all__ = ["compare_vocabularies", "nodes_below", "vocabularies_of"]
 
 _LOOKUPS: Final = (keras.layers.StringLookup, keras.layers.IntegerLookup)
 _CHUNK: Final = 1 << 16
 _CONFIG, _WEIGHTS, _VOCABULARY = "config.json", "model.weights.h5", "vocabulary.txt"
 _KINDS: Final = ("string_lookup", "integer_lookup", "text_vectorization")
 
+_Lists = dict[tuple[str, ...], list[Any]]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Vocabulary:
     """One vocabulary.
 
     Attributes:
         layer: the layer's name; "" if it is not known.
         kind: its class, in snake case.
-        entries: returns them as UTF-8, in the order of their numbers; None if they are not known.
+        entries: gives them as UTF-8, in the order of their numbers; None where they are not known.
+        entries_of: of a layer of the factory: the entries that it would have if it were given a list.
     """
 
     layer: str
     kind: str
     entries: Callable[[], Iterable[bytes]] | None
+    entries_of: Callable[[list[Any]], list[bytes]] | None = None
 
     @functools.cached_property
     def described(self) -> VocabularyEntry:
-        """Return its size and its digest. This reads all of it."""
-        digest, size = hashlib.sha256(), 0
-        for entry in self.entries() if self.entries else ():
-            digest.update(b"%d:%s," % (len(entry), entry))
-            size += 1
-        return VocabularyEntry(layer=self.layer, size=size, sha256=digest.hexdigest())
+        """Its size and its digest, which reads all of it."""
+        digest, size = _digest(self.entries() if self.entries else ())
+        return VocabularyEntry(layer=self.layer, size=size, sha256=digest)
 
     @property
     def number(self) -> int | None:
@@ -64,17 +71,35 @@ class _Vocabulary:
         return int(match[1] or 0) if match else None
 
 
+def _digest(entries: Iterable[bytes]) -> tuple[str, int]:
+    """The digest of entries, and how many they are."""
+    digest, size = hashlib.sha256(), 0
+    for entry in entries:
+        digest.update(b"%d:%s," % (len(entry), entry))
+        size += 1
+    return digest.hexdigest(), size
+
+
 def vocabularies_of(model: Any) -> tuple[VocabularyEntry, ...]:
-    """Return size and digest of each vocabulary of `model`, by the names of its layers.
+    """Size and digest of each vocabulary of a trained model itself, by the names of its layers.
 
     Raises:
         ConfigError: a layer has no vocabulary, so every value would be out of vocabulary.
     """
-    return tuple(vocabulary.described for vocabulary in _of_model(model))
+    return tuple(dataclasses.replace(vocabulary.described, compared=True) for vocabulary in _of_model(model))
+
+
+def nodes_below(model: Any) -> list[Any]:
+    """Returns the model and all that is tracked below it: by TensorFlow, and by Keras alone, as layers in lists and dicts are."""
+    found: dict[int, Any] = {}
+    for root in (model, *model._flatten_layers(include_self=False)):
+        if id(root) not in found:
+            found |= {id(node): node for node in tf.train.TrackableView(root).descendants()}
+    return list(found.values())
 
 
 def _of_model(model: Any) -> list[_Vocabulary]:
-    nodes = tf.train.TrackableView(model).descendants()
+    nodes = nodes_below(model)
     vectorizers = [node for node in nodes if isinstance(node, keras.layers.TextVectorization)]
     owners = {id(owner._lookup_layer): owner for owner in vectorizers}
     found = []
@@ -82,10 +107,14 @@ def _of_model(model: Any) -> list[_Vocabulary]:
         owner = owners.get(id(node), node)
         if isinstance(node, _LOOKUPS):
             _check_is_there(node, owner)
-            found.append(_Vocabulary(owner.name, _snake(type(owner).__name__), functools.partial(_entries, node)))
+            special = _special(node.mask_token, node.oov_token, node.num_oov_indices, node.output_mode)
+            given = functools.partial(_given, special)
+            found.append(
+                _Vocabulary(owner.name, _snake(type(owner).__name__), functools.partial(_entries, node), given)
+            )
         elif isinstance(node, keras.layers.Discretization) and node.bin_boundaries is not None:
-            bounds = functools.partial(map, _boundary, list(node.bin_boundaries))
-            found.append(_Vocabulary(node.name, _snake(type(node).__name__), bounds))
+            bounds = functools.partial(_boundaries, list(node.bin_boundaries))
+            found.append(_Vocabulary(node.name, _snake(type(node).__name__), bounds, _boundaries))
     return sorted(found, key=lambda vocabulary: (vocabulary.layer, vocabulary.kind))
 
 
@@ -103,8 +132,8 @@ def _snake(class_name: str) -> str:
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", parted).lower()
 
 
-def _boundary(bound: Any) -> bytes:
-    return repr(float(np.float32(bound))).encode()
+def _boundaries(bounds: Iterable[Any]) -> list[bytes]:
+    return [repr(float(np.float32(bound))).encode() for bound in bounds]
 
 
 def _entries(layer: Any) -> Iterator[bytes]:
@@ -126,40 +155,59 @@ def _special(mask: Any, oov: Any, count: int, mode: str) -> list[bytes]:
     return masks + [str(oov).encode()] * count
 
 
+def _given(special: list[bytes], words: Iterable[Any]) -> list[bytes]:
+    """The entries of a layer that is given `words`; Keras takes them with the special ones or without."""
+    entries = [str(word).encode() for word in words]
+    return special + (entries[len(special) :] if entries[: len(special)] == special else entries)
+
+
 # ---- of a `.keras` file
 
 
-def check_vocabularies(model: Any, source: str | FilePath) -> None:
-    """Compare the vocabularies of `model` with those in the `.keras` file that it was saved in. Do nothing for other
-    sources.
+def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[VocabularyEntry, ...]:
+    """Size and digest of each vocabulary of `model`, compared with those in the `.keras` file or folder that it was saved in.
 
-    A layer with a user's name is compared with the layer of that name. Layers with generated names must have the file's
-    vocabularies in the order in which the layers were made: all of them, or some if the factory makes fewer. When the
-    file has none left, a further layer counts as added by the factory.
+    A layer with a name of its own is compared with the layer of that name. Layers whose names Keras has numbered must have the
+    file's vocabularies in the order in which the layers were made: all of them, or some where the factory makes fewer. Where the
+    factory makes more, those of the file must be among them. A vocabulary that the file does not hold is compared with the list in
+    the config of the class that made it, if there is one. A warning names the layers that are compared with nothing.
+
+    Other sources hold no vocabularies: nothing is compared, and there is no warning.
 
     Raises:
-        CheckpointMismatchError: a vocabulary differs; the message names the first difference.
+        CheckpointMismatchError: a vocabulary differs; the message says where.
+        CheckpointCorruptError: the file's vocabularies cannot be read.
+        ConfigError: as `vocabularies_of`.
     """
-    path = as_path(source)
-    mine = _of_model(model) if path.suffix == ".keras" and path.is_file() else []
-    if not mine:
-        return
-    saved = _of_archive(path)
-    by_name: dict[str, list[_Vocabulary]] = {}
-    for vocabulary in saved:
-        if vocabulary.number is None and vocabulary.layer:
-            by_name.setdefault(vocabulary.layer, []).append(vocabulary)
-    rest = []
-    for vocabulary in mine:
-        if vocabulary.number is not None or vocabulary.layer not in by_name:
-            rest.append(vocabulary)
-        elif not any(_is_same(vocabulary, one) for one in by_name[vocabulary.layer]):
-            raise _differs(vocabulary, by_name[vocabulary.layer][0], source)
-    left = [one for one in saved if one.layer not in by_name]
-    if any(vocabulary.number is not None for vocabulary in rest):
-        names = {vocabulary.layer for vocabulary in mine}
-        left += [one for name, named in by_name.items() if name not in names for one in named]
-    _check_in_order(rest, left, source)
+    mine, path = _of_model(model), as_path(source)
+    if not mine or not _is_saved_model(path):
+        return tuple(one.described for one in mine)
+    config, saved = _of_file(path, {one.layer for one in mine})
+    pairs = _pairs(mine, saved, source)
+    paired, taken = {one for one, _ in pairs}, {other for _, other in pairs}
+    unclear = {one for one, _ in pairs if any(other.layer == one.layer and not _is_same(one, other) for other in saved)}
+    equal = {
+        one for one, other in pairs if other.entries is not None and (one.number is not None or one not in unclear)
+    }
+    left = [other for other in saved if other.entries is not None and other not in taken]
+    if left:  # of a layer that was renamed, if it can be no other
+        equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
+    equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
+    unknown = [one for one in mine if one not in equal]
+    if unknown:
+        warnings.warn(_not_compared(unknown, left, source), stacklevel=2)
+    return tuple(dataclasses.replace(one.described, compared=one in equal) for one in mine)
+
+
+def _not_compared(unknown: Sequence[_Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> str:
+    layers = ", ".join(repr(one.layer) for one in unknown)
+    what = "vocabulary of layer" if len(unknown) == 1 else "vocabularies of layers"
+    others = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in left)
+    rest = f". No layer of the factory has the vocabulary of {others} in the file: give a renamed layer its old name"
+    return (
+        f"model file {source}: the {what} {layers} of the factory cannot be compared with the training: the file does not say it"
+        f"{rest if left else ''}. If it differs, the export answers with the rows of other words. Make sure that it is the same"
+    )
 
 
 def _is_same(mine: _Vocabulary, saved: _Vocabulary) -> bool:
@@ -167,37 +215,72 @@ def _is_same(mine: _Vocabulary, saved: _Vocabulary) -> bool:
     return saved.entries is None or mine.described.sha256 == saved.described.sha256
 
 
-def _check_in_order(mine: Sequence[_Vocabulary], saved: Sequence[_Vocabulary], source: str | FilePath) -> None:
-    """Compare layers without a counterpart of their name with `saved`, the rest of the file's vocabularies.
+def _pairs(
+    mine: Sequence[_Vocabulary], saved: Sequence[_Vocabulary], source: str | FilePath
+) -> list[tuple[_Vocabulary, _Vocabulary]]:
+    """Layers of the factory with those of the file, whose vocabularies are equal, or not known.
+
+    Raises:
+        CheckpointMismatchError: see `compare_vocabularies`.
+    """
+    by_name: dict[str, list[_Vocabulary]] = {}
+    for vocabulary in saved:
+        if vocabulary.number is None and vocabulary.layer:
+            by_name.setdefault(vocabulary.layer, []).append(vocabulary)
+    rest, pairs = [], []
+    for vocabulary in mine:
+        if vocabulary.number is not None or vocabulary.layer not in by_name:
+            rest.append(vocabulary)
+            continue
+        same = next((one for one in by_name[vocabulary.layer] if _is_same(vocabulary, one)), None)
+        if same is None:
+            raise _differs(vocabulary, by_name[vocabulary.layer][0], source)
+        pairs.append((vocabulary, same))
+    left = [one for one in saved if one.layer not in by_name]
+    if any(vocabulary.number is not None for vocabulary in rest):
+        names = {vocabulary.layer for vocabulary in mine}
+        left += [one for name, named in by_name.items() if name not in names for one in named]
+    return pairs + _pairs_in_order(rest, left, source)
+
+
+def _pairs_in_order(
+    mine: Sequence[_Vocabulary], saved: Sequence[_Vocabulary], source: str | FilePath
+) -> list[tuple[_Vocabulary, _Vocabulary]]:
+    """Pair layers that are not in the file by a name of their own with `saved`, which no name has taken.
 
     Layers with generated names are compared first, in order. A layer with a user's name must then equal one of the
     rest, or be new.
     """
     numbered, left = sorted((one for one in mine if one.number is not None), key=_made_as), sorted(saved, key=_made_as)
-    if len(numbered) == len(left):
-        for one, other in zip(numbered, left, strict=True):
-            if not _is_same(one, other):
-                raise _differs(one, other, source)
-        return
-    begin = 0
-    for one in numbered if left else ():
-        found = next((place for place in range(begin, len(left)) if _is_same(one, left[place])), None)
-        if found is None:
-            raise _differs(one, _nearest(one, left), source)
-        begin = found
-        del left[found]
+    pairs, begin = [], 0
+    if len(numbered) <= len(left):
+        for one in numbered:
+            places = [begin] if len(numbered) == len(saved) else range(begin, len(left))
+            found = next((place for place in places if _is_same(one, left[place])), None)
+            if found is None:
+                raise _differs(one, _nearest(one, [left[place] for place in places] or saved), source)
+            pairs.append((one, left[found]))
+            begin = found + 1
+    else:  # the factory has added some, to all of the file's
+        for other in left:
+            found = next((place for place in range(begin, len(numbered)) if _is_same(numbered[place], other)), None)
+            if found is None:
+                raise _differs(_nearest(other, numbered), other, source)
+            pairs.append((numbered[found], other))
+            begin = found + 1
+    left = [one for one in left if all(one is not other for _, other in pairs)]
     for one in mine:
         if one.number is None and left:
             found = next((place for place, other in enumerate(left) if _is_same(one, other)), None)
             if found is None:
                 raise _differs(one, _nearest(one, left), source)
-            del left[found]
+            pairs.append((one, left.pop(found)))
+    return pairs
 
 
-def _nearest(mine: _Vocabulary, saved: Sequence[_Vocabulary]) -> _Vocabulary:
-    """Return the vocabulary of `saved` to compare `mine` with in a message: one of its class, if there is one."""
-    known = [one for one in saved if one.entries is not None]
-    return next((one for one in known if one.kind == mine.kind), known[0])
+def _nearest(one: _Vocabulary, others: Sequence[_Vocabulary]) -> _Vocabulary:
+    """One of `others` that a message compares `one` with: whose entries are known, and of its class, if there is one."""
+    return min(others, key=lambda other: (other.entries is None, other.kind != one.kind))
 
 
 def _made_as(vocabulary: _Vocabulary) -> tuple[str, int, str]:
@@ -206,17 +289,18 @@ def _made_as(vocabulary: _Vocabulary) -> tuple[str, int, str]:
     return vocabulary.kind, -1 if number is None else number, vocabulary.layer
 
 
-def _differs(mine: _Vocabulary, saved: _Vocabulary, source: str | FilePath) -> CheckpointMismatchError:
+def _differs(mine: _Vocabulary, saved: _Vocabulary, source: str | FilePath, where: str = "") -> CheckpointMismatchError:
+    than = where or f"the trained {saved.layer!r}"
+    begin = f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than {than}. "
+    end = "Give the layer the vocabulary, and the name, that it was trained with"
+    if mine.entries is None or saved.entries is None:
+        return CheckpointMismatchError(f"{begin}They are made in another order than in the file. {end}")
     here, there = mine.described, saved.described
-    assert mine.entries is not None
-    assert saved.entries is not None
     pairs = enumerate(zip_longest(mine.entries(), saved.entries()))
     number, (one, other) = next(((n, pair) for n, pair in pairs if pair[0] != pair[1]), (0, (None, None)))
     return CheckpointMismatchError(
-        f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than the trained "
-        f"{saved.layer!r}. Entry {number} is {_shown(one)} in the factory, which has {here.size} entries, and "
-        f"{_shown(other)} in the file, which has {there.size}. Give the layer the vocabulary, and the name, that "
-        "it was trained with."
+        f"{begin}Entry {number} is {_shown(one)} in the factory, which has {here.size} entries, and {_shown(other)} in the file, "
+        f"which has {there.size}. {end}"
     )
 
 
@@ -224,27 +308,71 @@ def _shown(entry: bytes | None) -> str:
     return "missing" if entry is None else repr(entry.decode(errors="replace"))
 
 
-def _of_archive(path: FilePath) -> list[_Vocabulary]:
-    """Return the vocabularies of layers that keep them in the model's config, or, if adapted, in a file of the archive.
+class _Folder:
+    """The files of a model that was saved unzipped, as `zipfile.ZipFile` offers them."""
 
-    Layers that another layer creates with a vocabulary are included without their entries.
+    def __init__(self, folder: FilePath) -> None:
+        self._folder = folder
+
+    def namelist(self) -> list[str]:
+        """Their paths in the folder."""
+        return names_below(self._folder)
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a file."""
+        return (self._folder / name).read_bytes()
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file opened for reading."""
+        return open_stream(self._folder / name)
+
+
+def _is_saved_model(path: FilePath) -> bool:
+    """Whether `path` is a `.keras` file, or the weights of a model that was saved unzipped."""
+    return path.is_file() and (path.suffix == ".keras" or _is_unzipped(path))
+
+
+def _is_unzipped(path: FilePath) -> bool:
+    return path.name == _WEIGHTS and (path.parent / _CONFIG).is_file()
+
+
+def _of_file(path: FilePath, layers: Iterable[str]) -> tuple[Any, list[_Vocabulary]]:
+    """The config and the vocabularies of a saved model; see the module.
+
+    Layers whose names alone are known, as theirs that code made with a vocabulary, are there without their entries: those that
+    Keras has numbered, and those called like one of `layers`.
+
+    Raises:
+        CheckpointCorruptError: they cannot be read.
     """
-    with open_stream(path) as file, zipfile.ZipFile(file) as archive:
-        config = json.loads(archive.read(_CONFIG))
-        found = [vocabulary for kind, fields in _layers(config) for vocabulary in _of_config(kind, fields)]
-        names = _names_by_place(archive)
-        for name in archive.namelist():
-            place = PurePosixPath(name).parent
-            # A TextVectorization also writes the vocabulary of its lookup layer as its own.
-            if PurePosixPath(name).name == _VOCABULARY and place.name != "_lookup_layer":
-                entries = archive.read(name).split(b"\n")
-                layer = names.get(str(place.relative_to("assets")), "")
-                # In a list of layers, the place is named after the class, otherwise after an attribute.
-                kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
-                found.append(_Vocabulary(layer, kind, functools.partial(iter, entries)))
+    if _is_unzipped(path):
+        return _of_archive(_Folder(path.parent), layers)
+    try:
+        with open_stream(path) as file, zipfile.ZipFile(file) as archive:
+            return _of_archive(archive, layers)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise CheckpointCorruptError(f"model file {path}: {error}; restore it from another copy") from None
+
+
+def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tuple[Any, list[_Vocabulary]]:
+    config = json.loads(archive.read(_CONFIG))
+    found = [vocabulary for kind, fields in _layers(config) for vocabulary in _of_config(kind, fields)]
+    names = _names_by_place(archive)
+    for name in archive.namelist():
+        place = PurePosixPath(name).parent
+        # A TextVectorization writes the vocabulary of its lookup layer a second time, as its own.
+        if PurePosixPath(name).name == _VOCABULARY and place.name != "_lookup_layer":
+            entries = archive.read(name).split(b"\n")
+            layer = names.get(str(place.relative_to("assets")), "")
+            # In a list of layers the place is called by the class, else by an attribute.
+            kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
+            found.append(_Vocabulary(layer, kind, functools.partial(iter, entries)))
+    # A layer that two of the config's models share is in it twice.
+    kept = {(one.layer or str(number), one.kind, one.described.sha256): one for number, one in enumerate(found)}
     known = {vocabulary.layer for vocabulary in found}
-    unknown = [name for place, name in names.items() if name not in known and not place.endswith("/_lookup_layer")]
-    return found + [_Vocabulary(name, _kind_of(name), None) for name in unknown if _kind_of(name)]
+    others = {name for place, name in names.items() if name not in known and not place.endswith("/_lookup_layer")}
+    nameless = [name for name in sorted(others) if _kind_of(name) or name in layers]
+    return config, [*kept.values(), *(_Vocabulary(name, _kind_of(name), None) for name in nameless)]
 
 
 def _kind_of(name: str) -> str:
@@ -258,16 +386,22 @@ def _without_number(name: str) -> str:
 
 
 def _layers(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (class, config) of every object that `config` describes, at any depth."""
+    """(class, config) of every object that `config` describes, at any depth."""
+    for described, fields in _described(config):
+        yield described["class_name"], fields
+
+
+def _described(config: Any) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """(description, config) of every object that `config` describes, at any depth."""
     if isinstance(config, Mapping):
         fields = config.get("config")
         if isinstance(config.get("class_name"), str) and isinstance(fields, Mapping):
-            yield config["class_name"], fields
+            yield config, fields
         for child in config.values():
-            yield from _layers(child)
+            yield from _described(child)
     elif isinstance(config, list):
         for child in config:
-            yield from _layers(child)
+            yield from _described(child)
 
 
 def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabulary]:
@@ -279,17 +413,14 @@ def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabula
             ("", "[UNK]", 1) if is_text else [fields.get(k) for k in ("mask_token", "oov_token", "num_oov_indices")]
         )
         special = _special(mask, oov, int(count or 0), str(fields.get("output_mode") or "int"))
-        entries = [str(word).encode() for word in words]
-        if entries[: len(special)] == special:  # Keras accepts them with or without the special entries
-            entries = entries[len(special) :]
-        yield _Vocabulary(name, kind, lambda: special + entries)
+        yield _Vocabulary(name, kind, functools.partial(_given, special, words))
     bounds = fields.get("bin_boundaries")
     if isinstance(bounds, list) and bounds:
-        yield _Vocabulary(name, kind, lambda: [_boundary(bound) for bound in bounds])
+        yield _Vocabulary(name, kind, functools.partial(_boundaries, bounds))
 
 
-def _names_by_place(archive: zipfile.ZipFile) -> dict[str, str]:
-    """Return the names of layers by their places in the archive, from the groups of the weights."""
+def _names_by_place(archive: zipfile.ZipFile | _Folder) -> dict[str, str]:
+    """The names of layers by their places in the archive, as the weights' groups have them."""
     import h5py
 
     names: dict[str, str] = {}
@@ -299,6 +430,121 @@ def _names_by_place(archive: zipfile.ZipFile) -> dict[str, str]:
             names[path.removesuffix("/vars")] = node.attrs["name"]
 
     if _WEIGHTS in archive.namelist():
-        with h5py.File(archive.open(_WEIGHTS), "r") as weights:
+        with archive.open(_WEIGHTS) as file, h5py.File(file, "r") as weights:
             weights.visititems(visit)
     return names
+
+
+# ---- of classes that hold a list in a config of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """An object of a class that is neither Keras' nor ours, as a config describes it.
+
+    Attributes:
+        kind: its registered class.
+        name: its own name; "" where it has none, or one that Keras made.
+        lists: in its config, by the path of their keys.
+    """
+
+    kind: str
+    name: str
+    lists: _Lists
+
+
+def _equal_in_configs(mine: Sequence[_Vocabulary], model: Any, saved: Any, source: str | FilePath) -> set[_Vocabulary]:
+    """Those of `mine` that a class of the model has in its config, where the saved config has the same list in the same place.
+
+    Raises:
+        CheckpointMismatchError: the saved config has another list there.
+    """
+    if not mine:
+        return set()
+    try:
+        config = keras.saving.serialize_keras_object(model)
+    except Exception:  # whatever the model's own get_config raises
+        return set()
+    objects = _same_objects(list(_objects(config)), list(_objects(saved)))
+    equal = set[_Vocabulary]()
+    for vocabulary in mine:
+        places = [
+            (
+                f"the config of the trained {here.kind} has in {'/'.join(path)!r}",
+                _entries_in(vocabulary, there.lists[path]),
+            )
+            for here, there in objects
+            for path, words in here.lists.items()
+            if path in there.lists and _is_digest_of(vocabulary, _entries_in(vocabulary, words))
+        ]
+        others = [place for place in places if not _is_digest_of(vocabulary, place[1])]
+        if places and not others:
+            equal.add(vocabulary)
+        elif places and len(others) == len(places):
+            where, entries = others[0]
+            raise _differs(vocabulary, _Vocabulary("", "", functools.partial(iter, entries)), source, where)
+    return equal
+
+
+def _entries_in(vocabulary: _Vocabulary, words: list[Any]) -> list[bytes]:
+    assert vocabulary.entries_of is not None
+    try:
+        return vocabulary.entries_of(words)
+    except (TypeError, ValueError):  # a list of something else
+        return []
+
+
+def _is_digest_of(vocabulary: _Vocabulary, entries: list[bytes]) -> bool:
+    return len(entries) == vocabulary.described.size and _digest(entries)[0] == vocabulary.described.sha256
+
+
+def _same_objects(here: Sequence[_Object], there: Sequence[_Object]) -> list[tuple[_Object, _Object]]:
+    """Pairs of one class and one name; and of what is left of a class the only object of either side, if one has no name."""
+    by_name = {(one.kind, one.name): one for one in there if one.name}
+    for one in there:  # two of one name, in models inside of the model
+        if one.name and by_name.get((one.kind, one.name), one).lists != one.lists:
+            del by_name[one.kind, one.name]
+    pairs = [(one, by_name[one.kind, one.name]) for one in here if (one.kind, one.name) in by_name]
+    taken = {(one.kind, one.name) for one, _ in pairs}
+    left_here, left_there = ([one for one in side if (one.kind, one.name) not in taken] for side in (here, there))
+    for kind in dict.fromkeys(one.kind for one in left_here):
+        mine, saved = ([one for one in side if one.kind == kind] for side in (left_here, left_there))
+        if len(mine) == len(saved) == 1 and not (mine[0].name and saved[0].name):
+            pairs.append((mine[0], saved[0]))
+    return pairs
+
+
+def _objects(config: Any) -> Iterator[_Object]:
+    for described, fields in _described(config):
+        class_name = str(described["class_name"])
+        kind = str(described.get("registered_name") or class_name)
+        package = str(described.get("module") or kind).partition(".")[0]
+        if class_name.startswith("__") or package == "keras" or kind.startswith("tpuembed"):
+            continue
+        # A functional model's config has the names of its layers beside their configs.
+        name = str(fields.get("name") or described.get("name") or "")
+        lists: _Lists = {}
+        _collect_lists(fields, (), lists)
+        is_made = re.fullmatch(rf"{re.escape(_snake(class_name))}(_\d+)?", name)
+        yield _Object(kind, "" if is_made else name, lists)
+
+
+def _collect_lists(node: Any, path: tuple[str, ...], out: _Lists) -> None:
+    """Add the lists of texts and numbers in `node`, but for those in objects that it describes."""
+    if isinstance(node, Mapping):
+        if path and _is_described(node):
+            return
+        for key, child in node.items():
+            _collect_lists(child, (*path, str(key)), out)
+    elif isinstance(node, list | tuple):
+        if node and all(isinstance(item, str | int | float) for item in node):
+            out[path] = list(node)
+        else:
+            for number, child in enumerate(node):
+                _collect_lists(child, (*path, str(number)), out)
+
+
+def _is_described(node: Mapping[str, Any]) -> bool:
+    """Whether it is an object with a config; Keras writes tuples and arrays in this form too, as __tuple__ and the like."""
+    kind = node.get("class_name")
+    return isinstance(kind, str) and not kind.startswith("__") and isinstance(node.get("config"), Mapping)

@@ -141,7 +141,6 @@ class _ModelRequest:
         from tpuembed.export.graph.dense_weights import recorded
         from tpuembed.export.graph.keras_model import build_model
         from tpuembed.export.graph.stacked_tables import StackedTables
-        from tpuembed.export.graph.vocabularies import check_vocabularies
 
         self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables(checkpoint.tables())
@@ -149,7 +148,7 @@ class _ModelRequest:
             self._model = build_model(model, output_names)
             if self._sources.were_asked_for or self._model.may_read_tables():
                 self._model.trace()
-        check_vocabularies(self._model.model, checkpoint.path)
+        self._model.compare_vocabularies(checkpoint.path)
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, stated
