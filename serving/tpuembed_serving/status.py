@@ -66,7 +66,7 @@ class StatusError(ServingError):
         return f"{self.code.name}: {self.message}"
 
 
-class LoadStopped(StatusError):
+class LoadStopped(StatusError):  # noqa: N818 - no error of the version's
     """A load that the server's stop ended: nothing is wrong with the version."""
 
 

@@ -20,7 +20,7 @@ from tpuembed.checkpoint.table_keys import TableKeys, is_table, optimizer_slots
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle
 
-__all__ = ["check_keras_model", "is_keras_3_model", "keras_rs_tables"]
+__all__ = ["check_keras_model", "keras_rs_tables", "keras_rs_wrote"]
 
 _TRAINABLE, _VARIABLES = "_trainable_variables", "_variables"
 _TRAP: Final = "_gradient_trap_dummy"
@@ -56,6 +56,11 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
                 "table's own name (Keras 3 saves no more of many subclassed models and layers, nor where an optimizer has no "
                 "slots); restore it into the model and save that with model.save_weights('model.weights.h5')"
             )
+
+
+def keras_rs_wrote(bundle: Bundle, graph: ObjectGraph) -> bool:
+    """Return True if tables of keras-rs are in the checkpoint, which may lack others of its tables."""
+    return bool(keras_rs_layers(graph)) or any(True for _ in keras_rs_tables(bundle, graph))
 
 
 def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
@@ -100,7 +105,8 @@ def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
 def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
     """Raise CheckpointFormatError where this is a Keras 3 model and no variable of it can be a table."""
     names = sorted(filter(None, (node.full_name for node in graph.nodes)))
-    if not is_keras_3_model(graph) or any(name.rpartition("/")[2] == "embeddings" for name in names):
+    is_keras_3_model = any(_is_keras_layer(graph, node) for node in graph.nodes)
+    if not is_keras_3_model or any(name.rpartition("/")[2] == "embeddings" for name in names):
         return
     empty = [graph.path(number) for number in graph.parents if _is_empty_layer(graph, number)]
     raise CheckpointFormatError(
@@ -109,11 +115,6 @@ def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
         "trained has in its optimizer, and nothing else; save with model.save_weights('model.weights.h5'), or from "
         "SparseCores with tf.train.Checkpoint(emb=layer._tpu_embedding)"
     )
-
-
-def is_keras_3_model(graph: ObjectGraph) -> bool:
-    """Whether a functional model, an optimizer or a layer with a kernel, as Keras 3 names their parts, is among the objects."""
-    return any(_is_keras_layer(graph, node) for node in graph.nodes)
 
 
 def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:
