@@ -18,8 +18,9 @@ from tpuembed.backends.table_state import TablesNode
 from tpuembed.checkpoint.saved_objects import HoldsWeights, Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
+from tpuembed.weight_files import holds_tables
 
-__all__ = ["raw_variables", "recorded", "restore_dense_weights"]
+__all__ = ["find_weights", "raw_variables", "recorded", "restore_dense_weights"]
 
 _SHOWN: Final = 40
 _WEIGHTS_FILE: Final = "model.save_weights('model.weights.h5')"
@@ -66,6 +67,19 @@ def restore_dense_weights(
     for node in tf.train.TrackableView(model).descendants():
         if isinstance(node, keras.layers.Normalization):
             node.finalize_state()  # it computes with constants that were made of its weights
+
+
+def find_weights(model: Any, checkpoint: Any, tables: Collection[str], *, made: Sequence[Any]) -> None:
+    """Prove that every weight of `model` has its value in `checkpoint`, and read none; see `restore_dense_weights`.
+
+    Raises:
+        CheckpointMismatchError: a weight has none.
+    """
+    saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
+    if saved is None:
+        raise CheckpointMismatchError(f"checkpoint {checkpoint.path}: it has no object graph")
+    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
+    _find(f"checkpoint {checkpoint.path}", Names(_stems(model)), wanted, saved)
 
 
 @contextlib.contextmanager
@@ -307,6 +321,8 @@ def _keras_objects(model: Any) -> _Saveable:
         store: dict[str, Any] = {}
         if not names:
             layer.save_own_variables(store)
+        if holds_tables(store):  # of a layer that saves for the ones below it, which have their names
+            store = {}
         weights = {
             key: Weight(
                 f"{path}/{key}", f"{scopes}{key}", tuple(value.shape), keras.backend.standardize_dtype(value.dtype)
