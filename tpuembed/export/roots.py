@@ -38,7 +38,9 @@ def naming_roots(path: str | FilePath, options: Mapping[str, Any] | None, model:
         if fitting and str(options["root"]).strip("/") not in fitting:
             shown = ", ".join(fitting[:_SHOWN]) + (", ..." if len(fitting) > _SHOWN else "")
             text = str(error).partition(". Objects that hold layers")[0]
-            remedy = f"{shown}. Give --checkpoint-option root={fitting[0]}" if fitting[0] else "all of it: leave root out"
+            remedy = (
+                f"{shown}. Give --checkpoint-option root={fitting[0]}" if fitting[0] else "all of it: leave root out"
+            )
             error.args = (f"{text}. The model fits {remedy}",)
         raise
 

@@ -32,7 +32,7 @@ def partial_layer(name: str | None, threshold: int | None = 50) -> Any:
     return tfrs.PartialTPUEmbedding(features, keras.optimizers.Adagrad(0.1), size_threshold=threshold, name=name)
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[str | None], Any]] = {
     "keras_rs": keras_rs_layer,
     "partial": partial_layer,
     "all large": lambda name: partial_layer(name, 0),
