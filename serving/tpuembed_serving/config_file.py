@@ -43,7 +43,7 @@ class ConfigFile:
     def look(self) -> None:
         """Read it once. What is refused is tried again at the next look, and said once."""
         try:
-            models = read_models(self._path, may_be_empty=not self._followed)
+            models = read_models(self._path)
             if models != self._followed:
                 self._follow(models)
             self._fault = ""

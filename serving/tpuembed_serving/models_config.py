@@ -28,13 +28,11 @@ class FieldError(ConfigError):
         self.field = field
 
 
-def read_models(path: Path, *, may_be_empty: bool = True) -> tuple[ModelSettings, ...]:
+def read_models(path: Path) -> tuple[ModelSettings, ...]:
     """Return the models that the file at `path` configures.
 
-    Args:
-        path: a models.config.
-        may_be_empty: False refuses a file without a `model_config_list`. A file that another program
-            is writing is empty for a moment, and a server must not unload its models then.
+    A file without a `model_config_list` is refused. It may be a file that another program is writing, which is empty for a
+    moment: a server must not start without models then, or unload those that it has.
 
     Raises:
         ConfigError: the file cannot be read, or is not a models.config. The message names the file, the line and the field.
@@ -45,10 +43,10 @@ def read_models(path: Path, *, may_be_empty: bool = True) -> tuple[ModelSettings
         raise ConfigError(f"config {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"config {path}: is no text in UTF-8") from None
-    return parse_models(text, str(path), may_be_empty=may_be_empty)
+    return parse_models(text, str(path))
 
 
-def parse_models(text: str, source: str, *, may_be_empty: bool = True) -> tuple[ModelSettings, ...]:
+def parse_models(text: str, source: str) -> tuple[ModelSettings, ...]:
     """The models of a ModelServerConfig in protobuf's text format; `source` is what messages call it.
 
     Raises:
@@ -63,7 +61,7 @@ def parse_models(text: str, source: str, *, may_be_empty: bool = True) -> tuple[
     except text_format.ParseError as error:
         where = f"line {error.GetLine() or 1}, column {error.GetColumn() or 1}"
         raise ConfigError(f"config {source}, {where}: {_reason(error)}") from None
-    if message.WhichOneof("config") is None and not may_be_empty:
+    if message.WhichOneof("config") is None:
         raise ConfigError(
             f"config {source}: has no model_config_list. To serve no model, write: model_config_list {{}}"
         )

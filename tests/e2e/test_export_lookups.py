@@ -32,7 +32,7 @@ def _export(checkpoint: tuple[str, Any], folder: Path, features: dict[str, Any],
     return export_saved_model(checkpoint[0], folder / "m", serving_config={"features": features}, **options).path
 
 
-IDS = np.array([[3, 1, 3, -1], [-1, -1, -1, -1], [7, -1, -1, -1], [0, 29, 5, 6]])
+IDS = np.array([[3, 1, 3, -1], [-1, -1, -1, -1], [-1, 7, -1, 2], [0, 29, 5, 6]])
 WEIGHTS = np.array(
     [[0.5, 2.0, 1.0, 9.0], [9.0, 9.0, 9.0, 9.0], [3.0, 9.0, 9.0, 9.0], [0.25, 0.5, 1.5, 2.0]], np.float32
 )
@@ -139,9 +139,10 @@ def test_examples_of_every_kind_of_feature_are_answered_as_matrices_are(checkpoi
     named["weighted_weights"] = WEIGHTS
     examples = [tf.train.Example() for _ in IDS]
     for row, example in enumerate(examples):
+        length = max(np.flatnonzero(IDS[row] >= 0), default=-1) + 1
         for name, values in named.items():
             feature = example.features.feature[name]
-            present = values[row : row + 1] if values.ndim == 1 else values[row][IDS[row] >= 0]
+            present = values[row : row + 1] if values.ndim == 1 else values[row][:length]
             (feature.float_list if name.endswith("_weights") else feature.int64_list).value.extend(present.tolist())
     found = signatures["serving_examples"](examples=tf.constant([each.SerializeToString() for each in examples]))
     truth = signatures["serving_default"](**{name: tf.constant(values) for name, values in named.items()})

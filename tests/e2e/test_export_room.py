@@ -104,18 +104,38 @@ def goes_on(checkpoint: Path, model_dir: Path) -> None:
     np.testing.assert_array_equal(capi.predict(report.path, {"x": ids})["x"], LARGE[ids])
 
 
-def test_a_disk_that_fills_up(tmp_path: Path) -> None:
-    """A real one, of 16 MiB; the file systems that a process mounts for itself alone are gone with it."""
+def on_small_disk(tmp_path: Path, size: str, module: str) -> dict[str, Any]:
+    """What `module` prints, which exports `ckpt` onto a real disk of that size.
+
+    The file systems that a process mounts for itself alone are gone with it.
+    """
     (tmp_path / "disk").mkdir()
     mount = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    script = f'mount -t tmpfs -o size=16m tmpfs "{tmp_path / "disk"}" && exec "$@"'
+    script = f'mount -t tmpfs -o size={size} tmpfs "{tmp_path / "disk"}" && exec "$@"'
     if not shutil.which("unshare") or subprocess.run([*mount, script, "sh", "true"], capture_output=True).returncode:
         pytest.skip("needs unshare and user namespaces, to mount a small file system")
-    write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
-    command = [sys.executable, "-m", "tests.e2e.full_disk", str(tmp_path / "ckpt"), str(tmp_path / "disk")]
+    command = [sys.executable, "-m", module, str(tmp_path / "ckpt"), str(tmp_path / "disk")]
     done = subprocess.run([*mount, script, "sh", *command], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> None:
+    """In the tables, the graph, the index, the warm-up requests or the manifest: 8 KiB more each time, until it fits."""
+    write_checkpoint(tmp_path / "ckpt", {"t": TABLE})
+    found = on_small_disk(tmp_path, "512k", "tests.e2e.little_room")
+    assert found["path"] == "1"
+    assert len(found["failures"]) > 5
+    for message, versions in found["failures"]:
+        assert str(tmp_path / "disk") in message
+        assert re.search("No space left on device.*[Ff]ree space|has .* free", message), message
+        assert versions == []
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
+    found = on_small_disk(tmp_path, "16m", "tests.e2e.full_disk")
     assert "No space left on device; free space or fix the disk" in found["message"]
     assert f"{tmp_path / 'disk'}/.staging-1-" in found["message"]
     assert re.search("finished shards? (is|are) kept, and the same export goes on from (it|them)", found["message"])

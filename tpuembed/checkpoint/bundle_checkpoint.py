@@ -218,6 +218,10 @@ class BundleCheckpoint:
         """None: an object graph has no configs of layers."""
         return {}
 
+    def model_config(self) -> Mapping[str, Any] | None:
+        """None: an object graph has no config of the model."""
+        return None
+
     def fingerprint(self) -> str:
         """That of the bundle: of its index and of all its files' sizes and times of change."""
         return self.bundle.fingerprint()

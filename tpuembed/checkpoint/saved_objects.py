@@ -6,7 +6,7 @@ compares the two.
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from tpuembed.checkpoint.keras_optimizers import is_optimizer
 from tpuembed.checkpoint.mid_level_variables import mid_level_nodes
@@ -131,6 +131,9 @@ class HoldsWeights(Protocol):
 
     def policies(self) -> Mapping[str, str]:
         """Layer -> its dtype policy, where the files say it."""
+
+    def model_config(self) -> Mapping[str, Any] | None:
+        """What `keras.saving.serialize_keras_object` made of the model, where the files say it."""
 
 
 def find_root(graph: ObjectGraph, path: str, where: str) -> int:

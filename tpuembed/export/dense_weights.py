@@ -6,7 +6,7 @@ Values are read with the checkpoint's reader, whose checks neither TensorFlow's 
 import contextlib
 import dataclasses
 import functools
-import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -17,12 +17,16 @@ import tensorflow as tf
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.checkpoint.saved_objects import HoldsWeights, Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
+from tpuembed.export.layer_graphs import find_contradiction, is_graph, read_graph, snake_case
 from tpuembed.export.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
 from tpuembed.weight_files import holds_tables
 
 __all__ = ["find_weights", "raw_variables", "recorded", "restore_dense_weights"]
 
 _SHOWN: Final = 40
+_LOOKUPS: Final = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+_OF_LOOKUPS: Final = ("idf_weights", "num_documents")
+"""The plain variables of these layers: Keras saves the first by a function of theirs, and no call reads the second."""
 _WEIGHTS_FILE: Final = "model.save_weights('model.weights.h5')"
 
 
@@ -54,7 +58,9 @@ def restore_dense_weights(
         raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
     wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
     wanted.check_complete(where, model)
-    found = _find(where, Names(_stems(model)), wanted, saved)
+    names = Names(_stems(model))
+    found = _find(where, names, wanted, saved)
+    _check_config(where, names, wanted, saved, found, checkpoint.model_config())
     _check_dtypes(where, wanted, found)
     _check_policies(where, model, checkpoint.policies())
     left = [weight for weight in found.left_over if weight.key not in _of_metrics(saved)]
@@ -64,9 +70,13 @@ def restore_dense_weights(
             "model as it was trained. To export only a part of it, pass allow_unused_weights=True (--allow-unused-weights)"
         )
     wanted.assign(found, checkpoint)
-    for node in tf.train.TrackableView(model).descendants():
+    for node in tf.train.TrackableView(
+        model
+    ).descendants():  # these compute with constants that were made of their weights
         if isinstance(node, keras.layers.Normalization):
-            node.finalize_state()  # it computes with constants that were made of its weights
+            node.finalize_state()
+        elif isinstance(node, _LOOKUPS) and node.output_mode == "tf_idf":
+            node.idf_weights_const = node.idf_weights.value()
 
 
 def find_weights(model: Any, checkpoint: Any, tables: Collection[str], *, made: Sequence[Any]) -> None:
@@ -152,26 +162,43 @@ def _stems(model: Any) -> set[str]:
     own = {type(layer).__name__ for layer in model._flatten_layers()}
     kinds = (name for name, kind in vars(keras.layers).items() if isinstance(kind, type))
     return {
-        _snake_case(name) for name in (*own, *kinds, "Functional", "Sequential", "Model", "TPUEmbedding", "Variable")
+        snake_case(name) for name in (*own, *kinds, "Functional", "Sequential", "Model", "TPUEmbedding", "Variable")
     }
-
-
-def _snake_case(name: str) -> str:
-    """Source: to_snake_case in keras/src/utils/naming.py."""
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def _of_metrics(saved: Objects) -> set[str]:
     """The weights of objects called as Keras calls metrics, all of one shape, as no layer has them."""
-    metrics = Names({_snake_case(name) for name, kind in vars(keras.metrics).items() if isinstance(kind, type)})
+    metrics = Names({snake_case(name) for name, kind in vars(keras.metrics).items() if isinstance(kind, type)})
     found: set[str] = set()
     for node in saved.nodes:
         shapes = {weight.shape for weight in node.weights.values()}
         if node.name is not None and metrics.number(node.name) and len(node.weights) > 1 and len(shapes) == 1:
             found.update(weight.key for weight in node.weights.values())
     return found
+
+
+def _check_config(
+    where: str, names: Names, wanted: "_Wanted", saved: Objects, found: Candidate, config: Mapping[str, Any] | None
+) -> None:
+    """Raise CheckpointMismatchError where the saved config says that layers of one form were confused."""
+    if config is None or not is_graph(config):
+        return
+    mine = wanted.objects.nodes
+    try:
+        graph = read_graph(names, wanted.objects, wanted.configs())
+        theirs = read_graph(names, saved, {0: config})
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return
+    pairs = [(number, other) for number, other in found.layers.items() if mine[number].weights]
+    wrong = find_contradiction(graph, theirs, pairs)
+    if wrong is not None:
+        number, other, like = wrong
+        raise CheckpointMismatchError(
+            f"{where}: layers without names of their own would be confused: the model's layer {mine[number].name!r} has the place "
+            f"of {saved.nodes[other].name!r} ({saved.nodes[other].path}) there, and by the config in the file it is "
+            f"{saved.nodes[like].name!r} ({saved.nodes[like].path}). Build and return them in the order of training, or give them "
+            "names"
+        )
 
 
 def _check_dtypes(where: str, wanted: "_Wanted", found: Candidate) -> None:
@@ -208,6 +235,10 @@ class _Wanted:
     def assign(self, found: Candidate, checkpoint: HoldsWeights) -> None:
         """Read the values and assign them."""
         raise NotImplementedError
+
+    def configs(self) -> dict[int, Mapping[str, Any]]:
+        """Number of an object -> its config, of the outermost functional models and Sequentials that have one."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +318,9 @@ class _Saveable(_Wanted):
     layers: Mapping[int, Any]
 
     def check_complete(self, where: str, model: Any) -> None:
-        raw = [variable.name.partition(":")[0] for variable in raw_variables(model)]
+        lookups = [node for node in tf.train.TrackableView(model).descendants() if isinstance(node, _LOOKUPS)]
+        saved = {id(getattr(node, name, None)) for node in lookups for name in _OF_LOOKUPS}
+        raw = [variable.name.partition(":")[0] for variable in raw_variables(model) if id(variable) not in saved]
         if raw:
             raise CheckpointMismatchError(
                 f"{where}: Keras saves no tf.Variable that a layer holds as it is, so the file has no value for "
@@ -301,6 +334,20 @@ class _Saveable(_Wanted):
             if weights:
                 values = {name: checkpoint.read_weight(found.pairs[weight.key]) for name, weight in weights.items()}
                 self.layers[wanted].load_own_variables(values)
+
+    def configs(self) -> dict[int, Mapping[str, Any]]:
+        found: dict[int, Mapping[str, Any]] = {}
+        inside: set[int] = set()
+        for number in self.objects.below(0):
+            if number in inside or not isinstance(self.layers.get(number), keras.Model):
+                continue
+            config: Any = None
+            with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):  # whatever a get_config does
+                config = keras.saving.serialize_keras_object(self.layers[number])
+            if isinstance(config, Mapping) and is_graph(config):
+                found[number] = config
+                inside.update(self.objects.below(number))
+        return found
 
 
 def _keras_objects(model: Any) -> _Saveable:
@@ -342,7 +389,7 @@ def _keras_objects(model: Any) -> _Saveable:
         children: dict[str, int] = {}
         for element in child.values() if isinstance(child, dict) else child:
             if isinstance(element, keras.layers.Layer | list | dict | tuple):
-                kind = _snake_case(type(element).__name__) if isinstance(element, keras.layers.Layer) else "container"
+                kind = snake_case(type(element).__name__) if isinstance(element, keras.layers.Layer) else "container"
                 key = f"{kind}_{seen[kind]}" if seen[kind] else kind
                 seen[kind] += 1
                 found = add_any(element, f"{path}/{key}", scopes)

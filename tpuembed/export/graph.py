@@ -4,9 +4,10 @@
 are added to the bundle afterwards. A stack that is mapped is no variable of the checkpoint: its graph names the file.
 """
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,14 +103,16 @@ def save_graph(
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
     signatures = {name: _concrete(function) for name, function in _functions(servable).items()}
-    _save(root, folder, signatures)
-    if layout == "mmap" and not root.dense:
-        _restore_nothing(folder)
+    with _writing(folder):
+        _save(root, folder, signatures)
+        if layout == "mmap" and not root.dense:
+            _restore_nothing(folder)
     keys = {stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks}
     with tables.rows_of_zeros():
         samples = servable.samples()
     if samples:
-        write_warmup(folder, samples, signatures, servable.packing())
+        with _writing(folder):
+            write_warmup(folder, samples, signatures, servable.packing())
     described = {name: _signature_of(function) for name, function in signatures.items()}
     return SavedGraph(
         stack_keys=keys,
@@ -119,6 +122,16 @@ def save_graph(
         padding=servable.padding(),
         packing=servable.packing(),
     )
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn TensorFlow's error of a disk into an ExportError."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        text = " ".join(error.message.split())
+        raise ExportError(f"{folder}: TensorFlow cannot write the graph: {text}. Free space or fix the disk") from None
 
 
 def _save(root: Any, folder: Path, signatures: Mapping[str, Any]) -> None:

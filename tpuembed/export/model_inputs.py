@@ -53,8 +53,15 @@ class InputForm:
         return _FLOAT_PADDING if self.spec.dtype.is_floating else -1
 
     def present(self, value: Tensor) -> Tensor:
-        """Returns bool [batch, hot]: which elements of the padded `value` are no padding."""
-        return ~tf.math.is_nan(value) if self.spec.dtype.is_floating else value != self.padding
+        """Returns bool [batch, hot]: which elements of the padded `value` the model's tensor has.
+
+        A row of a ragged tensor ends behind its last element that differs from the padding: those before it keep their places.
+        A sparse tensor has no element where the padding stands.
+        """
+        differs = ~tf.math.is_nan(value) if self.spec.dtype.is_floating else value != self.padding
+        if self.kind == "sparse":
+            return differs
+        return tf.cumsum(tf.cast(differs, tf.int32), 1, reverse=True) > 0
 
     def convert(self, values: Mapping[str, Tensor], forms: Mapping[str, "InputForm"]) -> Any:
         """Returns the model's tensor of the signature's `values`. `forms` are those of all inputs."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
-from tpuembed.errors import TpuEmbedError
+from tpuembed.errors import ExportError, TpuEmbedError
 from tpuembed.export.assemble import assemble
 from tpuembed.export.destinations import Stage, choose_destination
 from tpuembed.export.engines import Engine, check_engine, choose_engine, default_workers
@@ -109,6 +109,7 @@ def run_export(
     with (
         destination.stage(options, header) as staging,
         resumable(staging),
+        _naming_the_place(staging),
         _starting(engine, source, plan) if same is None else contextlib.nullcontext(),
     ):
         _name_kept(staging)
@@ -153,6 +154,17 @@ def resumable(staging: Stage) -> Iterator[None]:
             kept = "1 finished shard is kept" if count == 1 else f"{count} finished shards are kept"
             error.args = (f"{error}; {kept}, and the same export goes on from {'it' if count == 1 else 'them'}",)
         raise
+
+
+@contextlib.contextmanager
+def _naming_the_place(staging: Stage) -> Iterator[None]:
+    """Turn an OSError, such as that of a full disk, into an ExportError that names MODEL_DIR."""
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(
+            f"MODEL_DIR {staging.model_dir}: cannot be written: {error.strerror or error}. Free space or fix the disk"
+        ) from error
 
 
 def _name_kept(staging: Stage) -> None:

@@ -266,7 +266,8 @@ class _Walk:
             self._alike.setdefault(
                 self._scope, f"{where.path} holds layers of one form without names of their own ({form[0][0]})"
             )
-        if self._have_moved(model.ordered(), where.ordered(), pairs):
+        others_named = self._named_without_weights(model, where)
+        if self._have_moved(model.ordered(), where.ordered(), pairs) or not _is_sorted(others_named):
             self._moved.add(self._scope)
         named = frozenset(pairs)
         pairs.update(zip(rest, others, strict=True))
@@ -276,6 +277,20 @@ class _Walk:
             self._scope = (*scope, child) if child in named else scope
             self.align(child, pairs[child])
         self._scope = scope
+
+    def _named_without_weights(self, model: SavedObject, where: SavedObject) -> list[tuple[int, int]]:
+        """The places in two lists of layers without weights that have one chosen name; weight files have their names too."""
+        mine, theirs = (
+            {
+                name: place
+                for place, child in enumerate(listed.ordered())
+                if (name := objects.nodes[child].name)
+                and self._names.number(name) is None
+                and not objects.weights(child)
+            }
+            for objects, listed in ((self._model, model), (self._saved, where))
+        )
+        return sorted((place, theirs[name]) for name, place in mine.items() if name in theirs)
 
     def _may_be(self, wanted: int, found: int) -> bool:
         """Whether each weight below an object of the model has one below a saved object that can be it."""
@@ -290,7 +305,7 @@ class _Walk:
         places = sorted((wanted.index(child), found.index(other)) for child, other in named.items())
         if len(wanted) == len(found) and any(mine != theirs for mine, theirs in places):
             return True
-        return any(later[1] < earlier[1] for earlier, later in itertools.pairwise(places))
+        return not _is_sorted(places)
 
     def check_same_order(self) -> None:
         """Raise Mismatch for layers of one form told apart by their places, where named ones have changed theirs.
@@ -349,6 +364,11 @@ class _Walk:
 
     def _path(self, wanted: int) -> str:
         return self._model.nodes[wanted].path or "the model"
+
+
+def _is_sorted(places: Sequence[tuple[int, int]]) -> bool:
+    """Whether layers that are sorted by their places in one list are sorted by those in the other."""
+    return all(earlier[1] < later[1] for earlier, later in itertools.pairwise(places))
 
 
 def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[Candidate], list[Mismatch]]:

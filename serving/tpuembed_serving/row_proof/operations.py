@@ -374,6 +374,8 @@ def _of_lengths(call: Call) -> list[Value] | None:
 
 def _is_one_width(size: Size) -> bool:
     """Whether it is the width of the widest row and nothing else."""
+    if len(size.terms) != 1:
+        return False
     names, number = size.terms[0]
     return number == 1 and len(names) == 1 and names[0][0] == "w"
 
@@ -647,9 +649,25 @@ def _reshape(call: Call) -> list[Value]:
             raise MixedError(_POSITION)
         return [value]
     axis = _kept_axis(call, value, shape)
-    return [
-        Value(value.kind, shape, axis, target=value.target, holes=value.holes, counts=value.counts, fill=value.fill)
-    ]
+    fill = value.fill if _keeps_padding(value, shape, axis) else None
+    return [Value(value.kind, shape, axis, target=value.target, holes=value.holes, counts=value.counts, fill=fill)]
+
+
+def _keeps_padding(value: Value, shape: Sequence[Size], axis: int) -> bool:
+    """Whether a reshape leaves what stands behind a row's values there, or makes a vector of all.
+
+    Of [rows, 2, width], a reshape to [rows, width, 2] would put it between values, at other places in every width.
+    """
+    old = _known(value.shape)
+    wide = [[index for index, size in enumerate(each) if size.is_padded] for each in (old, shape)]
+    if not value.is_padded or len(shape) == 1:
+        return True
+    if len(wide[0]) != 1 or len(wide[1]) != 1:
+        return False
+    (before,), (after,) = wide
+    if after == axis:  # entries of all rows: each has the numbers behind it that it had
+        return _product(old[before + 1 :]) == _product(shape[after + 1 :])
+    return before != value.axis and _product(old[:before]) == _product(shape[:after])
 
 
 def _as(array: Any, shape: Sequence[Size]) -> Any:
@@ -1189,7 +1207,7 @@ def _range(call: Call) -> list[Value]:
             size = limit.sizes[0] if limit.sizes[0].at_least(Size.of(0)) else size  # of a negative limit it is empty
         return [same([size])]
     is_plain = start.numbers() == [0] and step.numbers() == [1] and limit.sizes is not None
-    if is_plain and limit.sizes and len(limit.sizes[0].terms) == 1 and _is_one_width(limit.sizes[0]):
+    if is_plain and limit.sizes and _is_one_width(limit.sizes[0]):
         return [Value(Kind.COLUMNS, limit.sizes)]
     if not is_plain or limit.sizes is None or not limit.sizes[0].is_count:
         raise MixedError(_BATCH_SIZE)
@@ -1361,6 +1379,11 @@ def _cumulative(call: Call) -> list[Value]:
         return [same(value.shape)]
     (axis,) = call.numbers(1)
     shape = _known(_laid_out(value).shape)
+    is_backward = call.op == "Cumsum" and call.flag("reverse") and call.dtype() in _INTEGERS
+    if is_backward and len(shape) == 2 and value.axis == 0 and axis in (1, -1) and _is_one_width(shape[1]):
+        if value.fill is None or value.fill != 0:
+            raise MixedError(_WIDTH)
+        return [_rows(shape, 0, fill=value.fill)]  # zeros behind a row's values change no sum that begins there
     _no_width(value)
     if axis % len(shape) == value.axis:
         is_plain = call.op == "Cumsum" and not call.flag("exclusive") and not call.flag("reverse")

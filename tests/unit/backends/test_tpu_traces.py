@@ -342,6 +342,26 @@ def test_refused_when_the_layer_is_built(feature: str, arguments: dict[str, Any]
         pass
 
 
+@pytest.mark.parametrize("policy", ["zeros", 0, 7])
+@pytest.mark.parametrize("of_table", [True, False])
+def test_ids_outside_of_a_table_fail_on_v1_and_nothing_else(policy: str | int, of_table: bool) -> None:
+    """The hardware has no row for them. A table beside it has."""
+    table = TableConfig(50, 8, "videos", combiner="sum", out_of_vocabulary=policy if of_table else "error")
+    one = FeatureConfig(table, output_shape=(BATCH,), out_of_vocabulary=None if of_table else policy)
+    features = {"seen": one, "user": config()["user"]}
+    with fake_tpu("V1") as strategy, strategy.scope():
+        with pytest.raises(ConfigError) as caught:
+            TPUEmbedding(features, "adagrad")
+        assert str(caught.value) == (
+            f"feature 'seen': out_of_vocabulary={policy!r} is not supported by the TPU's embedding accelerator; map such "
+            "ids in the input pipeline, or set size_threshold so that its table is replicated"
+        )
+        TPUEmbedding(config(), "adagrad")  # what was refused has not taken the accelerator
+    for arguments in ({"size_threshold": 50}, {"embedding_feature": "UNSUPPORTED"}):
+        with traced("V1", features=features, step_inputs=inputs, **arguments):
+            pass
+
+
 def test_hardware_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="embedding_feature=V1 asks for TPU hardware, and there is no TPU under"):
         TPUEmbedding(config(), "sgd", embedding_feature="V1")

@@ -80,12 +80,119 @@ def test_ragged_text_and_weights_are_served(combiner: str, tmp_path: Path) -> No
     np.testing.assert_allclose(run(report.path, "serving_examples", examples=examples)["rows"], truth, atol=1e-6)
 
 
-def example(words: list[str], strengths: list[float]) -> bytes:
-    lists = {
-        "words": tf.train.Feature(bytes_list=tf.train.BytesList(value=[word.encode() for word in words])),
-        "strengths": tf.train.Feature(float_list=tf.train.FloatList(value=strengths)),
+def example(**lists: list[Any]) -> bytes:
+    def feature(values: list[Any]) -> Any:
+        if any(isinstance(value, str) for value in values):
+            return tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode() for text in values]))
+        if any(isinstance(value, float) for value in values):
+            return tf.train.Feature(float_list=tf.train.FloatList(value=values))
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=values))
+
+    features = {name: feature(values) for name, values in lists.items() if values}
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+
+
+def every_kind() -> Any:
+    """Returns a model of a sequence, means and weighted sums of integers, sums of text, and floats as they stand."""
+    rows = TableConfig(7, 2, "rows", combiner="mean")
+    words = TableConfig(len(WORDS) + 1, 2, "words", combiner="sum")
+    features = {
+        "sequence": FeatureConfig(rows, max_sequence_length=4),
+        "mean": FeatureConfig(rows),
+        "weighed": FeatureConfig(rows, out_of_vocabulary="zeros"),
+        "counted": FeatureConfig(rows, out_of_vocabulary="zeros", validate_weights_and_indices=False),
+        "row 2": FeatureConfig(rows, max_sequence_length=4, out_of_vocabulary=2, validate_weights_and_indices=False),
+        "words": FeatureConfig(words),
     }
-    return tf.train.Example(features=tf.train.Features(feature=lists)).SerializeToString()
+    ids = keras.Input((None,), dtype="int64", ragged=True, name="ids")
+    strengths = keras.Input((None,), dtype="float32", ragged=True, name="strengths")
+    text = keras.Input((None,), dtype="string", ragged=True, name="text")
+    floats = keras.Input((None,), dtype="float32", ragged=True, name="floats")
+    numbers = keras.layers.StringLookup(vocabulary=WORDS)(text)
+    looked_up = {name: numbers if name == "words" else ids for name in features}
+    weights = {name: strengths if name == "weighed" else None for name in features}
+    found = TPUEmbedding(features, optimizer="sgd")(looked_up, weights)
+    as_they_stand = keras.layers.Lambda(lambda x: x.to_tensor(7.0, shape=[None, 6]), output_shape=(6,), name="stand")(
+        floats
+    )
+    inputs = {"ids": ids, "strengths": strengths, "text": text, "floats": floats}
+    model = keras.Model(inputs, {**found, "floats": as_they_stand})
+    for weight in model.weights:
+        if weight.dtype == "float32":
+            weight.assign(np.random.default_rng(2).normal(size=weight.shape))
+    return model
+
+
+TYPES: dict[str, Any] = {"ids": tf.int64, "strengths": tf.float32, "text": tf.string, "floats": tf.float32}
+
+
+def drawn(seed: int) -> dict[str, list[list[Any]]]:
+    """20 rows of up to six elements, of which half equal the padding; the last of a row does not."""
+    rng = random.Random(seed)
+
+    def rows(values: list[Any], pad: Any) -> list[list[Any]]:
+        lengths = [rng.randint(0, 6) for _ in range(20)]
+        return [
+            [rng.choice([pad, rng.choice(values)]) for _ in range(n - 1)] + [rng.choice(values)] * (n > 0)
+            for n in lengths
+        ]
+
+    found = {"ids": rows(list(range(7)), -1), "text": rows(WORDS, ""), "floats": rows([0.0, 1.5, -2.0], NAN)}
+    return found | {"strengths": [[rng.uniform(0.5, 2.0) for _ in row] for row in found["ids"]]}
+
+
+def as_matrices(lists: dict[str, list[list[Any]]], weight_padding: float = NAN) -> dict[str, Any]:
+    return {
+        "ids": padded(lists["ids"], -1, 8),
+        "strengths": padded(lists["strengths"], weight_padding, 8).astype(np.float32),
+        "text": objects(padded(lists["text"], "", 8)),
+        "floats": padded(lists["floats"], NAN, 8).astype(np.float32),
+    }
+
+
+def trained(model: Any, lists: dict[str, list[list[Any]]]) -> dict[str, Any]:
+    return dict(model({name: ragged(rows, TYPES[name]) for name, rows in lists.items()}, training=False))
+
+
+def assert_same(found: Any, truth: Any) -> None:
+    assert found.keys() == truth.keys()
+    for name, value in truth.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = every_kind()
+    return model, export_model(model, tmp_path_factory.mktemp("kinds") / "m").path
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_equals_the_padding_within_a_row_keeps_its_place(seed: int, exported: tuple[Any, Path]) -> None:
+    model, path = exported
+    lists = drawn(seed)
+    truth = trained(model, lists)
+    given = as_matrices(lists, [NAN, 0.0][seed % 2])
+    assert_same(run(path, **given), truth)
+    rows = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    examples = np.array([example(**row) for row in rows], object)
+    assert_same(run(path, "serving_examples", examples=examples), truth)
+
+
+def test_what_equals_the_padding_at_the_end_of_a_row_is_padding(exported: tuple[Any, Path]) -> None:
+    """An id of -1 counts for nothing there, unless it is looked up; an empty string is a word, and NaN is a number."""
+    model, path = exported
+    lists = drawn(9)
+    longer = {name: [list(row) for row in rows] for name, rows in lists.items()}
+    for name, pad in (("ids", -1), ("strengths", 0.0), ("text", ""), ("floats", NAN)):
+        for row in longer[name]:
+            row.append(pad)
+    short, long = trained(model, lists), trained(model, longer)
+    found = run(path, **as_matrices(longer))
+    assert_same(found, short)
+    integers = {"sequence", "mean", "weighed"}
+    assert_same({name: found[name] for name in integers}, {name: long[name] for name in integers})
+    for name in ("counted", "row 2", "words", "floats"):
+        assert np.nanmax(np.abs(np.nan_to_num(short[name], nan=9.0) - np.nan_to_num(long[name], nan=9.0))) > 0.1
 
 
 MISMATCHES = [
@@ -167,6 +274,22 @@ def test_a_ragged_spec_is_taken_padded(dtype: Any) -> None:
 
 def objects_of(rows: list[list[str]]) -> list[list[bytes]]:
     return [[text.encode() for text in row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "other"), [(tf.int64, -1, 3), (tf.int32, -1, 3), (tf.string, b"", b"a"), (tf.float16, NAN, 0.0)]
+)
+def test_a_ragged_spec_ends_rows_behind_their_last_other_element(dtype: Any, first: Any, other: Any) -> None:
+    matrix = [[first, other, first, other, first], [other, first, first, first, first], [first] * 5]
+    given = tf.constant(matrix, tf.int64 if dtype.is_integer else tf.float32 if dtype.is_floating else dtype)
+    value, _ = seen(tf.RaggedTensorSpec([None, None], dtype), {"inputs": given})
+    assert value.dtype == dtype
+    assert str(value.to_list()) == str([matrix[0][:4], matrix[1][:1], []])
+
+
+def test_an_unsigned_row_has_no_negative_id_in_the_middle() -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="input inputs must be uint8"):
+        seen(tf.RaggedTensorSpec([None, None], tf.uint8), {"inputs": tf.constant([[3, -1, 4]], tf.int64)})
 
 
 def test_row_splits_are_of_the_specs_type() -> None:

@@ -132,7 +132,7 @@ def test_it_looks_by_itself_until_it_is_stopped(config: ConfigFile, server: Serv
 def test_it_outlives_what_nobody_expected(config: ConfigFile, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def broken(_: Path, **options: bool) -> tuple[ModelSettings, ...]:
+    def broken(_: Path) -> tuple[ModelSettings, ...]:
         looks.append(1)
         raise RuntimeError
 

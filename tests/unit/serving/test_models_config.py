@@ -59,8 +59,12 @@ def test_a_list_of_messages() -> None:
 
 
 def test_no_model_at_all() -> None:
-    assert parse_models("", "f") == ()
     assert parse_models("model_config_list {}", "f") == ()
+    for text in ("", "# models of the shop\n"):
+        with pytest.raises(
+            ConfigError, match=r"^config f: has no model_config_list\. To serve no model, write: model_config_list"
+        ):
+            parse_models(text, "f")
 
 
 def refused(body: str, source: str = "f") -> str:
@@ -180,7 +184,7 @@ def test_a_message_says_its_field() -> None:
 
 
 def test_reading_one_imports_no_tensorflow() -> None:
-    code = "import sys; from tpuembed_serving.models_config import parse_models as parse; parse('', 'f'); "
+    code = "import sys; from tpuembed_serving.models_config import parse_models as parse; parse('model_config_list {}', 'f'); "
     code += "print('tensorflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -122,6 +122,31 @@ RAGGED = {"ids": tf.io.RaggedFeature(tf.int64)}
 ONE = {"one": tf.io.FixedLenFeature([], tf.int64)}
 
 
+def padded_lists(e: Any) -> Any:
+    return tf.sparse.to_dense(parsed(e, **LISTS)["ids"], -1)
+
+
+def in_other_rows(e: Any, *shape: int) -> Any:
+    """What is in pairs along the lists, laid out anew: the padding is then between the values."""
+    ids = padded_lists(e)
+    pairs = (ids >= 0)[:, :, None] & tf.constant([True, False])
+    sizes = [tf.shape(ids)[0], tf.shape(ids)[1]]
+    return tf.reshape(pairs, [sizes[0] * shape[0], *shape[1:], sizes[1]])
+
+
+def in_flat_rows(e: Any) -> Any:
+    ids = padded_lists(e)
+    pairs = tf.reshape((ids >= 0)[:, :, None] & tf.constant([True, False]), [-1])
+    return tf.reduce_any(tf.reshape(pairs, [tf.shape(ids)[0], 2, tf.shape(ids)[1]]), 2)
+
+
+def summed_backward(e: Any, fill: int, *, reverse: bool = True) -> Any:
+    """Sums along padded lists, in entries of which one is taken for each row."""
+    ids = tf.sparse.to_dense(parsed(e, **LISTS)["ids"], fill)
+    sums = tf.cumsum(ids, 1, reverse=reverse)
+    return tf.reduce_sum(tf.gather(TABLE, tf.math.floormod(tf.ragged.boolean_mask(sums, sums > 0), 50)), 1)
+
+
 def asserted_of_some(x: Any, flag: Any) -> Any:
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(flag), ["none"])]):
         return tf.identity(x)
@@ -407,6 +432,11 @@ MIXING: dict[str, Graph] = {
     "the mean over padding": lambda s: tf.reduce_mean(
         tf.cast(tf.strings.length(tf.strings.split(s).to_tensor("")), tf.float32), 1
     ),
+    "padded lists in other rows": lambda e: tf.reshape(tf.reduce_any(in_other_rows(e, 2), 1), [-1, 2]),
+    "padded lists in other columns": lambda e: tf.reduce_any(in_other_rows(e, 1, 2), 2),
+    "padded lists in other columns of a vector": in_flat_rows,
+    "sums backward from padding": lambda e: summed_backward(e, -1),
+    "sums over to padding": lambda e: summed_backward(e, 0, reverse=False),
     "the highest over padding": lambda s: tf.reduce_max(tf.strings.length(tf.strings.split(s).to_tensor("xyz")), 1),
     "a highest length decides a mask": lambda ids, k: tf.reduce_sum(
         tf.cast(tf.sequence_mask(tf.reduce_sum(tf.cast(ids >= 0, tf.int64), 1), tf.reduce_max(k)), tf.int32), 1
@@ -596,7 +626,16 @@ def distinct(k: Any) -> Any:
     return tf.gather(tf.tanh(tf.gather(TABLE, found)), places)
 
 
+def trimmed(ids: Any) -> Any:
+    """Rows of the lists of a matrix padded with -1, which keep the -1 that stand before other ids."""
+    within = tf.cumsum(tf.cast(tf.not_equal(ids, -1), tf.int32), 1, reverse=True) > 0
+    return tf.reduce_sum(tf.gather(TABLE, tf.maximum(tf.ragged.boolean_mask(ids, within), 0)), 1)
+
+
 APART: dict[str, Graph] = {
+    "sums backward from zeros": lambda e: summed_backward(e, 0),
+    "trimmed lists": trimmed,
+    "parsed lists, trimmed": lambda e: trimmed(padded_lists(e)),
     "parsed ids": lambda e: tf.gather(TABLE, parsed(e, **ONE)["one"]),
     "parsed lists, padded": padded_examples,
     "parsed lists, looked up by TensorFlow": lambda e: tf.nn.safe_embedding_lookup_sparse(

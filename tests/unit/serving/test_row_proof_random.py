@@ -8,8 +8,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.unit.serving.row_graphs import RowGraph
 
@@ -177,7 +175,8 @@ def draw_requests(rng: random.Random) -> list[dict[str, Any]]:
     return found
 
 
-def check(rng: random.Random, counts: collections.Counter[str]) -> None:
+def check(seed: int, counts: collections.Counter[str]) -> None:
+    rng = random.Random(seed)
     steps = draw_steps(rng)
 
     def build(**inputs: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def check(rng: random.Random, counts: collections.Counter[str]) -> None:
         return x
 
     with RowGraph(build, SPECS) as graph:
-        names = [name for name, _, _ in steps]
+        names = [f"seed {seed}", *(name for name, _, _ in steps)]
         is_apart = all(apart for _, _, apart in steps)
         verdict = graph.verdict
         counts["apart"] += is_apart
@@ -202,29 +201,27 @@ def check(rng: random.Random, counts: collections.Counter[str]) -> None:
 
 
 def run(examples: int) -> collections.Counter[str]:
+    """Check as many graphs as `examples`, each of its own seed.
+
+    Hypothesis draws constants out of the modules that are loaded, also with `derandomize`: other tests before this one
+    would change which graphs are drawn.
+    """
     counts: collections.Counter[str] = collections.Counter()
-
-    @settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(st.randoms(use_true_random=False))
-    def body(rng: random.Random) -> None:
-        check(rng, counts)
-
-    body()
+    for seed in range(examples):
+        check(seed, counts)
     return counts
 
 
 def test_random_graphs() -> None:
     counts = run(120)
-    assert counts["apart and proven"] > 5, "something is proven; how many are drawn differs from run to run (17 to 30)"
+    assert counts["apart and proven"] > 20
     assert counts["mixing"] > 20
 
 
 @pytest.mark.long
 def test_2000_random_graphs() -> None:
     counts = run(2000)
-    assert counts["apart and proven"] > 100
+    assert counts["apart and proven"] > 250
     assert counts["mixing"] > 1000
 
 

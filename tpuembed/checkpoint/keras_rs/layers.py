@@ -1,4 +1,4 @@
-"""The layers in a weight file besides tables: their names, their variables, and what a config says of how they compute."""
+"""The layers in a weight file besides tables: their names, their variables, and what a config says of them."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
@@ -14,7 +14,7 @@ from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
-__all__ = ["layer_policies", "objects_of_weights", "read_array"]
+__all__ = ["config_below", "layer_policies", "objects_of_weights", "read_array"]
 
 _OPTIMIZER: Final = "optimizer"
 
@@ -89,6 +89,25 @@ def read_array(dataset: Dataset) -> Array:
     data = bytearray(dataset.bytes)
     dataset.file.read_into(dataset.offset or 0, memoryview(data))
     return np.frombuffer(data, dtype).reshape(dataset.shape)
+
+
+def config_below(weights: Weights, root: str) -> Mapping[str, Any] | None:
+    """The config of the layer at `root`, such as layers/functional_1; None where a model's config does not hold it."""
+    config: Mapping[str, Any] | None = weights.config
+    parts = root.strip("/").split("/") if root.strip("/") else []
+    for end in range(len(parts)):
+        group = weights.groups.get("/".join(parts[: end + 1]))
+        if group is None:  # a list of layers
+            continue
+        inside = (config or {}).get("config")
+        layers = inside.get("layers") if isinstance(inside, Mapping) else None
+        named = [
+            entry
+            for entry in (layers if isinstance(layers, list) else [])
+            if isinstance(entry, Mapping) and isinstance(entry.get("config"), Mapping)
+        ]
+        config = next((entry for entry in named if entry["config"].get("name") == group.name), None)
+    return config
 
 
 def layer_policies(config: Mapping[str, Any] | None) -> dict[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpuembed.checkpoint.keras_rs.discovery import discover
 from tpuembed.checkpoint.keras_rs.h5_listing import Dataset
-from tpuembed.checkpoint.keras_rs.layers import layer_policies, objects_of_weights, read_array
+from tpuembed.checkpoint.keras_rs.layers import config_below, layer_policies, objects_of_weights, read_array
 from tpuembed.checkpoint.keras_rs.matrices import ChunkCache, Matrix, open_matrix
 from tpuembed.checkpoint.keras_rs.tables import Table, own_layer_updates
 from tpuembed.checkpoint.keras_rs.weights import Weights, find_weights, weights_in
@@ -42,6 +42,7 @@ class KerasCheckpoint:
         self.path = str(weights.path)
         self.options = dict(options)
         self._policies = layer_policies(weights.config)
+        self._config = config_below(weights, str(options.get("root", "")))
         self._weights = weights = weights.below(options["root"]) if "root" in options else weights
         tables, self.layer_config = discover(weights)
         self._found = tables
@@ -170,6 +171,10 @@ class KerasCheckpoint:
     def policies(self) -> Mapping[str, str]:
         """Layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
         return self._policies
+
+    def model_config(self) -> Mapping[str, Any] | None:
+        """The config in a `.keras` file, of the model at `root`; see HoldsWeights."""
+        return self._config
 
     def fingerprint(self) -> str:
         """Of the sizes and versions of the files, and of where in them the arrays lie."""
