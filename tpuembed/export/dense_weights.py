@@ -53,16 +53,7 @@ def restore_dense_weights(
     if not model.weights and not raw_variables(model):
         return
     where = f"checkpoint {checkpoint.path}"
-    saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
-    if saved is None:
-        raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
-    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
-    wanted.check_complete(where, model)
-    names = Names(_stems(model))
-    found = _find(where, names, wanted, saved)
-    _check_config(where, names, wanted, saved, found, checkpoint.model_config())
-    _check_dtypes(where, wanted, found)
-    _check_policies(where, model, checkpoint.policies())
+    wanted, saved, found = _prove(where, model, checkpoint, tables, made)
     left = [weight for weight in found.left_over if weight.key not in _of_metrics(saved)]
     if left and not allow_unused_weights:
         raise CheckpointMismatchError(
@@ -85,11 +76,25 @@ def find_weights(model: Any, checkpoint: Any, tables: Collection[str], *, made: 
     Raises:
         CheckpointMismatchError: a weight has none.
     """
+    if model.weights or raw_variables(model):
+        _prove(f"checkpoint {checkpoint.path}", model, checkpoint, tables, made)
+
+
+def _prove(
+    where: str, model: Any, checkpoint: Any, tables: Collection[str], made: Sequence[Any]
+) -> tuple["_Wanted", Objects, Candidate]:
+    """Returns the model's objects, the saved ones, and their correspondence; saved weights may be left over."""
     saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
     if saved is None:
-        raise CheckpointMismatchError(f"checkpoint {checkpoint.path}: it has no object graph")
+        raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
     wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
-    _find(f"checkpoint {checkpoint.path}", Names(_stems(model)), wanted, saved)
+    wanted.check_complete(where, model)
+    names = Names(_stems(model))
+    found = _find(where, names, wanted, saved)
+    _check_config(where, names, wanted, saved, found, checkpoint.model_config())
+    _check_dtypes(where, wanted, found)
+    _check_policies(where, model, checkpoint.policies())
+    return wanted, saved, found
 
 
 @contextlib.contextmanager
