@@ -25,7 +25,7 @@ from tpuembed_serving.row_limit import RowLimit
 from tpuembed_serving.servable import Servable
 from tpuembed_serving.service import Executor, PredictionService
 from tpuembed_serving.settings import ServerSettings
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.status import Code, LoadStopped, StatusError
 from tpuembed_serving.telemetry import Telemetry
 from tpuembed_serving.tensorflow_import import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving import RemoteExecutor, RemoteModels
@@ -224,7 +224,7 @@ def _load_saved_model(
 
     def give_up(_: int) -> None:
         if stopping.is_set():
-            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server stops")
+            raise LoadStopped(Code.CANCELLED, f"version {version_dir.name}: the server stops")
 
     options = runtime.RunOptions(
         timeout_ms=settings.rest_timeout_ms,
@@ -252,6 +252,8 @@ def _warm_up(version_dir: Path, servable: Servable, between: Callable[[], None],
     started = time.perf_counter()
     try:
         records = warm_up(version_dir, servable, between)
+    except LoadStopped:
+        raise
     except StatusError as error:
         telemetry.warmed_up(version_dir, time.perf_counter() - started, 0, error)
         raise

@@ -14,7 +14,7 @@ from tpuembed_serving.labels import VersionLabels
 from tpuembed_serving.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.servable import Servable
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
-from tpuembed_serving.status import Code, StatusError, servable_not_found
+from tpuembed_serving.status import Code, LoadStopped, StatusError, servable_not_found
 from tpuembed_serving.versions import find_versions, fingerprint
 
 __all__ = ["Lease", "LoadedVersion", "Loader", "ServedModel", "State", "VersionStatus"]
@@ -287,6 +287,10 @@ class ServedModel:
         started = time.monotonic()
         try:
             servable = self._load(path)
+        except LoadStopped as stop:
+            self._enter(record, State.END, _kept(number, stop))
+            logger.info("model %s version %d: its load is given up: the server stops", self.name, number)
+            return
         except Exception as error:  # whatever a model does, the server and its other versions go on
             self._note_failure(number, record, _kept(number, error))
             return

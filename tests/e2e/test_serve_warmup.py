@@ -13,7 +13,7 @@ from tensorflow_serving.apis import prediction_log_pb2
 from tests.e2e.serve_models import spec
 from tpuembed_serving import runtime
 from tpuembed_serving.servable import Array, Signature
-from tpuembed_serving.status import Code, StatusError
+from tpuembed_serving.status import Code, LoadStopped, StatusError
 from tpuembed_serving.warmup import WARMUP_PATH, read_records, warm_up
 
 
@@ -206,9 +206,9 @@ def test_a_stop_between_records(version_dir: Path, servable: Any, write: Write) 
 
     def stop() -> None:
         if len(servable.runs) == 2:
-            raise StatusError(Code.CANCELLED, "version 7: the server stops")
+            raise LoadStopped(Code.CANCELLED, "version 7: the server stops")
 
-    with pytest.raises(StatusError, match=r"^version 7: the server stops$"):
+    with pytest.raises(LoadStopped, match=r"^version 7: the server stops$"):
         warm_up(version_dir, servable, stop)
     assert len(servable.runs) == 2
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from tpuembed.checkpoint.keras_graph import is_keras_3_model
+from tpuembed.checkpoint.keras_graph import may_lack_tables
 from tpuembed.checkpoint.object_graph import ObjectGraph
 from tpuembed.checkpoint.table_keys import TableKeys
 from tpuembed.protobuf import MalformedError
@@ -15,7 +15,7 @@ _SHOWN: Final = 4
 _MAX_NAME: Final = 100
 
 
-def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKeys], name: str) -> str:
+def about_missing_table(bundle: Bundle, graph: ObjectGraph | None, tables: Mapping[str, TableKeys], name: str) -> str:
     """Return a clause that follows "has no table `name`"; empty where there is nothing to say."""
     for table in tables.values():
         for slot, key in table.slots.items():
@@ -27,7 +27,7 @@ def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKey
         node = graph.nodes[number]
         if name in {node.value_key, node.full_name} or name == _path(graph, number):
             return f" (an optimizer keeps that: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
-    if is_keras_3_model(graph):
+    if may_lack_tables(bundle, graph):
         return (
             " (of keras_rs.layers.DistributedEmbedding TensorFlow saves what the optimizer of a model that was compiled and "
             "trained holds, and nothing else: model.save_weights('model.weights.h5') saves all of it)"

@@ -12,6 +12,7 @@ from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
 from tpuembed.export.report import ExportReport
 from tpuembed.export.request import make_request
+from tpuembed.export.roots import naming_roots
 from tpuembed.export.row_ranges import RowRanges
 from tpuembed.export.run import Progress, check_place, make_plan, run_export
 from tpuembed.export.storage_choice import Storage
@@ -94,7 +95,10 @@ def export_saved_model(
         version=version,
         resume=resume,
     )
-    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
+    with (
+        naming_roots(checkpoint, checkpoint_options, model),
+        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
+    ):
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
         )
@@ -139,7 +143,10 @@ def plan_saved_model(
         version=version,
         resume=resume,
     )
-    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
+    with (
+        naming_roots(checkpoint, checkpoint_options, model),
+        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
+    ):
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
         )
