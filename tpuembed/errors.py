@@ -2,6 +2,7 @@
 
     TpuEmbedError
     ├── ConfigError (ValueError)               fix the config, the option or the input it names
+    │   └── UnknownObjectError                 name one of the checkpoint's objects with `root`
     ├── MissingExtraError (ImportError)        install the extra it names
     ├── UnknownTableError (KeyError)           use one of the tables it lists
     ├── RowRangeError (IndexError)             use rows inside the range it gives
@@ -19,6 +20,8 @@ An error names the object, both values and the remedy.
 """
 
 import re
+from collections.abc import Iterable
+from typing import Self
 
 __all__ = [
     "CheckpointCorruptError",
@@ -33,6 +36,7 @@ __all__ = [
     "ServingError",
     "TpuEmbedError",
     "TrainingError",
+    "UnknownObjectError",
     "UnknownTableError",
     "WorkerError",
     "one_line",
@@ -53,6 +57,27 @@ class TpuEmbedError(Exception):
 
 class ConfigError(TpuEmbedError, ValueError):
     """A config, an option or an input that is not supported as given."""
+
+
+class UnknownObjectError(ConfigError):
+    """The option `root` names an object that the checkpoint does not have.
+
+    Attributes:
+        objects: the paths of the objects that hold other objects with weights, nearest to the checkpoint's root first.
+    """
+
+    objects: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, objects: Iterable[str]) -> Self:
+        """The error of `what`, which lists the first few of `objects`."""
+        error = cls()
+        error.objects = tuple(objects)
+        shown = ", ".join(error.objects[:5]) + (
+            f", ... ({len(error.objects)} in all)" if len(error.objects) > 5 else ""
+        )
+        error.args = (f"{what}. Objects that hold layers with weights: {shown or 'none'}",)
+        return error
 
 
 class MissingExtraError(TpuEmbedError, ImportError):

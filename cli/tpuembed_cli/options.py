@@ -87,10 +87,8 @@ def options_of(flag: str, argument: str, text: str) -> Callable[[_Command], _Com
 checkpoint_options = options_of(
     "--checkpoint-option",
     "checkpoint_options",
-    (
-        "A fact that the checkpoint's files do not contain: partition_strategy=div, or root=model/query to choose an "
-        "object. Repeatable."
-    ),
+    "What the checkpoint's files do not say: partition_strategy=div, or root=PATH for the object that is meant, such as "
+    "model/query of a subclassed model. A wrong PATH is refused with those that there are. Repeatable.",
 )
 
 

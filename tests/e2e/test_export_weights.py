@@ -191,7 +191,7 @@ def test_root_names_the_model_beside_its_average(tmp_path: Path) -> None:
         report = export_saved_model(prefix, tmp_path / f"{root}-lookups", checkpoint_options=options)
         found = capi.predict(report.path, {"id": IDS[:, None]})["id"]
         np.testing.assert_array_equal(found, tf.gather(next(iter(table.values())), IDS))
-    with pytest.raises(ConfigError, match="there is no object 'modle'; did you mean 'model'"):
+    with pytest.raises(ConfigError, match=r"there is no object 'modle'\. Objects that hold layers with weights: "):
         open_checkpoint(prefix, root="modle")
 
 

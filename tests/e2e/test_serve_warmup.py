@@ -12,7 +12,7 @@ from tensorflow_serving.apis import prediction_log_pb2
 
 from tests.support.serving.models import spec
 from tpuembed_serving.core.servable import Array, Signature
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.status import Code, LoadStopped, StatusError
 from tpuembed_serving.models.warmup import WARMUP_PATH, read_records, warm_up
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -206,9 +206,9 @@ def test_a_stop_between_records(version_dir: Path, servable: Any, write: Write) 
 
     def stop() -> None:
         if len(servable.runs) == 2:
-            raise StatusError(Code.CANCELLED, "version 7: the server is stopping")
+            raise LoadStopped(Code.CANCELLED, "version 7: the server is stopping")
 
-    with pytest.raises(StatusError, match=r"^version 7: the server is stopping$"):
+    with pytest.raises(LoadStopped, match=r"^version 7: the server is stopping$"):
         warm_up(version_dir, servable, stop)
     assert len(servable.runs) == 2
 

@@ -12,8 +12,7 @@ from tpuembed.checkpoint.bundle.keras_optimizers import is_optimizer
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.types import Array
-from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import ConfigError
+from tpuembed.errors import UnknownObjectError
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.dtypes import STRING
 
@@ -141,18 +140,36 @@ def find_root(graph: ObjectGraph, path: str, where: str) -> int:
     """The number of the object at `path`, attributes joined with "/".
 
     Raises:
-        ConfigError: there is none; the message says which there are.
+        UnknownObjectError: there is none; it says which there are.
     """
     number, done = 0, ""
     for name in filter(None, path.split("/")):
         children = graph.nodes[number].children
         if name not in children:
-            known = [done + child for child, target in children.items() if graph.nodes[target].children]
-            raise ConfigError(
-                f"{where}: option root={path!r}: there is no object {done + name!r}; {did_you_mean(done + name, known)}"
+            raise UnknownObjectError.of(
+                f"{where}: option root={path!r}: there is no object {done + name!r}", _holders_of_layers(graph)
             )
         number, done = children[name], f"{done}{name}/"
     return number
+
+
+def _holders_of_layers(graph: ObjectGraph) -> Iterator[str]:
+    """The paths of the objects that hold objects with values, nearest first: models, and layers of layers; no lists."""
+    closed = set(mid_level_nodes(graph))
+    reached = [number for number in _reached(graph, closed) if number not in closed]
+    inside = {number: [*graph.nodes[number].children.items()] for number in reached}
+    holding: set[int] = {
+        number for number in reached if any(graph.nodes[child].value_key is not None for _, child in inside[number])
+    } | closed
+    while more := {
+        number for number in reached if number not in holding and any(child in holding for _, child in inside[number])
+    }:
+        holding |= more
+    for number in reached:
+        node = graph.nodes[number]
+        is_list = all(name.isdigit() for name in node.children)
+        if number and not is_list and any(child in holding and child != number for _, child in inside[number]):
+            yield graph.path(number)
 
 
 def objects_of_graph(

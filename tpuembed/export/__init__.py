@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.checkpoint import open_checkpoint
+from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
 from tpuembed.export.plan.request import make_request
@@ -101,7 +102,10 @@ def export_saved_model(
         version=version,
         resume=resume,
     )
-    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
+    with (
+        naming_roots(checkpoint, checkpoint_options, model),
+        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
+    ):
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
         )
@@ -146,7 +150,10 @@ def plan_saved_model(
         version=version,
         resume=resume,
     )
-    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
+    with (
+        naming_roots(checkpoint, checkpoint_options, model),
+        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
+    ):
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
         )

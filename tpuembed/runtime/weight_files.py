@@ -8,7 +8,7 @@ import numpy as np
 
 from tpuembed.errors import CheckpointMismatchError
 
-__all__ = ["load_tables", "save_tables"]
+__all__ = ["holds_tables", "load_tables", "save_tables"]
 
 _CONFIG, _UPDATES = "|config", "|updates"
 
@@ -28,6 +28,11 @@ def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: 
         store[_saved(name)] = variable.numpy()
     store[_UPDATES] = np.int64(updates)
     store[_CONFIG] = np.frombuffer(json.dumps(config).encode(), np.uint8)
+
+
+def holds_tables(store: Any) -> bool:
+    """Return True if `save_tables` filled `store`; a reader of the file takes all of it for tables."""
+    return _CONFIG in store
 
 
 def load_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> int:

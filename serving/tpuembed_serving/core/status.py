@@ -8,6 +8,7 @@ from tpuembed.errors import ServingError
 
 __all__ = [
     "Code",
+    "LoadStopped",
     "StatusError",
     "invalid_argument",
     "of_later_rows",
@@ -63,6 +64,10 @@ class StatusError(ServingError):
     def to_string(self) -> str:
         """Return code and message in the form of `absl::Status::ToString`."""
         return f"{self.code.name}: {self.message}"
+
+
+class LoadStopped(StatusError):  # noqa: N818 - no error of the version's
+    """A load that the server's stop ended: nothing is wrong with the version."""
 
 
 def invalid_argument(message: str) -> StatusError:

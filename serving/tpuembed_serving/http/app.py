@@ -17,7 +17,7 @@ from tpuembed_serving.core.auth import AuthMiddleware
 from tpuembed_serving.core.row_limit import RowLimit
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.service import PredictionService
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.status import Code, LoadStopped, StatusError
 from tpuembed_serving.http.direct_predict import DirectPredict
 from tpuembed_serving.http.endpoint import Receive, Scope, Send
 from tpuembed_serving.http.openapi import REST_PATHS
@@ -218,7 +218,7 @@ def _load_saved_model(
 
     def give_up(_: int) -> None:
         if stopping.is_set():
-            raise StatusError(Code.CANCELLED, f"version {version_dir.name}: the server is stopping")
+            raise LoadStopped(Code.CANCELLED, f"version {version_dir.name}: the server is stopping")
 
     options = runtime.RunOptions(
         timeout_ms=settings.rest_timeout_ms,
@@ -246,6 +246,8 @@ def _warm_up(version_dir: Path, servable: Servable, between: Callable[[], None],
     started = time.perf_counter()
     try:
         records = warm_up(version_dir, servable, between)
+    except LoadStopped:
+        raise
     except StatusError as error:
         telemetry.warmed_up(version_dir, time.perf_counter() - started, 0, error)
         raise

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import Servable
-from tpuembed_serving.core.status import Code, StatusError, servable_not_found
+from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servable_not_found
 from tpuembed_serving.models.labels import VersionLabels
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.versions import find_versions, fingerprint
@@ -293,7 +293,11 @@ class ServedModel:
         started = time.monotonic()
         try:
             servable = self._load(path)
-        except Exception as error:  # a model can raise anything; the other versions must stay available
+        except LoadStopped as stop:
+            self._enter(record, State.END, _without_traceback(number, stop))
+            logger.info("model %s version %d: its load is given up: the server is stopping", self.name, number)
+            return
+        except Exception as error:  # whatever a model does, the server and its other versions go on
             self._note_failure(number, record, _without_traceback(number, error))
             return
         with self._lock:

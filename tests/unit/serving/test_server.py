@@ -1,20 +1,25 @@
 """What a server answers while its models load, and when its ports open."""
 
 import contextlib
+import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2
 
-from tests.support.serving.doubles import DoublingServable, FakeLoader, wait_for
+from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version, wait_for
 from tests.support.serving.served import BODY, Served
 from tpuembed.errors import ServingError
-from tpuembed_serving import server
+from tpuembed_serving import app, server
 from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.http.app import create_app
+from tpuembed_serving.models.repository import State
+from tpuembed_serving.settings import ServerSettings
 
 LOADING = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
 SERVICES = ("tensorflow.serving.PredictionService", "PredictionService", "ModelService")
@@ -192,6 +197,27 @@ def test_a_stop_while_models_load_ends_at_once(
         wait_for(lambda: not served.listens)
         loads.go_on["slow"].set()  # a load in progress is waited for
         served.wait(20)
+
+
+def test_a_stop_while_a_version_is_read_logs_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_version(tmp_path / "m", 1)
+    application = create_app(ServerSettings.for_model_dir(tmp_path / "m", verify_on_load=True))
+    reading = threading.Event()
+
+    def read(version_dir: Path, on_read: Callable[[int], None]) -> None:
+        reading.set()
+        assert application.stopping.wait(60)
+        on_read(1)
+
+    monkeypatch.setattr(app, "verify_checksums", read)
+    application.repository.start()
+    assert reading.wait(60)
+    application.stopping.set()
+    application.repository.stop()
+    assert [status.state for status in application.repository.statuses("m")] == [State.END]
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_reload_leaves_what_is_loaded_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

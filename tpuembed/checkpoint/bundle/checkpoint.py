@@ -237,7 +237,7 @@ class BundleCheckpoint:
                 self.bundle.entry(table)  # raises for a tensor with holes
             raise UnknownTableError(
                 f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._keys)}"
-                f"{about_missing_table(self.graph, self._keys, table)}"
+                f"{about_missing_table(self.bundle, self.graph, self._keys, table)}"
             )
         keys = self._keys[table]
         if slot is None:

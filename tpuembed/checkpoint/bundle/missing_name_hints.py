@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from tpuembed.checkpoint.bundle.keras_graph import is_keras_3_model
+from tpuembed.checkpoint.bundle.keras_graph import may_lack_tables
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.table_keys import TableKeys
 from tpuembed.protobuf import MalformedError
@@ -15,8 +15,8 @@ _SHOWN: Final = 4
 _MAX_NAME: Final = 100
 
 
-def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKeys], name: str) -> str:
-    """Return a clause that follows "has no table `name`"; empty if there is no hint."""
+def about_missing_table(bundle: Bundle, graph: ObjectGraph | None, tables: Mapping[str, TableKeys], name: str) -> str:
+    """Return a clause that follows "has no table `name`"; empty where there is nothing to say."""
     for table in tables.values():
         for slot, key in table.slots.items():
             if key == name:
@@ -26,8 +26,8 @@ def about_missing_table(graph: ObjectGraph | None, tables: Mapping[str, TableKey
     for number in sorted(graph.optimizer_variables & graph.parents.keys()):
         node = graph.nodes[number]
         if name in {node.value_key, node.full_name} or name == _path(graph, number):
-            return f" (it belongs to an optimizer: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
-    if is_keras_3_model(graph):
+            return f" (an optimizer keeps that: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
+    if may_lack_tables(bundle, graph):
         return (
             " (TensorFlow saves a keras_rs.layers.DistributedEmbedding only in the optimizer of a compiled and "
             "trained model. model.save_weights('model.weights.h5') saves all of it)"

@@ -6,14 +6,13 @@ Source: keras/src/saving/saving_lib.py (H5IOStore, ShardedH5IOStore, `_save_stat
 import dataclasses
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self
 
 from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, check_crc32, open_archive, parse_config
 from tpuembed.checkpoint.keras.h5_listing import Dataset, Listing, Window, list_files
 from tpuembed.checkpoint.keras.shards import INDEX_ENDING, read_index, shard_path
-from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnknownObjectError
 from tpuembed.files import FilePath, open_bytes, versions
 
 __all__ = ["Group", "Weights", "find_weights", "open_window", "weights_in"]
@@ -122,7 +121,7 @@ class Weights:
         """Return the groups of the object at `root`, such as layers/functional_1, and of everything below it.
 
         Raises:
-            ConfigError: there is no such object.
+            UnknownObjectError: there is no such object.
         """
         path = root.strip("/") if isinstance(root, str) else ""
         kept = {
@@ -131,8 +130,8 @@ class Weights:
             if path and f"{name}/".startswith(f"{path}/")
         }
         if not kept:
-            raise ConfigError(
-                f"weights {self.path}: option root={root!r}: there is no such object; {did_you_mean(str(root), self.groups)}"
+            raise UnknownObjectError.of(
+                f"weights {self.path}: option root={root!r}: there is no such object", self._holders_of_layers()
             )
         groups = {name: dataclasses.replace(group, path=name) for name, group in kept.items()}
         return dataclasses.replace(self, groups=groups, config=None)
@@ -147,6 +146,12 @@ class Weights:
         """
         if self.crc32 is not None:
             check_crc32(self.windows[0], self.crc32)
+
+    def _holders_of_layers(self) -> list[str]:
+        """The paths of the objects that hold objects with values, nearest first: models, and layers of layers; no lists."""
+        held = {path for path, group in self.groups.items() if group.datasets and path.partition("/")[0] != "optimizer"}
+        around = {str(parent) for path in held for parent in PurePosixPath(path).parents} & set(self.groups)
+        return sorted(around, key=lambda path: (path.count("/"), path))
 
     def close(self) -> None:
         """Close the files."""

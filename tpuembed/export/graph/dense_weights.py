@@ -19,8 +19,9 @@ from tpuembed.checkpoint.saved_objects import HoldsWeights, Objects, SavedObject
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.layer_graphs import find_contradiction, is_graph, read_graph, snake_case
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
+from tpuembed.runtime.weight_files import holds_tables
 
-__all__ = ["raw_variables", "recorded", "restore_dense_weights"]
+__all__ = ["find_weights", "raw_variables", "recorded", "restore_dense_weights"]
 
 _SHOWN: Final = 40
 _LOOKUPS: Final = (keras.layers.StringLookup, keras.layers.IntegerLookup)
@@ -52,16 +53,7 @@ def restore_dense_weights(
     if not model.weights and not raw_variables(model):
         return
     where = f"checkpoint {checkpoint.path}"
-    saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
-    if saved is None:
-        raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
-    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
-    wanted.check_complete(where, model)
-    names = Names(_stems(model))
-    found = _find(where, names, wanted, saved)
-    _check_config(where, names, wanted, saved, found, checkpoint.model_config())
-    _check_dtypes(where, wanted, found)
-    _check_policies(where, model, checkpoint.policies())
+    wanted, saved, found = _prove(where, model, checkpoint, tables, made)
     left = [weight for weight in found.left_over if weight.key not in _of_metrics(saved)]
     if left and not allow_unused_weights:
         raise CheckpointMismatchError(
@@ -76,6 +68,33 @@ def restore_dense_weights(
             node.finalize_state()
         elif isinstance(node, _LOOKUPS) and node.output_mode == "tf_idf":
             node.idf_weights_const = node.idf_weights.value()
+
+
+def find_weights(model: Any, checkpoint: Any, tables: Collection[str], *, made: Sequence[Any]) -> None:
+    """Prove that every weight of `model` has its value in `checkpoint`, and read none; see `restore_dense_weights`.
+
+    Raises:
+        CheckpointMismatchError: a weight has none.
+    """
+    if model.weights or raw_variables(model):
+        _prove(f"checkpoint {checkpoint.path}", model, checkpoint, tables, made)
+
+
+def _prove(
+    where: str, model: Any, checkpoint: Any, tables: Collection[str], made: Sequence[Any]
+) -> tuple["_Wanted", Objects, Candidate]:
+    """Returns the model's objects, the saved ones, and their correspondence; saved weights may be left over."""
+    saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
+    if saved is None:
+        raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
+    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
+    wanted.check_complete(where, model)
+    names = Names(_stems(model))
+    found = _find(where, names, wanted, saved)
+    _check_config(where, names, wanted, saved, found, checkpoint.model_config())
+    _check_dtypes(where, wanted, found)
+    _check_policies(where, model, checkpoint.policies())
+    return wanted, saved, found
 
 
 @contextlib.contextmanager
@@ -354,6 +373,8 @@ def _keras_objects(model: Any) -> _Saveable:
         store: dict[str, Any] = {}
         if not names:
             layer.save_own_variables(store)
+        if holds_tables(store):  # of a layer that saves for the ones below it, which have their names
+            store = {}
         weights = {
             key: Weight(
                 f"{path}/{key}", f"{scopes}{key}", tuple(value.shape), keras.backend.standardize_dtype(value.dtype)

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from tpuembed.checkpoint import TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.graph.conditional import choose
@@ -18,10 +19,7 @@ from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.decode import decode_rows
 from tpuembed.lookup import LookupIds, Span, gather_grouped, not_inlined, outside_shift
 
-if TYPE_CHECKING:
-    from tpuembed.checkpoint import TableInfo
-
-__all__ = ["StackedTables"]
+__all__ = ["AnyTables", "StackedTables"]
 
 Tensor = Any
 
@@ -36,7 +34,7 @@ class StackedTables:
     assigns the tables to variables.
     """
 
-    def __init__(self, available: Mapping[str, "TableInfo"]) -> None:
+    def __init__(self, available: Mapping[str, TableInfo]) -> None:
         self.required: list[str] = []
         self.read_whole: list[str] = []
         self.quantization: dict[str, QuantizationConfig] = {}
@@ -174,6 +172,24 @@ class StackedTables:
         source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
         rows = decode_rows(tf.gather(source, flat, name=f"gather_{stack}"), plan.storage, plan.dim)
         return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))
+
+
+class AnyTables(StackedTables):
+    """The tables that a model asks for, whatever they are: to build it without a checkpoint."""
+
+    def __init__(self) -> None:
+        self._any: dict[str, TableInfo] = {}
+        super().__init__(self._any)
+
+    def register(self, table: TableConfig) -> None:
+        """Note that a layer needs `table`."""
+        info = TableInfo(table.name, table.vocabulary_size, table.dim, np.dtype(np.float32))
+        self._any.setdefault(table.name, info)
+        super().register(table)
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns by the table's name."""
+        return {name: (info.rows, info.dim) for name, info in self._any.items()}
 
 
 class _WholeTable:

@@ -1,12 +1,13 @@
 """Versions come and go on disk; requests always have one to run on."""
 
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.support.serving.doubles import FakeLoader, make_version, wait_for
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.status import Code, LoadStopped, StatusError
 from tpuembed_serving.models.repository import ModelRepository, ServedModel, State
 from tpuembed_serving.settings import ModelSettings
 
@@ -121,6 +122,22 @@ def test_an_unexpected_exception_is_a_failed_load(model: ServedModel, loader: Fa
     (status,) = model.statuses()
     assert status.error is not None
     assert status.error.to_string() == "UNKNOWN: version 1: MemoryError: no room"
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_a_load_that_the_stop_ends_is_no_error(
+    model: ServedModel, loader: FakeLoader, base_path: Path, is_stop: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_version(base_path, 1)
+    kind = LoadStopped if is_stop else StatusError
+    loader.broken["1"] = kind(Code.CANCELLED, "version 1: cut off")
+    model.poll()
+    (status,) = model.statuses()
+    assert status.state is State.END
+    assert status.error is not None
+    assert status.error.to_string() == "CANCELLED: version 1: cut off"
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert bool(errors) is not is_stop, "TensorFlow cancels too, and then the load has failed"
 
 
 def test_a_failed_load_is_tried_again_five_times_a_minute_apart(
