@@ -145,7 +145,7 @@ def test_keras_archives(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "model")
         message = (
             rf"model file {path}\[model.weights.h5\]: its bytes have the CRC32 0x[0-9a-f]{{8}}, and the archive says "
-            r"0x[0-9a-f]{8}; restore it from another copy"
+            r"0x[0-9a-f]{8}. Restore it from another copy\."
         )
         check_refused(path, message, ("user",))
     path.write_bytes(whole)

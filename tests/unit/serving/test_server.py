@@ -15,8 +15,9 @@ from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2
 from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version, wait_for
 from tests.support.serving.served import BODY, Served
 from tpuembed.errors import ServingError
-from tpuembed_serving import app, server
+from tpuembed_serving import server
 from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.http import app
 from tpuembed_serving.http.app import create_app
 from tpuembed_serving.models.repository import State
 from tpuembed_serving.settings import ServerSettings

@@ -26,7 +26,7 @@ def about_missing_table(bundle: Bundle, graph: ObjectGraph | None, tables: Mappi
     for number in sorted(graph.optimizer_variables & graph.parents.keys()):
         node = graph.nodes[number]
         if name in {node.value_key, node.full_name} or name == _path(graph, number):
-            return f" (an optimizer keeps that: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
+            return f" (it belongs to an optimizer: {node.full_name[:_MAX_NAME]!r} at {node.value_key})"
     if may_lack_tables(bundle, graph):
         return (
             " (TensorFlow saves a keras_rs.layers.DistributedEmbedding only in the optimizer of a compiled and "

@@ -288,7 +288,7 @@ def test_a_ragged_spec_ends_rows_behind_their_last_other_element(dtype: Any, fir
 
 
 def test_an_unsigned_row_has_no_negative_id_in_the_middle() -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match="input inputs must be uint8"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Input inputs must be uint8"):
         seen(tf.RaggedTensorSpec([None, None], tf.uint8), {"inputs": tf.constant([[3, -1, 4]], tf.int64)})
 
 

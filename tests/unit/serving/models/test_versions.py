@@ -77,7 +77,7 @@ def test_what_a_manifest_names_must_be_there(tmp_path: Path) -> None:
     data.parent.mkdir()
     for size in (23, 25):
         data.write_bytes(b"\0" * size)
-        with pytest.raises(StatusError, match=rf"has {size} bytes and the manifest says 24. Export it again$"):
+        with pytest.raises(StatusError, match=rf"has {size} bytes, but the manifest has 24\. Export it again$"):
             check_files(path)
     data.write_bytes(b"\0" * 24)
     check_files(path)
