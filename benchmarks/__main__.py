@@ -19,6 +19,7 @@ RUNS = {
     "lookups": "lookups.run()",
     "serve": "serve.run()",
     "serve_2": "serve.run(workers=2)",
+    "serve_plain": "serve.run_plain()",
     "read_checkpoint": "read_checkpoint.run()",
 }
 

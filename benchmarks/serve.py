@@ -322,6 +322,21 @@ def run(
     return {"workers": workers, "rounds": rounds, **summary}
 
 
+def run_plain(rounds: int = 7, seconds: int = 3) -> dict[str, Any]:
+    """Measure a SavedModel that tpuembed did not export, beside a server that runs each request by itself."""
+    with tempfile.TemporaryDirectory(prefix="tpuembed-bench-") as folder:
+        bench = Bench(Path(folder), 1, None, (PLAIN,))
+        try:
+            for name in (PLAIN, NAIVE_PLAIN):
+                bench.measure(name, 1, 64, 1)
+            found = [
+                {name: bench.measure(name, 1, 64, seconds) for name in (PLAIN, NAIVE_PLAIN)} for _ in range(rounds)
+            ]
+        finally:
+            bench.close()
+    return {"workers": 1, "rounds": rounds, PLAIN_CASE: _summary_of_plain(found)}
+
+
 def _title(case: tuple[int, int]) -> str:
     rows, connections = case
     return f"{rows} row{'s' * (rows > 1)}, {connections} connection{'s' * (connections > 1)}"

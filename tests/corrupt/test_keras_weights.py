@@ -389,7 +389,7 @@ def test_archives_cut_and_patched(path: Path, tmp_path: Path) -> None:
         keras.write_bytes(whole[:size])
         refused(keras)
     for size, says in [
-        (0, "is empty, 0 bytes; restore"),
+        (0, "is empty, 0 bytes. Restore"),
         (1, "is no zip archive: it has 1 bytes"),
         (21, "has 21 bytes"),
     ]:
@@ -543,9 +543,9 @@ def test_own_file(tmp_path: Path) -> None:
             r"is \[9, 5\] in its layer's config, but \[9, 4\] on disk",
         ),
         ({"tables": {}}, {}, CheckpointCorruptError, r"has 'user', which is not a table or slot"),
-        (None, {"user|momenta": TABLE}, CheckpointCorruptError, r"holds 'user\|momenta', which is no"),
+        (None, {"user|momenta": TABLE}, CheckpointCorruptError, r"has 'user\|momenta', which is not a table or slot"),
         (None, {"user": None}, CheckpointCorruptError, "a matrix 'user', but there is none"),
-        (None, {"user": np.int32(1)}, CheckpointCorruptError, r"'user', and it is <i4 \(\)"),
+        (None, {"user": np.int32(1)}, CheckpointCorruptError, r"a matrix 'user', but it is <i4 \(\)"),
         (None, {"user|accumulators": None}, CheckpointCorruptError, "'user/accumulators', but there is none"),
         (None, {"user|accumulators": TABLE[:5]}, CheckpointCorruptError, r"its slot 'accumulators' .* \(5, 4\)"),
         (None, {"user|accumulators": TABLE.astype("f8")}, CheckpointCorruptError, "its slot 'accumulators' .* <f8"),

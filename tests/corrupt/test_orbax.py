@@ -127,7 +127,7 @@ def test_metadata_with_a_key_twice(any_tree: Path) -> None:
 
 def test_metadata_is_lost(ocdbt_tree: Path) -> None:
     (ocdbt_tree / "_METADATA").unlink()
-    assert "has manifest.ocdbt and no _METADATA" in refused(ocdbt_tree, CheckpointCorruptError)
+    assert "has manifest.ocdbt but no _METADATA" in refused(ocdbt_tree, CheckpointCorruptError)
 
 
 def test_an_array_that_the_tree_has_and_the_store_has_not(any_tree: Path) -> None:
@@ -172,7 +172,7 @@ def test_chunk_is_lost_of_an_array_without_a_fill_value(says: bool | None, files
     (files_tree / "emb" / "2.0").unlink()
     assert "array 'emb': NOT_FOUND: chunk {2, 0}" in refused(files_tree, CheckpointCorruptError)
     (files_tree / "emb" / "4.0").unlink()
-    assert "array 'emb' should be [23, 4], and its last chunk is missing" in refused(files_tree, CheckpointCorruptError)
+    assert "array 'emb' should be [23, 4], but its last chunk is missing" in refused(files_tree, CheckpointCorruptError)
 
 
 @pytest.mark.parametrize("zarr3", [False, True])
@@ -290,7 +290,7 @@ def test_more_rows_than_there_are(files_tree: Path, rows: int) -> None:
         with open_checkpoint(files_tree) as checkpoint:
             assert checkpoint.tables()["emb"].rows == 24
     else:
-        assert f"should be [{rows}, 4], and its last chunk is missing" in refused(files_tree, CheckpointCorruptError)
+        assert f"should be [{rows}, 4], but its last chunk is missing" in refused(files_tree, CheckpointCorruptError)
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_a_subset_writes_only_its_tables_bytes(checkpoint: Any, tmp_path: Path) 
         ),
         ({"_x": {"table": "users"}}, {}, ConfigError, "Rename it"),
         ({"a b": {"table": "users"}}, {}, ConfigError, "Rename it"),
-        ({"x": {"table": "users"}}, {"tables": ["videos"]}, ConfigError, "no feature looks up in videos"),
+        ({"x": {"table": "users"}}, {"tables": ["videos"]}, ConfigError, "no feature uses videos"),
         ({"x": {"table": "users"}}, {"tables": []}, ConfigError, "tables is empty"),
         ({"x": {"table": "users"}}, {"tables": ["nope"]}, UnknownTableError, "'nope'"),
         ({"x": {"table": "users"}}, {"storage": "int4"}, ConfigError, "storage must be one of .*; got 'int4'"),

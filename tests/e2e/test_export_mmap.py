@@ -262,7 +262,7 @@ def test_a_graph_of_another_export_is_refused(checkpoint: Path, tmp_path: Path) 
     version = export(checkpoint, tmp_path / "m")
     other = export(checkpoint, tmp_path / "n", tables=["c"])
     shutil.copy(other / "saved_model.pb", version / "saved_model.pb")
-    with pytest.raises(StatusError, match=r"^version 1: saved_model\.pb: the graph maps") as caught:
+    with pytest.raises(StatusError, match=r"^version 1: saved_model\.pb: the graph does not map") as caught:
         ask_server(version)
     assert caught.value.code is Code.DATA_LOSS
 

@@ -112,7 +112,7 @@ def _wait_for(log: Path) -> None:
 
 
 def test_an_address_needs_the_engine(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="choose engine='ray'"):
+    with pytest.raises(ConfigError, match="Choose engine='ray'"):
         choose_engine("local", 1, "127.0.0.1:1")
     write_checkpoint(tmp_path / "ckpt", 100)
     config = tmp_path / "config.json"

@@ -50,7 +50,7 @@ def test_a_copy_of_shared_tables_needs_room(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
         with pytest.raises(
-            ExportError, match=r"needs .* \(12800 bytes\) but its disk has .*100 bytes\) free. Free space"
+            ExportError, match=r"needs .* \(12800 bytes\), but its disk has .*100 bytes\) free. Free space"
         ):
             export(tmp_path / "ckpt", tmp_path / "m")
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
@@ -193,7 +193,11 @@ def test_a_source_that_is_gone(large: Path, tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="Retrying"):
         fails(
-            large, tmp_path / "m", Trouble(tmp_path / "m", unmount), CheckpointNotFoundError, f"{large}.* (is|are) kept"
+            large,
+            tmp_path / "m",
+            Trouble(tmp_path / "m", unmount),
+            CheckpointNotFoundError,
+            f"{large}.* (was|were) kept",
         )
     (tmp_path / "elsewhere").rename(large.parent)
     goes_on(large, tmp_path / "m")

@@ -134,7 +134,7 @@ def test_models_are_listed(server: ServerProcess) -> None:
     [
         (["--access-log", "/nowhere/log"], 1, "access log /nowhere/log: cannot be written"),
         (["--monitoring-config-file", "/nowhere/config"], 1, "monitoring config /nowhere/config: cannot be read"),
-        (["--metrics", "--monitoring-config-file", "/x"], 2, "leave one out"),
+        (["--metrics", "--monitoring-config-file", "/x"], 2, "Leave one out"),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_the_start(tmp_path: Path, options: list[str], code: int, text: str) -> None:

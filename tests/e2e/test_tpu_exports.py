@@ -48,7 +48,7 @@ def test_the_command_is_told_what_the_files_do_not_say(tmp_path: Path) -> None:
     export = ("export", prefix, tmp_path / "model", "--serving-config", config)
     refused = command(*export)
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "give partition_strategy" in refused.stderr
+    assert "Give partition_strategy" in refused.stderr
     assert command(*export, "--checkpoint-option", "partition_strategy").returncode == 2
     done = command(*export, "--checkpoint-option", "partition_strategy=mod")
     assert done.returncode == 0, done.stderr

@@ -161,6 +161,8 @@ def _naming_the_place(staging: StagedVersion) -> Iterator[None]:
     """Turn an OSError, such as that of a full disk, into an ExportError that names MODEL_DIR."""
     try:
         yield
+    except TpuEmbedError:  # some are OSErrors too, such as CheckpointNotFoundError
+        raise
     except OSError as error:
         raise ExportError(
             f"MODEL_DIR {staging.model_dir}: cannot be written: {error.strerror or error}. Free space or repair the disk."

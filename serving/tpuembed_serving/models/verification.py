@@ -44,7 +44,7 @@ def _check_stack(version_dir: Path, stack: StackEntry, on_read: OnRead) -> None:
     found = _range_crc32c(version_dir / stack.file, stack.offset, stack.size, on_read)
     if found != stack.crc32c:
         what = f"{stack.file}, bytes [{stack.offset}, {stack.offset + stack.size}) of stack {stack.name!r}"
-        raise _damaged(version_dir, f"{what} have CRC32C {found:#010x} and the manifest says {stack.crc32c:#010x}")
+        raise _damaged(version_dir, f"{what} have CRC32C {found:#010x}, but the manifest has {stack.crc32c:#010x}")
 
 
 def _check_file(version_dir: Path, file: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> None:
@@ -52,7 +52,7 @@ def _check_file(version_dir: Path, file: str, entry: FileEntry, manifest: Manife
     found = _graph_crc32c(path, manifest) if path == version_dir / GRAPH_FILE else file_crc32c(path, on_read)
     if found != entry.crc32c:
         what = "does not fit the manifest" if found is None else f"has CRC32C {found:#010x}"
-        raise _damaged(version_dir, f"{file} {what} and the manifest says {entry.crc32c:#010x}")
+        raise _damaged(version_dir, f"{file} {what}, but the manifest has {entry.crc32c:#010x}")
 
 
 def _graph_crc32c(path: Path, manifest: Manifest) -> int | None:

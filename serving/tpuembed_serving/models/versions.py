@@ -96,8 +96,8 @@ def _fault(version_dir: Path, file: str, entry: FileEntry) -> str:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if size != entry.size:
-        return f"has {size} bytes and the manifest says {entry.size}"
-    return "" if found == entry.crc32c else f"has CRC32C {found:#010x} and the manifest says {entry.crc32c:#010x}"
+        return f"has {size} bytes, but the manifest has {entry.size}"
+    return "" if found == entry.crc32c else f"has CRC32C {found:#010x}, but the manifest has {entry.crc32c:#010x}"
 
 
 def _damaged(version_dir: Path, what: str) -> StatusError:

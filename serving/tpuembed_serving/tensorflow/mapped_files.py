@@ -48,8 +48,8 @@ def read_ahead(version_dir: Path, manifest: Manifest, on_read: Callable[[int], N
         if found != stack.crc32c:
             raise StatusError(
                 Code.DATA_LOSS,
-                f"version {version_dir.name}: {stack.file}, which holds stack {stack.name!r}, has CRC32C {found:#010x} "
-                f"and the manifest says {stack.crc32c:#010x}. Copy the version again or export it again",
+                f"version {version_dir.name}: {stack.file}, which holds stack {stack.name!r}, has CRC32C {found:#010x}, "
+                f"but the manifest has {stack.crc32c:#010x}. Copy the version again or export it again",
             )
 
 

@@ -353,8 +353,8 @@ def test_ids_outside_of_a_table_fail_on_v1_and_nothing_else(policy: str | int, o
         with pytest.raises(ConfigError) as caught:
             TPUEmbedding(features, "adagrad")
         assert str(caught.value) == (
-            f"feature 'seen': out_of_vocabulary={policy!r} is not supported by the TPU's embedding accelerator; map such "
-            "ids in the input pipeline, or set size_threshold so that its table is replicated"
+            f"feature 'seen': out_of_vocabulary={policy!r} is not supported by the TPU's embedding accelerator. Map such "
+            "ids in the input pipeline, or set size_threshold to replicate its table."
         )
         TPUEmbedding(config(), "adagrad")  # what was refused has not taken the accelerator
     for arguments in ({"size_threshold": 50}, {"embedding_feature": "UNSUPPORTED"}):

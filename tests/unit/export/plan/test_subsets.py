@@ -100,12 +100,12 @@ def test_features_by_name(tmp_path: Path, checkpoint: Any) -> None:
     ("arguments", "error", "message"),
     [
         ({"features": ["adz"]}, ConfigError, "no feature 'adz'; did you mean 'ads'"),
-        ({"features": "ads"}, ConfigError, r"write \['ads'\]"),
+        ({"features": "ads"}, ConfigError, r"Write \['ads'\]"),
         ({"features": []}, ConfigError, "features is empty"),
         ({"features": ["ads"], "tables": ["users"]}, ConfigError, "no feature uses users"),
         ({"features": ["ads"], "model": "m:f"}, ConfigError, "a model needs all of its inputs"),
         ({"rows": {"adz": (0, 1)}}, UnknownTableError, "did you mean 'ads'"),
-        ({"rows": {"ads": (0, 41)}}, RowRangeError, "has 40 rows"),
+        ({"rows": {"ads": (0, 41)}}, RowRangeError, "its 40 rows"),
         ({"rows": {"ads": (0, 1)}, "features": ["users"]}, UnknownTableError, "table 'ads' is not exported"),
     ],
 )
