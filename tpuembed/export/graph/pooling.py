@@ -1,7 +1,7 @@
 """Combines the rows of lists of ids into one row per example, by the fastest operations that every TensorFlow runtime
 has.
 
-Measured through the C API, 26 features, 100k x 64 float32 tables, one thread (docs/export.md has the numbers):
+Measured through the C API, 26 features, 100k x 64 float32 tables, one thread (docs/export-reference.md has the numbers):
 
 - Without padding, the gather of [n, hot] rows and one sum is fastest (with weights: one batched product).
 - With padding, the present entries are selected, gathered, and summed by `SegmentSum`, whose segments must be sorted.
