@@ -171,7 +171,9 @@ def test_a_version_is_as_far_as_the_worker_that_is_behind(server: ServerProcess)
     finally:
         os.kill(stopped, signal.SIGCONT)
     server.wait_for(4)
-    assert server.log.count("model mapped version 4 loaded") == 2
+    wait_for(
+        lambda: server.log.count("model mapped version 4 loaded") == 2
+    )  # the state is known before the line is written
     assert everywhere(server, "mapped/versions/4") == {str([[3.0] * DIM])}
 
 
