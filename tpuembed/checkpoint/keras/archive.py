@@ -70,7 +70,7 @@ def open_archive(file: Window) -> Archive:
 
 
 def _in_archive(file: Window, use: Callable[[zipfile.ZipFile], Result]) -> Result:
-    """What `use` makes of the archive; whatever a damaged one does to it, it is a CheckpointCorruptError."""
+    """Return the result of `use` for the archive. Every error of a damaged one becomes a CheckpointCorruptError."""
     if file.size < _MIN_ARCHIVE_BYTES:  # zipfile would look for its end before its beginning
         raise _corrupt(file, f"is no zip archive: it has {file.size} bytes" if file.size else "is empty, 0 bytes")
     try:

@@ -131,7 +131,7 @@ class KerasCheckpoint:
         return self._matrix(table, None).buffer_bytes(rows)
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """None: HDF5 files of Keras carry none of rows.
+        """Return None: HDF5 files of Keras have no checksums of rows.
 
         Raises:
             UnknownTableError: there is no such table or slot.

@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tpuembed.export.graph.layer_graphs import snake_case
 from tpuembed.files import FilePath, as_path, names_below, open_stream
 from tpuembed.manifest import VocabularyEntry
 
@@ -110,11 +111,11 @@ def _of_model(model: Any) -> list[_Vocabulary]:
             special = _special(node.mask_token, node.oov_token, node.num_oov_indices, node.output_mode)
             given = functools.partial(_given, special)
             found.append(
-                _Vocabulary(owner.name, _snake(type(owner).__name__), functools.partial(_entries, node), given)
+                _Vocabulary(owner.name, snake_case(type(owner).__name__), functools.partial(_entries, node), given)
             )
         elif isinstance(node, keras.layers.Discretization) and node.bin_boundaries is not None:
             bounds = functools.partial(_boundaries, list(node.bin_boundaries))
-            found.append(_Vocabulary(node.name, _snake(type(node).__name__), bounds, _boundaries))
+            found.append(_Vocabulary(node.name, snake_case(type(node).__name__), bounds, _boundaries))
     return sorted(found, key=lambda vocabulary: (vocabulary.layer, vocabulary.kind))
 
 
@@ -124,12 +125,6 @@ def _check_is_there(layer: Any, owner: Any) -> None:
             f"model: layer {owner.name!r} has no vocabulary. A vocabulary is not a weight, so it is not restored. "
             "Set it in the factory."
         )
-
-
-def _snake(class_name: str) -> str:
-    """Return the snake case of a class name, as Keras starts generated names."""
-    parted = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", class_name)
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", parted).lower()
 
 
 def _boundaries(bounds: Iterable[Any]) -> list[bytes]:
@@ -328,7 +323,7 @@ class _Folder:
 
 
 def _is_saved_model(path: FilePath) -> bool:
-    """Whether `path` is a `.keras` file, or the weights of a model that was saved unzipped."""
+    """Returns True if `path` is a `.keras` file, or the weights of a model that was saved unzipped."""
     return path.is_file() and (path.suffix == ".keras" or _is_unzipped(path))
 
 
@@ -356,7 +351,11 @@ def _of_file(path: FilePath, layers: Iterable[str]) -> tuple[Any, list[_Vocabula
 
 def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tuple[Any, list[_Vocabulary]]:
     config = json.loads(archive.read(_CONFIG))
-    found = [vocabulary for kind, fields in _layers(config) for vocabulary in _of_config(kind, fields)]
+    found = [
+        vocabulary
+        for described, fields in _described(config)
+        for vocabulary in _of_config(described["class_name"], fields)
+    ]
     names = _names_by_place(archive)
     for name in archive.namelist():
         place = PurePosixPath(name).parent
@@ -385,12 +384,6 @@ def _without_number(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _layers(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(class, config) of every object that `config` describes, at any depth."""
-    for described, fields in _described(config):
-        yield described["class_name"], fields
-
-
 def _described(config: Any) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """(description, config) of every object that `config` describes, at any depth."""
     if isinstance(config, Mapping):
@@ -405,7 +398,7 @@ def _described(config: Any) -> Iterator[tuple[Mapping[str, Any], Mapping[str, An
 
 
 def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabulary]:
-    kind, name = _snake(class_name), str(fields.get("name", ""))
+    kind, name = snake_case(class_name), str(fields.get("name", ""))
     words = fields.get("vocabulary")
     if isinstance(words, list) and words and (class_name == "TextVectorization" or "num_oov_indices" in fields):
         is_text = class_name == "TextVectorization"  # the config of its lookup layer
@@ -525,7 +518,7 @@ def _objects(config: Any) -> Iterator[_Object]:
         name = str(fields.get("name") or described.get("name") or "")
         lists: _Lists = {}
         _collect_lists(fields, (), lists)
-        is_made = re.fullmatch(rf"{re.escape(_snake(class_name))}(_\d+)?", name)
+        is_made = re.fullmatch(rf"{re.escape(snake_case(class_name))}(_\d+)?", name)
         yield _Object(kind, "" if is_made else name, lists)
 
 
@@ -545,6 +538,6 @@ def _collect_lists(node: Any, path: tuple[str, ...], out: _Lists) -> None:
 
 
 def _is_described(node: Mapping[str, Any]) -> bool:
-    """Whether it is an object with a config; Keras writes tuples and arrays in this form too, as __tuple__ and the like."""
+    """Returns True for an object with a config. Keras writes tuples and arrays in this form too, as __tuple__ and the like."""
     kind = node.get("class_name")
     return isinstance(kind, str) and not kind.startswith("__") and isinstance(node.get("config"), Mapping)
