@@ -67,8 +67,7 @@ def reload(server: ServerProcess, text: str) -> tuple[grpc.StatusCode, str]:
 
     request = model_management_pb2.ReloadConfigRequest()
     text_format.Parse(text, request.config)
-    port = next(line for line in server.log.splitlines() if line.startswith("gRPC at ")).rsplit(":", 1)[1]
-    with grpc.insecure_channel(f"{server.host}:{port}") as channel:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         try:
             response = model_service_pb2_grpc.ModelServiceStub(channel).HandleReloadConfigRequest(request, timeout=120)
         except grpc.RpcError as error:

@@ -34,9 +34,8 @@ class GrpcProcess(ServerProcess):
 
     def __init__(self, model_dir: Path, log: Path, *options: str) -> None:
         super().__init__(model_dir, log, "--grpc-port", "0", *options)
-        self.address = next(line for line in self.log.splitlines() if line.startswith("gRPC at ")).split()[-1]
         limit = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self.channel = grpc.insecure_channel(self.address, options=limit)
+        self.channel = grpc.insecure_channel(self.grpc_address, options=limit)
         grpc.channel_ready_future(self.channel).result(60)
         self.prediction: Any = prediction_service_pb2_grpc.PredictionServiceStub(self.channel)
         self.models: Any = model_service_pb2_grpc.ModelServiceStub(self.channel)
@@ -237,7 +236,7 @@ def test_a_taken_port(tmp_path: Path) -> None:
 def test_two_servers_do_not_share_a_port(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     with GrpcProcess(tmp_path / "m", tmp_path / "log") as running:
-        port = running.address.rpartition(":")[2]
+        port = running.grpc_address.rpartition(":")[2]
         result = run_command("serve", tmp_path / "m", "--rest-port", "0", "--grpc-port", port)
     assert result.returncode == 1
     assert "Choose another port with --grpc-port" in result.stderr

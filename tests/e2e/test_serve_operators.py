@@ -1,7 +1,6 @@
 """What operators see of a server of two processes: metrics, access log, the list of models; and lists of different lengths."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,13 +85,11 @@ def test_workers_add_their_counts(server: ServerProcess) -> None:
 
 def call(server: ServerProcess, request_id: str) -> tuple[Any, dict[str, str]]:
     """A prediction over gRPC, and the trailing metadata of its answer."""
-    port = re.search(r"gRPC at \S+:(\d+)", server.log)
-    assert port
     request = predict_pb2.PredictRequest()
     request.model_spec.name = "rec"
     for name, array in inputs().items():
         request.inputs[name].CopyFrom(tf.make_tensor_proto(array))
-    with grpc.insecure_channel(f"{server.host}:{port[1]}") as channel:
+    with grpc.insecure_channel(server.grpc_address) as channel:
         stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
         response, done = stub.Predict.with_call(request, metadata=(("x-request-id", request_id),), timeout=60)
         return response, dict(done.trailing_metadata())

@@ -50,13 +50,12 @@ class Protected(ServerProcess):
         return httpx.Client(base_url=f"https://127.0.0.1:{self.port}", verify=context, timeout=60, headers=headers)
 
     def channel(self, certificate: str | None = "client") -> Any:
-        (line,) = [line for line in self.log.splitlines() if line.startswith("gRPC at ")]
         pair: tuple[bytes, bytes] | tuple[None, None] = (None, None)
         if certificate is not None:
             pem = (self.folder / f"{certificate}.pem").read_bytes()
             pair = (pem, pem)
         credentials = grpc.ssl_channel_credentials((self.folder / "ca").read_bytes(), *pair)
-        return grpc.secure_channel(line.removeprefix("gRPC at "), credentials)
+        return grpc.secure_channel(self.grpc_address, credentials)
 
 
 @pytest.fixture(scope="module")

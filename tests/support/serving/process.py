@@ -30,16 +30,23 @@ class ServerProcess:
         command = [str(SCRIPT), "serve", *what, "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)
-        self.model_url = self._announced_url()
+        try:
+            self.model_url = self.announced("serving ").split()[-1]
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         parts = urllib.parse.urlsplit(self.model_url)
         self.host, self.port, self.path = str(parts.hostname), int(parts.port or 0), parts.path
 
-    def _announced_url(self) -> str:
+    def announced(self, start: str) -> str:
+        """Wait for the first line of the log that begins with `start`; return what follows in that line."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            for line in self.log.splitlines():
-                if line.startswith("serving "):
-                    return line.split()[-1]
+            written = self.log
+            for line in written[: written.rfind("\n") + 1].splitlines():
+                if line.startswith(start):
+                    return line.removeprefix(start)
             assert self.process.poll() is None, self.log
             time.sleep(0.02)
         raise TimeoutError(self.log)
@@ -56,7 +63,7 @@ class ServerProcess:
     @property
     def grpc_address(self) -> str:
         """HOST:PORT, where gRPC was asked for."""
-        return next(line.split()[-1] for line in self.log.splitlines() if line.startswith("gRPC at "))
+        return self.announced("gRPC at ")
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=60)

@@ -19,6 +19,7 @@ A tensor may have `shape: [2, 3]` in place of a tensor_shape.
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import time
@@ -80,7 +81,7 @@ class VectorServer:
         with log.open("wb") as stderr:
             self.process = subprocess.Popen([sys.executable, "-c", _SERVE, *arguments], stderr=stderr)
         names = list(models)
-        self._wait_for(lambda: "gRPC at" in self.log)
+        self._wait_for(lambda: re.search("gRPC at .*\n", self.log))
         self.url = self._announced(f"serving {names[0]} at ").partition("/v1/")[0]
         self.grpc_address = self._announced("gRPC at ")
         self._wait_for(lambda: all(f"model {name} version " in self.log for name in names))
