@@ -143,6 +143,8 @@ class ServerSettings:
         run_threads: how many TensorFlow runs are in progress at once.
         max_queued_requests: how many more requests may wait for a thread. Others are answered 503.
         max_body_bytes: the largest request body; None is no limit, as in TensorFlow Serving.
+        max_request_memory: about how many bytes a request, and all requests in flight together, may take in one process:
+            the body, its decoding, the inputs and the outputs. Requests beyond it are refused before the work starts.
         lame_duck_seconds: how long requests are still answered after SIGTERM, while clients are told to use another server.
             Then the port is closed; 0 closes it at once.
         drain_seconds: how long requests in progress may take after the port is closed.
@@ -171,6 +173,7 @@ class ServerSettings:
     run_threads: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
     max_queued_requests: int = 1000
     max_body_bytes: int | None = None
+    max_request_memory: int = 1 << 30
     lame_duck_seconds: float = 5.0
     drain_seconds: float = 30.0
     listen_when_loaded: bool = False
@@ -192,6 +195,7 @@ class ServerSettings:
             "max_queued_requests",
             "drain_seconds",
             "workers",
+            "max_request_memory",
         ):
             check_positive(name, getattr(self, name))
         if self.lame_duck_seconds < 0:

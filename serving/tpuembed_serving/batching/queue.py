@@ -10,10 +10,10 @@ import numpy as np
 from tpuembed_serving.batching.concat import count_rows, trailing_shapes
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.runner import BatchRunner, Outcome
+from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Columns, Merging, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.settings import BatchingSettings
-from tpuembed_serving.telemetry.request_record import current_record
 
 __all__ = ["BatchQueue", "OnOutcome", "QueuedRequest"]
 
@@ -63,13 +63,20 @@ class QueuedRequest:
         "servable",
     )
 
-    def __init__(self, queue: "BatchQueue", servable: Servable, inputs: Sequence[Array], on_outcome: OnOutcome) -> None:
+    def __init__(
+        self,
+        queue: "BatchQueue",
+        servable: Servable,
+        inputs: Sequence[Array],
+        on_outcome: OnOutcome,
+        record: RequestRecord | None = None,
+    ) -> None:
         self.queue, self.servable, self.inputs, self._on_outcome = queue, servable, inputs, on_outcome
         self.rows = count_rows(inputs)
         self.group: Any = None
         self.deadline = self.entered = 0.0
         self.is_waiting = self.is_apart = self.is_over = False
-        self.record = current_record()
+        self.record = record
 
     def end(self, outcome: list[Array] | Exception) -> None:
         """Pass the outcome to the caller, unless the request is over."""
@@ -157,13 +164,14 @@ class BatchQueue:
         on_outcome: OnOutcome,
         now: float,
         seconds: float,
+        record: RequestRecord | None = None,
     ) -> QueuedRequest:
         """Create a request for `inputs`, which waits from `now` on for at most `seconds`.
 
         Raises:
             StatusError: INVALID_ARGUMENT, it has more rows than `max_batch_size`.
         """
-        request = QueuedRequest(self, servable, inputs, on_outcome)
+        request = QueuedRequest(self, servable, inputs, on_outcome, record)
         request.entered, request.deadline = now, now + seconds
         if self._chosen is not None and (request.rows or 0) > self._chosen.max_batch_size:
             sizes = f"{request.rows} is larger than maximum input batch size {self._chosen.max_batch_size}"

@@ -17,6 +17,7 @@ from typing import Any, Final
 from tpuembed_serving.batching.queue import BatchQueue, OnOutcome, QueuedRequest
 from tpuembed_serving.batching.request_timeouts import RequestTimeouts
 from tpuembed_serving.batching.runner import Outcome, Postponed
+from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import BatchingSettings
@@ -89,6 +90,7 @@ class ModelExecutor:
         inputs: Sequence[Array],
         *,
         timeout_seconds: float | None = None,
+        record: RequestRecord | None = None,
     ) -> list[Array]:
         """Return or raise what `servable.run` does for `inputs`.
 
@@ -97,6 +99,7 @@ class ModelExecutor:
             signature: its signature to run.
             inputs: the inputs in the signature's order.
             timeout_seconds: shortens the executor's own timeout.
+            record: the record of the client's request, if there is one.
 
         Raises:
             StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows
@@ -104,7 +107,12 @@ class ModelExecutor:
         """
         future: asyncio.Future[list[Array]] = asyncio.get_running_loop().create_future()
         request = self.submit(
-            servable, signature, inputs, functools.partial(_settle, future), timeout_seconds=timeout_seconds
+            servable,
+            signature,
+            inputs,
+            functools.partial(_settle, future),
+            timeout_seconds=timeout_seconds,
+            record=record,
         )
         try:
             return await future
@@ -120,6 +128,7 @@ class ModelExecutor:
         on_outcome: OnOutcome,
         *,
         timeout_seconds: float | None = None,
+        record: RequestRecord | None = None,
     ) -> QueuedRequest:
         """Run without waiting; see `run`. `on_outcome` is called later with the outcome, on this event loop."""
         loop = asyncio.get_running_loop()
@@ -127,7 +136,7 @@ class ModelExecutor:
             self._enter(loop)
         seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
         queue = self._queue(servable, signature)
-        request = queue.request(servable, inputs, on_outcome, loop.time(), seconds)
+        request = queue.request(servable, inputs, on_outcome, loop.time(), seconds, record)
         if self._waiting >= self._max_queued + self._free:
             raise self._full()
         queue.check_room(request)

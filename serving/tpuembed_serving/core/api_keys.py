@@ -8,7 +8,10 @@ from typing import Self
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["ApiKeys"]
+__all__ = ["KEY_REFUSAL", "ApiKeys"]
+
+KEY_REFUSAL = "no valid API key. Send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
+"""The error of a request without a key."""
 
 _LEAST_CHARACTERS = 16
 _OWN = "x-api-key"

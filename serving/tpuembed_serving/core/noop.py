@@ -3,5 +3,5 @@
 __all__ = ["noop"]
 
 
-def noop(*_: object) -> None:
+def noop(*_: object, **__: object) -> None:
     """Do nothing."""

@@ -1,17 +1,30 @@
 """The interface of a loaded SavedModel: its signatures, and how to run them. This module does not import TensorFlow."""
 
 import dataclasses
+import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed_serving.batching.parameters import BatchingParameters
+from tpuembed_serving.core.status import StatusError, invalid_argument
 
-__all__ = ["Array", "Columns", "IdRange", "Merging", "Servable", "Signature", "TensorInfo"]
+__all__ = [
+    "Array",
+    "Columns",
+    "IdRange",
+    "LoadedVersion",
+    "Merging",
+    "Servable",
+    "Signature",
+    "State",
+    "TensorInfo",
+    "VersionStatus",
+]
 
 Array = npt.NDArray[Any]
 
@@ -61,12 +74,34 @@ class Signature:
 
     Attributes:
         padding: by input, the value that fills up rows of different lengths; None if they are refused. Empty if all are.
+        shapes: by input, the shape that every request must have; -1 is any size, and None any shape. Empty if the graph decides.
+        row_bytes: the bytes of the outputs per row of the inputs, as far as the signature says.
     """
 
     name: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     padding: tuple[int | float | str | None, ...] = ()
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    row_bytes: int = 0
+
+    def check_shapes(self, inputs: Sequence[Array]) -> None:
+        """Check the shapes of `inputs`, if the signature requires any.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT, an input has another rank or size.
+        """
+        if type(inputs) is Columns and self._is_flat:
+            return
+        for info, shape, array in zip(self.inputs, self.shapes, inputs, strict=False):
+            if shape is not None and not _fits(array.shape, shape):
+                raise invalid_argument(
+                    f"input {info.alias} has shape {list(array.shape)}. The signature takes {list(shape)}, where -1 is any size"
+                )
+
+    @functools.cached_property
+    def _is_flat(self) -> bool:
+        return all(shape is None or shape == (-1,) for shape in self.shapes)
 
     @functools.cached_property
     def output_dtypes(self) -> Mapping[str, str]:
@@ -80,6 +115,10 @@ class Signature:
         if len(aliases) < 2 or any(info.dtype != "int64" for info in self.inputs):
             return None
         return operator.itemgetter(*aliases)
+
+
+def _fits(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    return len(sizes) == len(shape) and all(want in (-1, size) for size, want in zip(sizes, shape, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,3 +175,29 @@ class Servable(Protocol):
 
     def close(self) -> None:
         """Free its memory. No run follows."""
+
+
+class State(enum.IntEnum):
+    """The life of a version (ModelVersionStatus.State of get_model_status.proto)."""
+
+    START = 10
+    LOADING = 20
+    AVAILABLE = 30
+    UNLOADING = 40
+    END = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionStatus:
+    """The state of a version. `error` says why it is not served; None if nothing failed."""
+
+    version: int
+    state: State
+    error: StatusError | None
+
+
+class LoadedVersion(NamedTuple):
+    """The version that a request runs on."""
+
+    version: int
+    servable: Servable

@@ -1,28 +1,14 @@
-"""The prediction service behind REST and gRPC, which decode a request, call it, and encode the answer."""
+"""The models behind REST and gRPC: leases, status and metadata."""
 
-import asyncio
 import contextlib
 import dataclasses
-import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tpuembed_serving.core.classify_regress import InferenceResult, Method, check_signature, interpret, to_tensor
-from tpuembed_serving.core.deadlines import remaining_seconds
-from tpuembed_serving.core.servable import Array, Servable, Signature
+from tpuembed_serving.core.servable import LoadedVersion, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, still_loading
-from tpuembed_serving.models.model import LoadedVersion, VersionStatus
-from tpuembed_serving.telemetry.request_record import RequestRecord, current_record
 
-__all__ = [
-    "DEFAULT_SIGNATURE",
-    "Executor",
-    "InferenceTask",
-    "ModelMetadata",
-    "ModelSpec",
-    "Models",
-    "PredictionService",
-]
+__all__ = ["DEFAULT_SIGNATURE", "ModelMetadata", "ModelService", "ModelSpec", "Models"]
 
 DEFAULT_SIGNATURE = "serving_default"
 
@@ -34,15 +20,6 @@ class ModelSpec:
     name: str
     version: int | None = None
     label: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class InferenceTask:
-    """A task of MultiInference, whose tasks share their examples. An empty name is the default signature."""
-
-    model: str
-    signature_name: str
-    method: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,21 +54,11 @@ class Models(Protocol):
         """Return the labels and their versions, by model."""
 
 
-class Executor(Protocol):
-    """Runs versions: a ModelExecutor, or a RemoteExecutor."""
+class ModelService:
+    """Leases, status and metadata of models."""
 
-    async def run(
-        self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
-    ) -> list[Array]:
-        """Return the signature's outputs. `timeout_seconds` can shorten the server's own timeout."""
-
-
-class PredictionService:
-    """Predict, classify, regress, status and metadata of models."""
-
-    def __init__(self, repository: Models, executor: Executor) -> None:
+    def __init__(self, repository: Models) -> None:
         self._repository = repository
-        self._executor = executor
 
     @property
     def ready(self) -> bool:
@@ -113,55 +80,7 @@ class PredictionService:
             raise still_loading()
         if not spec.name:
             raise invalid_argument("ModelSpec has no name specified.")
-        record = current_record()
-        if record is not None:
-            record.model = spec.name
-        lease = self._repository.lease(spec.name, spec.version, spec.label)
-        return lease if record is None else _noted(lease, record)
-
-    async def predict(self, servable: Servable, signature: Signature, inputs: Sequence[Array]) -> dict[str, Array]:
-        """Return the signature's outputs by alias. `inputs` are in the signature's order."""
-        record = current_record()
-        run = self._executor.run(servable, signature, inputs, timeout_seconds=remaining_seconds())
-        outputs = await run if record is None else await _timed(run, record)
-        return dict(zip((info.alias for info in signature.outputs), outputs, strict=True))
-
-    async def infer(
-        self, servable: Servable, signature_name: str, method: Method, examples: Sequence[bytes]
-    ) -> InferenceResult:
-        """Classify or regress serialized tf.Examples.
-
-        Raises:
-            StatusError: the signature is unknown or does not support `method`; there are no examples; the run failed.
-        """
-        name = signature_name or DEFAULT_SIGNATURE
-        signature = servable.signatures.get(name)
-        if signature is None:
-            raise invalid_argument(f"No signature was found with the name: {name}")
-        check_signature(servable, signature, method)
-        outputs = await self.predict(servable, signature, [to_tensor(examples)])
-        return interpret(method, signature, outputs, len(examples))
-
-    async def multi_infer(
-        self, servable: Servable, tasks: Sequence[InferenceTask], examples: Sequence[bytes]
-    ) -> list[InferenceResult]:
-        """Run all tasks on the same examples at once. All tasks are checked before the first run.
-
-        Raises:
-            StatusError: a task is invalid, there are no examples, or a run failed.
-        """
-        methods = list(_checked(servable, tasks))
-        inputs = [to_tensor(examples)]
-        runs = (self.predict(servable, signature, inputs) for _, signature in methods)
-        # Waits for all runs: none may continue after the lease ends.
-        results = []
-        for (method, signature), found in zip(
-            methods, await asyncio.gather(*runs, return_exceptions=True), strict=True
-        ):
-            if isinstance(found, BaseException):
-                raise found
-            results.append(interpret(method, signature, found, len(examples)))
-        return results
+        return self._repository.lease(spec.name, spec.version, spec.label)
 
     def status(self, spec: ModelSpec) -> list[VersionStatus]:
         """Return the version that `spec` names, or every version, newest first. Ignores labels, as TensorFlow Serving.
@@ -199,40 +118,3 @@ class PredictionService:
         """
         with self.lease(spec) as loaded:
             return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs)
-
-
-async def _timed(run: Awaitable[list[Array]], record: RequestRecord) -> list[Array]:
-    """Await a run, and note its time in the record if the executor did not."""
-    started = time.perf_counter()
-    outputs = await run
-    if not record.has_run:  # it ran in another server
-        record.ran(None, 0.0, time.perf_counter() - started)
-    return outputs
-
-
-@contextlib.contextmanager
-def _noted(lease: contextlib.AbstractContextManager[LoadedVersion], record: RequestRecord) -> Iterator[LoadedVersion]:
-    """Open the lease, and note its version in the record."""
-    with lease as loaded:
-        record.version = loaded.version
-        yield loaded
-
-
-def _checked(servable: Servable, tasks: Sequence[InferenceTask]) -> Iterator[tuple[Method, Signature]]:
-    """Yield the method and the signature of each task, checked."""
-    seen: set[str] = set()
-    for task in tasks:
-        if not task.model:
-            raise invalid_argument("Found ModelSpec with an empty model name.")
-        if task.model != tasks[0].model:
-            raise invalid_argument("All ModelSpecs in a MultiInferenceRequest must access the same model name.")
-        name = task.signature_name or DEFAULT_SIGNATURE
-        if name in seen:
-            raise invalid_argument(f"Duplicate evaluation of signature: {name}")
-        seen.add(name)
-        signature = servable.signatures.get(name)
-        if signature is None:
-            raise invalid_argument(f"Requested signature not found in model graph: {name}")
-        method = Method.named(task.method)
-        check_signature(servable, signature, method)
-        yield method, signature

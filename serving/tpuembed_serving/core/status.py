@@ -2,7 +2,7 @@
 
 import enum
 import re
-from typing import Final
+from typing import Any, Final
 
 from tpuembed.errors import ServingError
 
@@ -10,6 +10,7 @@ __all__ = [
     "Code",
     "LoadStopped",
     "StatusError",
+    "TooLargeError",
     "invalid_argument",
     "of_later_rows",
     "plain_message",
@@ -57,13 +58,24 @@ class StatusError(ServingError):
         self.code = code
         self.message = message
 
-    def __reduce__(self) -> tuple[type["StatusError"], tuple[Code, str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the code too: the processes of a server send each other errors."""
         return type(self), (self.code, self.message)
 
     def to_string(self) -> str:
         """Return code and message in the form of `absl::Status::ToString`."""
         return f"{self.code.name}: {self.message}"
+
+
+class TooLargeError(StatusError):
+    """A request is too large for the server's limits. HTTP answers 413."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.RESOURCE_EXHAUSTED, message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message."""
+        return type(self), (self.message,)
 
 
 class LoadStopped(StatusError):  # noqa: N818 - no error of the version's

@@ -11,7 +11,7 @@ from tensorflow_serving.apis import (
 )
 
 from tpuembed.errors import ConfigError
-from tpuembed_serving.core.service import PredictionService
+from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.grpc.prediction_service import model_spec, parse, register_service
 from tpuembed_serving.models.config import models_from_message
@@ -39,7 +39,7 @@ class Reloadable(Protocol):
 class ModelApi:
     """The methods of ModelService."""
 
-    def __init__(self, service: PredictionService, models: Reloadable, metrics: Callable[[], Snapshot] = dict) -> None:
+    def __init__(self, service: ModelService, models: Reloadable, metrics: Callable[[], Snapshot] = dict) -> None:
         """Answer from `service`, and reload `models`. `metrics` returns the metrics of this process."""
         self._service = service
         self._models = models

@@ -1,12 +1,12 @@
-"""TensorFlow Serving's PredictionService, from bytes to bytes: decodes a message, calls the service, encodes the answer.
+"""TensorFlow Serving's PredictionService: converts messages to runs of signatures, and their outputs to messages.
 
 Importing this module imports TensorFlow, whose package has the classes of the messages. So `server` imports it in a thread.
 """
 
 import contextlib
 import importlib
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -18,15 +18,30 @@ from tensorflow_serving.apis import (
     regression_pb2,
 )
 
-from tpuembed_serving.core.classify_regress import Classification, InferenceResult, Method
-from tpuembed_serving.core.off_loop import run_sized
-from tpuembed_serving.core.servable import Array, Servable, Signature
-from tpuembed_serving.core.service import DEFAULT_SIGNATURE, InferenceTask, ModelSpec, PredictionService
+from tpuembed_serving.core.classify_regress import (
+    Classification,
+    InferenceResult,
+    Method,
+    check_signature,
+    interpret,
+    to_tensor,
+)
+from tpuembed_serving.core.pipeline import Check, Prediction, Task
+from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
+from tpuembed_serving.core.service import DEFAULT_SIGNATURE, ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.grpc.inputs import decode_inputs, output_aliases
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
 
-__all__ = ["PredictionApi", "model_spec", "parse", "register_service"]
+__all__ = [
+    "PREDICTIONS",
+    "GrpcMultiInference",
+    "GrpcPredict",
+    "model_metadata",
+    "model_spec",
+    "parse",
+    "register_service",
+]
 
 _SIGNATURE_DEF = "signature_def"
 
@@ -75,86 +90,164 @@ def _spec(spec: Any) -> ModelSpec:
     )
 
 
-class PredictionApi:
-    """The methods of PredictionService."""
+_OUTPUT_BYTES: Final = 24
+"""About the memory of an element of an output while it is encoded: in the message, and in its bytes."""
 
-    def __init__(self, service: PredictionService) -> None:
-        self._service = service
 
-    @property
-    def methods(self) -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
-        """Return the methods by name."""
-        return {
-            "Predict": self.predict,
-            "Classify": self.classify,
-            "Regress": self.regress,
-            "MultiInference": self.multi_inference,
-            "GetModelMetadata": self.get_model_metadata,
-        }
+def _decoding_bytes(body: bytes) -> int:
+    """Return about how many bytes it takes to parse a message: its fields, and the arrays made of them.
 
-    async def predict(self, data: bytes) -> bytes:
-        """Answer a PredictRequest."""
-        request = await run_sized(len(data), parse, predict_pb2.PredictRequest, data)
-        with self._service.lease(model_spec(request)) as loaded:
-            signature = _find_signature(loaded.servable, request.model_spec.signature_name)
-            inputs = await run_sized(len(data), decode_inputs, request, loaded.servable, signature)
-            aliases = output_aliases(request, signature)
-            outputs = await self._service.predict(loaded.servable, signature, inputs)
+    A packed integer of one byte becomes eight bytes of the message and eight of the array.
+    """
+    return 4 * len(body)
+
+
+class GrpcPredict:
+    """A PredictRequest; see `core.pipeline.Prediction`."""
+
+    output_bytes = _OUTPUT_BYTES
+
+    def decoding_bytes(self, body: bytes) -> int:
+        """Return about how many bytes it takes to parse and decode `body`."""
+        return _decoding_bytes(body)
+
+    def parse(self, body: bytes, _: Check) -> ModelSpec:
+        """Parse the message."""
+        self._request = parse(predict_pb2.PredictRequest, body)
+        return model_spec(self._request)
+
+    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
+        """Convert the inputs to arrays."""
+        self._signature = _find_signature(loaded.servable, self._request.model_spec.signature_name)
+        inputs = decode_inputs(self._request, loaded.servable, self._signature)
+        self._aliases = output_aliases(self._request, self._signature)
+        return [Task(self._signature, inputs)]
+
+    def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
+        """Return a PredictResponse with the outputs that the request chose."""
         response = predict_pb2.PredictResponse()
-        _describe(response.model_spec, request.model_spec, loaded.version)
-        chosen = {alias: outputs[alias] for alias in aliases}
-        return await run_sized(sum(array.nbytes for array in chosen.values()), _encode, response, chosen, signature)
+        _describe(response.model_spec, self._request.model_spec, loaded.version)
+        for alias in self._aliases:
+            check()
+            encode_tensor(outputs[0][alias], self._signature.output_dtypes[alias], response.outputs[alias])
+        return bytes(response.SerializeToString())
 
-    async def classify(self, data: bytes) -> bytes:
-        """Answer a ClassificationRequest."""
-        request = parse(classification_pb2.ClassificationRequest, data)
-        return await self._infer(request, Method.CLASSIFY, classification_pb2.ClassificationResponse())
 
-    async def regress(self, data: bytes) -> bytes:
-        """Answer a RegressionRequest."""
-        request = parse(regression_pb2.RegressionRequest, data)
-        return await self._infer(request, Method.REGRESS, regression_pb2.RegressionResponse())
+class _GrpcInference:
+    """A classify or regress request; see `core.pipeline.Prediction`."""
 
-    async def _infer(self, request: Any, method: Method, response: Any) -> bytes:
-        with self._service.lease(model_spec(request)) as loaded:
-            name = request.model_spec.signature_name
-            result = await self._service.infer(loaded.servable, name, method, _examples(request.input))
-        _describe(response.model_spec, request.model_spec, loaded.version)
+    output_bytes = _OUTPUT_BYTES
+
+    def __init__(self, method: Method, request_class: Any, response_class: Any) -> None:
+        self._method, self._request_class, self._response_class = method, request_class, response_class
+
+    def decoding_bytes(self, body: bytes) -> int:
+        """Return about how many bytes it takes to parse and decode `body`."""
+        return _decoding_bytes(body)
+
+    def parse(self, body: bytes, _: Check) -> ModelSpec:
+        """Parse the message."""
+        self._request = parse(self._request_class, body)
+        return model_spec(self._request)
+
+    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
+        """Return the run of the examples."""
+        name = self._request.model_spec.signature_name or DEFAULT_SIGNATURE
+        signature = loaded.servable.signatures.get(name)
+        if signature is None:
+            raise invalid_argument(f"No signature was found with the name: {name}")
+        check_signature(loaded.servable, signature, self._method)
+        self._signature, self._examples = signature, _examples(self._request.input)
+        return [Task(signature, [to_tensor(self._examples)])]
+
+    def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], _: Check) -> bytes:
+        """Return the response with the classes or values."""
+        response = self._response_class()
+        result = interpret(self._method, self._signature, outputs[0], len(self._examples))
+        _describe(response.model_spec, self._request.model_spec, loaded.version)
         _fill(response.result, result)
-        return _serialized(response)
+        return bytes(response.SerializeToString())
 
-    async def multi_inference(self, data: bytes) -> bytes:
-        """Answer a MultiInferenceRequest. Its first task selects the version of the model."""
-        request = parse(inference_pb2.MultiInferenceRequest, data)
-        specs = [task.model_spec for task in request.tasks]
-        tasks = [
-            InferenceTask(task.model_spec.name, task.model_spec.signature_name, task.method_name)
-            for task in request.tasks
-        ]
-        with self._service.lease(_spec(specs[0]) if specs else ModelSpec("")) as loaded:
-            results = await self._service.multi_infer(loaded.servable, tasks, _examples(request.input))
+
+class GrpcMultiInference:
+    """A MultiInferenceRequest: several signatures on the same examples. Its first task selects the version of the model."""
+
+    output_bytes = _OUTPUT_BYTES
+
+    def decoding_bytes(self, body: bytes) -> int:
+        """Return about how many bytes it takes to parse and decode `body`."""
+        return _decoding_bytes(body)
+
+    def parse(self, body: bytes, _: Check) -> ModelSpec:
+        """Parse the message."""
+        self._request = parse(inference_pb2.MultiInferenceRequest, body)
+        tasks = self._request.tasks
+        return _spec(tasks[0].model_spec) if tasks else ModelSpec("")
+
+    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
+        """Return a run for each task. All tasks are checked before the first run."""
+        self._chosen = list(_chosen(loaded.servable, self._request.tasks))
+        self._examples = _examples(self._request.input)
+        inputs = [to_tensor(self._examples)]
+        return [Task(signature, inputs) for _, signature in self._chosen]
+
+    def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], _: Check) -> bytes:
+        """Return the response with the results of all tasks."""
         response = inference_pb2.MultiInferenceResponse()
-        for spec, result in zip(specs, results, strict=True):
+        for task, (method, signature), found in zip(self._request.tasks, self._chosen, outputs, strict=True):
+            result = interpret(method, signature, found, len(self._examples))
             one = response.results.add()
-            _describe(one.model_spec, spec, loaded.version)
+            _describe(one.model_spec, task.model_spec, loaded.version)
             is_class = isinstance(result, Classification)
             _fill(one.classification_result if is_class else one.regression_result, result)
-        return _serialized(response)
+        return bytes(response.SerializeToString())
 
-    async def get_model_metadata(self, data: bytes) -> bytes:
-        """Answer a GetModelMetadataRequest."""
-        request = parse(get_model_metadata_pb2.GetModelMetadataRequest, data)
-        spec = model_spec(request)
-        _check_fields(request.metadata_field)
-        metadata = self._service.metadata(spec)
-        signatures = json_format.ParseDict(
-            {_SIGNATURE_DEF: dict(metadata.signature_defs)}, get_model_metadata_pb2.SignatureDefMap()
-        )
-        response = get_model_metadata_pb2.GetModelMetadataResponse()
-        response.model_spec.name = metadata.name
-        response.model_spec.version.value = metadata.version
-        response.metadata[_SIGNATURE_DEF].Pack(signatures)
-        return _serialized(response)
+
+def _chosen(servable: Servable, tasks: Sequence[Any]) -> Iterator[tuple[Method, Signature]]:
+    """Yield the method and the signature of each task of a MultiInferenceRequest, checked."""
+    seen: set[str] = set()
+    for task in tasks:
+        if not task.model_spec.name:
+            raise invalid_argument("Found ModelSpec with an empty model name.")
+        if task.model_spec.name != tasks[0].model_spec.name:
+            raise invalid_argument("All ModelSpecs in a MultiInferenceRequest must access the same model name.")
+        name = task.model_spec.signature_name or DEFAULT_SIGNATURE
+        if name in seen:
+            raise invalid_argument(f"Duplicate evaluation of signature: {name}")
+        seen.add(name)
+        signature = servable.signatures.get(name)
+        if signature is None:
+            raise invalid_argument(f"Requested signature not found in model graph: {name}")
+        method = Method.named(task.method_name)
+        check_signature(servable, signature, method)
+        yield method, signature
+
+
+_CLASSIFY = Method.CLASSIFY, classification_pb2.ClassificationRequest, classification_pb2.ClassificationResponse
+_REGRESS = Method.REGRESS, regression_pb2.RegressionRequest, regression_pb2.RegressionResponse
+PREDICTIONS: Final[Mapping[str, Callable[[], Prediction]]] = {
+    "Predict": GrpcPredict,
+    "Classify": lambda: _GrpcInference(*_CLASSIFY),
+    "Regress": lambda: _GrpcInference(*_REGRESS),
+    "MultiInference": GrpcMultiInference,
+}
+"""Creates the prediction of a request, by the name of its method."""
+
+
+async def model_metadata(service: ModelService, data: bytes) -> bytes:
+    """Answer a GetModelMetadataRequest."""
+    request = parse(get_model_metadata_pb2.GetModelMetadataRequest, data)
+    spec = model_spec(request)
+    _check_fields(request.metadata_field)
+    metadata = service.metadata(spec)
+    signatures = json_format.ParseDict(
+        {_SIGNATURE_DEF: dict(metadata.signature_defs)}, get_model_metadata_pb2.SignatureDefMap()
+    )
+    response = get_model_metadata_pb2.GetModelMetadataResponse()
+    response.model_spec.name = metadata.name
+    response.model_spec.version.value = metadata.version
+    response.metadata[_SIGNATURE_DEF].Pack(signatures)
+    return bytes(response.SerializeToString())
 
 
 def _find_signature(servable: Servable, name: str) -> Signature:
@@ -170,17 +263,6 @@ def _describe(response: Any, asked: Any, version: int) -> None:
     response.name = asked.name
     response.signature_name = asked.signature_name or DEFAULT_SIGNATURE
     response.version.value = version
-
-
-def _encode(response: Any, outputs: Mapping[str, Array], signature: Signature) -> bytes:
-    dtypes = {info.alias: info.dtype for info in signature.outputs}
-    for alias, array in outputs.items():
-        encode_tensor(array, dtypes[alias], response.outputs[alias])
-    return _serialized(response)
-
-
-def _serialized(response: Any) -> bytes:
-    return bytes(response.SerializeToString())
 
 
 def _examples(source: Any) -> list[bytes]:

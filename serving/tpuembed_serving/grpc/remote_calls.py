@@ -8,10 +8,9 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
-from tpuembed_serving.core.servable import Array, Signature
+from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_tensor
-from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
 __all__ = ["Definitions", "RemotePredictions", "RemoteStates"]

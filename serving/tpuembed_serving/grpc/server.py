@@ -9,27 +9,28 @@ same methods listens on the port.
 """
 
 import asyncio
+import functools
 import logging
 import math
 import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tpuembed.errors import ServingError
-from tpuembed_serving.core.auth import key_interceptor
-from tpuembed_serving.core.deadlines import wait_until
+from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
+from tpuembed_serving.core.pipeline import Pipeline, Prediction
+from tpuembed_serving.core.request_record import GRPC, REQUEST_ID, Headers, RequestRecord, sane_request_id
 from tpuembed_serving.core.security import SecuritySettings
-from tpuembed_serving.core.service import PredictionService
+from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
 from tpuembed_serving.telemetry.observers import Telemetry
-from tpuembed_serving.telemetry.request_record import GRPC, REQUEST_ID, Headers, RequestRecord, sane_request_id
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.workers.sockets import listeners_of_port, refuse_new_connections
 
@@ -40,7 +41,6 @@ __all__ = ["GrpcServer", "truncated"]
 
 logger = logging.getLogger(__name__)
 
-Method = Callable[[bytes], Awaitable[bytes]]
 
 _PREDICTION = "tensorflow.serving.PredictionService"
 _MODEL = "tensorflow.serving.ModelService"
@@ -59,6 +59,7 @@ _GOAWAY_SECONDS: Final = 0.05
 _LEAST_SECONDS: Final = 1.0
 """The answer to a call with a deadline sooner than this is not delayed."""
 _LAST_SECONDS: Final = 0.5
+_HEALTH: Final = "/grpc.health.v1.Health/"
 _HEALTH_SECONDS: Final = 0.1
 _FOREVER_SECONDS: Final = 1e6
 _GIVEN_UP: Final = "the server is stopping. Send this call to another server"
@@ -140,17 +141,17 @@ class _Port:
 class GrpcServer:
     """Listens from `start` to `stop`. The event loop that serves calls its methods."""
 
-    def __init__(self, service: PredictionService, models: "Reloadable", telemetry: Telemetry | None = None) -> None:
-        self._service = service
+    def __init__(self, pipeline: Pipeline, models: "Reloadable", telemetry: Telemetry | None = None) -> None:
+        self._pipeline, self._service = pipeline, pipeline.service
         self._models = models
         self._telemetry = telemetry if telemetry is not None and telemetry.observes else None
         self._metrics = telemetry.metrics.snapshot if telemetry is not None and telemetry.metrics else dict
-        self._loading: asyncio.Task[Mapping[str, Mapping[str, Method]]] | None = None
+        self._loading: asyncio.Task[_Methods] | None = None
         self._open: Callable[[int], Awaitable[tuple[_Port, int]]] | None = None
         self._port = 0
         self._current: _Port | None = None
         self._retired: list[_Port] = []
-        self._health = _Health(service)
+        self._health = _Health(pipeline.service)
 
     async def start(
         self, host: str, port: int, max_request_bytes: int | None = None, security: SecuritySettings = _OPEN
@@ -164,7 +165,7 @@ class GrpcServer:
             ("grpc.max_receive_message_length", max_request_bytes or _INT32_MAX),
             ("grpc.max_send_message_length", _INT32_MAX),
         ]
-        interceptors = [key_interceptor(security.api_keys)] if security.api_keys else []
+        interceptors = [_KeyInterceptor(security.api_keys, self._telemetry)] if security.api_keys else []
 
         async def open_port(number: int) -> tuple[_Port, int]:
             server = grpc.aio.server(options=options, interceptors=interceptors)
@@ -210,16 +211,15 @@ class GrpcServer:
         await asyncio.gather(*(port.end(until) for port in (*self._retired, current)))
         self._health.close()
 
-    def _load(self) -> dict[str, Mapping[str, Method]]:
-        """Return service -> method name -> method. The first import of TensorFlow takes seconds."""
+    def _load(self) -> "_Methods":
+        """Import the messages. The first import of TensorFlow takes seconds."""
         with IMPORTING_TENSORFLOW:
             from tpuembed_serving.grpc.model_service import ModelApi
-            from tpuembed_serving.grpc.prediction_service import PredictionApi
+            from tpuembed_serving.grpc.prediction_service import PREDICTIONS, model_metadata
 
-        return {
-            _PREDICTION: PredictionApi(self._service).methods,
-            _MODEL: ModelApi(self._service, self._models, self._metrics).methods,
-        }
+        calls = dict(ModelApi(self._service, self._models, self._metrics).methods)
+        calls["GetModelMetadata"] = functools.partial(model_metadata, self._service)
+        return _Methods(PREDICTIONS, calls)
 
     def _handler(self, service: str, name: str, port: _Port) -> Callable[[bytes, Any], Awaitable[bytes]]:
         path = f"/{service}/{name}".encode("ascii")
@@ -227,7 +227,7 @@ class GrpcServer:
         async def handle(request: bytes, context: Any) -> bytes:
             record = self._begin(path, name, context, len(request))
             try:
-                response = await port.answer(self._answer(service, name, request, context), context)
+                response = await port.answer(self._answer(name, request, context, record), context)
             except StatusError as error:
                 self._finish(record, error.code, 0)
                 await context.abort(_STATUS_CODES[error.code], truncated(error.message))
@@ -244,17 +244,19 @@ class GrpcServer:
 
         return handle
 
-    async def _answer(self, service: str, name: str, request: bytes, context: Any) -> bytes:
+    async def _answer(self, name: str, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
             raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        wait_until(None if remaining is None else time.monotonic() + remaining)
         try:
             assert self._loading is not None
             if self._service.loading and name not in _CHANGES:
                 raise still_loading()  # before the await: the classes of the messages may still be loading
             methods = await asyncio.shield(self._loading)
-            return await methods[service][name](request)
+            prediction = methods.predictions.get(name)
+            if prediction is None:
+                return await methods.calls[name](request)
+            return await self._pipeline.answer(self._pipeline.call(prediction(), request, record, remaining))
         except StatusError:
             raise
         except Exception:
@@ -263,7 +265,7 @@ class GrpcServer:
 
     def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
         """Create a record if the server has an observer, and return the client's request ID to it."""
-        headers = _headers(context)
+        headers = _as_bytes(context.invocation_metadata() or ())
         record = None
         request_id = sane_request_id(next((value for key, value in headers if key == REQUEST_ID), b""))
         if self._telemetry is not None:
@@ -280,9 +282,41 @@ class GrpcServer:
             self._telemetry.finish(record)
 
 
-def _headers(context: Any) -> Headers:
+class _Methods(NamedTuple):
+    """The methods by name: predictions, which the pipeline answers, and other calls."""
+
+    predictions: Mapping[str, Callable[[], Prediction]]
+    calls: Mapping[str, Callable[[bytes], Awaitable[bytes]]]
+
+
+class _KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED to calls without a key. Health checks need none."""
+
+    def __init__(self, keys: ApiKeys, telemetry: Telemetry | None) -> None:
+        self._keys, self._telemetry = keys, telemetry
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Return the handler of a call; see gRPC."""
+        handler = await continuation(details)
+        metadata = details.invocation_metadata or ()
+        if handler is None or details.method.startswith(_HEALTH) or self._keys.accept(metadata):
+            return handler
+
+        async def refuse(_: Any, context: Any) -> None:
+            if self._telemetry is not None:
+                path = details.method.encode("utf-8", "replace")
+                record = self._telemetry.begin(GRPC, "POST", path, _as_bytes(metadata))
+                record.answered(Code.UNAUTHENTICATED, int(Code.UNAUTHENTICATED), 0)
+                self._telemetry.finish(record)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, KEY_REFUSAL)
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _as_bytes(metadata: Any) -> Headers:
     """Return a call's metadata as bytes. gRPC returns text values as `str`."""
-    metadata = context.invocation_metadata() or ()
     return [
         (key.encode("ascii", "replace"), value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
         for key, value in metadata
@@ -308,7 +342,7 @@ class _Health(health.aio.HealthServicer):
     - All are NOT_SERVING during a stop.
     """
 
-    def __init__(self, service: PredictionService) -> None:
+    def __init__(self, service: ModelService) -> None:
         super().__init__()
         self._service = service
         self._is_stopping = False

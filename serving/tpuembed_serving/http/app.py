@@ -5,7 +5,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,12 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.auth import AuthMiddleware
-from tpuembed_serving.core.row_limit import RowLimit
+from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline
 from tpuembed_serving.core.servable import Servable
-from tpuembed_serving.core.service import PredictionService
+from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError
-from tpuembed_serving.http.direct_predict import DirectPredict
-from tpuembed_serving.http.endpoint import Receive, Scope, Send
+from tpuembed_serving.http.direct import DirectPredict
+from tpuembed_serving.http.endpoint import BodyReader, HttpEndpoint, Receive, Scope, Send
 from tpuembed_serving.http.openapi import REST_PATHS
 from tpuembed_serving.http.pages import add_pages
 from tpuembed_serving.http.rest import RestApi, is_api_request
@@ -57,21 +56,33 @@ class ServingApp(FastAPI):
         self.leaving = False
         self.settings = settings
         guard = settings.security
-        limited = self.executor if guard.max_rows is None else RowLimit(self.executor, guard.max_rows)
-        self.service = PredictionService(self.repository, limited)
-        self._auth = (
-            AuthMiddleware(self._route, guard.api_keys, cors=guard.cors) if guard.api_keys or guard.cors else None
+        self.pipeline = Pipeline(
+            ModelService(self.repository),
+            self.executor,
+            timeout_seconds=settings.rest_timeout_ms / 1000,
+            memory=MemoryBudget(settings.max_request_memory),
+            max_rows=guard.max_rows,
         )
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._grpc_leave: asyncio.Task[None] | None = None
-        self._rest = RestApi(self.service, settings.max_body_bytes, self.telemetry, settings.security.max_json_depth)
-        self.direct = self._direct_predict()
         super().__init__(title="tpuembed serving", lifespan=_lifespan, docs_url=None, redoc_url=None)
+        read = BodyReader(settings.max_body_bytes, self.pipeline.memory)
+        self._http = HttpEndpoint(
+            RestApi(self.pipeline, read, guard.max_json_depth),
+            is_api_request,
+            super().__call__,
+            telemetry=self.telemetry,
+            keys=guard.api_keys,
+            cors=guard.cors,
+        )
+        self.direct = self._direct_predict()
         self.add_api_route("/healthz", _healthz, summary="The server answers")
+        self.add_api_route("/healthz", _healthz, methods=["HEAD"], include_in_schema=False)
         busy: dict[int | str, dict[str, Any]] = {503: {"description": "Not every model has one"}}
         self.add_api_route("/readyz", self._readyz, summary="Every model has an available version", responses=busy)
-        add_pages(self, self.service)
+        self.add_api_route("/readyz", self._readyz, methods=["HEAD"], include_in_schema=False)
+        add_pages(self, self.pipeline.service)
         if settings.telemetry.metrics_path is not None:
             self.add_api_route(
                 settings.telemetry.metrics_path,
@@ -82,11 +93,17 @@ class ServingApp(FastAPI):
             )
 
     def _direct_predict(self) -> DirectPredict | None:
-        """Return the direct handler. None if models run in another server, or if answers have CORS headers."""
-        settings, executor = self.settings, self.executor
-        if settings.security.cors or isinstance(executor, RemoteExecutor):
+        """Return the handler of requests without ASGI. None if answers have CORS headers, which it does not send."""
+        guard = self.settings.security
+        if guard.cors:
             return None
-        return DirectPredict(self.service, executor, settings, self.telemetry)
+        return DirectPredict(
+            self.pipeline,
+            self.telemetry,
+            keys=guard.api_keys,
+            max_body_bytes=self.settings.max_body_bytes,
+            max_json_depth=guard.max_json_depth,
+        )
 
     async def load_first(self) -> None:
         """Wait for the first load of every model, if the server must load before it listens."""
@@ -99,7 +116,7 @@ class ServingApp(FastAPI):
         if settings.grpc_port is not None and self._grpc is None:
             from tpuembed_serving.grpc.server import GrpcServer
 
-            self._grpc = GrpcServer(self.service, self.repository, self.telemetry)
+            self._grpc = GrpcServer(self.pipeline, self.repository, self.telemetry)
             await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes, settings.security)
 
     def leave(self, *, hands_over: bool) -> None:
@@ -121,16 +138,8 @@ class ServingApp(FastAPI):
         await grpc.stop(self.settings.drain_seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; see ASGI."""
-        await (self._auth or self._handler(scope))(scope, receive, send)
-
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that has passed the middleware."""
-        await self._handler(scope)(scope, receive, send)
-
-    def _handler(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-        """Return the handler of a request. The REST API skips FastAPI's middleware, which costs more than a prediction."""
-        return self._rest if is_api_request(scope) else super().__call__
+        """Answer a request; see ASGI. The REST API skips FastAPI's middleware, which costs more than a prediction."""
+        await (self._http if scope["type"] == "http" else super().__call__)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema of FastAPI's routes and of the raw routes."""
@@ -191,6 +200,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await app.stop_grpc()
         app.stopping.set()
         app.executor.close()
+        app.pipeline.close()
         await asyncio.to_thread(app.repository.stop)
         await asyncio.to_thread(app.telemetry.close)
 

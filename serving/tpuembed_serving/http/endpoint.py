@@ -1,19 +1,24 @@
-"""The base of raw ASGI handlers: reads a body within its limit, answers, and informs observers."""
+"""HTTP requests over ASGI: observes, authenticates and routes them, reads bodies within their limits, and sends answers."""
 
-import abc
+import asyncio
 import logging
 import urllib.parse
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.http.json import encode_error
+from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
+from tpuembed_serving.core.pipeline import MemoryBudget
+from tpuembed_serving.core.request_record import REQUEST_ID, REST, RequestRecord, sane_request_id
+from tpuembed_serving.core.status import Code, StatusError, TooLargeError
+from tpuembed_serving.http.json import LEAST_DECODING_BYTES, encode_error
 from tpuembed_serving.telemetry.observers import Telemetry
-from tpuembed_serving.telemetry.request_record import REQUEST_ID, REST, RequestRecord, sane_request_id
 
 __all__ = [
     "HTTP_STATUS",
+    "App",
+    "BodyReader",
+    "ClientLeftError",
     "HttpEndpoint",
     "Message",
     "Receive",
@@ -25,7 +30,6 @@ __all__ = [
     "raw_target",
     "refusal",
     "reply_headers",
-    "send_reply",
 ]
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 HTTP_STATUS = {
     Code.OK: 200,
@@ -56,11 +61,14 @@ HTTP_STATUS = {
 }
 """HTTP status by code, as in ToHTTPStatusCode of TensorFlow Serving's http_server.cc."""
 
-_BODY_TOO_LARGE: Final = 413
+_TOO_LARGE: Final = 413
 _MAX_INFLATED_BYTES: Final = 100 * 2**20
+_PIECE_BYTES: Final = 2**20
 _JSON: Final = b"application/json"
 _RETRY_AFTER: Final = (b"retry-after", b"1")
 """The header of answers to an overload. Most queues are empty again after a second."""
+_OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
+"""Health checks need no key, and observers do not see them."""
 
 
 class Reply(NamedTuple):
@@ -72,111 +80,200 @@ class Reply(NamedTuple):
     content_type: bytes = _JSON
 
 
-class _DisconnectedError(Exception):
-    """The client disconnected before its request was complete."""
+class ClientLeftError(Exception):
+    """The client disconnected before its answer."""
 
 
-class _BodyTooLargeError(Exception):
-    """The request body is larger than the limit."""
+class BodyReader:
+    """Reads the bodies of requests."""
 
+    def __init__(self, max_bytes: int | None, memory: MemoryBudget) -> None:
+        """Create the reader. `max_bytes` limits bodies before and after decompression; None is no limit."""
+        self._max_bytes, self._memory = max_bytes, memory
 
-class HttpEndpoint(abc.ABC):
-    """Answers HTTP requests. A StatusError becomes its HTTP status and a JSON object with the error."""
-
-    def __init__(self, max_body_bytes: int | None, telemetry: Telemetry | None = None) -> None:
-        self._max_body_bytes = max_body_bytes
-        self._telemetry = telemetry if telemetry is not None and telemetry.observes else None
-
-    @abc.abstractmethod
-    async def answer(self, scope: Scope, receive: Receive) -> Reply:
-        """Return the answer to a request.
+    async def __call__(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body, decompressed if it is gzip.
 
         Raises:
-            StatusError: the answer is an error.
+            StatusError: it is too large.
+            ClientLeftError: the client disconnected.
         """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request."""
-        try:
-            if self._telemetry is None:
-                reply, request_id = await self._reply(scope, receive), sane_request_id(header(scope, REQUEST_ID))
-            else:
-                reply, request_id = await self._observed(self._telemetry, scope, receive)
-        except _DisconnectedError:
-            return
-        await send_reply(send, reply, request_id)
-
-    async def _observed(self, telemetry: Telemetry, scope: Scope, receive: Receive) -> tuple[Reply, str]:
-        record = telemetry.begin(REST, scope["method"], raw_target(scope), scope["headers"])
-        reply = await self._reply(scope, self._noting(receive, record))
-        record.answered(reply.code, reply.status, len(reply.body))
-        telemetry.finish(record)
-        return reply, record.request_id or sane_request_id(record.request_header(REQUEST_ID))
-
-    def _noting(self, receive: Receive, record: RequestRecord) -> Receive:
-        """Return `receive`, extended to note the size and the time of the body in the record."""
-        size = 0
-
-        async def noted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            record.body(size)
-            return message
-
-        return noted
-
-    async def _reply(self, scope: Scope, receive: Receive) -> Reply:
-        try:
-            return await self.answer(scope, receive)
-        except _DisconnectedError:
-            raise
-        except _BodyTooLargeError:
-            text = f"the request body is larger than the limit of {self._max_body_bytes} bytes"
-            return Reply(_BODY_TOO_LARGE, encode_error(text), Code.RESOURCE_EXHAUSTED)
-        except Exception as error:
-            return refusal(error)
-
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Read the body, and decompress it if it is gzip."""
         length = header(scope, b"content-length")
         if length.isdigit():
             self._check_size(int(length))  # before the body is read
-        body, more = await self._read_part(receive, 0)
-        if more:
-            body = await self._read_rest(receive, body)
-        if b"gzip" not in header(scope, b"content-encoding"):
-            return body
-        inflated = _inflate(body)
-        self._check_size(len(inflated))
-        return inflated
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeftError
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            self._check_size(size)
+            parts.append(part)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return await self._inflate(body) if b"gzip" in header(scope, b"content-encoding") else body
 
     def _check_size(self, size: int) -> None:
-        if self._max_body_bytes is not None and size > self._max_body_bytes:
-            raise _BodyTooLargeError
+        if self._max_bytes is not None and size > self._max_bytes:
+            raise TooLargeError(f"the request body is larger than the limit of {self._max_bytes} bytes")
 
-    async def _read_rest(self, receive: Receive, first: bytes) -> bytes:
-        parts, size, more = [first], len(first), True
-        while more:
-            part, more = await self._read_part(receive, size)
-            parts.append(part)
-            size += len(part)
-        return b"".join(parts)
+    async def _inflate(self, body: bytes) -> bytes:
+        """Decompress gzip. A large body is decompressed twice: first only to learn its size.
 
-    async def _read_part(self, receive: Receive, size: int) -> tuple[bytes, bool]:
-        """Read the next part of a body after `size` bytes. Returns it, and True if more follows."""
+        Invalid or too large bodies become empty, and are refused as such, as in TensorFlow Serving.
+        """
+        inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        try:
+            inflated = inflater.decompress(body, _PIECE_BYTES)
+            if inflater.eof:
+                self._check_size(len(inflated))
+                return inflated
+            size = await asyncio.to_thread(_inflated_bytes, body)
+            self._check_size(size)
+            if size > _MAX_INFLATED_BYTES:
+                return b""
+            needed = size * LEAST_DECODING_BYTES
+            self._memory.reserve(needed)
+            try:
+                return await asyncio.to_thread(zlib.decompress, body, zlib.MAX_WBITS | 16)
+            finally:
+                self._memory.release(needed)
+        except zlib.error:
+            return b""
+
+
+def _inflated_bytes(body: bytes) -> int:
+    """Return the size of gzip's content, in little memory. Stops beyond _MAX_INFLATED_BYTES. Raises zlib.error."""
+    inflater, size = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), 0
+    while not inflater.eof and size <= _MAX_INFLATED_BYTES:
+        piece = inflater.decompress(body, _PIECE_BYTES)
+        size, body = size + len(piece), inflater.unconsumed_tail
+        if not piece and not body and not inflater.eof:
+            raise zlib.error("truncated")
+    return size
+
+
+class ApiHandler(Protocol):
+    """Answers requests of an API; see RestApi."""
+
+    async def answer(self, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
+        """Return the answer, or raise StatusError."""
+
+
+class HttpEndpoint:
+    """An ASGI application that stands before an API and other pages.
+
+    It tells observers of every request but health checks, refuses requests without a valid API key, and adds CORS headers.
+    """
+
+    def __init__(
+        self,
+        api: ApiHandler,
+        is_api: Callable[[Scope], bool],
+        pages: App,
+        *,
+        telemetry: Telemetry,
+        keys: ApiKeys | None = None,
+        cors: bool = False,
+    ) -> None:
+        self._api, self._is_api, self._pages, self._keys = api, is_api, pages, keys
+        self._telemetry = telemetry if telemetry.observes else None
+        self._cors = _cors_headers(keys is not None) if cors else []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request; see ASGI."""
+        record = None
+        if self._telemetry is not None and scope["path"] not in _OPEN_PATHS:
+            record = self._telemetry.begin(REST, scope["method"], raw_target(scope), scope["headers"])
+            receive = _noting(receive, record)
+        try:
+            if not self._allows(scope):
+                code = Code.UNAUTHENTICATED
+                reply = Reply(HTTP_STATUS[code], encode_error(KEY_REFUSAL), code)
+                await self._send(send, scope, reply, record, (b"www-authenticate", b"Bearer"))
+            elif self._is_api(scope):
+                await self._send(send, scope, await self._reply(scope, receive, record), record)
+            else:
+                await self._pages(scope, receive, self._noted(send, record))
+        except ClientLeftError:
+            self._finish(record, Code.CANCELLED, HTTP_STATUS[Code.CANCELLED], 0)
+
+    def _allows(self, scope: Scope) -> bool:
+        """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing."""
+        if self._keys is None or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        return self._keys.accept(scope["headers"])
+
+    async def _reply(self, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
+        try:
+            return await self._api.answer(scope, receive, record)
+        except ClientLeftError:
+            raise
+        except Exception as error:
+            return refusal(error)
+
+    async def _send(
+        self, send: Send, scope: Scope, reply: Reply, record: RequestRecord | None, *more: tuple[bytes, bytes]
+    ) -> None:
+        self._finish(record, reply.code, reply.status, len(reply.body))
+        request_id = (record and record.request_id) or sane_request_id(header(scope, REQUEST_ID))
+        headers = [*reply_headers(reply, request_id), *more, *self._cors]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.body})
+
+    def _noted(self, send: Send, record: RequestRecord | None) -> Send:
+        """Return `send`, extended to add CORS headers and to note the answer."""
+        status, size = 0, 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status, size
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *self._cors]}
+            else:
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    self._finish(record, Code.OK if status < 400 else Code.UNKNOWN, status, size)
+            await send(message)
+
+        return noted
+
+    def _finish(self, record: RequestRecord | None, code: Code, status: int, size: int) -> None:
+        if record is not None and self._telemetry is not None:
+            record.answered(code, status, size)
+            self._telemetry.finish(record)
+
+
+def _noting(receive: Receive, record: RequestRecord) -> Receive:
+    """Return `receive`, extended to note the size and the time of the body in the record."""
+    size = 0
+
+    async def noted() -> Message:
+        nonlocal size
         message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _DisconnectedError
-        part = message.get("body", b"")
-        self._check_size(size + len(part))
-        return part, message.get("more_body", False)
+        if message["type"] == "http.request":
+            size += len(message.get("body", b""))
+            record.body(size)
+        return message
+
+    return noted
+
+
+def _cors_headers(has_keys: bool) -> list[tuple[bytes, bytes]]:
+    """Return TensorFlow Serving's CORS headers (http_rest_api_util.cc). They also allow the headers of API keys."""
+    allowed = b"Content-Type, Authorization, X-API-Key" if has_keys else b"Content-Type"
+    return [
+        (b"access-control-allow-origin", b"*"),
+        (b"access-control-allow-methods", b"POST, GET"),
+        (b"access-control-allow-headers", allowed),
+    ]
 
 
 def refusal(error: Exception) -> Reply:
     """Return the answer to a request that failed. An unexpected error is logged, and the client sees "internal error"."""
     if isinstance(error, StatusError):
-        return Reply(HTTP_STATUS[error.code], encode_error(error.message), error.code)
+        status = _TOO_LARGE if isinstance(error, TooLargeError) else HTTP_STATUS[error.code]
+        return Reply(status, encode_error(error.message), error.code)
     logger.error("a request failed", exc_info=error)
     return Reply(HTTP_STATUS[Code.INTERNAL], encode_error("internal error"), Code.INTERNAL)
 
@@ -189,13 +286,6 @@ def reply_headers(reply: Reply, request_id: str = "") -> list[tuple[bytes, bytes
     if request_id:
         headers.append((REQUEST_ID, request_id.encode("ascii")))
     return headers
-
-
-async def send_reply(send: Send, reply: Reply, request_id: str = "", *more: tuple[bytes, bytes]) -> None:
-    """Send `reply`, with `more` headers."""
-    headers = [*reply_headers(reply, request_id), *more]
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": reply.body})
 
 
 def raw_target(scope: Scope) -> bytes:
@@ -216,13 +306,3 @@ def header(scope: Scope, name: bytes) -> bytes:
         if key == name:
             return value
     return b""
-
-
-def _inflate(body: bytes) -> bytes:
-    """Decompress gzip. Invalid or too large bodies become empty, and are refused as such, as in TensorFlow Serving."""
-    inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    try:
-        inflated = inflater.decompress(body, _MAX_INFLATED_BYTES)
-    except zlib.error:
-        return b""
-    return inflated if inflater.eof else b""

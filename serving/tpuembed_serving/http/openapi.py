@@ -2,8 +2,8 @@
 
 from typing import Any, Final
 
+from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code
-from tpuembed_serving.models.model import State
 
 __all__ = ["REST_PATHS", "STATUS_SCHEMA"]
 

@@ -9,7 +9,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
-from tpuembed_serving.core.service import PredictionService
+from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.http.openapi import STATUS_SCHEMA
 from tpuembed_serving.http.rest import version_status
@@ -48,7 +48,7 @@ _MODELS: Final = {
 }
 
 
-def add_pages(app: FastAPI, service: PredictionService) -> None:
+def add_pages(app: FastAPI, service: ModelService) -> None:
     """Add /models and /docs to `app`, whose own documentation is off."""
 
     async def models() -> JSONResponse:
@@ -61,7 +61,7 @@ def add_pages(app: FastAPI, service: PredictionService) -> None:
     app.add_api_route("/docs", _docs(app), include_in_schema=False)
 
 
-def _model(service: PredictionService, name: str) -> dict[str, Any]:
+def _model(service: ModelService, name: str) -> dict[str, Any]:
     try:
         statuses = service.versions(name)
     except StatusError as error:

@@ -9,7 +9,7 @@ and no timer.
 An `Upgrade` header is ignored, as RFC 9110, section 7.8 allows. The parser ends a request with that header after its
 headers, and would read the body as the next request. So the head is parsed again without the header, before the body.
 
-Only this module and `direct_cycle` use internals of uvicorn's protocol classes.
+Only this module and `direct` use internals of uvicorn's protocol classes.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tpuembed_serving.core.security import ConnectionLimits
-from tpuembed_serving.http.direct_cycle import DirectCycle
-from tpuembed_serving.http.direct_predict import DirectPredict
+from tpuembed_serving.http.direct import DirectCycle, DirectPredict
 from tpuembed_serving.http.json import encode_error
 
 __all__ = ["close_slow_connections", "protocol_class"]
@@ -80,6 +79,12 @@ class _GuardedProtocol(HttpToolsProtocol):
         most = self.limits.connections
         if most is not None and len(self.connections) > most:
             self._refuse(503, f"too many connections (limit: {most})")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the work for the client; see asyncio."""
+        super().connection_lost(exc)
+        if type(cycle := self.cycle) is DirectCycle:  # type: ignore[comparison-overlap]
+            cycle.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes of the client; see asyncio."""
@@ -150,10 +155,10 @@ class _GuardedProtocol(HttpToolsProtocol):
             return False
         if self.parser.get_method() != b"POST" or self.parser.get_http_version() != "1.1":
             return False
-        request = self.direct.begin(self.url, self.headers)
-        if request is not None:
-            self.cycle = DirectCycle(self, request)  # type: ignore[assignment]
-        return request is not None
+        begun = self.direct.begin(self, self.url, self.headers)
+        if begun is not None:
+            self.cycle = begun  # type: ignore[assignment]
+        return begun is not None
 
     def on_body(self, body: bytes) -> None:
         """Pass on a piece of the body."""
@@ -174,8 +179,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         if type(cycle) is DirectCycle:
-            assert self.direct is not None
-            cycle.answer(self.direct)
+            cycle.answer(self.loop)
         else:
             super().on_message_complete()
 

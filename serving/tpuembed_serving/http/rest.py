@@ -1,20 +1,23 @@
-"""TensorFlow Serving's REST API under /v1/, as a raw ASGI application: URLs, status codes, bodies."""
+"""TensorFlow Serving's REST API under /v1/: URLs, status codes, bodies."""
 
 import asyncio
 import functools
 import json
 import re
 import urllib.parse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpuembed_serving.core.classify_regress import Method
-from tpuembed_serving.core.off_loop import MAX_INLINE_BYTES, run_sized
-from tpuembed_serving.core.servable import Servable, Signature
-from tpuembed_serving.core.service import DEFAULT_SIGNATURE, ModelMetadata, ModelSpec, PredictionService
+from tpuembed_serving.core.classify_regress import Method, check_signature, interpret, to_tensor
+from tpuembed_serving.core.pipeline import Check, Pipeline, Prediction, Task
+from tpuembed_serving.core.request_record import RequestRecord
+from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature, VersionStatus
+from tpuembed_serving.core.service import DEFAULT_SIGNATURE, ModelMetadata, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.http.endpoint import (
     HTTP_STATUS,
-    HttpEndpoint,
+    BodyReader,
+    ClientLeftError,
     Receive,
     Reply,
     Scope,
@@ -27,27 +30,16 @@ from tpuembed_serving.http.json import (
     PredictInputs,
     decode_examples,
     decode_inputs,
+    decoding_bytes,
     encode_outputs,
     encode_result,
     pad_ragged,
     parse_document,
     signature_name,
 )
-from tpuembed_serving.models.repository import VersionStatus
 from tpuembed_serving.models.versions import parse_version
-from tpuembed_serving.telemetry.observers import Telemetry
-from tpuembed_serving.telemetry.request_record import name_request
 
-__all__ = [
-    "HTTP_STATUS",
-    "RestApi",
-    "decode_request",
-    "find_post",
-    "find_signature",
-    "is_api_request",
-    "model_spec",
-    "version_status",
-]
+__all__ = ["HTTP_STATUS", "RestApi", "RestInference", "RestPredict", "find_post", "is_api_request", "version_status"]
 
 
 _MODEL = rb"/([^/:?]+)"  # a query never matches
@@ -63,100 +55,146 @@ def is_api_request(scope: Scope) -> bool:
     return scope["type"] == "http" and raw_path(scope)[:4].lower() == b"/v1/"
 
 
-class RestApi(HttpEndpoint):
-    """Decodes a request, calls the service, encodes the answer."""
+class RestPredict:
+    """A predict request; see `core.pipeline.Prediction`."""
 
-    def __init__(
-        self,
-        service: PredictionService,
-        max_body_bytes: int | None,
-        telemetry: Telemetry | None = None,
-        max_json_depth: int | None = None,
-    ) -> None:
-        super().__init__(max_body_bytes, telemetry)
-        self._service = service
-        self._parse = functools.partial(parse_document, max_depth=max_json_depth)
+    __slots__ = ("_document", "_max_depth", "_name", "_row_form", "_signature", "_spec")
 
-    async def answer(self, scope: Scope, receive: Receive) -> Reply:
-        """Answer a request; see HttpEndpoint."""
+    output_bytes = 40
+    """A number of an answer is text of up to 25 bytes, in a list of 15 more."""
+
+    def __init__(self, spec: ModelSpec, max_depth: int | None) -> None:
+        self._spec, self._max_depth = spec, max_depth
+
+    def decoding_bytes(self, body: bytes) -> int:
+        """Return about how many bytes it takes to parse and decode `body`."""
+        return decoding_bytes(body)
+
+    def parse(self, body: bytes, check: Check) -> ModelSpec:
+        """Parse the JSON."""
+        self._document = parse_document(body, self._max_depth, check)
+        self._name = signature_name(self._document)
+        return self._spec
+
+    def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
+        """Convert the inputs to arrays. Ragged lists are padded if the model defines the padding."""
+        self._signature = signature = _find_signature(loaded.servable, self._name)
+        inputs = _decode(self._document, signature, check)
+        self._row_form = inputs.row_form
+        return [Task(signature, inputs.arrays)]
+
+    def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
+        """Write the outputs in the form of the inputs: rows or columns."""
+        return encode_outputs(outputs[0], self._signature, self._row_form, check)
+
+
+class RestInference:
+    """A classify or regress request; see `core.pipeline.Prediction`."""
+
+    output_bytes = 40
+
+    def __init__(self, spec: ModelSpec, max_depth: int | None, method: Method) -> None:
+        self._spec, self._max_depth, self._method = spec, max_depth, method
+
+    def decoding_bytes(self, body: bytes) -> int:
+        """Return about how many bytes it takes to parse and decode `body`."""
+        return decoding_bytes(body)
+
+    def parse(self, body: bytes, check: Check) -> ModelSpec:
+        """Parse the JSON. Unlike in predict, the request is decoded before the model is looked up."""
+        document = parse_document(body, self._max_depth, check)
+        self._name = signature_name(document) or DEFAULT_SIGNATURE
+        self._examples = decode_examples(document, check)
+        return self._spec
+
+    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
+        """Return the run of the examples."""
+        signature = loaded.servable.signatures.get(self._name)
+        if signature is None:
+            raise invalid_argument(f"No signature was found with the name: {self._name}")
+        check_signature(loaded.servable, signature, self._method)
+        self._signature = signature
+        return [Task(signature, [to_tensor(self._examples)])]
+
+    def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], __: Check) -> bytes:
+        """Write the classes or values."""
+        return encode_result(interpret(self._method, self._signature, outputs[0], len(self._examples)))
+
+
+class RestApi:
+    """Answers requests to /v1/ with the pipeline."""
+
+    def __init__(self, pipeline: Pipeline, read: BodyReader, max_json_depth: int | None = None) -> None:
+        self._pipeline, self._read, self._max_depth = pipeline, read, max_json_depth
+
+    async def answer(self, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
+        """Return the answer to a request.
+
+        Raises:
+            StatusError: the answer is an error.
+        """
         method, target = scope["method"], raw_target(scope)
         if method == "POST" and (found := find_post(target)):
-            return await self._post(*found, scope, receive)
-        if method == "GET" and (match := _GET.fullmatch(target)):
-            return Reply(200, self._get(match))
-        if method == "OPTIONS":
+            spec, api = found
+            if record is not None:
+                record.model, record.api = spec.name, api
+            body = await self._read(scope, receive)
+            prediction = self._prediction(spec, api)
+            if prediction is not None:
+                return Reply(200, await self._answer(prediction, body, receive, record))
+        elif method == "GET" and (match := _GET.fullmatch(target)):
+            return Reply(200, self._get(match, record))
+        elif method == "OPTIONS":
             code = Code.OK if _ORIGIN.search(header(scope, b"origin")) else Code.FAILED_PRECONDITION
             return Reply(HTTP_STATUS[code], b"", code)
-        raise _malformed(method, target)
+        raise invalid_argument(f"Malformed request: {method} {_text(target)}")
 
-    async def _post(self, spec: ModelSpec, method: str, scope: Scope, receive: Receive) -> Reply:
-        name_request(spec.name, method)
-        body = await self.read(scope, receive)
-        if method == "predict":
-            return Reply(200, await self._predict(spec, body))
-        if method in _INFERENCE:
-            return Reply(200, await self._infer(spec, _INFERENCE[method], body))
-        raise _malformed("POST", raw_target(scope))
+    async def _answer(
+        self, prediction: Prediction, body: bytes, receive: Receive, record: RequestRecord | None
+    ) -> bytes:
+        """Return the answer to a prediction. Its work stops if the client disconnects."""
+        answer = asyncio.ensure_future(self._pipeline.answer(self._pipeline.call(prediction, body, record)))
+        leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ClientLeftError
+            return answer.result()
+        finally:
+            leaving.cancel()
+            answer.cancel()
 
-    async def _predict(self, spec: ModelSpec, body: bytes) -> bytes:
-        if len(body) > MAX_INLINE_BYTES:
-            return await self._predict_apart(spec, body)
-        document = self._parse(body)
-        name = signature_name(document)
-        with self._service.lease(spec) as loaded:
-            signature = find_signature(loaded.servable, name)
-            inputs = decode_request(document, signature)
-            outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
-        return encode_outputs(outputs, signature, inputs.row_form)
+    def _prediction(self, spec: ModelSpec, api: str) -> Prediction | None:
+        """Return the request of an API. None if its name is not in lower case, as the URL pattern allows."""
+        if api == "predict":
+            return RestPredict(spec, self._max_depth)
+        return RestInference(spec, self._max_depth, _INFERENCE[api]) if api in _INFERENCE else None
 
-    async def _predict_apart(self, spec: ModelSpec, body: bytes) -> bytes:
-        """Do the same as `_predict`, with decoding and encoding in threads, for large bodies."""
-        document = await asyncio.to_thread(self._parse, body)
-        name = signature_name(document)
-        with self._service.lease(spec) as loaded:
-            signature = find_signature(loaded.servable, name)
-            inputs = await asyncio.to_thread(decode_request, document, signature)
-            outputs = await self._service.predict(loaded.servable, signature, inputs.arrays)
-        return await asyncio.to_thread(encode_outputs, outputs, signature, inputs.row_form)
-
-    async def _infer(self, spec: ModelSpec, method: Method, body: bytes) -> bytes:
-        """Classify or regress. Unlike in predict, the request is decoded before the model is looked up."""
-        size = len(body)
-        document = await run_sized(size, self._parse, body)
-        name = signature_name(document)
-        examples = await run_sized(size, decode_examples, document)
-        with self._service.lease(spec) as loaded:
-            result = await self._service.infer(loaded.servable, name, method, examples)
-        return await run_sized(size, encode_result, result)
-
-    def _get(self, match: re.Match[bytes]) -> bytes:
+    def _get(self, match: re.Match[bytes], record: RequestRecord | None) -> bytes:
         if match[1] is None:
             raise invalid_argument("Missing model name in request.")
-        spec = model_spec(match)
-        name_request(spec.name, "")
+        spec, service = model_spec(match), self._pipeline.service
+        if record is not None:
+            record.model = spec.name
         # The comparison is case-sensitive: "/METADATA" matches the pattern and is a status request.
         if match[4] == b"metadata":
-            return _metadata_json(self._service.metadata(spec))
-        return _message({"model_version_status": [version_status(one) for one in self._service.status(spec)]})
+            return _metadata_json(service.metadata(spec))
+        return _message({"model_version_status": [version_status(one) for one in service.status(spec)]})
 
 
-def decode_request(document: Document, signature: Signature) -> PredictInputs:
-    """Return the inputs of `signature` in a predict request. Ragged lists are padded if the model defines the padding.
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
-    Raises:
-        StatusError: an input is missing, unknown, ragged, or of another type.
-    """
+
+def _decode(document: Document, signature: Signature, check: Check) -> PredictInputs:
     try:
-        return decode_inputs(document, signature)
+        return decode_inputs(document, signature, check)
     except StatusError:
         padded = pad_ragged(document, signature)
         if padded is None:
             raise
-    return decode_inputs(padded, signature)
-
-
-def _malformed(method: str, target: bytes) -> StatusError:
-    return invalid_argument(f"Malformed request: {method} {_text(target)}")
+    return decode_inputs(padded, signature, check)
 
 
 def _text(value: bytes) -> str:
@@ -195,7 +233,7 @@ def _version(text: str) -> int:
     return version
 
 
-def find_signature(servable: Servable, name: str) -> Signature:
+def _find_signature(servable: Servable, name: str) -> Signature:
     """Return the signature that a REST request names, or the default one.
 
     Raises:

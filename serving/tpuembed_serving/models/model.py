@@ -1,54 +1,26 @@
 """One model: finds its versions on disk, loads them, and unloads each after its last request."""
 
 import dataclasses
-import enum
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from tpuembed_serving.core.noop import noop
-from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.core.servable import LoadedVersion, Servable, State, VersionStatus
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servable_not_found
 from tpuembed_serving.models.labels import VersionLabels
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.versions import find_versions, fingerprint
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
 
-__all__ = ["Lease", "LoadedVersion", "Loader", "ServedModel", "State", "VersionStatus"]
+__all__ = ["Lease", "Loader", "ServedModel"]
 
 logger = logging.getLogger(__name__)
 
 Loader = Callable[[Path], Servable]
-
-
-class State(enum.IntEnum):
-    """The life of a version (ModelVersionStatus.State of get_model_status.proto)."""
-
-    START = 10
-    LOADING = 20
-    AVAILABLE = 30
-    UNLOADING = 40
-    END = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class VersionStatus:
-    """The state of a version. `error` says why it is not served; None if nothing failed."""
-
-    version: int
-    state: State
-    error: StatusError | None
-
-
-class LoadedVersion(NamedTuple):
-    """The version that a request runs on."""
-
-    version: int
-    servable: Servable
 
 
 @dataclasses.dataclass

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpuembed.errors import ConfigError
 from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.servable import LoadedVersion, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
-from tpuembed_serving.models.model import Lease, LoadedVersion, Loader, ServedModel, State, VersionStatus
+from tpuembed_serving.models.model import Lease, Loader, ServedModel
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models
 
 __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State", "VersionStatus"]

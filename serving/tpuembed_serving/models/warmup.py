@@ -3,23 +3,18 @@
 Source: saved_model_warmup_util.cc and saved_model_warmup.cc of TensorFlow Serving, and record_reader.cc of TensorFlow.
 """
 
-import asyncio
 import contextlib
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import google_crc32c
 
-from tpuembed_serving.core.servable import Array, Servable, Signature
-from tpuembed_serving.core.service import ModelSpec, PredictionService
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.servable import LoadedVersion, Servable
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
-from tpuembed_serving.models.model import LoadedVersion
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
-
-if TYPE_CHECKING:
-    from tpuembed_serving.grpc.prediction_service import PredictionApi
 
 __all__ = ["MAX_RECORDS", "WARMUP_PATH", "read_records", "warm_up"]
 
@@ -28,6 +23,12 @@ MAX_RECORDS: Final = 1000
 _LENGTH: Final = struct.Struct("<Q")
 _CHECKSUM: Final = struct.Struct("<I")
 _MASK_DELTA: Final = 0xA282EAD8
+_METHODS: Final = {
+    "predict_log": "Predict",
+    "classify_log": "Classify",
+    "regress_log": "Regress",
+    "multi_inference_log": "MultiInference",
+}
 
 
 def warm_up(version_dir: Path, servable: Servable, between: Callable[[], None]) -> int:
@@ -42,9 +43,6 @@ def warm_up(version_dir: Path, servable: Servable, between: Callable[[], None]) 
     with IMPORTING_TENSORFLOW:
         from tensorflow_serving.apis import prediction_log_pb2
 
-        from tpuembed_serving.grpc.prediction_service import PredictionApi
-
-    api = PredictionApi(_OneVersion(servable))
     count = 0
     with _named(version_dir, "cannot be read"):
         for count, record in enumerate(read_records(path), 1):
@@ -52,12 +50,15 @@ def warm_up(version_dir: Path, servable: Servable, between: Callable[[], None]) 
             with _named(version_dir, f"record {count}"):
                 if count > MAX_RECORDS:
                     raise invalid_argument(f"Number of warmup records exceeds the maximum ({MAX_RECORDS})")
-                asyncio.run(_answer(api, prediction_log_pb2.PredictionLog, record))
+                _run(servable, prediction_log_pb2.PredictionLog, record)
     return count
 
 
-async def _answer(api: "PredictionApi", log_class: Any, record: bytes) -> None:
+def _run(servable: Servable, log_class: Any, record: bytes) -> None:
+    """Run a record on `servable`, whatever model it names. Its steps are those of the pipeline, in this thread."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    from tpuembed_serving.grpc.prediction_service import PREDICTIONS
 
     try:
         log = log_class.FromString(record)
@@ -66,41 +67,20 @@ async def _answer(api: "PredictionApi", log_class: Any, record: bytes) -> None:
     kind = log.WhichOneof("log_type")
     if kind is None:  # TensorFlow Serving skips it too
         return
-    method = _methods(api).get(kind)
-    if method is None:
+    if kind not in _METHODS:
         number = log.DESCRIPTOR.fields_by_name[kind].number
         raise StatusError(Code.UNIMPLEMENTED, f"Unsupported log_type for warmup: {number}")
     request = getattr(log, kind).request
     if kind != "multi_inference_log":
         request.model_spec.SetInParent()
-    await method(request.SerializeToString())
-
-
-def _methods(api: "PredictionApi") -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
-    return {
-        "predict_log": api.predict,
-        "classify_log": api.classify,
-        "regress_log": api.regress,
-        "multi_inference_log": api.multi_inference,
-    }
-
-
-class _OneVersion(PredictionService):
-    """Answers every request with one servable, whatever model the request names."""
-
-    def __init__(self, servable: Servable) -> None:
-        self._loaded = LoadedVersion(0, servable)
-
-    def lease(self, spec: ModelSpec) -> contextlib.AbstractContextManager[LoadedVersion]:  # noqa: ARG002
-        """Return the one version."""
-        return contextlib.nullcontext(self._loaded)
-
-    async def predict(
-        self, servable: Servable, signature: Signature, inputs: Sequence[Array], **_: Any
-    ) -> dict[str, Array]:
-        """Run in this thread, without a queue."""
-        outputs = servable.run(signature, inputs)
-        return dict(zip((info.alias for info in signature.outputs), outputs, strict=True))
+    prediction, loaded = PREDICTIONS[_METHODS[kind]](), LoadedVersion(0, servable)
+    prediction.parse(request.SerializeToString(), noop)
+    outputs = []
+    for task in prediction.decode(loaded, noop):
+        task.signature.check_shapes(task.inputs)
+        found = servable.run(task.signature, task.inputs)
+        outputs.append(dict(zip(task.signature.output_dtypes, found, strict=True)))
+    prediction.encode(loaded, outputs, noop)
 
 
 @contextlib.contextmanager

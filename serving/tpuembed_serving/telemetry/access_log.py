@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, Final
 import orjson
 
 from tpuembed.errors import ServingError
+from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.telemetry.record_queue import RecordQueue
-from tpuembed_serving.telemetry.request_record import REST, STAGES, RequestRecord, stage_seconds
 
 __all__ = ["STDERR", "AccessLog", "check_writable", "entry"]
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, Snapshot, exponential
-from tpuembed_serving.telemetry.request_record import REST, STAGES, RequestRecord, stage_seconds
 
 __all__ = ["DEFAULT_PATH", "ServerMetrics"]
 

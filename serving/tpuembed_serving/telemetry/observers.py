@@ -8,13 +8,13 @@ from typing import Final, Self
 
 from tpuembed_serving.batching.queue import QueuedRequest
 from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.request_record import Headers, Observer, RequestRecord
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.access_log import AccessLog, check_writable
 from tpuembed_serving.telemetry.metric_types import merge_snapshots, to_text
 from tpuembed_serving.telemetry.metrics import ServerMetrics
-from tpuembed_serving.telemetry.request_record import Headers, Observer, RequestRecord, set_current_record
 from tpuembed_serving.telemetry.tracing import Tracing, check_tracing, make_provider
 from tpuembed_serving.workers.link import WorkerGroup
 
@@ -70,11 +70,10 @@ class Telemetry:
         return cls(metrics, observers, worker_group)
 
     def begin(self, entrypoint: str, method: str, path: bytes, headers: Headers, api: str = "") -> RequestRecord:
-        """Create the record of a request, and make it the current record of this task."""
+        """Create the record of a request."""
         record = RequestRecord(entrypoint, method, path, headers, api)
         if self._shows_ids:
             record.ensure_request_id()
-        set_current_record(record)
         return record
 
     def finish(self, record: RequestRecord) -> None:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tpuembed_serving.telemetry.request_record import RequestRecord
+from tpuembed_serving.core.request_record import RequestRecord
 
 __all__ = ["RecordQueue"]
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed.errors import ConfigError, MissingExtraError
+from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.core.status import Code
 from tpuembed_serving.telemetry.record_queue import RecordQueue
-from tpuembed_serving.telemetry.request_record import REST, STAGES, RequestRecord, stage_seconds
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

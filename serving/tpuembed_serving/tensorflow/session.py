@@ -82,7 +82,8 @@ class SavedModelServable:
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
-            name: with_padding(signature_of(name, sig), manifest) for name, sig in meta_graph.signature_def.items()
+            name: with_padding(signature_of(name, sig, is_export=manifest is not None), manifest)
+            for name, sig in meta_graph.signature_def.items()
         }
         self.signature_defs: Mapping[str, Any] = {
             name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)

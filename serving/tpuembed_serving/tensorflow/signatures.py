@@ -1,5 +1,6 @@
 """Converts TensorFlow's SignatureDef to the server's `Signature`. Importing this module imports TensorFlow."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,33 @@ from tpuembed_serving.core.servable import Signature, TensorInfo
 __all__ = ["signature_json", "signature_of"]
 
 
-def signature_of(name: str, definition: Any) -> Signature:
-    """Return the signature called `name` from its SignatureDef."""
-    return Signature(name, _tensor_infos(definition.inputs), _tensor_infos(definition.outputs))
+def signature_of(name: str, definition: Any, *, is_export: bool = False) -> Signature:
+    """Return the signature called `name` from its SignatureDef.
+
+    The graph of an export relies on the shapes of its signatures, so the server checks them. As in TensorFlow Serving, other
+    graphs decide which shapes they accept.
+    """
+    outputs = _tensor_infos(definition.outputs)
+    shapes = [_shape(definition.outputs[info.alias]) for info in outputs]
+    return Signature(
+        name,
+        _tensor_infos(definition.inputs),
+        outputs,
+        shapes=tuple(_shape(definition.inputs[alias]) for alias in sorted(definition.inputs)) if is_export else (),
+        row_bytes=sum(map(_row_bytes, outputs, shapes)),
+    )
+
+
+def _shape(info: Any) -> tuple[int, ...] | None:
+    shape = info.tensor_shape
+    return None if shape.unknown_rank else tuple(dim.size for dim in shape.dim)
+
+
+def _row_bytes(info: TensorInfo, shape: tuple[int, ...] | None) -> int:
+    """Return the bytes of a row of an output. 0 if they are not known."""
+    if not shape or min(shape[1:], default=0) < 0 or info.numpy_dtype is None:
+        return 0
+    return math.prod(shape[1:]) * info.numpy_dtype.itemsize
 
 
 def _tensor_infos(infos: Mapping[str, Any]) -> tuple[TensorInfo, ...]:

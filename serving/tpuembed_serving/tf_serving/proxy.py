@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from tpuembed_serving.core.servable import Array, Merging, Servable, Signature
+from tpuembed_serving.core.request_record import RequestRecord
+from tpuembed_serving.core.servable import Array, LoadedVersion, Merging, Servable, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
-from tpuembed_serving.models.model import LoadedVersion, State, VersionStatus
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
@@ -237,7 +237,13 @@ class RemoteExecutor:
         self._predictions: Predictions | None = None
 
     async def run(
-        self, servable: Servable, signature: Signature, inputs: Sequence[Array], *, timeout_seconds: float | None = None
+        self,
+        servable: Servable,
+        signature: Signature,
+        inputs: Sequence[Array],
+        *,
+        timeout_seconds: float | None = None,
+        record: RequestRecord | None = None,  # noqa: ARG002 - as ModelExecutor
     ) -> list[Array]:
         """Return the outputs of a RemoteServable; see ModelExecutor.
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from tpuembed_serving.models.model import State, VersionStatus
+from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.workers.stopping import StopStage
 

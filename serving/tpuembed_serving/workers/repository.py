@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tpuembed_serving.models.model import VersionStatus
+from tpuembed_serving.core.servable import VersionStatus
 from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.workers.link import WorkerLink

@@ -51,6 +51,8 @@ def send(app: ServingApp, method: str, target: str, *parts: str | bytes, **heade
     messages: list[MutableMapping[str, Any]] = []
 
     async def receive() -> MutableMapping[str, Any]:
+        if not incoming:  # the client waits for the answer
+            await asyncio.Event().wait()
         return incoming.pop(0)
 
     async def collect(message: MutableMapping[str, Any]) -> None:

@@ -16,10 +16,9 @@ from tests.support.serving.doubles import DoublingServable, FakeLoader, make_ver
 from tests.support.serving.served import BODY, Served
 from tpuembed.errors import ServingError
 from tpuembed_serving import server
-from tpuembed_serving.core.servable import Servable
+from tpuembed_serving.core.servable import Servable, State
 from tpuembed_serving.http import app
 from tpuembed_serving.http.app import create_app
-from tpuembed_serving.models.repository import State
 from tpuembed_serving.settings import ServerSettings
 
 LOADING = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"

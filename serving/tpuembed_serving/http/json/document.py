@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
 from tpuembed_serving.http.json.parser import JsonObject, parse, to_integer
 
-__all__ = ["Document", "format_error", "parse_document"]
+__all__ = ["LEAST_DECODING_BYTES", "Document", "decoding_bytes", "format_error", "parse_document"]
+
+LEAST_DECODING_BYTES = 12
+"""The least memory that is estimated for each byte of a body: the text, Python's values, lists and arrays."""
+_VALUE_BYTES, _LIST_BYTES, _OBJECT_BYTES = 56, 120, 320
+"""About the memory of a value in a list and in an array, and of an empty list and object (measured)."""
 
 
 class Document(NamedTuple):
@@ -24,20 +31,28 @@ class Document(NamedTuple):
     members: dict[str, Any]
 
 
-def parse_document(body: bytes, max_depth: int | None = None) -> Document:
+def parse_document(body: bytes, max_depth: int | None = None, check: Check = noop) -> Document:
     """Parse `body`.
 
     Args:
         body: the body of a request.
         max_depth: the deepest nesting, if it is more than the fast parser's limit; None is no limit.
+        check: called before and during slow work.
 
     Raises:
         StatusError: the body is not JSON, not an object, or nested too deeply.
     """
-    root = _parse(body, max_depth)
+    root = _parse(body, max_depth, check)
     if not isinstance(root, dict):
         raise format_error(root, "Is not object")
     return Document(root)
+
+
+def decoding_bytes(body: bytes) -> int:
+    """Return about how many bytes it takes to parse and decode `body`, from the number of its values, lists and objects."""
+    values, lists, objects = (body.count(mark) for mark in (b",", b"[", b"{"))
+    estimate = len(body) + values * _VALUE_BYTES + lists * _LIST_BYTES + objects * _OBJECT_BYTES
+    return max(estimate, len(body) * LEAST_DECODING_BYTES)
 
 
 def format_error(value: Any, text: str) -> StatusError:
@@ -45,14 +60,18 @@ def format_error(value: Any, text: str) -> StatusError:
     return invalid_argument(f"JSON Value: {debug_string(value)} {text}")
 
 
-def _parse(body: bytes, max_depth: int | None) -> Any:
+def _parse(body: bytes, max_depth: int | None, check: Check) -> Any:
     """Parse with orjson, unless a key may be repeated: orjson keeps the last value, and RapidJSON the first."""
     try:
         root = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return parse(body, max_depth) if _SURROGATE_ESCAPE.search(body) else _parse_loosely(body, max_depth)
+        check(len(body))
+        if _SURROGATE_ESCAPE.search(body):
+            return parse(body, max_depth, check)
+        return _parse_loosely(body, max_depth, check)
     if type(root) is dict and body.count(b":") > _count_members(root):
-        return _parse_loosely(body, max_depth)
+        check(len(body))
+        return _parse_loosely(body, max_depth, check)
     return root
 
 
@@ -67,7 +86,7 @@ def _count_members(root: dict[str, Any]) -> int:
     return count
 
 
-def _parse_loosely(body: bytes, max_depth: int | None) -> Any:
+def _parse_loosely(body: bytes, max_depth: int | None, check: Check) -> Any:
     """Parse with the standard library, configured to agree with RapidJSON. If it fails, parse with tpuembed's parser.
 
     It reads NaN and Infinity, and stops after the first value. Unlike RapidJSON, it accepts an unpaired surrogate escape,
@@ -76,9 +95,9 @@ def _parse_loosely(body: bytes, max_depth: int | None) -> Any:
     try:
         root, _ = _LOOSE.raw_decode(body.decode("utf-8", "surrogateescape").lstrip(" \t\n\r"))
     except (ValueError, RecursionError):
-        return parse(body, max_depth)
+        return parse(body, max_depth, check)
     if not isinstance(root, dict) or (max_depth is not None and _is_deeper(root, body, max_depth)):
-        return parse(body, max_depth)  # to report the error
+        return parse(body, max_depth, check)  # to report the error
     return root
 
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from tpuembed.protobuf import bytes_field, varint
 from tpuembed_serving.core.classify_regress import Classification, InferenceResult
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import invalid_argument
 from tpuembed_serving.http.json.debug import quote, type_name
 from tpuembed_serving.http.json.document import Document, format_error
@@ -20,6 +22,7 @@ from tpuembed_serving.http.json.tensors import base64_decode, is_base64_object
 
 __all__ = ["decode_examples", "encode_result"]
 
+_EXAMPLES_BETWEEN_CHECKS = 256
 _INT64 = range(-(2**63), 2**63)
 # Field numbers of the oneof in Feature.
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
@@ -31,8 +34,10 @@ _KIND_OF_TYPE: dict[type, int] = {
 }
 
 
-def decode_examples(document: Document) -> list[bytes]:
+def decode_examples(document: Document, check: Check = noop) -> list[bytes]:
     """Return the request's serialized tf.Examples, each with the request's context before its own features.
+
+    `check` is called now and then.
 
     Raises:
         StatusError: there are no examples, or a value is not allowed in an example.
@@ -47,7 +52,12 @@ def decode_examples(document: Document) -> list[bytes]:
         raise format_error(members, "Expecting 'examples' value to be an list/array")
     if not examples:
         raise format_error(members, "'examples' value is an empty array")
-    return [context + _example(value) for value in examples]
+    found = []
+    for index, value in enumerate(examples):
+        if index % _EXAMPLES_BETWEEN_CHECKS == 0:
+            check()
+        found.append(context + _example(value))
+    return found
 
 
 def _example(value: Any) -> bytes:

@@ -12,10 +12,13 @@ from strict JSON:
 This parser is slow. It only reads bodies that a library refuses.
 """
 
+import itertools
 import math
 import re
 from typing import Any, NoReturn
 
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import invalid_argument
 
 __all__ = ["JsonObject", "parse", "to_integer"]
@@ -73,11 +76,12 @@ _TOO_BIG = "Number too big to be stored in double."
 _MISSING_FRACTION = "Miss fraction part in number."
 _MISSING_EXPONENT = "Miss exponent in number."
 
+_STEPS_BETWEEN_CHECKS = 1024
 _CLOSED = object()
 _STRUCTURAL = frozenset(b"]},:\0")
 
 
-def parse(body: bytes, max_depth: int | None = None) -> Any:
+def parse(body: bytes, max_depth: int | None = None, check: Check = noop) -> Any:
     """Return the first JSON value of `body`. Its nesting is at most `max_depth`; None is no limit.
 
     Raises:
@@ -85,7 +89,7 @@ def parse(body: bytes, max_depth: int | None = None) -> Any:
     """
     if not body:
         raise invalid_argument("JSON Parse error: The document is empty")
-    return _JsonParser(body).document(math.inf if max_depth is None else max_depth)
+    return _JsonParser(body).document(math.inf if max_depth is None else max_depth, check)
 
 
 class _JsonParser:
@@ -95,13 +99,17 @@ class _JsonParser:
         self._body = body + b"\0"
         self._at = len(_BOM) if body.startswith(_BOM) else 0
 
-    def document(self, max_depth: float) -> Any:
+    def document(self, max_depth: float, check: Check) -> Any:
         """Return the first value. Reads without recursion: open containers are on a stack."""
         if self._token() in _STRUCTURAL:
             self._fail(_EMPTY)
         value = self._value()
         stack = [value] if isinstance(value, list | JsonObject) else []
-        while stack:
+        for step in itertools.count():
+            if not stack:
+                break
+            if step % _STEPS_BETWEEN_CHECKS == 0:
+                check()
             container = stack[-1]
             child = self._next_member(container) if isinstance(container, JsonObject) else self._next_element(container)
             if child is _CLOSED:

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, Columns, Signature, TensorInfo
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
@@ -13,6 +15,9 @@ from tpuembed_serving.http.json.document import Document, format_error
 from tpuembed_serving.http.json.tensors import dense_shape, fast_tensor, fill, is_base64_object, to_array
 
 __all__ = ["PredictInputs", "decode_inputs", "signature_name"]
+
+
+_ROWS_BETWEEN_CHECKS: Final = 256
 
 
 class PredictInputs(NamedTuple):
@@ -35,8 +40,8 @@ def signature_name(document: Document) -> str:
     return name
 
 
-def decode_inputs(document: Document, signature: Signature) -> PredictInputs:
-    """Return the signature's inputs from a request.
+def decode_inputs(document: Document, signature: Signature, check: Check = noop) -> PredictInputs:
+    """Return the signature's inputs from a request. `check` is called now and then.
 
     Raises:
         StatusError: an input is missing, unknown, ragged, or of another type.
@@ -46,13 +51,13 @@ def decode_inputs(document: Document, signature: Signature) -> PredictInputs:
         text = "Not formatted correctly expecting only one of 'inputs' or 'instances' keys to exist "
         raise format_error(members, text)
     if "instances" in members:
-        return PredictInputs(_decode_rows(document, signature), row_form=True)
+        return PredictInputs(_decode_rows(document, signature, check), row_form=True)
     if "inputs" in members:
-        return PredictInputs(_decode_columns(document, signature), row_form=False)
+        return PredictInputs(_decode_columns(document, signature, check), row_form=False)
     raise invalid_argument("Missing 'inputs' or 'instances' key")
 
 
-def _decode_rows(document: Document, signature: Signature) -> Sequence[Array]:
+def _decode_rows(document: Document, signature: Signature, check: Check) -> Sequence[Array]:
     rows = document.members["instances"]
     if not isinstance(rows, list):
         raise format_error(document.members, "Expecting 'instances' to be an list/array")
@@ -61,7 +66,7 @@ def _decode_rows(document: Document, signature: Signature) -> Sequence[Array]:
     if len(signature.inputs) > 1 and not isinstance(rows[0], dict):
         text = "instances is a plain list, but expecting list of objects as multiple input tensors required as per "
         raise invalid_argument(f"{text}tensorinfo_map")
-    return _fast_rows(rows, signature) or _RowDecoder(signature.inputs).decode(rows)
+    return _fast_rows(rows, signature) or _RowDecoder(signature.inputs).decode(rows, check)
 
 
 def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
@@ -113,10 +118,12 @@ class _RowDecoder:
         self._leaves: dict[str, list[Any]] = {info.alias: [] for info in inputs}
         self._shapes: dict[str, list[int]] = {}
 
-    def decode(self, rows: list[Any]) -> list[Array]:
+    def decode(self, rows: list[Any], check: Check) -> list[Array]:
         """Return one array per input, batch first."""
         add = self._add_object if _is_row_object(rows[0]) else self._add_value
         for index, row in enumerate(rows):
+            if index % _ROWS_BETWEEN_CHECKS == 0:
+                check()
             add(index, row)
         missing = [alias for alias in self._infos if alias not in self._shapes]
         if missing:
@@ -186,14 +193,14 @@ def _missing_inputs(sent: list[str], wanted: list[str]) -> StatusError:
     )
 
 
-def _decode_columns(document: Document, signature: Signature) -> list[Array]:
+def _decode_columns(document: Document, signature: Signature, check: Check) -> list[Array]:
     value, inputs = document.members["inputs"], signature.inputs
     if isinstance(value, dict) and not is_base64_object(value):
-        return [_column(_named(value, info.alias), info) for info in inputs]
+        return [_column(_named(value, info.alias), info, check) for info in inputs]
     if len(inputs) > 1:
         text = "inputs is a plain value/list, but expecting an object as multiple input tensors required as per "
         raise invalid_argument(f"{text}tensorinfo_map")
-    return [_column(value, inputs[0])]
+    return [_column(value, inputs[0], check)]
 
 
 def _named(value: Mapping[str, Any], alias: str) -> Any:
@@ -202,10 +209,10 @@ def _named(value: Mapping[str, Any], alias: str) -> Any:
     return value[alias]
 
 
-def _column(value: Any, info: TensorInfo) -> Array:
+def _column(value: Any, info: TensorInfo, check: Check) -> Array:
     array = fast_tensor(value, info)
     if array is not None:
         return array
     shape, leaves = dense_shape(value), list[Any]()
-    fill(value, shape, info, leaves)
+    fill(value, shape, info, leaves, check=check)
     return to_array(leaves, shape, info)

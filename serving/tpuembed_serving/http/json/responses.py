@@ -5,8 +5,10 @@ Row form writes arrays inside a row on one line. Columnar form writes one line p
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.core.status import invalid_argument
 from tpuembed_serving.http.json.debug import quote
@@ -14,6 +16,7 @@ from tpuembed_serving.http.json.floats import float_tokens
 
 __all__ = ["encode_error", "encode_outputs"]
 
+_BLOCK_ELEMENTS = 16 * 2**10
 _INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint32", "uint64"})
 
 
@@ -22,8 +25,10 @@ def encode_error(message: str) -> bytes:
     return _to_bytes(f'{{\n    "error": {quote(message)}\n}}')
 
 
-def encode_outputs(outputs: Mapping[str, Array], signature: Signature, row_form: bool) -> bytes:
+def encode_outputs(outputs: Mapping[str, Array], signature: Signature, row_form: bool, check: Check = noop) -> bytes:
     """Return the body of a predict answer: `outputs` by alias, in row form or columnar form.
+
+    Large outputs are written in blocks of rows, and `check` is called before each.
 
     Raises:
         StatusError: an output has no JSON form, or in row form another batch dimension than the others.
@@ -31,26 +36,36 @@ def encode_outputs(outputs: Mapping[str, Array], signature: Signature, row_form:
     if not outputs:
         raise invalid_argument("Cannot convert empty tensor map to JSON")
     write = _rows if row_form else _columns
-    return _to_bytes(write(outputs, signature.output_dtypes))
+    return write(outputs, signature.output_dtypes, check)
 
 
 def _to_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _rows(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
+def _blocks(rows: int, elements: int) -> Iterator[slice]:
+    """Yield slices that cover `rows` rows of so many elements in all."""
+    step = max(1, rows * _BLOCK_ELEMENTS // max(1, elements))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _rows(outputs: Mapping[str, Array], dtypes: Mapping[str, str], check: Check) -> bytes:
     batch = _batch_size(outputs)
     if batch == 0:
-        return '{\n    "predictions": []\n}'
+        return b'{\n    "predictions": []\n}'
     named = len(outputs) > 1
-    columns = {alias: _row_values(alias, array, dtypes[alias], named) for alias, array in outputs.items()}
-    if not named:
-        (values,) = columns.values()
-        return f'{{\n    "predictions": [{", ".join(values)}\n    ]\n}}'
-    keys = [f"\n            {quote(alias)}: " for alias in columns]
-    rows = (",".join(map(str.__add__, keys, values)) for values in zip(*columns.values(), strict=True))
-    objects = ",".join(f"\n        {{{row}\n        }}" for row in rows)
-    return f'{{\n    "predictions": [{objects}\n    ]\n}}'
+    texts = []
+    for block in _blocks(batch, sum([array.size for array in outputs.values()])):
+        check()
+        columns = {alias: _row_values(alias, array[block], dtypes[alias], named) for alias, array in outputs.items()}
+        if named:
+            keys = [f"\n            {quote(alias)}: " for alias in columns]
+            rows = (",".join(map(str.__add__, keys, values)) for values in zip(*columns.values(), strict=True))
+            texts.append(_to_bytes(",".join(f"\n        {{{row}\n        }}" for row in rows)))
+        else:
+            (values,) = columns.values()
+            texts.append(_to_bytes(", ".join(values)))
+    return b'{\n    "predictions": [%b\n    ]\n}' % (b"," if named else b", ").join(texts)
 
 
 def _batch_size(outputs: Mapping[str, Array]) -> int:
@@ -75,25 +90,40 @@ def _row_values(alias: str, array: Array, dtype: str, named: bool) -> list[str]:
     return texts
 
 
-def _columns(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
+def _columns(outputs: Mapping[str, Array], dtypes: Mapping[str, str], check: Check) -> bytes:
     named = len(outputs) > 1
-    values = {alias: _column(alias, array, dtypes[alias], 1 + named) for alias, array in outputs.items()}
+    values = {alias: _column(alias, array, dtypes[alias], 1 + named, check) for alias, array in outputs.items()}
     if not named:
         (value,) = values.values()
-        return f'{{\n    "outputs": {value}\n}}'
-    members = ",".join(f"\n        {quote(alias)}: {value}" for alias, value in values.items())
-    return f'{{\n    "outputs": {{{members}\n    }}\n}}'
+        return b'{\n    "outputs": %b\n}' % value
+    members = b",".join(b"\n        %b: %b" % (_to_bytes(quote(alias)), value) for alias, value in values.items())
+    return b'{\n    "outputs": {%b\n    }\n}' % members
 
 
-def _column(alias: str, array: Array, dtype: str, containers: int) -> str:
+def _column(alias: str, array: Array, dtype: str, containers: int, check: Check) -> bytes:
     """Return a tensor inside `containers` containers, with one line per value and bracket."""
+    if array.ndim == 0:
+        return _to_bytes(_tokens(alias, array, dtype, containers)[0])
+    outer = "\n" + "    " * containers
+    inner = outer + "    "
+    texts = []
+    for block in _blocks(len(array), array.size):
+        check()
+        texts.append(_to_bytes(f",{inner}".join(_column_values(alias, array[block], dtype, containers))))
+    if not texts:
+        return b"[]"
+    return b"[%b%b%b]" % (_to_bytes(inner), _to_bytes(f",{inner}").join(texts), _to_bytes(outer))
+
+
+def _column_values(alias: str, array: Array, dtype: str, containers: int) -> list[str]:
+    """Return one text per row of a tensor, with one line per value and bracket."""
     texts = _tokens(alias, array, dtype, containers + array.ndim)
-    for axis in range(array.ndim - 1, -1, -1):
+    for axis in range(array.ndim - 1, 0, -1):
         outer = "\n" + "    " * (containers + axis)
         inner = outer + "    "
         parts = _split(texts, array.shape, axis)
         texts = [f"[{inner}{f',{inner}'.join(part)}{outer}]" if part else "[]" for part in parts]
-    return texts[0]
+    return texts
 
 
 def _split(texts: list[str], shape: tuple[int, ...], axis: int) -> list[list[str]]:

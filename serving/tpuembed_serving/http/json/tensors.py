@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, TensorInfo
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string, type_name
@@ -16,6 +18,7 @@ __all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "i
 MAX_RANK = 64
 """The limit of a numpy array; TensorFlow's own limit is 254."""
 
+_ELEMENTS_BETWEEN_CHECKS = 1024
 _INT32 = range(-(2**31), 2**31)
 # Narrow integers are only checked for 32 bits, and wrap.
 _INT_RANGES = {
@@ -110,8 +113,10 @@ def dense_shape(value: Any) -> list[int]:
     return shape
 
 
-def fill(value: Any, shape: list[int], info: TensorInfo, leaves: list[Any], level: int = 0) -> None:
-    """Check `value` against `shape` and the dtype, and append its leaves to `leaves`.
+def fill(
+    value: Any, shape: list[int], info: TensorInfo, leaves: list[Any], level: int = 0, check: Check = noop
+) -> None:
+    """Check `value` against `shape` and the dtype, and append its leaves to `leaves`. `check` is called now and then.
 
     Raises:
         StatusError: the lists are not rectangular, or a leaf is not of the dtype.
@@ -127,8 +132,10 @@ def fill(value: Any, shape: list[int], info: TensorInfo, leaves: list[Any], leve
     if len(value) != shape[level]:
         sizes = f"{len(value)} at level: {level} expected size: {shape[level]}"
         raise invalid_argument(f"Encountered list at unexpected size: {sizes}")
-    for element in value:
-        fill(element, shape, info, leaves, level + 1)
+    for index, element in enumerate(value):
+        if index % _ELEMENTS_BETWEEN_CHECKS == 0:
+            check()
+        fill(element, shape, info, leaves, level + 1, check)
 
 
 def _leaf(value: Any, info: TensorInfo) -> Any:

@@ -1,43 +1,13 @@
-"""Limits of what is in a request: rows, and the depth of JSON."""
+"""The depth of JSON, and limits that are refused."""
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.serving.doubles import DoublingServable, signature
 from tpuembed.errors import ConfigError
-from tpuembed_serving.core.row_limit import RowLimit
 from tpuembed_serving.core.security import ConnectionLimits, SecuritySettings
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.http.json import parse_document
-
-SIGNATURE = signature({"a": "int64", "b": "int64"})
-
-
-class Echo:
-    async def run(self, servable: Any, signature: Any, inputs: Sequence[Any], **options: Any) -> list[Any]:
-        return list(inputs)
-
-
-def run(*inputs: Any) -> list[Any]:
-    arrays = [np.array(values, np.int64) for values in inputs]
-    return asyncio.run(RowLimit(Echo(), 3).run(DoublingServable(), SIGNATURE, arrays))
-
-
-def test_requests_of_as_many_rows_as_may_be() -> None:
-    assert len(run([1, 2, 3], 7)) == 2
-    assert len(run(7, [[1], [2], [3]])) == 2
-    assert run() == []
-
-
-def test_requests_of_more_rows_are_refused_by_any_input() -> None:
-    for inputs in (([1, 2, 3, 4], 7), (7, [[1], [2], [3], [4]])):
-        with pytest.raises(StatusError, match=r"4 rows\. The limit is 3") as refused:
-            run(*inputs)
-        assert refused.value.code is Code.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("inner", [b"[", b'{"a":'])

@@ -44,7 +44,7 @@ async def running(
     """An application, its gRPC server and a channel to it, once its model is available."""
     make_version(base_path / "m", 7)
     app = create_app(ServerSettings.for_model_dir(base_path / "m", poll_seconds=0.02, **options), load=load)
-    server = GrpcServer(app.service, app.repository)
+    server = GrpcServer(app.pipeline, app.repository)
     port = await server.start("127.0.0.1", 0)
     app.repository.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -82,17 +82,17 @@ async def failure(channel: Any, data: bytes, timeout: float = 30) -> tuple[Any, 
 
 
 class Watched:
-    """The service's predict; how many calls have come, and an event for one that was given up."""
+    """The executor's run; how many calls have come, and an event for one that was given up."""
 
     def __init__(self, predict: Callable[..., Any]) -> None:
         self.came = asyncio.Semaphore(0)
         self.given_up = asyncio.Event()
         self._predict = predict
 
-    async def __call__(self, *args: Any) -> Any:
+    async def __call__(self, *args: Any, **options: Any) -> Any:
         self.came.release()
         try:
-            return await self._predict(*args)
+            return await self._predict(*args, **options)
         except (asyncio.CancelledError, StatusError):
             self.given_up.set()
             raise
@@ -102,8 +102,8 @@ def test_a_call_whose_deadline_passed_is_not_run(tmp_path: Path, monkeypatch: py
     async def check() -> None:
         model = Blocking()
         async with running(tmp_path, lambda _: model.servable, run_threads=1) as (app, _, channel):
-            watched = Watched(app.service.predict)
-            monkeypatch.setattr(app.service, "predict", watched)
+            watched = Watched(app.executor.run)
+            monkeypatch.setattr(app.executor, "run", watched)
             first = asyncio.create_task(predict(channel, request(1)))
             await asyncio.to_thread(model.entered.wait)
             await watched.came.acquire()
@@ -123,8 +123,8 @@ def test_a_call_that_its_client_gave_up_is_not_run(tmp_path: Path, monkeypatch: 
     async def check() -> None:
         model = Blocking()
         async with running(tmp_path, lambda _: model.servable, run_threads=1) as (app, _, channel):
-            watched = Watched(app.service.predict)
-            monkeypatch.setattr(app.service, "predict", watched)
+            watched = Watched(app.executor.run)
+            monkeypatch.setattr(app.executor, "run", watched)
             first = asyncio.create_task(predict(channel, request(1)))
             await asyncio.to_thread(model.entered.wait)
             second = asyncio.create_task(predict(channel, request(2)))
@@ -191,7 +191,7 @@ def test_health_of_a_model_that_is_not_available(tmp_path: Path) -> None:
     async def check() -> None:
         make_version(tmp_path / "m", 1)
         app = create_app(ServerSettings.for_model_dir(tmp_path / "m", poll_seconds=0.02), load=load)
-        server = GrpcServer(app.service, app.repository)
+        server = GrpcServer(app.pipeline, app.repository)
         port = await server.start("127.0.0.1", 0)
         app.repository.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -210,7 +210,7 @@ def test_health_of_a_model_that_is_not_available(tmp_path: Path) -> None:
 def test_a_port_that_cannot_be_bound(tmp_path: Path) -> None:
     async def check() -> None:
         app = create_app(ServerSettings.for_model_dir(tmp_path), load=lambda _: DoublingServable())
-        server = GrpcServer(app.service, app.repository)
+        server = GrpcServer(app.pipeline, app.repository)
         with pytest.raises(ServingError, match=r"^cannot listen on 192\.0\.2\.1:1 for gRPC. Choose another port"):
             await server.start("192.0.2.1", 1)
         await server.stop(1)
@@ -229,4 +229,4 @@ def test_the_service_knows_no_transport() -> None:
     """A model's status is what both ask for."""
     app = create_app(ServerSettings(models=()), load=lambda _: DoublingServable())
     with pytest.raises(ServingError, match="Could not find any versions of model "):
-        app.service.status(ModelSpec("none"))
+        app.pipeline.service.status(ModelSpec("none"))

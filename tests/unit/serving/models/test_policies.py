@@ -6,9 +6,10 @@ import pytest
 
 from tests.support.serving.doubles import FakeLoader, make_version
 from tpuembed.errors import ConfigError
+from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
-from tpuembed_serving.models.repository import ServedModel, State
+from tpuembed_serving.models.repository import ServedModel
 from tpuembed_serving.settings import LoadSettings, ModelSettings
 
 

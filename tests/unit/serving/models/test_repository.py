@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.serving.doubles import FakeLoader, make_version, wait_for
+from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError
-from tpuembed_serving.models.repository import ModelRepository, ServedModel, State
+from tpuembed_serving.models.repository import ModelRepository, ServedModel
 from tpuembed_serving.settings import ModelSettings
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.serving.doubles import FakeLoader, make_version, wait_for
+from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import AllVersions, SpecificVersions
-from tpuembed_serving.models.repository import ModelRepository, State
+from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import LoadSettings, ModelSettings
 
 

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 
 from tests.support.serving.asgi import running, send, wait_until_ready
-from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version
+from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.service import ModelSpec, PredictionService
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.request_record import GRPC, RequestRecord
+from tpuembed_serving.core.status import Code
 from tpuembed_serving.http.app import ServingApp
-from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.access_log import AccessLog
 from tpuembed_serving.telemetry.observers import check_telemetry
-from tpuembed_serving.telemetry.request_record import GRPC, RequestRecord, set_current_record
 
 STAGES = ["read", "parse", "queue", "run", "encode"]
 
@@ -105,15 +102,9 @@ def test_a_call_has_the_name_of_its_code(tmp_path: Path) -> None:
     assert (line["status"], line["request_id"], line["entrypoint"]) == ("NOT_FOUND", "a", "GRPC")
 
 
-def test_a_model_that_is_not_there_is_named() -> None:
-    models = ModelRepository([], FakeLoader(), poll_seconds=3600)
-    service = PredictionService(models, ModelExecutor(threads=1, max_queued=1, timeout_seconds=10))
-    one = record()
-    set_current_record(one)
-    with pytest.raises(StatusError, match="not found"):
-        service.lease(ModelSpec("unknown"))
-    set_current_record(None)
-    assert one.model == "unknown"
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    lines = logged(tmp_path, lambda app: send(app, "POST", "/v1/models/unknown:predict", "{}"))
+    assert [(line["model"], line["version"], line["status"]) for line in lines] == [("unknown", None, 404)]
 
 
 def test_a_rotated_file_is_made_anew(tmp_path: Path) -> None:

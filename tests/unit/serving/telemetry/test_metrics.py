@@ -13,13 +13,13 @@ from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.request_record import GRPC, REST, RequestRecord
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, exponential, merge_snapshots, to_text
 from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics
 from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
-from tpuembed_serving.telemetry.request_record import GRPC, REST, RequestRecord
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

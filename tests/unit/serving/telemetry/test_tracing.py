@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tpuembed.errors import ConfigError, MissingExtraError
+from tpuembed_serving.core.request_record import GRPC, REST, RequestRecord
 from tpuembed_serving.core.status import Code
-from tpuembed_serving.telemetry.request_record import GRPC, REST, RequestRecord
 from tpuembed_serving.telemetry.tracing import Tracing, check_tracing, make_provider
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.serving.doubles import wait_for
+from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.workers.link import SingleProcess, WorkerLink
 from tpuembed_serving.workers.messages import (
     Answer,

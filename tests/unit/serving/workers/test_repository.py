@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from tests.support.serving.doubles import FakeLoader, make_version, wait_for
+from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.workers.link import WorkerLink
 from tpuembed_serving.workers.messages import States, View

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from tests.support.serving.doubles import wait_for
+from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.models.model import State, VersionStatus
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.workers.messages import Answer, Ask, Gather, Listening, Result, Start, States, StopTo, View
 from tpuembed_serving.workers.process import Exited, WorkerProcess

@@ -1,6 +1,5 @@
 """The record of a request that observers receive. Records are kept only if the server has an observer."""
 
-import contextvars
 import itertools
 import operator
 import os
@@ -22,10 +21,7 @@ __all__ = [
     "Headers",
     "Observer",
     "RequestRecord",
-    "current_record",
-    "name_request",
     "sane_request_id",
-    "set_current_record",
     "stage_seconds",
 ]
 
@@ -135,22 +131,6 @@ class Observer(Protocol):
 
     def close(self) -> None:
         """Write all queued records. No more requests follow."""
-
-
-_CURRENT: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("request_record", default=None)
-
-current_record = _CURRENT.get
-"""Returns the record of the request that this task answers, or None if the server has no observer."""
-
-set_current_record = _CURRENT.set
-"""Sets the record of this task and of its later children."""
-
-
-def name_request(model: str, api: str) -> None:
-    """Store the model and the API of the current request in its record, if it has one."""
-    record = _CURRENT.get()
-    if record is not None:
-        record.model, record.api = model, api
 
 
 def sane_request_id(value: bytes) -> str:

@@ -1,6 +1,5 @@
 """Requests that their connection answers without ASGI: over real sockets, beside the same requests by way of ASGI."""
 
-import asyncio
 import contextlib
 import http.client
 import itertools
@@ -20,11 +19,9 @@ from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.http import server as http_server
-from tpuembed_serving.http.direct_cycle import DirectCycle
-from tpuembed_serving.http.direct_predict import DirectPredict
+from tpuembed_serving.http.direct import DirectCycle, DirectPredict
 from tpuembed_serving.http.endpoint import Reply
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.telemetry.request_record import current_record
 from tpuembed_serving.workers.stopping import Stop
 
 TARGET = "/v1/models/m:predict"
@@ -41,8 +38,8 @@ class Running:
         settings = ServerSettings.for_model_dir(folder / "m", **options)
         self.app = create_app(settings, load=lambda _: servable, load_first=True)
         self.by_asgi = 0
-        counted: Any = self._count(self.app._handler)
-        self.app._handler = counted  # type: ignore[method-assign]
+        counted: Any = self._count(self.app._http)
+        self.app._http = counted
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.stop, listening = Stop(), threading.Event()
@@ -51,10 +48,10 @@ class Running:
         self.thread.start()
         assert listening.wait(30)
 
-    def _count(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def counted(scope: Any) -> Any:
-            self.by_asgi += scope["type"] == "http"
-            return handler(scope)
+    def _count(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*request: Any) -> Any:
+            self.by_asgi += 1
+            return answer(*request)
 
         return counted
 
@@ -274,9 +271,9 @@ def test_what_nobody_expects_is_an_internal_error_and_is_logged(
     def broken(*_: Any) -> Any:
         raise RuntimeError("secret")
 
-    for name in ("decode_request", "encode_outputs"):
+    for name in ("decode_inputs", "encode_outputs"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"tpuembed_serving.http.direct_predict.{name}", broken)
+            patch.setattr(f"tpuembed_serving.http.rest.{name}", broken)
             with steady.connection() as connection:
                 connection.request("POST", TARGET, BODY)
                 reply = connection.getresponse()
@@ -311,8 +308,8 @@ def refuses(port: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("settings", [{"security": SecuritySettings(cors=True)}, {"target": "127.0.0.1:1"}, {}])
-def test_a_server_whose_answers_are_others_has_no_such_way(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"security": SecuritySettings(cors=True)}, {}])
+def test_answers_with_cors_headers_are_sent_by_asgi(tmp_path: Path, settings: dict[str, Any]) -> None:
     app = create_app(ServerSettings.for_model_dir(tmp_path / "m", **settings), load=lambda _: DoublingServable())
     assert isinstance(app.direct, DirectPredict) is not bool(settings)
 
@@ -334,28 +331,8 @@ def test_limits_and_keys_hold(guarded: Running) -> None:
     sent = [request(body, *headers) for body in bodies for headers in [(key,), (b"x-api-key: no",)]]
     found = answers(guarded.raw(*sent, request(BODY, CLOSE, key), pause=0.05))
     assert [int(status.split()[1]) for status, _, _ in found] == [200, 401, 400, 401, 400, 401, 200]
-    assert guarded.by_asgi == 1, "the last; those without a key came no further than the door"
+    assert guarded.by_asgi == 4, "the last, and three without a key"
     assert b"The limit is 2" in found[2][2]
-
-
-def test_a_record_is_left_behind_once_the_request_waits(tmp_path: Path) -> None:
-    make_version(tmp_path / "m", 1)
-    telemetry = TelemetrySettings(metrics_path="/metrics")
-    app = create_app(
-        ServerSettings.for_model_dir(tmp_path / "m", telemetry=telemetry), load=lambda _: DoublingServable()
-    )
-    assert app.direct is not None
-
-    async def scenario(direct: DirectPredict) -> None:
-        replied = asyncio.get_running_loop().create_future()
-        found = direct.begin(TARGET.encode(), [(b"content-length", b"1")])
-        assert found is not None
-        assert current_record() is None
-        direct.answer(found, b"{", replied.set_result)
-        assert current_record() is None
-        assert (await replied).status == 400
-
-    asyncio.run(scenario(app.direct))
 
 
 def test_observers_see_the_same_of_both(guarded: Running, tmp_path: Path) -> None:

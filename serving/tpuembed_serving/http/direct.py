@@ -1,0 +1,160 @@
+"""Answers common predict requests of the REST API without ASGI.
+
+ASGI's task, scope and messages cost a request of one row more than its prediction. So uvicorn's connections pass the common
+case to this module: a small body of known length on a keep-alive connection. All other requests, also those without a valid
+API key, go through ASGI (`endpoint`). The pipeline and the answers are the same.
+"""
+
+import asyncio
+import functools
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from tpuembed_serving.core.api_keys import ApiKeys
+from tpuembed_serving.core.pipeline import INLINE_BYTES, Pipeline
+from tpuembed_serving.core.request_record import REQUEST_ID, REST, Headers, RequestRecord, sane_request_id
+from tpuembed_serving.core.service import ModelSpec
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.http.endpoint import Reply, refusal, reply_headers
+from tpuembed_serving.http.rest import RestPredict, find_post
+from tpuembed_serving.telemetry.observers import Telemetry
+
+__all__ = ["DirectCycle", "DirectPredict"]
+
+_UNUSUAL: Final = frozenset({b"connection", b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
+"""Headers that this module does not handle, except `connection: keep-alive`."""
+
+
+class DirectPredict:
+    """Begins cycles for the requests that can be answered here."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        telemetry: Telemetry,
+        *,
+        keys: ApiKeys | None = None,
+        max_body_bytes: int | None = None,
+        max_json_depth: int | None = None,
+    ) -> None:
+        self.pipeline, self.max_json_depth = pipeline, max_json_depth
+        self.telemetry = telemetry if telemetry.observes else None
+        self._keys = keys
+        self._max_bytes = INLINE_BYTES if max_body_bytes is None else min(INLINE_BYTES, max_body_bytes)
+
+    def begin(self, protocol: HttpToolsProtocol, target: bytes, headers: Headers) -> "DirectCycle | None":
+        """Return the cycle of a POST request if it can be answered here, else None. Names of `headers` are in lower case."""
+        spec = _predict_target(target)
+        if spec is None:
+            return None
+        size, request_id = -1, None
+        for name, value in headers:
+            if name == b"content-length" and value.isdigit():
+                size = int(value)
+            elif name == REQUEST_ID and request_id is None:
+                request_id = sane_request_id(value)
+            elif name in _UNUSUAL and (name != b"connection" or value.lower() != b"keep-alive"):
+                return None
+        if not 0 <= size <= self._max_bytes or (self._keys is not None and not self._keys.accept(headers)):
+            return None
+        record = None
+        if self.telemetry is not None:
+            record = self.telemetry.begin(REST, "POST", target, headers)
+            record.model, record.api = spec.name, "predict"
+            request_id = record.request_id or request_id
+        return DirectCycle(self, protocol, spec, request_id or "", record)
+
+
+class _NeverNotified:
+    """The event that uvicorn sets when a piece of a body arrives, or when the client disconnects."""
+
+    def set(self) -> None:
+        """Do nothing: nothing waits for the event."""
+
+
+class DirectCycle:
+    """One request and its answer. Has the attributes of uvicorn's RequestResponseCycle that connections use."""
+
+    __slots__ = (
+        "_body",
+        "_direct",
+        "_protocol",
+        "_record",
+        "_request_id",
+        "_spec",
+        "_work",
+        "disconnected",
+        "keep_alive",
+        "response_complete",
+        "response_started",
+    )
+
+    message_event = _NeverNotified()
+
+    def __init__(
+        self,
+        direct: DirectPredict,
+        protocol: HttpToolsProtocol,
+        spec: ModelSpec,
+        request_id: str,
+        record: RequestRecord | None,
+    ) -> None:
+        self._direct, self._protocol, self._spec = direct, protocol, spec
+        self._request_id, self._record = request_id, record
+        self._body = bytearray()
+        self._work: asyncio.Task[None] | None = None
+        self.disconnected = self.response_started = self.response_complete = False
+        self.keep_alive = True
+
+    def add(self, body: bytes) -> None:
+        """Append a piece of the body. Often it is the whole body."""
+        self._body += body
+
+    def answer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start to answer the request. Called once the body is complete."""
+        if self._record is not None:
+            self._record.body(len(self._body))
+        self._work = loop.create_task(self._answer())
+
+    def cancel(self) -> None:
+        """Stop the work for a client that has left."""
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _answer(self) -> None:
+        pipeline = self._direct.pipeline
+        prediction = RestPredict(self._spec, self._direct.max_json_depth)
+        try:
+            reply = Reply(200, await pipeline.answer(pipeline.call(prediction, bytes(self._body), self._record)))
+        except Exception as error:
+            reply = refusal(error)
+        if self._record is not None and self._direct.telemetry is not None:
+            self._record.answered(reply.code, reply.status, len(reply.body))
+            self._direct.telemetry.finish(self._record)
+        self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
+        protocol: Any = self._protocol
+        self.response_started = self.response_complete = True
+        if self.disconnected or protocol.transport.is_closing():
+            return
+        parts = [STATUS_LINE[reply.status]]
+        for name, value in protocol.server_state.default_headers:
+            parts += (name, b": ", value, b"\r\n")
+        for name, value in reply_headers(reply, self._request_id):
+            parts += (name, b": ", value, b"\r\n")
+        parts += (b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n", reply.body)
+        protocol.transport.write(b"".join(parts))
+        if not self.keep_alive:
+            protocol.transport.close()
+        protocol.on_response_complete()
+
+
+@functools.lru_cache(maxsize=1024)
+def _predict_target(target: bytes) -> ModelSpec | None:
+    try:
+        found = find_post(target)
+    except StatusError:
+        return None
+    return found[0] if found and found[1] == "predict" else None

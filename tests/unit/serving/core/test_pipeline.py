@@ -1,0 +1,300 @@
+"""The pipeline of predictions: limits of rows, shapes and memory, deadlines, and what runs on the event loop."""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.serving.doubles import DoublingServable, signature
+from tpuembed_serving.core.pipeline import INLINE_BYTES, Call, Check, MemoryBudget, Pipeline, Task
+from tpuembed_serving.core.servable import Array, Columns, LoadedVersion
+from tpuembed_serving.core.service import ModelSpec
+from tpuembed_serving.core.status import Code, StatusError, TooLargeError
+
+SIGNATURE = signature({"a": "int64", "b": "int64"})
+SIGNATURE = dataclasses.replace(SIGNATURE, outputs=SIGNATURE.inputs)
+MANY = b"x" * (INLINE_BYTES + 1)
+
+
+class OneModel:
+    """Leases one version, and counts open leases."""
+
+    def __init__(self) -> None:
+        self.leases = 0
+
+    @contextlib.contextmanager
+    def lease(self, _: ModelSpec) -> Iterator[LoadedVersion]:
+        self.leases += 1
+        try:
+            yield LoadedVersion(7, DoublingServable())
+        finally:
+            self.leases -= 1
+
+
+class Echo:
+    """Returns `outputs`, or the inputs."""
+
+    def __init__(self, *outputs: Array) -> None:
+        self.outputs, self.runs = outputs, 0
+        self.gate: asyncio.Event | None = None
+
+    async def run(self, _: Any, __: Any, inputs: Sequence[Array], **___: Any) -> list[Array]:
+        self.runs += 1
+        if self.gate is not None:
+            await self.gate.wait()
+        return list(self.outputs or inputs)
+
+
+class Request:
+    """A prediction of these inputs. Notes the thread of each step; `busy` is called in each."""
+
+    output_bytes = 100
+
+    def __init__(
+        self, *inputs: Array, busy: Callable[[str, Check], None] = lambda *_: None, sig: Any = SIGNATURE
+    ) -> None:
+        self.inputs, self.busy, self.signature = inputs, busy, sig
+        self.threads: dict[str, threading.Thread] = {}
+
+    def _step(self, name: str, check: Check) -> None:
+        self.threads[name] = threading.current_thread()
+        self.busy(name, check)
+
+    def decoding_bytes(self, body: bytes) -> int:
+        return 10 * len(body)
+
+    def parse(self, _: bytes, check: Check) -> ModelSpec:
+        self._step("parse", check)
+        return ModelSpec("m")
+
+    def decode(self, _: LoadedVersion, check: Check) -> list[Task]:
+        self._step("decode", check)
+        first: Any = self.inputs[0]
+        inputs = first if isinstance(first, Columns) else self.inputs
+        return [Task(self.signature, inputs)]
+
+    def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
+        self._step("encode", check)
+        return b"%d" % sum(array.size for array in outputs[0].values())
+
+
+def pipeline(executor: "Echo | None" = None, **options: Any) -> Pipeline:
+    options = {"timeout_seconds": 10.0, "memory": MemoryBudget(1 << 30), **options}
+    service: Any = OneModel()
+    run: Any = executor or Echo()
+    return Pipeline(service, run, **options)
+
+
+def answer(pipe: Pipeline, request: Request, body: bytes = b"") -> bytes:
+    return asyncio.run(pipe.answer(pipe.call(request, body)))
+
+
+def ids(*shape: int) -> Array:
+    return np.ones(shape, np.int64)
+
+
+class TestLimits:
+    def test_as_many_rows_as_the_limit_pass(self) -> None:
+        pipe = pipeline(max_rows=3)
+        assert answer(pipe, Request(ids(3), ids())) == b"4"
+        assert answer(pipe, Request(ids(), ids(3, 1))) == b"4"
+        assert answer(pipe, Request(Columns(ids(3, 2)))) == b"6"  # type: ignore[arg-type]
+
+    def test_more_rows_of_any_input_are_refused(self) -> None:
+        pipe = pipeline(max_rows=3)
+        for request in (Request(ids(4), ids()), Request(ids(), ids(4, 1)), Request(Columns(ids(4, 2)))):  # type: ignore[arg-type]
+            with pytest.raises(StatusError, match=r"4 rows\. The limit is 3") as refused:
+                answer(pipe, request)
+            assert refused.value.code is Code.INVALID_ARGUMENT
+
+    def test_another_rank_or_size_than_an_export_needs_is_refused(self) -> None:
+        needs = dataclasses.replace(SIGNATURE, shapes=((-1,), (-1, 2)))
+        assert answer(pipeline(), Request(ids(3), ids(3, 2), sig=needs)) == b"9"
+        for wrong in (ids(3, 1), ids()):
+            with pytest.raises(StatusError, match=r"input a has shape \[.*\]\. The signature takes \[-1\]"):
+                answer(pipeline(), Request(wrong, ids(3, 2), sig=needs))
+        with pytest.raises(StatusError, match=r"input b has shape \[3, 3\]\. The signature takes \[-1, 2\]"):
+            answer(pipeline(), Request(ids(3), ids(3, 3), sig=needs))
+        flat = dataclasses.replace(SIGNATURE, shapes=((-1,), (-1,)))
+        assert answer(pipeline(), Request(Columns(ids(3, 2)), sig=flat)) == b"6"  # type: ignore[arg-type]
+
+
+class TestMemory:
+    def test_a_body_that_takes_too_much_is_refused_before_it_is_parsed(self) -> None:
+        pipe, request = pipeline(memory=MemoryBudget(1 << 20)), Request(ids(1), ids(1))
+        with pytest.raises(
+            TooLargeError, match=r"about 2\.5 MiB of memory\. The limit is 1\.0 MiB \(--max-request-memory\)"
+        ):
+            answer(pipe, request, MANY)
+        assert not request.threads
+
+    def test_outputs_that_take_too_much_are_refused_before_the_run(self) -> None:
+        executor = Echo()
+        pipe = pipeline(executor, memory=MemoryBudget(1 << 20))
+        wide = dataclasses.replace(SIGNATURE, row_bytes=1 << 19)
+        assert answer(pipe, Request(ids(1), ids(1), sig=wide)) == b"2"
+        with pytest.raises(TooLargeError, match=r"1\.5 MiB"):
+            answer(pipe, Request(ids(3), ids(3), sig=wide))
+        assert executor.runs == 1
+
+    def test_outputs_of_unknown_size_are_refused_before_they_are_encoded(self) -> None:
+        pipe = pipeline(Echo(ids(20_000), ids(1)), memory=MemoryBudget(1 << 20))
+        request = Request(ids(1), ids(1))
+        with pytest.raises(TooLargeError, match=r"1\.9 MiB"):
+            answer(pipe, request)
+        assert "encode" not in request.threads
+
+    def test_requests_in_flight_share_the_memory_and_give_it_back(self) -> None:
+        executor = Echo()
+        pipe = pipeline(executor, memory=MemoryBudget(4 << 20))
+        wide = dataclasses.replace(SIGNATURE, row_bytes=3 << 20)
+
+        async def scenario() -> None:
+            executor.gate = asyncio.Event()
+            first = asyncio.create_task(pipe.answer(pipe.call(Request(ids(1), ids(1), sig=wide), b"")))
+            while not executor.runs:
+                await asyncio.sleep(0)
+            with pytest.raises(
+                StatusError, match=r"use about 3\.0 MiB of memory, and this one needs 3\.0 MiB more"
+            ) as refused:
+                await pipe.answer(pipe.call(Request(ids(1), ids(1), sig=wide), b""))
+            assert refused.value.code is Code.UNAVAILABLE
+            executor.gate.set()
+            assert await first == b"2"
+            assert await pipe.answer(pipe.call(Request(ids(1), ids(1), sig=wide), b"")) == b"2"
+
+        asyncio.run(scenario())
+        assert pipe.memory._used == 0
+
+
+class TestTheEventLoop:
+    def test_small_work_runs_on_the_loop_and_large_work_in_threads(self) -> None:
+        small, large = Request(ids(1), ids(1)), Request(ids(1), ids(1))
+        answer(pipeline(), small)
+        assert set(small.threads.values()) == {threading.main_thread()}
+        answer(pipeline(), large, MANY)
+        assert threading.main_thread() not in (large.threads["parse"], large.threads["decode"])
+        assert large.threads["encode"] is threading.main_thread()
+        outputs = Request(ids(1), ids(1))
+        answer(pipeline(Echo(ids(20_000), ids(1))), outputs)
+        assert outputs.threads["parse"] is threading.main_thread() is not outputs.threads["encode"]
+
+    @pytest.mark.parametrize("step", ["parse", "decode", "encode"])
+    def test_work_that_turns_out_slow_moves_to_a_thread(self, step: str) -> None:
+        """The loop's other work waits for much less than the step takes."""
+
+        def busy(name: str, check: Check) -> None:
+            end = time.monotonic() + 0.5
+            while name == step and time.monotonic() < end:
+                check()
+
+        pipe, longest = pipeline(), 0.0
+
+        async def scenario() -> float:
+            longest, last = 0.0, time.monotonic()
+            work = asyncio.create_task(pipe.answer(pipe.call(Request(ids(1), ids(1), busy=busy), b"")))
+            while not work.done():
+                await asyncio.sleep(0)
+                longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            assert work.result() == b"2"
+            return longest
+
+        longest = asyncio.run(scenario())
+        assert longest < 0.3
+
+    def test_a_slow_parser_is_not_even_tried_on_the_loop(self) -> None:
+        seen: list[threading.Thread] = []
+
+        def busy(name: str, check: Check) -> None:
+            check(20_000)
+            seen.append(threading.current_thread())
+
+        answer(pipeline(), Request(ids(1), ids(1), busy=busy))
+        assert seen
+        assert threading.main_thread() not in seen
+
+
+class TestDeadlines:
+    @pytest.mark.parametrize("step", ["parse", "decode", "encode"])
+    def test_a_deadline_covers_every_step_and_stops_its_work(self, step: str) -> None:
+        stopped = threading.Event()
+
+        def busy(name: str, check: Check) -> None:
+            while name == step:
+                try:
+                    check(20_000)
+                except StatusError:
+                    stopped.set()
+                    raise
+
+        pipe = pipeline(timeout_seconds=0.2)
+        with pytest.raises(StatusError) as late:
+            answer(pipe, Request(ids(1), ids(1), busy=busy))
+        assert late.value.code is Code.DEADLINE_EXCEEDED
+        assert stopped.wait(10)
+
+    def test_a_step_that_cannot_be_stopped_is_answered_in_time_and_keeps_its_memory(self) -> None:
+        gate = threading.Event()
+
+        def busy(name: str, _: Check) -> None:
+            if name == "parse":
+                assert gate.wait(10)
+
+        pipe = pipeline(timeout_seconds=0.2)
+
+        async def scenario() -> None:
+            with pytest.raises(StatusError):
+                await pipe.answer(pipe.call(Request(ids(1), ids(1), busy=busy), MANY))
+            assert pipe.memory._used == 10 * len(MANY)
+            gate.set()
+            while pipe.memory._used:
+                await asyncio.sleep(0.01)
+
+        asyncio.run(scenario())
+
+    def test_a_client_that_leaves_stops_the_work_and_ends_the_lease(self) -> None:
+        stopped = threading.Event()
+
+        def busy(name: str, check: Check) -> None:
+            while name == "decode":
+                try:
+                    check(20_000)
+                except StatusError:
+                    stopped.set()
+                    raise
+
+        pipe = pipeline()
+
+        async def scenario() -> None:
+            work = asyncio.create_task(pipe.answer(pipe.call(Request(ids(1), ids(1), busy=busy), b"")))
+            await asyncio.sleep(0.1)
+            work.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await work
+            assert await asyncio.to_thread(stopped.wait, 10)
+
+        asyncio.run(scenario())
+        service: Any = pipe.service
+        assert service.leases == 0
+
+    def test_the_clients_deadline_shortens_the_servers(self) -> None:
+        pipe = pipeline()
+        request = Request(ids(1), ids(1))
+        now = time.monotonic()
+        assert 9 < pipe.call(request, b"").deadline - now < 11
+        assert 0 < pipe.call(request, b"", None, 1.0).deadline - now < 2
+        assert 9 < pipe.call(request, b"", None, 100.0).deadline - now < 11
+
+
+def test_a_call_after_its_deadline_is_not_run() -> None:
+    executor = Echo()
+    pipe = pipeline(executor)
+    with pytest.raises(StatusError) as late:
+        asyncio.run(pipe.answer(Call(Request(ids(1), ids(1)), b"", time.monotonic() - 1)))
+    assert (late.value.code, executor.runs) == (Code.DEADLINE_EXCEEDED, 0)
