@@ -7,7 +7,6 @@ signature. With few requests, each runs at once. With many, more of them are in 
 import asyncio
 import collections
 import concurrent.futures
-import functools
 import os
 import time
 import weakref
@@ -83,43 +82,6 @@ class ModelExecutor:
         self._will_start = False
         self._timeouts = RequestTimeouts(loop, self._open, self._fail)
 
-    async def run(
-        self,
-        servable: Servable,
-        signature: Signature,
-        inputs: Sequence[Array],
-        *,
-        timeout_seconds: float | None = None,
-        record: RequestRecord | None = None,
-    ) -> list[Array]:
-        """Return or raise what `servable.run` does for `inputs`.
-
-        Args:
-            servable: the version to run.
-            signature: its signature to run.
-            inputs: the inputs in the signature's order.
-            timeout_seconds: shortens the executor's own timeout.
-            record: the record of the client's request, if there is one.
-
-        Raises:
-            StatusError: UNAVAILABLE, the queue is full; DEADLINE_EXCEEDED, no result in time; INVALID_ARGUMENT, more rows
-                than the operator's parameters allow.
-        """
-        future: asyncio.Future[list[Array]] = asyncio.get_running_loop().create_future()
-        request = self.submit(
-            servable,
-            signature,
-            inputs,
-            functools.partial(_settle, future),
-            timeout_seconds=timeout_seconds,
-            record=record,
-        )
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._give_up(request)
-            raise
-
     def submit(
         self,
         servable: Servable,
@@ -130,7 +92,19 @@ class ModelExecutor:
         timeout_seconds: float | None = None,
         record: RequestRecord | None = None,
     ) -> QueuedRequest:
-        """Run without waiting; see `run`. `on_outcome` is called later with the outcome, on this event loop."""
+        """Queue a run of `servable.run` on `inputs`, without waiting.
+
+        Args:
+            servable: the version to run.
+            signature: its signature to run.
+            inputs: the inputs in the signature's order.
+            on_outcome: called later, on this event loop, with the outputs or the error. DEADLINE_EXCEEDED, no result in time.
+            timeout_seconds: shortens the executor's own timeout.
+            record: the record of the client's request, if there is one.
+
+        Raises:
+            StatusError: UNAVAILABLE, the queue is full; INVALID_ARGUMENT, more rows than the operator's parameters allow.
+        """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._enter(loop)
@@ -184,7 +158,7 @@ class ModelExecutor:
             request.leave()
             self._waiting -= 1
 
-    def _give_up(self, request: QueuedRequest) -> None:
+    def give_up(self, request: QueuedRequest) -> None:
         """Drop a request whose caller has left."""
         request.is_over = True
         self._open.discard(request)
@@ -303,15 +277,6 @@ class ModelExecutor:
             request.postpone()
             self._add(request)
             self._plan_start()
-
-
-def _settle(future: "asyncio.Future[list[Array]]", outcome: list[Array] | Exception) -> None:
-    if future.done():  # its task is being cancelled
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
 
 
 def _run(requests: list[QueuedRequest]) -> tuple[Sequence[Outcome], float]:

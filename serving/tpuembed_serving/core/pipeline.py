@@ -9,11 +9,13 @@ that turns out to be slow: `Call.check`, which long steps call often, stops it o
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature
@@ -31,6 +33,8 @@ __all__ = [
     "Prediction",
     "Task",
 ]
+
+logger = logging.getLogger(__name__)
 
 INLINE_BYTES: Final = 256 * 2**10
 """A larger body is parsed and decoded in a thread."""
@@ -92,19 +96,33 @@ class Prediction(Protocol):
         """
 
 
+Outcome = list[Array] | Exception
+"""The outputs of a run in the signature's order, or its error."""
+Respond = Callable[[bytes | Exception], None]
+"""Takes the answer to a call. The event loop's thread calls it once, unless the client leaves first."""
+
+
 class Executor(Protocol):
     """Runs versions: a ModelExecutor, or a RemoteExecutor."""
 
-    async def run(
+    def submit(
         self,
         servable: Servable,
         signature: Signature,
         inputs: Sequence[Array],
+        on_outcome: Callable[[Outcome], None],
         *,
         timeout_seconds: float | None = None,
         record: RequestRecord | None = None,
-    ) -> list[Array]:
-        """Return the signature's outputs, both in the signature's order. `timeout_seconds` can shorten its own timeout."""
+    ) -> Any:
+        """Run a signature without waiting, and return the run. `on_outcome` is called later, on this event loop.
+
+        Raises:
+            StatusError: the run cannot be queued.
+        """
+
+    def give_up(self, run: Any) -> None:
+        """Drop a run that nobody waits for. `on_outcome` is not called any more."""
 
 
 class _SlowError(Exception):
@@ -152,19 +170,31 @@ class Call:
         prediction: converts the request and its answer.
         body: the request's bytes, decompressed.
         deadline: when it is answered DEADLINE_EXCEEDED, by `time.monotonic`.
-        record: what observers are told about it; None without observers.
+        record: what observers learn about it; None without observers.
         is_over: True once it is answered or its client has left.
     """
 
-    __slots__ = ("body", "deadline", "is_over", "prediction", "record", "reserved", "working")
+    __slots__ = (
+        "_respond", "body", "deadline", "is_over", "is_small", "lease", "loaded", "outcomes", "prediction", "record",
+        "reserved", "runs", "tasks", "timer", "waiting", "work",
+    )  # fmt: skip
+
+    loaded: LoadedVersion
 
     def __init__(
-        self, prediction: Prediction, body: bytes, deadline: float, record: RequestRecord | None = None
+        self, prediction: Prediction, body: bytes, deadline: float, record: RequestRecord | None, respond: Respond
     ) -> None:
         self.prediction, self.body, self.deadline, self.record = prediction, body, deadline, record
+        self._respond = respond
         self.is_over = False
-        self.reserved = 0
-        self.working: asyncio.Future[Any] | None = None
+        self.is_small = len(body) <= INLINE_BYTES
+        self.reserved = self.waiting = 0
+        self.lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
+        self.tasks: list[Task] = []
+        self.outcomes: list[Outcome] = []
+        self.timer: asyncio.TimerHandle | None = None
+        self.work: concurrent.futures.Future[Any] | None = None
+        self.runs: list[Any] = []
 
     def check(self, _: int = 0) -> None:
         """Raise StatusError if nobody waits for the answer any more: work in a thread calls it."""
@@ -183,6 +213,37 @@ class Call:
         if seconds <= 0:
             raise late()
         return seconds
+
+    def end(self, answer: bytes | Exception | None) -> None:
+        """End the call, and respond, unless its client has left (None)."""
+        self.is_over = True
+        if self.timer is not None:
+            self.timer.cancel()
+        self.end_lease()
+        if answer is not None:
+            self._respond(answer)
+
+    def end_lease(self) -> None:
+        """Let the version be unloaded."""
+        if self.lease is not None:
+            lease, self.lease = self.lease, None
+            lease.__exit__(None, None, None)
+
+
+class _LoopCheck:
+    """The `Check` of work on the event loop, of which there is one at a time."""
+
+    def __init__(self) -> None:
+        self._end = 0.0
+
+    def begin(self) -> Self:
+        """Begin a step."""
+        self._end = time.monotonic() + _INLINE_SECONDS
+        return self
+
+    def __call__(self, slow_bytes: int = 0) -> None:
+        if slow_bytes > _SLOW_BYTES or time.monotonic() > self._end:
+            raise _SlowError
 
 
 def late() -> StatusError:
@@ -213,88 +274,171 @@ class Pipeline:
         """
         self.service, self.memory = service, memory
         self._executor, self._timeout_seconds, self._max_rows = executor, timeout_seconds, max_rows
+        self._loop_check = _LoopCheck()
         self._threads = concurrent.futures.ThreadPoolExecutor(_CONVERTING_THREADS, thread_name_prefix="convert")
 
     def close(self) -> None:
         """Stop the threads that convert requests and answers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def call(
+    async def answer(
         self,
         prediction: Prediction,
         body: bytes,
         record: RequestRecord | None = None,
         client_seconds: float | None = None,
-    ) -> Call:
-        """Return a call that begins now. A client's own timeout can shorten the server's."""
-        seconds = self._timeout_seconds if client_seconds is None else min(client_seconds, self._timeout_seconds)
-        return Call(prediction, body, time.monotonic() + seconds, record)
-
-    async def answer(self, call: Call) -> bytes:
-        """Return the body of the answer.
+    ) -> bytes:
+        """Wait for the answer to a request; see `start`. The work stops if this task is cancelled.
 
         Raises:
             StatusError: the request is invalid or too large, its deadline has passed, the run failed, or too much is in
                 progress.
         """
+        found: asyncio.Future[bytes | Exception] = asyncio.get_running_loop().create_future()
+
+        def respond(answer: bytes | Exception) -> None:
+            if not found.done():
+                found.set_result(answer)
+
+        call = self.start(prediction, body, respond, record, client_seconds)
         try:
-            return await self._answer(call)
-        finally:
-            call.is_over = True
-            if call.working is None or call.working.done():
-                self.memory.release(call.reserved)
-            else:  # a thread still has the memory; it stops at its next check
-                call.working.add_done_callback(lambda work: self._discard(call, work))
+            answer = await found
+        except asyncio.CancelledError:
+            self.give_up(call)
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    async def _answer(self, call: Call) -> bytes:
-        prediction, record = call.prediction, call.record
-        is_small = len(call.body) <= INLINE_BYTES
-        if not is_small:
-            self._reserve(call, prediction.decoding_bytes(call.body))
-        spec = await self._convert(call, is_small, prediction.parse, call.body)
-        if record is not None:
-            record.model = spec.name
-        with self.service.lease(spec) as loaded:
-            if record is not None:
-                record.version = loaded.version
-            tasks = await self._convert(call, is_small, prediction.decode, loaded)
-            for task in tasks:
-                self._check(call, task)
-            if len(tasks) == 1:
-                outputs = [await self._run(call, loaded.servable, tasks[0])]
-            else:
-                outputs = await self._run_all(call, loaded.servable, tasks)
-        elements = sum([array.size for one in outputs for array in one.values()])
-        if elements > INLINE_ELEMENTS:
-            self._reserve(call, elements * prediction.output_bytes)
-        return await self._convert(call, elements <= INLINE_ELEMENTS, prediction.encode, loaded, outputs)
+    def start(
+        self,
+        prediction: Prediction,
+        body: bytes,
+        respond: Respond,
+        record: RequestRecord | None = None,
+        client_seconds: float | None = None,
+    ) -> Call:
+        """Begin to answer a request, and return its call. A client's own timeout can shorten the server's.
 
-    async def _convert(self, call: Call, is_small: bool, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args, check)`: on the event loop if that is quick, else in a thread."""
+        `respond` is called with the answer's body or with an error, now or later.
+        """
+        seconds = self._timeout_seconds if client_seconds is None else min(client_seconds, self._timeout_seconds)
+        call = Call(prediction, body, time.monotonic() + seconds, record, respond)
+        try:
+            if not call.is_small:
+                self._reserve(call, prediction.decoding_bytes(body))
+        except StatusError as error:
+            self._end(call, error)
+        else:
+            self._convert(call, call.is_small, prediction.parse, (body,), self._lease)
+        return call
+
+    def give_up(self, call: Call) -> None:
+        """Stop the work of a call whose client has left."""
+        if not call.is_over:
+            self._end(call, None)
+            for run in call.runs:
+                self._executor.give_up(run)
+
+    def _convert(
+        self,
+        call: Call,
+        is_small: bool,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        then: Callable[[Call, Any], None],
+    ) -> None:
+        """Call `function(*args, check)`, on the event loop if that is quick, else in a thread. Go on with `then`."""
         if is_small:
-            end = time.monotonic() + _INLINE_SECONDS
-
-            def check(slow_bytes: int = 0) -> None:
-                if slow_bytes > _SLOW_BYTES or time.monotonic() > end:
-                    raise _SlowError
-
             try:
-                return function(*args, check)
+                then(call, function(*args, self._loop_check.begin()))
+                return
             except _SlowError:
                 pass
-        step = functools.partial(function, *args, call.check)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, step)
-        call.working = work
-        done, _ = await asyncio.wait([work], timeout=call.seconds())
-        if not done:
-            raise late()
-        return work.result()
+            except Exception as error:
+                self._end(call, error)
+                return
+        loop = asyncio.get_running_loop()
+        if call.timer is None:
+            call.timer = loop.call_later(call.deadline - time.monotonic(), self._end, call, late())
+        call.work = self._threads.submit(function, *args, call.check)
+        call.work.add_done_callback(lambda work: _tell(loop, self._converted, call, work, then))
 
-    def _discard(self, call: Call, work: "asyncio.Future[Any]") -> None:
-        """Give back the memory of a call that was answered while a thread still worked for it."""
-        self.memory.release(call.reserved)
-        if not work.cancelled():
-            work.exception()  # nobody waits for it
+    def _converted(self, call: Call, work: "concurrent.futures.Future[Any]", then: Callable[[Call, Any], None]) -> None:
+        """Take the result of a thread."""
+        call.work = None
+        if call.is_over:  # the thread had the memory until now
+            self.memory.release(call.reserved)
+        elif work.cancelled():
+            self._end(call, StatusError(Code.UNAVAILABLE, "the server is stopping"))
+        else:
+            try:
+                then(call, work.result())
+            except Exception as error:
+                self._end(call, error)
+
+    def _lease(self, call: Call, spec: ModelSpec) -> None:
+        if call.record is not None:
+            call.record.model = spec.name
+        lease = self.service.lease(spec)
+        call.loaded = lease.__enter__()
+        call.lease = lease
+        if call.record is not None:
+            call.record.version = call.loaded.version
+        self._convert(call, call.is_small, call.prediction.decode, (call.loaded,), self._run)
+
+    def _run(self, call: Call, tasks: list[Task]) -> None:
+        """Start all runs."""
+        for task in tasks:
+            self._check(call, task)
+        call.tasks, call.outcomes, call.waiting = tasks, [[]] * len(tasks), len(tasks)
+        seconds = call.seconds()
+        for index, (signature, inputs) in enumerate(tasks):
+            on_outcome = functools.partial(self._ran, call, index)
+            try:
+                run = self._executor.submit(
+                    call.loaded.servable, signature, inputs, on_outcome, timeout_seconds=seconds, record=call.record
+                )
+            except StatusError as error:
+                self._ran(call, index, error)
+            else:
+                call.runs.append(run)
+
+    def _ran(self, call: Call, index: int, outcome: Outcome) -> None:
+        """Take the outcome of a run. The lease ends with the last one."""
+        if call.is_over:
+            return
+        call.outcomes[index] = outcome
+        call.waiting -= 1
+        if not call.waiting:
+            call.end_lease()
+            try:
+                self._encode(call, call.outcomes)
+            except Exception as error:
+                self._end(call, error)
+
+    def _encode(self, call: Call, outcomes: list[Outcome]) -> None:
+        outputs, elements = [], 0
+        for (signature, _), outcome in zip(call.tasks, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+            outputs.append(dict(zip(signature.output_dtypes, outcome, strict=True)))
+            elements += sum([array.size for array in outcome])
+        is_small = elements <= INLINE_ELEMENTS
+        if not is_small:
+            self._reserve(call, elements * call.prediction.output_bytes)
+        self._convert(call, is_small, call.prediction.encode, (call.loaded, outputs), self._end)
+
+    def _end(self, call: Call, answer: bytes | Exception | None) -> None:
+        """End a call with its answer, or without one if its client has left."""
+        if call.is_over:
+            if isinstance(answer, Exception) and not isinstance(answer, StatusError):
+                logger.error("the answer to a request was lost", exc_info=answer)
+            return
+        if call.work is None:
+            self.memory.release(call.reserved)
+        # Otherwise a thread has the memory until its next check.
+        call.end(answer)
 
     def _reserve(self, call: Call, size: int) -> None:
         self.memory.reserve(size, call.reserved)
@@ -318,29 +462,17 @@ class Pipeline:
             raise invalid_argument(
                 f"the request has {rows} rows. The limit is {self._max_rows}. Send fewer rows per request"
             )
-        signature.check_shapes(inputs)
+        if signature.shapes:
+            signature.check_shapes(inputs)
         size += rows * signature.row_bytes
         if size > INLINE_BYTES:
             self._reserve(call, size)
 
-    async def _run(self, call: Call, servable: Servable, task: Task) -> dict[str, Array]:
-        record, seconds = call.record, call.seconds()
-        started = time.perf_counter() if record is not None else 0.0
-        outputs = await self._executor.run(
-            servable, task.signature, task.inputs, timeout_seconds=seconds, record=record
-        )
-        if record is not None and not record.has_run:  # it ran in another server
-            record.ran(None, 0.0, time.perf_counter() - started)
-        return dict(zip(task.signature.output_dtypes, outputs, strict=True))
 
-    async def _run_all(self, call: Call, servable: Servable, tasks: Sequence[Task]) -> list[dict[str, Array]]:
-        """Run all tasks at once, and wait for all: none may continue after the lease ends."""
-        runs = (self._run(call, servable, task) for task in tasks)
-        found = await asyncio.gather(*runs, return_exceptions=True)
-        for outcome in found:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return [outcome for outcome in found if not isinstance(outcome, BaseException)]
+def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Call `function` on the loop, from another thread."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and its calls with it
+        loop.call_soon_threadsafe(function, *args)
 
 
 def _mebibytes(size: int) -> str:

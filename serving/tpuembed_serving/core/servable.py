@@ -91,17 +91,24 @@ class Signature:
         Raises:
             StatusError: INVALID_ARGUMENT, an input has another rank or size.
         """
-        if type(inputs) is Columns and self._is_flat:
-            return
-        for info, shape, array in zip(self.inputs, self.shapes, inputs, strict=False):
-            if shape is not None and not _fits(array.shape, shape):
+        for index, (array, (rank, sizes)) in enumerate(zip(inputs, self._ranks, strict=True)):
+            if rank is not None and (
+                array.ndim != rank or (sizes and any(array.shape[axis] != size for axis, size in sizes))
+            ):
                 raise invalid_argument(
-                    f"input {info.alias} has shape {list(array.shape)}. The signature takes {list(shape)}, where -1 is any size"
+                    f"input {self.inputs[index].alias} has shape {list(array.shape)}. "
+                    f"The signature takes {list(self.shapes[index] or ())}, where -1 is any size"
                 )
 
     @functools.cached_property
-    def _is_flat(self) -> bool:
-        return all(shape is None or shape == (-1,) for shape in self.shapes)
+    def _ranks(self) -> list[tuple[int | None, list[tuple[int, int]]]]:
+        """Return the rank of each input, and its fixed sizes by axis."""
+        return [
+            (None, [])
+            if shape is None
+            else (len(shape), [(axis, size) for axis, size in enumerate(shape) if size >= 0])
+            for shape in self.shapes
+        ]
 
     @functools.cached_property
     def output_dtypes(self) -> Mapping[str, str]:
@@ -115,10 +122,6 @@ class Signature:
         if len(aliases) < 2 or any(info.dtype != "int64" for info in self.inputs):
             return None
         return operator.itemgetter(*aliases)
-
-
-def _fits(sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    return len(sizes) == len(shape) and all(want in (-1, size) for size, want in zip(sizes, shape, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -256,7 +256,7 @@ class GrpcServer:
             prediction = methods.predictions.get(name)
             if prediction is None:
                 return await methods.calls[name](request)
-            return await self._pipeline.answer(self._pipeline.call(prediction(), request, record, remaining))
+            return await self._pipeline.answer(prediction(), request, record, remaining)
         except StatusError:
             raise
         except Exception:

@@ -5,14 +5,13 @@ case to this module: a small body of known length on a keep-alive connection. Al
 API key, go through ASGI (`endpoint`). The pipeline and the answers are the same.
 """
 
-import asyncio
 import functools
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tpuembed_serving.core.api_keys import ApiKeys
-from tpuembed_serving.core.pipeline import INLINE_BYTES, Pipeline
+from tpuembed_serving.core.pipeline import INLINE_BYTES, Call, Pipeline
 from tpuembed_serving.core.request_record import REQUEST_ID, REST, Headers, RequestRecord, sane_request_id
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import StatusError
@@ -78,12 +77,12 @@ class DirectCycle:
 
     __slots__ = (
         "_body",
+        "_call",
         "_direct",
         "_protocol",
         "_record",
         "_request_id",
         "_spec",
-        "_work",
         "disconnected",
         "keep_alive",
         "response_complete",
@@ -103,7 +102,7 @@ class DirectCycle:
         self._direct, self._protocol, self._spec = direct, protocol, spec
         self._request_id, self._record = request_id, record
         self._body = bytearray()
-        self._work: asyncio.Task[None] | None = None
+        self._call: Call | None = None
         self.disconnected = self.response_started = self.response_complete = False
         self.keep_alive = True
 
@@ -111,27 +110,25 @@ class DirectCycle:
         """Append a piece of the body. Often it is the whole body."""
         self._body += body
 
-    def answer(self, loop: asyncio.AbstractEventLoop) -> None:
+    def answer(self) -> None:
         """Start to answer the request. Called once the body is complete."""
-        if self._record is not None:
-            self._record.body(len(self._body))
-        self._work = loop.create_task(self._answer())
-
-    def cancel(self) -> None:
-        """Stop the work for a client that has left."""
-        if self._work is not None:
-            self._work.cancel()
-
-    async def _answer(self) -> None:
-        pipeline = self._direct.pipeline
+        record = self._record
+        if record is not None:
+            record.body(len(self._body))
         prediction = RestPredict(self._spec, self._direct.max_json_depth)
-        try:
-            reply = Reply(200, await pipeline.answer(pipeline.call(prediction, bytes(self._body), self._record)))
-        except Exception as error:
-            reply = refusal(error)
-        if self._record is not None and self._direct.telemetry is not None:
-            self._record.answered(reply.code, reply.status, len(reply.body))
-            self._direct.telemetry.finish(self._record)
+        self._call = self._direct.pipeline.start(prediction, bytes(self._body), self._respond, record)
+
+    def give_up(self) -> None:
+        """Stop the work for a client that has left."""
+        if self._call is not None:
+            self._direct.pipeline.give_up(self._call)
+
+    def _respond(self, answer: bytes | Exception) -> None:
+        reply = Reply(200, answer) if isinstance(answer, bytes) else refusal(answer)
+        record, telemetry = self._record, self._direct.telemetry
+        if record is not None and telemetry is not None:
+            record.answered(reply.code, reply.status, len(reply.body))
+            telemetry.finish(record)
         self._send(reply)
 
     def _send(self, reply: Reply) -> None:

@@ -84,7 +84,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         """Stop the work for the client; see asyncio."""
         super().connection_lost(exc)
         if type(cycle := self.cycle) is DirectCycle:  # type: ignore[comparison-overlap]
-            cycle.cancel()
+            cycle.give_up()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes of the client; see asyncio."""
@@ -179,7 +179,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         if type(cycle) is DirectCycle:
-            cycle.answer(self.loop)
+            cycle.answer()
         else:
             super().on_message_complete()
 

@@ -153,7 +153,7 @@ class RestApi:
         self, prediction: Prediction, body: bytes, receive: Receive, record: RequestRecord | None
     ) -> bytes:
         """Return the answer to a prediction. Its work stops if the client disconnects."""
-        answer = asyncio.ensure_future(self._pipeline.answer(self._pipeline.call(prediction, body, record)))
+        answer = asyncio.ensure_future(self._pipeline.answer(prediction, body, record))
         leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -4,11 +4,13 @@ The versions are polled; a request runs on the newest version of the last poll. 
 then forwarded over gRPC.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from tpuembed_serving.core.request_record import RequestRecord
@@ -236,19 +238,20 @@ class RemoteExecutor:
         self._pending = 0
         self._predictions: Predictions | None = None
 
-    async def run(
+    def submit(
         self,
         servable: Servable,
         signature: Signature,
         inputs: Sequence[Array],
+        on_outcome: Callable[[list[Array] | Exception], None],
         *,
         timeout_seconds: float | None = None,
-        record: RequestRecord | None = None,  # noqa: ARG002 - as ModelExecutor
-    ) -> list[Array]:
-        """Return the outputs of a RemoteServable; see ModelExecutor.
+        record: RequestRecord | None = None,
+    ) -> "asyncio.Task[None]":
+        """Run a RemoteServable; see ModelExecutor. Errors are the other server's, or UNAVAILABLE if it cannot be reached.
 
         Raises:
-            StatusError: the other server's; UNAVAILABLE, it cannot be reached, or too many requests are in progress.
+            StatusError: UNAVAILABLE, too many requests are in progress.
         """
         assert isinstance(servable, RemoteServable)
         if self._pending >= self._max_pending:
@@ -259,12 +262,35 @@ class RemoteExecutor:
             from tpuembed_serving.grpc.remote_calls import RemotePredictions
 
             self._predictions = RemotePredictions(self._target)
+        seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
+        call = self._predictions.run(servable.model, servable.version, signature, inputs, seconds)
         self._pending += 1
+        task = asyncio.get_running_loop().create_task(self._finish(call, on_outcome, record))
+        task.add_done_callback(self._end)
+        return task
+
+    async def _finish(
+        self,
+        call: Awaitable[list[Array]],
+        on_outcome: Callable[[list[Array] | Exception], None],
+        record: RequestRecord | None,
+    ) -> None:
+        started = time.perf_counter()
+        outcome: list[Array] | Exception
         try:
-            seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
-            return await self._predictions.run(servable.model, servable.version, signature, inputs, seconds)
-        finally:
-            self._pending -= 1
+            outcome = await call
+        except Exception as error:
+            outcome = error
+        if record is not None:
+            record.ran(None, 0.0, time.perf_counter() - started)
+        on_outcome(outcome)
+
+    def _end(self, _: "asyncio.Task[None]") -> None:
+        self._pending -= 1
+
+    def give_up(self, run: "asyncio.Task[None]") -> None:
+        """Cancel a call that nobody waits for."""
+        run.cancel()
 
     def close(self) -> None:
         """Close the connection."""

@@ -13,6 +13,7 @@ import pytest
 import uvloop
 
 from tests.support.serving.doubles import DoublingServable
+from tests.support.serving.executors import run
 from tpuembed_serving.batching import queue as batch_queue
 from tpuembed_serving.batching import scheduler as executor
 from tpuembed_serving.batching.parameters import BatchingParameters
@@ -27,7 +28,7 @@ X = [np.array([1, 2])]
 def test_returns_what_the_servable_returns() -> None:
     servable = DoublingServable()
     executor = ModelExecutor(threads=1, max_queued=1, timeout_seconds=10)
-    (y,) = asyncio.run(executor.run(servable, servable.signatures["serving_default"], X))
+    (y,) = asyncio.run(run(executor, servable, servable.signatures["serving_default"], X))
     np.testing.assert_array_equal(y, [2, 4])
     executor.close()
 
@@ -39,17 +40,17 @@ def test_a_full_queue_is_unavailable_and_empties_again() -> None:
     executor = ModelExecutor(threads=1, max_queued=2, timeout_seconds=10)
 
     async def scenario() -> None:
-        runs = [asyncio.create_task(executor.run(servable, signature, X)) for _ in range(3)]
+        runs = [asyncio.create_task(run(executor, servable, signature, X)) for _ in range(3)]
         await asyncio.sleep(0.05)
         with pytest.raises(StatusError) as caught:
-            await executor.run(servable, signature, X)
+            await run(executor, servable, signature, X)
         assert caught.value.code is Code.UNAVAILABLE
         start = "The batch scheduling queue to which this task was submitted is full"
         assert caught.value.message.startswith(start)
         release.set()
         assert len(await asyncio.gather(*runs)) == 3
         await asyncio.sleep(0.05)
-        await executor.run(servable, signature, X)
+        await run(executor, servable, signature, X)
 
     asyncio.run(scenario())
     executor.close()
@@ -64,12 +65,12 @@ def test_a_late_run_is_a_deadline_and_still_holds_its_place() -> None:
     async def scenario() -> None:
         for _ in range(2):
             with pytest.raises(StatusError, match=r"^Timed out waiting for notification$") as caught:
-                await executor.run(servable, signature, X)
+                await run(executor, servable, signature, X)
             assert caught.value.code is Code.DEADLINE_EXCEEDED
-        first = asyncio.create_task(executor.run(servable, signature, X))
+        first = asyncio.create_task(run(executor, servable, signature, X))
         await asyncio.sleep(0)
         with pytest.raises(StatusError) as caught:
-            await executor.run(servable, signature, X)
+            await run(executor, servable, signature, X)
         assert caught.value.code is Code.UNAVAILABLE, "the thread is still busy with the first run of all"
         with pytest.raises(StatusError):
             await first
@@ -109,7 +110,7 @@ class Scene:
 
     def ask(self, *values: Any, **options: Any) -> "asyncio.Task[list[Array]]":
         inputs = [np.array(values[0] if values and isinstance(values[0], list) else values, np.int64)]
-        return asyncio.ensure_future(self.executor.run(self.servable, self.signature, inputs, **options))
+        return asyncio.ensure_future(run(self.executor, self.servable, self.signature, inputs, **options))
 
     async def until_running(self) -> None:
         """One more run has begun."""
@@ -161,7 +162,7 @@ def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
 
     async def scenario() -> None:
         matrix = asyncio.ensure_future(
-            here.executor.run(here.servable, here.signature, Columns(np.array([[1], [2]], np.int64)))
+            run(here.executor, here.servable, here.signature, Columns(np.array([[1], [2]], np.int64)))
         )
         assert await values(matrix, here.ask(3)) == [[2, 4], [6]]
         assert here.servable.runs == [[1, 2, 3]]
@@ -181,10 +182,10 @@ def test_a_run_of_a_millisecond_stays_on_the_loops_thread_where_no_processor_is_
     runner = ModelExecutor(threads=1, max_queued=10, timeout_seconds=10, processes=processes)
 
     async def scenario() -> None:
-        await asyncio.gather(*(runner.run(servable, signature, X) for _ in range(2)))
+        await asyncio.gather(*(run(runner, servable, signature, X) for _ in range(2)))
         queue = runner._queue(servable, signature)
         queue._seconds = dict.fromkeys(queue._seconds, 0.001)
-        await asyncio.gather(*(runner.run(servable, signature, X) for _ in range(2)))
+        await asyncio.gather(*(run(runner, servable, signature, X) for _ in range(2)))
 
     asyncio.run(scenario())
     runner.close()
@@ -225,7 +226,7 @@ def test_only_what_has_the_same_shapes_shares_a_run() -> None:
         first = here.ask(0)
         await here.until_running()
         others = [here.ask([[1, 2]]), here.ask([[3]]), here.ask([[4, 5]]), here.ask(6)]
-        scalar = asyncio.ensure_future(here.executor.run(here.servable, here.signature, [np.array(8)]))
+        scalar = asyncio.ensure_future(run(here.executor, here.servable, here.signature, [np.array(8)]))
         others += [scalar, here.ask(), here.ask(7)]
         await asyncio.sleep(0)
         here.servable.gate.set()
@@ -508,7 +509,7 @@ def test_a_version_that_is_gone_leaves_nothing_behind() -> None:
     def use() -> "weakref.ref[Gated]":
         servable = Gated()
         servable.gate.set()
-        asyncio.run(executor.run(servable, servable.signatures["serving_default"], X))
+        asyncio.run(run(executor, servable, servable.signatures["serving_default"], X))
         assert executor._queues
         return weakref.ref(servable)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.serving.doubles import DoublingServable, signature
-from tpuembed_serving.core.pipeline import INLINE_BYTES, Call, Check, MemoryBudget, Pipeline, Task
+from tpuembed_serving.core.pipeline import INLINE_BYTES, Check, MemoryBudget, Pipeline, Task
 from tpuembed_serving.core.servable import Array, Columns, LoadedVersion
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError
@@ -41,14 +41,20 @@ class Echo:
     """Returns `outputs`, or the inputs."""
 
     def __init__(self, *outputs: Array) -> None:
-        self.outputs, self.runs = outputs, 0
+        self.outputs, self.runs, self.given_up = outputs, 0, 0
         self.gate: asyncio.Event | None = None
 
-    async def run(self, _: Any, __: Any, inputs: Sequence[Array], **___: Any) -> list[Array]:
+    def submit(self, _: Any, __: Any, inputs: Sequence[Array], on_outcome: Callable[[Any], None], **___: Any) -> object:
         self.runs += 1
+        return asyncio.ensure_future(self._run(list(self.outputs or inputs), on_outcome))
+
+    async def _run(self, outcome: Any, on_outcome: Callable[[Any], None]) -> None:
         if self.gate is not None:
             await self.gate.wait()
-        return list(self.outputs or inputs)
+        on_outcome(outcome)
+
+    def give_up(self, _: Any) -> None:
+        self.given_up += 1
 
 
 class Request:
@@ -92,7 +98,7 @@ def pipeline(executor: "Echo | None" = None, **options: Any) -> Pipeline:
 
 
 def answer(pipe: Pipeline, request: Request, body: bytes = b"") -> bytes:
-    return asyncio.run(pipe.answer(pipe.call(request, body)))
+    return asyncio.run(pipe.answer(request, body))
 
 
 def ids(*shape: int) -> Array:
@@ -157,17 +163,17 @@ class TestMemory:
 
         async def scenario() -> None:
             executor.gate = asyncio.Event()
-            first = asyncio.create_task(pipe.answer(pipe.call(Request(ids(1), ids(1), sig=wide), b"")))
+            first = asyncio.create_task(pipe.answer(Request(ids(1), ids(1), sig=wide), b""))
             while not executor.runs:
                 await asyncio.sleep(0)
             with pytest.raises(
                 StatusError, match=r"use about 3\.0 MiB of memory, and this one needs 3\.0 MiB more"
             ) as refused:
-                await pipe.answer(pipe.call(Request(ids(1), ids(1), sig=wide), b""))
+                await pipe.answer(Request(ids(1), ids(1), sig=wide), b"")
             assert refused.value.code is Code.UNAVAILABLE
             executor.gate.set()
             assert await first == b"2"
-            assert await pipe.answer(pipe.call(Request(ids(1), ids(1), sig=wide), b"")) == b"2"
+            assert await pipe.answer(Request(ids(1), ids(1), sig=wide), b"") == b"2"
 
         asyncio.run(scenario())
         assert pipe.memory._used == 0
@@ -198,7 +204,7 @@ class TestTheEventLoop:
 
         async def scenario() -> float:
             longest, last = 0.0, time.monotonic()
-            work = asyncio.create_task(pipe.answer(pipe.call(Request(ids(1), ids(1), busy=busy), b"")))
+            work = asyncio.create_task(pipe.answer(Request(ids(1), ids(1), busy=busy), b""))
             while not work.done():
                 await asyncio.sleep(0)
                 longest, last = max(longest, time.monotonic() - last), time.monotonic()
@@ -250,7 +256,7 @@ class TestDeadlines:
 
         async def scenario() -> None:
             with pytest.raises(StatusError):
-                await pipe.answer(pipe.call(Request(ids(1), ids(1), busy=busy), MANY))
+                await pipe.answer(Request(ids(1), ids(1), busy=busy), MANY)
             assert pipe.memory._used == 10 * len(MANY)
             gate.set()
             while pipe.memory._used:
@@ -272,7 +278,7 @@ class TestDeadlines:
         pipe = pipeline()
 
         async def scenario() -> None:
-            work = asyncio.create_task(pipe.answer(pipe.call(Request(ids(1), ids(1), busy=busy), b"")))
+            work = asyncio.create_task(pipe.answer(Request(ids(1), ids(1), busy=busy), b""))
             await asyncio.sleep(0.1)
             work.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -283,18 +289,46 @@ class TestDeadlines:
         service: Any = pipe.service
         assert service.leases == 0
 
+    def test_a_client_that_leaves_drops_its_runs(self) -> None:
+        executor = Echo()
+        pipe = pipeline(executor)
+
+        async def scenario() -> None:
+            executor.gate = asyncio.Event()
+            work = asyncio.create_task(pipe.answer(Request(ids(1), ids(1)), b""))
+            while not executor.runs:
+                await asyncio.sleep(0)
+            work.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await work
+            executor.gate.set()
+
+        asyncio.run(scenario())
+        assert executor.given_up == 1
+
     def test_the_clients_deadline_shortens_the_servers(self) -> None:
-        pipe = pipeline()
-        request = Request(ids(1), ids(1))
+        async def deadline(client_seconds: float | None) -> float:
+            return pipeline().start(Request(ids(1), ids(1)), b"", lambda _: None, None, client_seconds).deadline
+
         now = time.monotonic()
-        assert 9 < pipe.call(request, b"").deadline - now < 11
-        assert 0 < pipe.call(request, b"", None, 1.0).deadline - now < 2
-        assert 9 < pipe.call(request, b"", None, 100.0).deadline - now < 11
+        assert 9 < asyncio.run(deadline(None)) - now < 12
+        assert 0 < asyncio.run(deadline(1.0)) - now < 3
+        assert 9 < asyncio.run(deadline(100.0)) - now < 12
+
+    def test_a_call_after_its_deadline_is_not_run(self) -> None:
+        executor = Echo()
+        with pytest.raises(StatusError) as late:
+            asyncio.run(pipeline(executor).answer(Request(ids(1), ids(1)), b"", None, -1.0))
+        assert (late.value.code, executor.runs) == (Code.DEADLINE_EXCEEDED, 0)
 
 
-def test_a_call_after_its_deadline_is_not_run() -> None:
-    executor = Echo()
-    pipe = pipeline(executor)
-    with pytest.raises(StatusError) as late:
-        asyncio.run(pipe.answer(Call(Request(ids(1), ids(1)), b"", time.monotonic() - 1)))
-    assert (late.value.code, executor.runs) == (Code.DEADLINE_EXCEEDED, 0)
+def test_an_answer_that_cannot_be_sent_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def respond(_: object) -> None:
+        raise RuntimeError("broken")
+
+    async def scenario() -> None:
+        pipeline().start(Request(ids(1), ids(1)), b"", respond)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+    assert "broken" in caplog.text

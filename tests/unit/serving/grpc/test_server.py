@@ -82,28 +82,36 @@ async def failure(channel: Any, data: bytes, timeout: float = 30) -> tuple[Any, 
 
 
 class Watched:
-    """The executor's run; how many calls have come, and an event for one that was given up."""
+    """Counts the runs that an executor has queued, and has an event for the first that failed or was given up."""
 
-    def __init__(self, predict: Callable[..., Any]) -> None:
+    def __init__(self, app: ServingApp, patch: pytest.MonkeyPatch) -> None:
         self.came = asyncio.Semaphore(0)
         self.given_up = asyncio.Event()
-        self._predict = predict
+        submit, give_up = app.executor.submit, app.executor.give_up
 
-    async def __call__(self, *args: Any, **options: Any) -> Any:
-        self.came.release()
-        try:
-            return await self._predict(*args, **options)
-        except (asyncio.CancelledError, StatusError):
+        def submitted(servable: Any, signature: Any, inputs: Any, on_outcome: Any, **options: Any) -> Any:
+            self.came.release()
+
+            def noted(outcome: Any) -> None:
+                if isinstance(outcome, StatusError):
+                    self.given_up.set()
+                on_outcome(outcome)
+
+            return submit(servable, signature, inputs, noted, **options)
+
+        def dropped(run: Any) -> None:
             self.given_up.set()
-            raise
+            give_up(run)
+
+        patch.setattr(app.executor, "submit", submitted)
+        patch.setattr(app.executor, "give_up", dropped)
 
 
 def test_a_call_whose_deadline_passed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         model = Blocking()
         async with running(tmp_path, lambda _: model.servable, run_threads=1) as (app, _, channel):
-            watched = Watched(app.executor.run)
-            monkeypatch.setattr(app.executor, "run", watched)
+            watched = Watched(app, monkeypatch)
             first = asyncio.create_task(predict(channel, request(1)))
             await asyncio.to_thread(model.entered.wait)
             await watched.came.acquire()
@@ -123,8 +131,7 @@ def test_a_call_that_its_client_gave_up_is_not_run(tmp_path: Path, monkeypatch: 
     async def check() -> None:
         model = Blocking()
         async with running(tmp_path, lambda _: model.servable, run_threads=1) as (app, _, channel):
-            watched = Watched(app.executor.run)
-            monkeypatch.setattr(app.executor, "run", watched)
+            watched = Watched(app, monkeypatch)
             first = asyncio.create_task(predict(channel, request(1)))
             await asyncio.to_thread(model.entered.wait)
             second = asyncio.create_task(predict(channel, request(2)))
