@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 from tpuembed_serving.core.request_record import RequestRecord
-from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature
+from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
 
@@ -44,8 +44,8 @@ _INLINE_SECONDS: Final = 0.01
 _SLOW_BYTES: Final = 16 * 2**10
 """More bytes of a body that needs a slow parser are parsed in a thread: each byte takes up to two microseconds."""
 _CONVERTING_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
-_OBJECT_BYTES: Final = 64
-"""About the memory of a short string in an array: its pointer and its bytes object."""
+_ELEMENT_BYTES: Final = 16
+"""About the memory of an element of an input: in the request's array, and in the one of its batch."""
 
 
 class Check(Protocol):
@@ -174,29 +174,24 @@ class Call:
         is_over: True once it is answered or its client has left.
     """
 
-    __slots__ = (
-        "_respond", "body", "deadline", "is_over", "is_small", "lease", "loaded", "outcomes", "prediction", "record",
-        "reserved", "runs", "tasks", "timer", "waiting", "work",
-    )  # fmt: skip
-
     loaded: LoadedVersion
+    tasks: list[Task]
+    outcomes: list[Outcome]
+    waiting: int
+    is_over = False
+    reserved = 0
+    lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
+    timer: asyncio.TimerHandle | None = None
+    work: "concurrent.futures.Future[Any] | None" = None
+    runs: tuple[Any, ...] = ()
 
     def __init__(
         self, prediction: Prediction, body: bytes, deadline: float, record: RequestRecord | None, respond: Respond
     ) -> None:
         self.prediction, self.body, self.deadline, self.record = prediction, body, deadline, record
-        self._respond = respond
-        self.is_over = False
-        self.is_small = len(body) <= INLINE_BYTES
-        self.reserved = self.waiting = 0
-        self.lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
-        self.tasks: list[Task] = []
-        self.outcomes: list[Outcome] = []
-        self.timer: asyncio.TimerHandle | None = None
-        self.work: concurrent.futures.Future[Any] | None = None
-        self.runs: list[Any] = []
+        self._respond: Respond | None = respond
 
-    def check(self, _: int = 0) -> None:
+    def check(self, slow_bytes: int = 0) -> None:  # noqa: ARG002 - as Check
         """Raise StatusError if nobody waits for the answer any more: work in a thread calls it."""
         if self.is_over:
             raise StatusError(Code.CANCELLED, "the client has left")
@@ -220,8 +215,10 @@ class Call:
         if self.timer is not None:
             self.timer.cancel()
         self.end_lease()
-        if answer is not None:
-            self._respond(answer)
+        respond, self._respond = self._respond, None  # without reference cycles, the garbage collector has less to do
+        self.runs = ()
+        if answer is not None and respond is not None:
+            respond(answer)
 
     def end_lease(self) -> None:
         """Let the version be unloaded."""
@@ -237,12 +234,14 @@ class _LoopCheck:
         self._end = 0.0
 
     def begin(self) -> Self:
-        """Begin a step."""
-        self._end = time.monotonic() + _INLINE_SECONDS
+        """Begin a step. Its time counts from its first check."""
+        self._end = 0.0
         return self
 
     def __call__(self, slow_bytes: int = 0) -> None:
-        if slow_bytes > _SLOW_BYTES or time.monotonic() > self._end:
+        now = time.thread_time()
+        self._end = self._end or now + _INLINE_SECONDS
+        if slow_bytes > _SLOW_BYTES or now > self._end:
             raise _SlowError
 
 
@@ -324,71 +323,73 @@ class Pipeline:
         """
         seconds = self._timeout_seconds if client_seconds is None else min(client_seconds, self._timeout_seconds)
         call = Call(prediction, body, time.monotonic() + seconds, record, respond)
+        if len(body) <= INLINE_BYTES:
+            self._on_loop(call, self._prepare, self._run)
+            return call
         try:
-            if not call.is_small:
-                self._reserve(call, prediction.decoding_bytes(body))
+            self._reserve(call, prediction.decoding_bytes(body))
         except StatusError as error:
             self._end(call, error)
         else:
-            self._convert(call, call.is_small, prediction.parse, (body,), self._lease)
+            self._in_thread(call, self._prepare, self._run)
         return call
 
     def give_up(self, call: Call) -> None:
         """Stop the work of a call whose client has left."""
         if not call.is_over:
+            runs = call.runs
             self._end(call, None)
-            for run in call.runs:
+            for run in runs:
                 self._executor.give_up(run)
 
-    def _convert(
-        self,
-        call: Call,
-        is_small: bool,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        then: Callable[[Call, Any], None],
-    ) -> None:
-        """Call `function(*args, check)`, on the event loop if that is quick, else in a thread. Go on with `then`."""
-        if is_small:
-            try:
-                then(call, function(*args, self._loop_check.begin()))
-                return
-            except _SlowError:
-                pass
-            except Exception as error:
-                self._end(call, error)
-                return
+    def _on_loop(self, call: Call, work: Callable[[Call, Check], Any], then: Callable[[Call, Any], None]) -> None:
+        """Do work on the event loop, or in a thread if it turns out to be slow. `then` takes its result."""
+        try:
+            then(call, work(call, self._loop_check.begin()))
+        except _SlowError:
+            self._in_thread(call, work, then)
+        except Exception as error:
+            self._end(call, error)
+
+    def _in_thread(self, call: Call, work: Callable[[Call, Check], Any], then: Callable[[Call, Any], None]) -> None:
+        """Do work in a thread."""
         loop = asyncio.get_running_loop()
         if call.timer is None:
             call.timer = loop.call_later(call.deadline - time.monotonic(), self._end, call, late())
-        call.work = self._threads.submit(function, *args, call.check)
-        call.work.add_done_callback(lambda work: _tell(loop, self._converted, call, work, then))
+        call.work = self._threads.submit(functools.partial(work, call, call.check))
+        call.work.add_done_callback(lambda done: _tell(loop, self._take, call, done, then))
 
-    def _converted(self, call: Call, work: "concurrent.futures.Future[Any]", then: Callable[[Call, Any], None]) -> None:
+    def _take(self, call: Call, work: "concurrent.futures.Future[Any]", then: Callable[[Call, Any], None]) -> None:
         """Take the result of a thread."""
         call.work = None
-        if call.is_over:  # the thread had the memory until now
+        if call.is_over:  # the thread had the memory, and perhaps a lease, until now
             self.memory.release(call.reserved)
-        elif work.cancelled():
+            call.end_lease()
+            return
+        try:
+            then(call, work.result())
+        except concurrent.futures.CancelledError:
             self._end(call, StatusError(Code.UNAVAILABLE, "the server is stopping"))
-        else:
-            try:
-                then(call, work.result())
-            except Exception as error:
-                self._end(call, error)
+        except Exception as error:
+            self._end(call, error)
 
-    def _lease(self, call: Call, spec: ModelSpec) -> None:
-        if call.record is not None:
-            call.record.model = spec.name
+    # ---- the steps
+
+    def _prepare(self, call: Call, check: Check) -> list[Task]:
+        """Parse the request, lease the version, and decode the inputs."""
+        call.end_lease()  # if the event loop has begun this step
+        prediction, record = call.prediction, call.record
+        spec = prediction.parse(call.body, check)
+        if record is not None:
+            record.model = spec.name
         lease = self.service.lease(spec)
-        call.loaded = lease.__enter__()
+        call.loaded = loaded = lease.__enter__()
         call.lease = lease
-        if call.record is not None:
-            call.record.version = call.loaded.version
-        self._convert(call, call.is_small, call.prediction.decode, (call.loaded,), self._run)
+        if record is not None:
+            record.version = loaded.version
+        return prediction.decode(loaded, check)
 
     def _run(self, call: Call, tasks: list[Task]) -> None:
-        """Start all runs."""
         for task in tasks:
             self._check(call, task)
         call.tasks, call.outcomes, call.waiting = tasks, [[]] * len(tasks), len(tasks)
@@ -402,7 +403,7 @@ class Pipeline:
             except StatusError as error:
                 self._ran(call, index, error)
             else:
-                call.runs.append(run)
+                call.runs = (*call.runs, run)
 
     def _ran(self, call: Call, index: int, outcome: Outcome) -> None:
         """Take the outcome of a run. The lease ends with the last one."""
@@ -410,24 +411,33 @@ class Pipeline:
             return
         call.outcomes[index] = outcome
         call.waiting -= 1
-        if not call.waiting:
-            call.end_lease()
-            try:
-                self._encode(call, call.outcomes)
-            except Exception as error:
-                self._end(call, error)
-
-    def _encode(self, call: Call, outcomes: list[Outcome]) -> None:
-        outputs, elements = [], 0
-        for (signature, _), outcome in zip(call.tasks, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                raise outcome
-            outputs.append(dict(zip(signature.output_dtypes, outcome, strict=True)))
-            elements += sum([array.size for array in outcome])
-        is_small = elements <= INLINE_ELEMENTS
-        if not is_small:
+        if call.waiting:
+            return
+        call.end_lease()
+        elements = 0
+        for one in call.outcomes:
+            if isinstance(one, Exception):
+                self._end(call, one)
+                return
+            for array in one:
+                elements += array.size
+        if elements <= INLINE_ELEMENTS:
+            self._on_loop(call, self._encode, self._end)
+            return
+        try:
             self._reserve(call, elements * call.prediction.output_bytes)
-        self._convert(call, is_small, call.prediction.encode, (call.loaded, outputs), self._end)
+        except StatusError as error:
+            self._end(call, error)
+        else:
+            self._in_thread(call, self._encode, self._end)
+
+    def _encode(self, call: Call, check: Check) -> bytes:
+        outputs = [
+            dict(zip(signature.output_dtypes, outcome, strict=True))
+            for (signature, _), outcome in zip(call.tasks, call.outcomes, strict=True)
+            if not isinstance(outcome, Exception)
+        ]
+        return call.prediction.encode(call.loaded, outputs, check)
 
     def _end(self, call: Call, answer: bytes | Exception | None) -> None:
         """End a call with its answer, or without one if its client has left."""
@@ -435,9 +445,8 @@ class Pipeline:
             if isinstance(answer, Exception) and not isinstance(answer, StatusError):
                 logger.error("the answer to a request was lost", exc_info=answer)
             return
-        if call.work is None:
+        if call.reserved and call.work is None:  # otherwise a thread has the memory until its next check
             self.memory.release(call.reserved)
-        # Otherwise a thread has the memory until its next check.
         call.end(answer)
 
     def _reserve(self, call: Call, size: int) -> None:
@@ -445,26 +454,24 @@ class Pipeline:
         call.reserved += size
 
     def _check(self, call: Call, task: Task) -> None:
-        """Check rows, shapes and memory of a run before it starts.
+        """Check shapes, rows and memory of a run before it starts.
 
         Raises:
             StatusError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED or UNAVAILABLE.
         """
         inputs, signature = task.inputs, task.signature
-        if type(inputs) is Columns:  # ids of one row each
-            rows, size = len(inputs.matrix), inputs.matrix.nbytes
-        else:
-            rows, size = 0, 0
-            for array in inputs:
-                rows = max(rows, len(array) if array.ndim else 0)
-                size += array.nbytes if array.dtype != object else array.size * _OBJECT_BYTES
+        if signature.shapes:
+            signature.check_shapes(inputs)
+        rows = elements = 0
+        for array in inputs:
+            elements += array.size
+            if array.ndim and len(array) > rows:
+                rows = len(array)
         if self._max_rows is not None and rows > self._max_rows:
             raise invalid_argument(
                 f"the request has {rows} rows. The limit is {self._max_rows}. Send fewer rows per request"
             )
-        if signature.shapes:
-            signature.check_shapes(inputs)
-        size += rows * signature.row_bytes
+        size = elements * _ELEMENT_BYTES + rows * signature.row_bytes
         if size > INLINE_BYTES:
             self._reserve(call, size)
 

@@ -91,13 +91,18 @@ class Signature:
         Raises:
             StatusError: INVALID_ARGUMENT, an input has another rank or size.
         """
-        for index, (array, (rank, sizes)) in enumerate(zip(inputs, self._ranks, strict=True)):
-            if rank is not None and (
-                array.ndim != rank or (sizes and any(array.shape[axis] != size for axis, size in sizes))
+        shapes = [array.shape for array in inputs]
+        for shape, (rank, sizes) in zip(shapes, self._ranks, strict=True):
+            if len(shape) != rank or (sizes and any(shape[axis] != size for axis, size in sizes)):
+                break
+        else:
+            return
+        for info, shape, wanted in zip(self.inputs, shapes, self.shapes, strict=True):
+            if wanted is not None and not (
+                len(shape) == len(wanted) and all(want in (-1, size) for want, size in zip(wanted, shape, strict=True))
             ):
                 raise invalid_argument(
-                    f"input {self.inputs[index].alias} has shape {list(array.shape)}. "
-                    f"The signature takes {list(self.shapes[index] or ())}, where -1 is any size"
+                    f"input {info.alias} has shape {list(shape)}. The signature takes {list(wanted)}, where -1 is any size"
                 )
 
     @functools.cached_property

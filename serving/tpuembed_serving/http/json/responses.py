@@ -5,7 +5,7 @@ Row form writes arrays inside a row on one line. Columnar form writes one line p
 
 import base64
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
@@ -43,10 +43,10 @@ def _to_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _blocks(rows: int, elements: int) -> Iterator[slice]:
-    """Yield slices that cover `rows` rows of so many elements in all."""
+def _blocks(rows: int, elements: int) -> list[slice]:
+    """Return slices that cover `rows` rows of so many elements in all."""
     step = max(1, rows * _BLOCK_ELEMENTS // max(1, elements))
-    return (slice(start, start + step) for start in range(0, rows, step))
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def _rows(outputs: Mapping[str, Array], dtypes: Mapping[str, str], check: Check) -> bytes:
@@ -56,7 +56,8 @@ def _rows(outputs: Mapping[str, Array], dtypes: Mapping[str, str], check: Check)
     named = len(outputs) > 1
     texts = []
     for block in _blocks(batch, sum([array.size for array in outputs.values()])):
-        check()
+        if block.start:
+            check()
         columns = {alias: _row_values(alias, array[block], dtypes[alias], named) for alias, array in outputs.items()}
         if named:
             keys = [f"\n            {quote(alias)}: " for alias in columns]
@@ -108,7 +109,8 @@ def _column(alias: str, array: Array, dtype: str, containers: int, check: Check)
     inner = outer + "    "
     texts = []
     for block in _blocks(len(array), array.size):
-        check()
+        if block.start:
+            check()
         texts.append(_to_bytes(f",{inner}".join(_column_values(alias, array[block], dtype, containers))))
     if not texts:
         return b"[]"

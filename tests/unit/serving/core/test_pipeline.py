@@ -175,7 +175,7 @@ class TestMemory:
             assert await first == b"2"
             assert await pipe.answer(Request(ids(1), ids(1), sig=wide), b"") == b"2"
 
-        asyncio.run(scenario())
+        asyncio.run(asyncio.wait_for(scenario(), 30))
         assert pipe.memory._used == 0
 
 
