@@ -1,0 +1,252 @@
+"""Where gRPC listens besides its port: a Unix socket, and the arguments of its connections."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import urllib.parse
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tensorflow.core.framework import tensor_pb2
+from tensorflow_serving.apis import predict_pb2
+
+from tests.support.serving.doubles import DoublingServable, make_version
+from tpuembed.errors import ConfigError, ServingError
+from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.grpc.listening import UnixSocket, check_socket_path, parse_channel_arguments
+from tpuembed_serving.http.app import ServingApp
+
+HEALTH = "/grpc.health.v1.Health/Check"
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (
+            "grpc.max_connection_age_ms=2000,grpc.lb_policy_name=grpclb",
+            (("grpc.max_connection_age_ms", 2000), ("grpc.lb_policy_name", "grpclb")),
+        ),
+        ("grpc.so_reuseport=1", (("grpc.so_reuseport", 1),)),
+        (" grpc.a = -7 , grpc.b=+8", (("grpc.a", -7), ("grpc.b", 8))),
+        ("grpc.a=x=y", (("grpc.a", "x=y"),)),
+        ("grpc.a=1_0,grpc.b=٣,grpc.c=1.5", (("grpc.a", "1_0"), ("grpc.b", "٣"), ("grpc.c", "1.5"))),
+        ("grpc.a=2147483647,grpc.b=-2147483648", (("grpc.a", 2**31 - 1), ("grpc.b", -(2**31)))),
+    ],
+)
+def test_channel_arguments(text: str, arguments: tuple[Any, ...]) -> None:
+    assert parse_channel_arguments(text) == arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is not KEY=VALUE"),
+        ("grpc.a=1,,grpc.b=2", "'' is not KEY=VALUE"),
+        ("grpc.a", "'grpc.a' is not KEY=VALUE"),
+        ("grpc.a=", "'grpc.a=' is not KEY=VALUE"),
+        ("=1", "'=1' is not KEY=VALUE"),
+        ("max_connection_age_ms=1", "'max_connection_age_ms' does not begin with 'grpc.'"),
+        ("grpc.a=2147483648", "grpc.a is 2147483648. Give an integer from -2147483648 to 2147483647"),
+        ("grpc.so_reuseport=0", "grpc.so_reuseport is 0"),
+    ],
+)
+def test_channel_arguments_that_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_channel_arguments(text)
+    assert words in str(caught.value)
+
+
+def test_settings_that_contradict_the_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="grpc_port is not"):
+        ServerSettings.for_model_dir(tmp_path, grpc_socket_path=tmp_path / "s")
+    with pytest.raises(ConfigError, match="workers is 2"):
+        ServerSettings.for_model_dir(tmp_path, grpc_port=0, grpc_socket_path=tmp_path / "s", workers=2)
+    limit = parse_channel_arguments("grpc.max_receive_message_length=9")
+    with pytest.raises(ConfigError, match="max_body_bytes and the channel argument"):
+        ServerSettings.for_model_dir(tmp_path, grpc_port=0, grpc_channel_arguments=limit, max_body_bytes=9)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, **options: Any) -> AsyncIterator[ServingApp]:
+    """An application whose gRPC listens."""
+    make_version(folder / "m", 7)
+    settings = ServerSettings.for_model_dir(folder / "m", grpc_port=0, poll_seconds=0.02, **options)
+    app = create_app(settings, load=lambda _: DoublingServable())
+    await app.start_grpc()
+    app.repository.start()
+    async with asyncio.timeout(30):
+        while not app.repository.ready:
+            await asyncio.sleep(0.01)
+    try:
+        yield app
+    finally:
+        await app.stop_grpc()
+        app.executor.close()
+        await asyncio.to_thread(app.repository.stop)
+
+
+def address(path: Path) -> str:
+    return f"unix:{urllib.parse.quote(str(path))}"
+
+
+async def predict(target: str) -> None:
+    """A call over a connection of its own."""
+    message = predict_pb2.PredictRequest()
+    message.model_spec.name = "m"
+    message.inputs["x"].CopyFrom(tensor_pb2.TensorProto(dtype=9, int64_val=[3], tensor_shape={"dim": [{"size": 1}]}))
+    async with grpc.aio.insecure_channel(target) as channel:
+        method = channel.unary_unary(PREDICT, None, predict_pb2.PredictResponse.FromString)
+        response = await method(message.SerializeToString(), timeout=20)
+    assert list(response.outputs["y"].int64_val) == [6]
+
+
+def tcp(app: ServingApp) -> str:
+    assert app._grpc is not None
+    return f"127.0.0.1:{app._grpc._port}"
+
+
+async def leaves_ready(app: ServingApp, seconds: float) -> bool:
+    """True if the server ends the connection of an idle client within `seconds`."""
+    async with grpc.aio.insecure_channel(tcp(app)) as channel:
+        await channel.unary_unary(HEALTH)(b"", timeout=10)
+        changed = channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        try:
+            await asyncio.wait_for(changed, seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+def test_a_channel_argument_reaches_grpc(tmp_path: Path) -> None:
+    async def check() -> None:
+        arguments = parse_channel_arguments("grpc.max_connection_age_ms=300")
+        async with running(tmp_path, grpc_channel_arguments=arguments) as app:
+            assert await leaves_ready(app, 10)
+        async with running(tmp_path / "plain") as app:
+            assert not await leaves_ready(app, 1)
+
+    asyncio.run(check())
+
+
+def test_a_limit_of_messages_among_the_arguments_is_the_one_that_counts(tmp_path: Path) -> None:
+    async def code(app: ServingApp) -> Any:
+        async with grpc.aio.insecure_channel(tcp(app)) as channel:
+            try:
+                await channel.unary_unary(PREDICT)(b"\x0a\x00" * 100, timeout=20)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+
+    async def check() -> None:
+        arguments = parse_channel_arguments("grpc.max_receive_message_length=100")
+        async with running(tmp_path, grpc_channel_arguments=arguments) as app:
+            assert await code(app) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with running(tmp_path / "plain") as app:
+            assert await code(app) is not grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(check())
+
+
+def test_a_socket_answers_through_a_hand_over_and_is_gone_after_the_stop(tmp_path: Path) -> None:
+    """Every call opens a connection of its own, from the start to the end of the lame duck."""
+    folder = tmp_path / "a b%#?"
+    folder.mkdir()
+    path = folder / "s"
+
+    async def check() -> None:
+        async with running(tmp_path, grpc_socket_path=path) as app:
+            assert sorted(os.listdir(folder)) == ["s"]
+            calls = 0
+
+            async def call_until(done: asyncio.Event) -> None:
+                nonlocal calls
+                while not done.is_set():
+                    await predict(address(path))
+                    calls += 1
+
+            done = asyncio.Event()
+            clients = [asyncio.create_task(call_until(done)) for _ in range(4)]
+            while calls < 20:
+                await asyncio.sleep(0.01)
+            app.leave(hands_over=True)
+            assert app._grpc_leave is not None
+            await app._grpc_leave
+            before = calls
+            while calls < before + 20:
+                await asyncio.sleep(0.01)
+            done.set()
+            await asyncio.gather(*clients)
+            await predict(tcp(app))
+            assert sorted(os.listdir(folder)) == ["s"]
+        assert os.listdir(folder) == []
+
+    asyncio.run(check())
+
+
+def test_the_socket_of_another_server_stays(tmp_path: Path) -> None:
+    """A server that has taken the path meanwhile keeps it."""
+    path = tmp_path / "s"
+
+    async def check() -> None:
+        async with running(tmp_path, grpc_socket_path=path):
+            path.unlink()
+            with socket.socket(socket.AF_UNIX) as other:
+                other.bind(str(path))
+        assert path.is_socket()
+
+    asyncio.run(check())
+
+
+def test_the_socket_of_a_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ServingError, match="another server listens there"):
+            check_socket_path(path)
+    assert path.is_socket()
+
+    async def check() -> None:
+        async with running(tmp_path, grpc_socket_path=path):
+            await predict(address(path))
+
+    asyncio.run(check())
+
+
+def test_paths_that_are_refused(tmp_path: Path) -> None:
+    file, folder, link = tmp_path / "file", tmp_path / "folder", tmp_path / "link"
+    file.write_text("mine")
+    folder.mkdir()
+    link.symlink_to(file)
+    for path in (file, folder, link):
+        with pytest.raises(ServingError, match="it exists and is not a socket. It was not changed"):
+            check_socket_path(path)
+    assert file.read_text() == "mine"
+    with pytest.raises(ServingError, match="none is not a folder"):
+        check_socket_path(tmp_path / "none" / "s")
+    check_socket_path(tmp_path / "free")
+
+
+def test_the_longest_path_works_and_a_longer_one_is_refused(tmp_path: Path) -> None:
+    def path_of(size: int) -> Path:
+        return tmp_path / ("s" * (size - len(str(tmp_path)) - 1))
+
+    with pytest.raises(
+        ServingError, match=r"the path has 98 bytes. The most is 97\. Choose another path with --grpc-s"
+    ):
+        check_socket_path(path_of(98))
+    path = path_of(97)
+    check_socket_path(path)
+    unix = UnixSocket(path)
+    name = urllib.parse.unquote(unix.next_address().removeprefix("unix:"))
+    assert len(name) <= 107
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(name)
+        unix.publish()
+        assert path.is_socket()
+    unix.remove()
+    assert list(tmp_path.iterdir()) == []
