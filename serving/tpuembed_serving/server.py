@@ -38,8 +38,7 @@ def serve(settings: ServerSettings) -> None:
     prepare_tensorflow()
     check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
-    if settings.grpc_socket_path is not None:
-        check_socket_path(settings.grpc_socket_path)
+    takes_path = settings.grpc_socket_path is not None and check_socket_path(settings.grpc_socket_path)
     empty = [model for model in here if not _find_versions(model.base_path, _source(settings, model))]
     with (
         stop_on_signals() as stop,
@@ -50,6 +49,10 @@ def serve(settings: ServerSettings) -> None:
         log_to_stderr()
         if no_grpc:
             logger.warning("gRPC is off: %s", no_grpc)
+        if takes_path:
+            logger.warning(
+                "another server listens at %s. New connections will reach this one", settings.grpc_socket_path
+            )
         for model in empty:
             logger.warning("model %s: %s has no version yet. Waiting for one", model.name, model.base_path)
         if settings.workers > 1:

@@ -50,11 +50,11 @@ def _parse_argument(argument: str) -> ChannelArgument:
     return key, value
 
 
-def check_socket_path(path: Path) -> None:
-    """Check that a server may listen at `path`: nothing is there, or the socket of a server that has ended.
+def check_socket_path(path: Path) -> bool:
+    """Check that a server may listen at `path`. Returns True if it takes the path of another server that still runs.
 
     Raises:
-        ServingError: it may not.
+        ServingError: the path is too long, its folder is missing or not writable, or it is something else than a socket.
     """
     size = len(os.fsencode(path))
     if size > _LONGEST_BYTES:
@@ -66,11 +66,10 @@ def check_socket_path(path: Path) -> None:
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(mode):
         raise _refused(path, "it exists and is not a socket. It was not changed")
-    if _is_in_use(path):
-        raise _refused(path, "another server listens there")
+    return _is_in_use(path)
 
 
 class UnixSocket:

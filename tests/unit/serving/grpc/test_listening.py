@@ -203,18 +203,20 @@ def test_the_socket_of_another_server_stays(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_the_socket_of_a_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
+def test_a_socket_that_is_there_already_is_replaced(tmp_path: Path) -> None:
+    """As in TensorFlow Serving: of a server that runs, and of one that was killed."""
     path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(path))
-        other.listen()
-        with pytest.raises(ServingError, match="another server listens there"):
-            check_socket_path(path)
-    assert path.is_socket()
 
     async def check() -> None:
-        async with running(tmp_path, grpc_socket_path=path):
-            await predict(address(path))
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(path))
+        assert not check_socket_path(path)
+        async with running(tmp_path / "one", grpc_socket_path=path) as app:
+            assert check_socket_path(path)
+            async with running(tmp_path / "two", grpc_socket_path=path):
+                await app.stop_grpc()
+                await predict(address(path))
+        assert not path.exists()
 
     asyncio.run(check())
 
@@ -230,7 +232,7 @@ def test_paths_that_are_refused(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
     with pytest.raises(ServingError, match="none is not a folder"):
         check_socket_path(tmp_path / "none" / "s")
-    check_socket_path(tmp_path / "free")
+    assert not check_socket_path(tmp_path / "free")
 
 
 def test_the_longest_path_works_and_a_longer_one_is_refused(tmp_path: Path) -> None:
