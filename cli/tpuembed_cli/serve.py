@@ -1,5 +1,6 @@
 """`tpuembed serve`: a SavedModel folder over TensorFlow Serving's REST and gRPC APIs."""
 
+import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -181,8 +182,7 @@ def serve(
         _check_extra(() if no_grpc else _GRPC_PACKAGES)
     from tpuembed_serving import LoadSettings, ServerSettings
 
-    run = _print_tf_serving if prints else _serve
-
+    run = functools.partial(_print_tf_serving, context) if prints else _serve
     options["batching"] = take_batching(options)
     options["telemetry"] = take_telemetry(options)
     options["security"] = take_security(options)
@@ -208,10 +208,19 @@ def _serve(settings: "ServerSettings") -> None:
     run_server(settings)
 
 
-def _print_tf_serving(settings: "ServerSettings") -> None:
-    from tpuembed_serving.tf_serving.command import tf_serving_files
+def _print_tf_serving(context: click.Context, settings: "ServerSettings") -> None:
+    from tpuembed_serving.tf_serving.command import not_carried_over, tf_serving_files
 
-    click.echo(tf_serving_files(settings), nl=False)
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option)
+        and context.get_parameter_source(parameter.name or "") is not ParameterSource.DEFAULT
+    ]
+    files = {name: context.params[name] for name in ("batching_parameters_file", "monitoring_config_file")}
+    click.echo(tf_serving_files(settings, **files), nl=False)
+    for line in not_carried_over(settings, given):
+        click.echo(line, err=True)
 
 
 def _channel_arguments(text: str) -> Any:
