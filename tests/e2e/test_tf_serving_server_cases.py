@@ -74,7 +74,7 @@ NOT_HELD = {
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "serve-reference.md"
 PREDICT = "tensorflow/serving/predict"
-READY_SECONDS = 60.0
+READY_SECONDS = 120.0
 
 
 def test_every_case_is_a_test_or_has_a_reason() -> None:
@@ -322,7 +322,7 @@ def test_a_config_that_is_polled(started: dict[str, Server], models: Path) -> No
     server = started["polled"].ready()
     check_predict(server.prediction, 3.0, model="half_plus_two")
     server.log_path.with_name("polled.config").write_text(config_of(models, "half_plus_three"))
-    wait_for(lambda: b"AVAILABLE" in server.request("GET", "/v1/models/half_plus_three")[1], 10)
+    wait_for(lambda: b"AVAILABLE" in server.request("GET", "/v1/models/half_plus_three")[1])
     check_predict(server.prediction, 4.0, model="half_plus_three")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
@@ -10,14 +11,20 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
+from click.testing import CliRunner
 from tensorflow.core.framework import tensor_pb2
 from tensorflow_serving.apis import predict_pb2
 
 from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError, ServingError
+from tpuembed_cli.serve import serve
 from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.core.tls import TlsSettings
 from tpuembed_serving.grpc.listening import UnixSocket, check_socket_path, parse_channel_arguments
 from tpuembed_serving.http.app import ServingApp
+from tpuembed_serving.server import _reserve_grpc_port
 
 HEALTH = "/grpc.health.v1.Health/Check"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -70,6 +77,34 @@ def test_settings_that_contradict_the_options(tmp_path: Path) -> None:
         ServerSettings.for_model_dir(tmp_path, grpc_port=0, grpc_channel_arguments=limit, max_body_bytes=9)
 
 
+def test_a_server_with_a_socket_does_not_start_without_its_port(tmp_path: Path) -> None:
+    """The default port is optional, but not if the operator asked for gRPC."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = ServerSettings.for_model_dir(tmp_path, grpc_port=port, grpc_optional=True)
+        with _reserve_grpc_port(settings) as (found, fault):
+            assert found is None
+            assert "Choose another port" in fault
+        settings = dataclasses.replace(settings, grpc_socket_path=tmp_path / "s")
+        with pytest.raises(ServingError, match=f"cannot listen on 127.0.0.1 port {port}"), _reserve_grpc_port(settings):
+            pass
+
+
+def test_the_options_reach_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServerSettings] = []
+    monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
+    monkeypatch.chdir(tmp_path)
+    arguments = ("grpc.max_connection_age_ms=5", ("grpc.max_connection_age_ms", 5))
+    for dash in ("-", "_"):
+        options = [f"--grpc{dash}socket{dash}path", "s", f"--grpc{dash}channel{dash}arguments", arguments[0]]
+        result = CliRunner().invoke(serve, [str(tmp_path), *options])
+        assert result.exception is None, result.output
+    for settings in served:
+        assert (settings.grpc_socket_path, settings.grpc_optional) == (tmp_path / "s", False)
+        assert settings.grpc_channel_arguments == (arguments[1],)
+    assert len(served) == 2
+
+
 async def seen(condition: Callable[[], bool]) -> None:
     """Return once the condition holds, within 30 seconds."""
     async with asyncio.timeout(30):
@@ -98,12 +133,17 @@ def address(path: Path) -> str:
     return f"unix:{urllib.parse.quote(str(path))}"
 
 
-async def predict(target: str) -> None:
-    """A call over a connection of its own."""
+async def predict(target: str, authority: Path | None = None) -> None:
+    """A call over a connection of its own, with TLS if there is the file of an authority."""
     message = predict_pb2.PredictRequest()
     message.model_spec.name = "m"
     message.inputs["x"].CopyFrom(tensor_pb2.TensorProto(dtype=9, int64_val=[3], tensor_shape={"dim": [{"size": 1}]}))
-    async with grpc.aio.insecure_channel(target) as channel:
+    if authority is None:
+        opened = grpc.aio.insecure_channel(target)
+    else:
+        credentials = grpc.ssl_channel_credentials(authority.read_bytes())
+        opened = grpc.aio.secure_channel(target, credentials, [("grpc.ssl_target_name_override", "localhost")])
+    async with opened as channel:
         method = channel.unary_unary(PREDICT, None, predict_pb2.PredictResponse.FromString)
         response = await method(message.SerializeToString(), timeout=20)
     assert list(response.outputs["y"].int64_val) == [6]
@@ -185,6 +225,22 @@ def test_a_socket_answers_through_a_hand_over_and_is_gone_after_the_stop(tmp_pat
             await predict(tcp(app))
             assert list(folder.iterdir()) == [path]
         assert list(folder.iterdir()) == []
+
+    asyncio.run(check())
+
+
+def test_tls_covers_the_socket(tmp_path: Path) -> None:
+    authority, path = trustme.CA(), tmp_path / "s"
+    authority.cert_pem.write_to_path(tmp_path / "ca")
+    authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(tmp_path / "pem")
+    security = SecuritySettings(tls=TlsSettings(certificate=tmp_path / "pem", key=tmp_path / "pem"))
+
+    async def check() -> None:
+        async with running(tmp_path, grpc_socket_path=path, security=security):
+            await predict(address(path), tmp_path / "ca")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await predict(address(path))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(check())
 
