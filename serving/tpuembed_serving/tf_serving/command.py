@@ -63,7 +63,7 @@ _WHY: Final[Mapping[str, str]] = {
     "--max-queued-requests": "TensorFlow Serving has max_enqueued_batches of its batching parameters",
     "--max-batch-rows": "TensorFlow Serving has max_batch_size of its batching parameters",
     "--lame-duck-seconds": "TensorFlow Serving has no lame duck",
-    "--drain-seconds": "TensorFlow Serving does not limit the time of its stop",
+    "--drain-seconds": "TensorFlow Serving ends at once on SIGTERM",
     "--prewarm": "TensorFlow Serving does not read mapped tables before a version is available",
     "--random-access": "TensorFlow Serving does not change the readahead of mapped tables",
     "--verify-on-load": "TensorFlow Serving does not compare files with their checksums",
