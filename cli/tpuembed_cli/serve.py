@@ -1,5 +1,6 @@
 """`tpuembed serve`: a SavedModel folder over TensorFlow Serving's REST and gRPC APIs."""
 
+import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from tpuembed.errors import MissingExtraError
+from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.options import FOLDER
 from tpuembed_cli.security_options import security_options, take_security
@@ -40,6 +41,19 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--rest-port", type=click.IntRange(0, 65535), default=8501, show_default=True, help="0 picks a free one.")
 @click.option(
     "--grpc-port", type=click.IntRange(0, 65535), help=f"0 picks a free one.  [default: {_GRPC_PORT}, if it is free]"
+)
+@click.option(
+    "--grpc-socket-path",
+    "--grpc_socket_path",
+    type=click.Path(path_type=Path),
+    help="A Unix socket on which gRPC listens too; needs one worker.",
+)
+@click.option(
+    "--grpc-channel-arguments",
+    "--grpc_channel_arguments",
+    metavar="KEY=VALUE,...",
+    callback=lambda _, __, text: () if text is None else _channel_arguments(text),
+    help="gRPC's channel arguments, such as grpc.max_connection_age_ms=2000.",
 )
 @click.option("--no-grpc", is_flag=True, help="Serve only the REST API.")
 @click.option("--config", type=click.Path(path_type=Path), help="A models.config, instead of MODEL_DIR.")
@@ -162,13 +176,13 @@ def serve(
         raise click.UsageError(f"--target needs --backend {_TF_SERVING}")
     else:
         _check_what(model_dir, name, config, options["config_poll_seconds"])
-    options |= _grpc_options(grpc_port, no_grpc)
+    socket_path, arguments = options.pop("grpc_socket_path"), options.pop("grpc_channel_arguments")
+    options |= _grpc_options(grpc_port, no_grpc, socket_path, arguments, options["workers"])
     if not prints:
         _check_extra(() if no_grpc else _GRPC_PACKAGES)
     from tpuembed_serving import LoadSettings, ServerSettings
 
-    run = _print_tf_serving if prints else _serve
-
+    run = functools.partial(_print_tf_serving, context) if prints else _serve
     options["batching"] = take_batching(options)
     options["telemetry"] = take_telemetry(options)
     options["security"] = take_security(options)
@@ -194,19 +208,51 @@ def _serve(settings: "ServerSettings") -> None:
     run_server(settings)
 
 
-def _print_tf_serving(settings: "ServerSettings") -> None:
-    from tpuembed_serving.tf_serving.command import tf_serving_files
+def _print_tf_serving(context: click.Context, settings: "ServerSettings") -> None:
+    from tpuembed_serving.tf_serving.command import not_carried_over, tf_serving_files
 
-    click.echo(tf_serving_files(settings), nl=False)
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option)
+        and context.get_parameter_source(parameter.name or "") is not ParameterSource.DEFAULT
+    ]
+    files = {name: context.params[name] for name in ("batching_parameters_file", "monitoring_config_file")}
+    click.echo(tf_serving_files(settings, **files), nl=False)
+    for line in not_carried_over(settings, given):
+        click.echo(line, err=True)
 
 
-def _grpc_options(port: int | None, off: bool) -> dict[str, Any]:
+def _channel_arguments(text: str) -> Any:
+    """Return gRPC's channel arguments, or raise BadParameter."""
+    from tpuembed_serving.grpc.listening import parse_channel_arguments
+
+    try:
+        return parse_channel_arguments(text)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _grpc_options(
+    port: int | None, off: bool, socket_path: Path | None, arguments: Any, workers: int
+) -> dict[str, Any]:
     """Return the gRPC options. The default port is optional: a server for REST clients works without it."""
-    if off and port is not None:
-        raise click.UsageError("--grpc-port and --no-grpc contradict each other. Leave one out.")
+    given = {"--grpc-port": port, "--grpc-socket-path": socket_path, "--grpc-channel-arguments": arguments}
+    for option, value in given.items():
+        if off and value not in (None, ()):
+            raise click.UsageError(f"{option} and --no-grpc contradict each other. Leave one out.")
     if off:
         return {"grpc_port": None}
-    return {"grpc_port": _GRPC_PORT if port is None else port, "grpc_optional": port is None}
+    if socket_path is not None and workers > 1:
+        raise click.UsageError(
+            f"--grpc-socket-path and --workers {workers}: processes cannot share a Unix socket. Leave one out."
+        )
+    return {
+        "grpc_port": _GRPC_PORT if port is None else port,
+        "grpc_optional": port is None and socket_path is None,
+        "grpc_socket_path": None if socket_path is None else socket_path.absolute(),
+        "grpc_channel_arguments": arguments,
+    }
 
 
 def _check_what(model_dir: Path | None, name: str | None, config: Path | None, poll_seconds: float | None) -> None:

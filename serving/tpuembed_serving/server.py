@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tpuembed.errors import ServingError
+from tpuembed_serving.grpc.listening import check_socket_path
 from tpuembed_serving.http.app import create_app
 from tpuembed_serving.http.server import log_to_stderr, prepare_tensorflow, run_app
 from tpuembed_serving.models.config_file import ConfigFile
@@ -31,11 +32,13 @@ def serve(settings: ServerSettings) -> None:
     The ports are bound at once. The models load in the background. Progress is logged to stderr.
 
     Raises:
-        ServingError: a model's folder is missing, unreadable, or not a folder of versions; or a port cannot be bound.
+        ServingError: a model's folder is missing, unreadable, or not a folder of versions; or a port or the Unix socket
+            cannot be bound.
     """
     prepare_tensorflow()
     check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
+    takes_path = settings.grpc_socket_path is not None and check_socket_path(settings.grpc_socket_path)
     empty = [model for model in here if not _find_versions(model.base_path, _source(settings, model))]
     with (
         stop_on_signals() as stop,
@@ -46,6 +49,10 @@ def serve(settings: ServerSettings) -> None:
         log_to_stderr()
         if no_grpc:
             logger.warning("gRPC is off: %s", no_grpc)
+        if takes_path:
+            logger.warning(
+                "another server listens at %s. New connections will reach this one", settings.grpc_socket_path
+            )
         for model in empty:
             logger.warning("model %s: %s has no version yet. Waiting for one", model.name, model.base_path)
         if settings.workers > 1:
@@ -129,7 +136,7 @@ def _reserve_grpc_port(settings: ServerSettings) -> Iterator[tuple[int | None, s
                 held = stack.enter_context(reserve(settings.host, settings.grpc_port, "--grpc-port"))
                 port = int(held.getsockname()[1])
         except ServingError as error:
-            if not settings.grpc_optional:
+            if not settings.grpc_optional or settings.grpc_socket_path is not None:
                 raise
             fault = str(error)
         yield port, fault
@@ -145,3 +152,5 @@ def _announce(settings: ServerSettings) -> None:
         logger.info("no model to serve yet, listening at http://%s:%d", shown, settings.rest_port)
     if settings.grpc_port is not None:
         logger.info("gRPC at %s:%d", shown, settings.grpc_port)
+    if settings.grpc_socket_path is not None:
+        logger.info("gRPC also at unix:%s", settings.grpc_socket_path)

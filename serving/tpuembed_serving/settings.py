@@ -10,6 +10,7 @@ from tpuembed.errors import ConfigError
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.checks import check_positive
 from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.grpc.listening import ChannelArgument
 from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
 
 __all__ = [
@@ -138,6 +139,8 @@ class ServerSettings:
         host, rest_port: the address of the REST API; port 0 picks a free port.
         grpc_port: the port of the gRPC API on the same host; None is off.
         grpc_optional: serve without gRPC if its port is in use.
+        grpc_socket_path: a Unix socket at which gRPC listens too; None is none.
+        grpc_channel_arguments: gRPC's channel arguments, such as ("grpc.max_connection_age_ms", 2000).
         poll_seconds: the pause between two polls of the models' folders.
         rest_timeout_ms: the longest duration of a request, which is then answered 504.
         run_threads: how many TensorFlow runs are in progress at once.
@@ -168,6 +171,8 @@ class ServerSettings:
     rest_port: int = 8501
     grpc_port: int | None = None
     grpc_optional: bool = False
+    grpc_socket_path: Path | None = None
+    grpc_channel_arguments: tuple[ChannelArgument, ...] = ()
     poll_seconds: float = 1.0
     rest_timeout_ms: int = 30_000
     run_threads: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
@@ -202,6 +207,21 @@ class ServerSettings:
             raise ConfigError(f"lame_duck_seconds is {self.lame_duck_seconds:g}. Give 0 (close at once) or more")
         for name in ("max_body_bytes", "config_poll_seconds"):
             check_positive(name, getattr(self, name))
+        self._check_grpc()
+
+    def _check_grpc(self) -> None:
+        if self.grpc_socket_path is not None and self.grpc_port is None:
+            raise ConfigError("grpc_socket_path is given, but grpc_port is not, so gRPC is off. Give grpc_port as well")
+        if self.grpc_socket_path is not None and self.workers > 1:
+            raise ConfigError(
+                f"grpc_socket_path is given, and workers is {self.workers}. Processes cannot share a Unix socket. "
+                "Give one worker, or no grpc_socket_path"
+            )
+        if self.max_body_bytes is not None and "grpc.max_receive_message_length" in dict(self.grpc_channel_arguments):
+            raise ConfigError(
+                "max_body_bytes and the channel argument grpc.max_receive_message_length both limit gRPC requests. "
+                "Give one of them"
+            )
 
     @classmethod
     def for_target(cls, target: str, *, name: str, **options: Any) -> "ServerSettings":

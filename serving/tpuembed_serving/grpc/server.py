@@ -15,7 +15,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
@@ -30,6 +31,7 @@ from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
+from tpuembed_serving.grpc.listening import ChannelArgument, UnixSocket
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.workers.sockets import listeners_of_port, refuse_new_connections
@@ -86,14 +88,18 @@ class _Port:
         self._stopped: asyncio.Task[None] | None = None
         self.is_given_up = False
 
-    async def start(self, host: str, port: int, tls: TlsSettings | None) -> int:
+    async def start(self, host: str, port: int, tls: TlsSettings | None, unix: UnixSocket | None) -> int:
         """Listen, and return the port. See GrpcServer.start."""
         others = {one.fileno(): one for one in listeners_of_port(port)} if port else {}
         inodes = {os.fstat(number).st_ino for number in others}
         for one in others.values():
             one.close()
+        if unix is not None:  # first: if it fails, this server does not share the port
+            _add_port(self._server, unix.next_address(), tls, "path with --grpc-socket-path")
         bound = _bind(self._server, host, port, tls)
         await self._server.start()
+        if unix is not None:
+            unix.publish()
         for one in listeners_of_port(bound):
             if os.fstat(one.fileno()).st_ino in inodes:
                 one.close()
@@ -149,26 +155,36 @@ class GrpcServer:
         self._loading: asyncio.Task[_Methods] | None = None
         self._open: Callable[[int], Awaitable[tuple[_Port, int]]] | None = None
         self._port = 0
+        self._unix: UnixSocket | None = None
         self._current: _Port | None = None
         self._retired: list[_Port] = []
         self._health = _Health(pipeline.service)
 
     async def start(
-        self, host: str, port: int, max_request_bytes: int | None = None, security: SecuritySettings = _OPEN
+        self,
+        host: str,
+        port: int,
+        max_request_bytes: int | None = None,
+        security: SecuritySettings = _OPEN,
+        *,
+        socket_path: Path | None = None,
+        channel_arguments: Sequence[ChannelArgument] = (),
     ) -> int:
-        """Listen, and return the port. Port 0 is any free port.
+        """Listen, and return the port. Port 0 is any free port. Listen at a Unix socket too if `socket_path` is given.
 
         Raises:
-            ServingError: the port cannot be bound.
+            ServingError: the port or the socket cannot be bound.
         """
-        options = [
-            ("grpc.max_receive_message_length", max_request_bytes or _INT32_MAX),
-            ("grpc.max_send_message_length", _INT32_MAX),
-        ]
+        options: dict[str, int | str] = {  # of an argument that is given twice, gRPC uses the first
+            "grpc.max_receive_message_length": max_request_bytes or _INT32_MAX,
+            "grpc.max_send_message_length": _INT32_MAX,
+            **dict(channel_arguments),
+        }
+        unix = self._unix = None if socket_path is None else UnixSocket(socket_path)
         interceptors = [_KeyInterceptor(security.api_keys, self._telemetry)] if security.api_keys else []
 
         async def open_port(number: int) -> tuple[_Port, int]:
-            server = grpc.aio.server(options=options, interceptors=interceptors)
+            server = grpc.aio.server(options=list(options.items()), interceptors=interceptors)
             opened = _Port(server)
             for service, names in _METHODS.items():
                 handlers = {
@@ -177,7 +193,7 @@ class GrpcServer:
                 server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection((*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-            return opened, await opened.start(host, number, security.tls)
+            return opened, await opened.start(host, number, security.tls, unix)
 
         self._open = open_port
         await self._health.begin()
@@ -206,6 +222,8 @@ class GrpcServer:
         current, self._current = self._current, None
         until = time.monotonic() + grace_seconds
         await self._health.enter_graceful_shutdown()
+        if self._unix is not None:
+            self._unix.remove()
         await current.retire(grace_seconds)
         self._health.end_watches()
         await asyncio.gather(*(port.end(until) for port in (*self._retired, current)))
@@ -324,13 +342,16 @@ def _as_bytes(metadata: Any) -> Headers:
 
 
 def _bind(server: Any, host: str, port: int, tls: TlsSettings | None) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return _add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls, "port with --grpc-port")
+
+
+def _add_port(server: Any, address: str, tls: TlsSettings | None, other: str) -> int:
     try:
         if tls is not None:
             return int(server.add_secure_port(address, tls.grpc_credentials()))
         return int(server.add_insecure_port(address))
     except RuntimeError:
-        raise ServingError(f"cannot listen on {address} for gRPC. Choose another port with --grpc-port") from None
+        raise ServingError(f"cannot listen on {address} for gRPC. Choose another {other}") from None
 
 
 class _Health(health.aio.HealthServicer):

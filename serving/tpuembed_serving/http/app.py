@@ -117,7 +117,14 @@ class ServingApp(FastAPI):
             from tpuembed_serving.grpc.server import GrpcServer
 
             self._grpc = GrpcServer(self.pipeline, self.repository, self.telemetry)
-            await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes, settings.security)
+            await self._grpc.start(
+                settings.host,
+                settings.grpc_port,
+                settings.max_body_bytes,
+                settings.security,
+                socket_path=settings.grpc_socket_path,
+                channel_arguments=settings.grpc_channel_arguments,
+            )
 
     def leave(self, *, hands_over: bool) -> None:
         """Report the coming stop in health checks, and with `hands_over` to gRPC clients. Requests are still answered."""

@@ -14,6 +14,8 @@ from tpuembed_serving.settings import ModelSettings
 __all__ = ["FieldError", "models_from_message", "parse_models", "read_models"]
 
 _PLATFORM = "tensorflow"
+_PARSING = "Error parsing text-format tensorflow.serving.ModelServerConfig"
+"""What TensorFlow Serving logs then."""
 _UNSPECIFIED, _TENSORFLOW = 0, 1
 """Values of the deprecated enumeration ModelType."""
 
@@ -59,7 +61,8 @@ def parse_models(text: str, source: str) -> tuple[ModelSettings, ...]:
         message = text_format.Parse(text, model_server_config_pb2.ModelServerConfig())
     except text_format.ParseError as error:
         where = f"line {error.GetLine() or 1}, column {error.GetColumn() or 1}"
-        raise ConfigError(f"config {source}, {where}: {_reason(error)}") from None
+        text = f"{_PARSING}: {_reason(error)}"
+        raise ConfigError(f"config {source}, {where}: {text}") from None
     if message.WhichOneof("config") is None:
         raise ConfigError(
             f"config {source}: has no model_config_list. To serve no model, write: model_config_list {{}}"

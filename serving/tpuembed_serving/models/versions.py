@@ -13,6 +13,7 @@ __all__ = ["GRAPH_FILE", "INDEX_FILE", "check_files", "find_versions", "fingerpr
 INDEX_FILE = Path("variables") / "variables.index"
 
 _EXTRA = MANIFEST_PATH.parent
+_LITE_FILE = "model.tflite"
 _LOOKED_AT = (Path(), GRAPH_FILE, INDEX_FILE.parent, INDEX_FILE, _EXTRA, MANIFEST_PATH)
 
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
@@ -61,6 +62,11 @@ def check_files(version_dir: Path) -> Manifest | None:
             variables' index has another checksum.
     """
     if not (version_dir / GRAPH_FILE).is_file():
+        if (version_dir / _LITE_FILE).is_file():
+            reason = (
+                f"{GRAPH_FILE} is missing, and {_LITE_FILE} is there. This server runs SavedModels, not TFLite models"
+            )
+            raise StatusError(Code.NOT_FOUND, f"version {version_dir.name}: {reason}. Save the model as a SavedModel")
         raise StatusError(
             Code.NOT_FOUND, f"version {version_dir.name}: {GRAPH_FILE} is missing. Write the version again"
         )

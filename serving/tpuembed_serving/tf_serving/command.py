@@ -5,7 +5,7 @@ Flags: tensorflow_serving/model_servers/main.cc; the container's: tensorflow_ser
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -18,76 +18,164 @@ from tpuembed_serving.models.policies import AllVersions, LatestVersions, Specif
 from tpuembed_serving.models.versions import find_versions
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 
-__all__ = ["IMAGE", "tf_serving_files"]
+__all__ = ["IMAGE", "not_carried_over", "tf_serving_files"]
 
 IMAGE: Final = "tensorflow/serving:2.19.1"
 _CONFIG: Final = PurePosixPath("models.config")
 _IN_CONTAINER: Final = PurePosixPath("/models")
+_SETTINGS: Final = PurePosixPath("/settings")
+_SOCKETS: Final = PurePosixPath("/sockets")
 _GRPC_PORT, _REST_PORT = 8500, 8501
+_ALL_ADDRESSES: Final = ("0.0.0.0", "::")
+_CARRIED: Final = frozenset(
+    {
+        *("--name", "--config", "--config-poll-seconds"),
+        *("--rest-port", "--grpc-port", "--grpc-socket-path"),
+        *("--grpc-channel-arguments", "--poll-seconds", "--rest-timeout-ms"),
+        *("--max-load-retries", "--load-retry-seconds", "--listen-when-loaded"),
+        *("--allow-version-labels-for-unavailable-models", "--enable-batching", "--batching-parameters-file"),
+        *("--enable-per-model-batching-parameters", "--monitoring-config-file", "--enable-cors"),
+        *("--backend", "--print-tf-serving"),
+    }
+)
+"""Options whose setting the output has. TensorFlow Serving always listens when its models are loaded."""
+_NO_LIMIT: Final = "TensorFlow Serving has no such limit"
+_NO_TLS: Final = (
+    "TensorFlow Serving reads keys and certificates from the file of its --ssl_config_file, for gRPC alone. Its REST API "
+    "has no TLS"
+)
+_WHY: Final[Mapping[str, str]] = {
+    "--api-key-file": "TensorFlow Serving has no API keys",
+    **dict.fromkeys(("--tls-cert", "--tls-key", "--tls-client-ca"), _NO_TLS),
+    **dict.fromkeys(
+        (
+            *("--max-body-bytes", "--max-connections", "--max-header-bytes", "--max-rows"),
+            *("--max-json-depth", "--receive-seconds"),
+        ),
+        _NO_LIMIT,
+    ),
+    "--metrics": "TensorFlow Serving reads a file for its metrics. Give --monitoring-config-file instead",
+    "--access-log": "TensorFlow Serving has no access log",
+    "--otel": "TensorFlow Serving exports no OpenTelemetry traces",
+    "--host": "TensorFlow Serving listens on all addresses",
+    "--workers": "TensorFlow Serving is one process",
+    "--run-threads": "TensorFlow Serving has --tensorflow_inter_op_parallelism and num_batch_threads of its batching parameters",
+    "--max-queued-requests": "TensorFlow Serving has max_enqueued_batches of its batching parameters",
+    "--max-batch-rows": "TensorFlow Serving has max_batch_size of its batching parameters",
+    "--lame-duck-seconds": "TensorFlow Serving has no lame duck",
+    "--drain-seconds": "TensorFlow Serving ends at once on SIGTERM",
+    "--prewarm": "TensorFlow Serving does not read mapped tables before a version is available",
+    "--random-access": "TensorFlow Serving does not change the readahead of mapped tables",
+    "--verify-on-load": "TensorFlow Serving does not compare files with their checksums",
+    "--no-grpc": f"TensorFlow Serving does not start without gRPC. The command has port {_GRPC_PORT}",
+}
 
 
-def tf_serving_files(settings: ServerSettings) -> str:
+def not_carried_over(settings: ServerSettings, given: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each option that `tf_serving_files` cannot express, or not exactly.
+
+    Args:
+        settings: what the options were read as.
+        given: the options that were given, such as "--api-key-file".
+    """
+    given = set(given)
+    carried = set(_CARRIED)
+    if settings.host in _ALL_ADDRESSES:
+        carried.add("--host")
+    if settings.workers == 1:
+        carried.add("--workers")
+    reasons = {option: _WHY.get(option, "TensorFlow Serving has no such option") for option in given - carried}
+    for option, port, default in (
+        ("--rest-port", settings.rest_port, _REST_PORT),
+        ("--grpc-port", settings.grpc_port, _GRPC_PORT),
+    ):
+        if option in given and port == 0:
+            reasons[f"{option} 0"] = f"port 0 of TensorFlow Serving is off. The command has port {default}"
+    for option, seconds in (
+        ("--poll-seconds", settings.poll_seconds),
+        ("--config-poll-seconds", settings.config_poll_seconds),
+    ):
+        if option in given and seconds is not None and seconds != _whole(seconds):
+            reasons[f"{option} {seconds:g}"] = (
+                f"TensorFlow Serving takes whole seconds. The output has {_whole(seconds)}"
+            )
+    for option, reason in sorted(reasons.items()):
+        yield f"not carried over: {option} ({reason})"
+
+
+def tf_serving_files(
+    settings: ServerSettings,
+    *,
+    batching_parameters_file: Path | None = None,
+    monitoring_config_file: Path | None = None,
+) -> str:
     """Return a text of three parts, each after a line of `#`: a command, a models.config, a compose file.
 
-    Comments name the settings that TensorFlow Serving has no flag for, and the versions whose mapped tables it would not
-    find.
+    A comment names the addresses on which TensorFlow Serving listens, and others the versions whose mapped tables it would
+    not find. `not_carried_over` has the settings that TensorFlow Serving has no flag for.
+
+    Args:
+        settings: the settings of the server.
+        batching_parameters_file: the file of `settings.batching.parameters`.
+        monitoring_config_file: the file of `settings.telemetry.metrics_path`.
 
     Raises:
         ServingError: a model's folder cannot be read.
     """
-    notes = [*_unknown(settings), *(note for model in settings.models for note in _mapped_elsewhere(model))]
+    files = {
+        "--batching_parameters_file": batching_parameters_file,
+        "--monitoring_config_file": monitoring_config_file,
+    }
+    here = {flag: path.absolute() for flag, path in files.items() if path is not None}
+    notes = [note for model in settings.models for note in _mapped_elsewhere(model)]
+    if settings.host not in _ALL_ADDRESSES:
+        notes.insert(0, "TensorFlow Serving listens on all addresses. Publish its ports on the address that you want")
     parts = [
         *(f"# Note: {note}" for note in notes),
         f"# The command, where {_CONFIG} lies in the current folder:",
-        shlex.join(_command(settings)),
+        shlex.join(_command(settings, here)),
         f"# {_CONFIG}:",
         _models_config(settings.models, [model.base_path for model in settings.models]),
         f"# compose.yaml, with a {_CONFIG} of its own inside:",
         # A dollar sign begins a variable in a compose file.
-        yaml.safe_dump(_compose(settings), sort_keys=False).rstrip().replace("$", "$$"),
+        yaml.safe_dump(_compose(settings, here), sort_keys=False).rstrip().replace("$", "$$"),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _command(settings: ServerSettings) -> list[str]:
-    grpc_port = settings.grpc_port if settings.grpc_port is not None else 0
-    ports = [f"--port={grpc_port}", f"--rest_api_port={settings.rest_port}"]
-    return ["tensorflow_model_server", *ports, f"--model_config_file={_CONFIG}", *_flags(settings)]
+def _command(settings: ServerSettings, files: Mapping[str, Path]) -> list[str]:
+    # Port 0 is off in TensorFlow Serving. Without gRPC it does not start (server.cc).
+    ports = [f"--port={settings.grpc_port or _GRPC_PORT}", f"--rest_api_port={settings.rest_port or _REST_PORT}"]
+    named = [f"{flag}={path}" for flag, path in files.items()]
+    if settings.grpc_socket_path is not None:
+        named.append(f"--grpc_socket_path={settings.grpc_socket_path}")
+    return ["tensorflow_model_server", *ports, f"--model_config_file={_CONFIG}", *_flags(settings), *named]
 
 
 def _flags(settings: ServerSettings) -> Iterator[str]:
     """Yield the flags of both the command and the container."""
     yield f"--rest_api_timeout_in_ms={settings.rest_timeout_ms}"
-    yield f"--file_system_poll_wait_seconds={max(1, round(settings.poll_seconds))}"
+    yield f"--file_system_poll_wait_seconds={_whole(settings.poll_seconds)}"
     yield f"--max_num_load_retries={settings.load.max_retries}"
     yield f"--load_retry_interval_micros={round(settings.load.retry_seconds * 1e6)}"
     yield "--enable_model_warmup=true"
     if settings.load.labels_for_unavailable or any(model.labels for model in settings.models):
         yield "--allow_version_labels_for_unavailable_models=true"  # without it, labels of a first config are refused
     if settings.config_poll_seconds is not None:
-        yield f"--model_config_file_poll_wait_seconds={max(1, round(settings.config_poll_seconds))}"
+        yield f"--model_config_file_poll_wait_seconds={_whole(settings.config_poll_seconds)}"
     if settings.batching.enabled:
         yield "--enable_batching=true"
     if settings.batching.per_model:
         yield "--enable_per_model_batching_parameters=true"
+    if settings.security.cors:
+        yield "--rest_api_enable_cors_support=true"
+    if settings.grpc_channel_arguments:
+        yield "--grpc_channel_arguments=" + ",".join(f"{key}={value}" for key, value in settings.grpc_channel_arguments)
 
 
-def _unknown(settings: ServerSettings) -> Iterator[str]:
-    """Yield notes about the settings that TensorFlow Serving does not have, or takes in another way."""
-    asked = {
-        "--workers": settings.workers > 1,
-        "--prewarm": settings.prewarm,
-        "--random-access": settings.random_access,
-        "--verify-on-load": settings.verify_on_load,
-        "--lame-duck-seconds": settings.lame_duck_seconds != ServerSettings.lame_duck_seconds,
-        "--max-body-bytes": settings.max_body_bytes is not None,
-        "--host": settings.host not in ("0.0.0.0", "::"),
-    }
-    words = {"--host": "it listens on all addresses. Publish its ports on the address that you want"}
-    for option in (option for option, is_asked in asked.items() if is_asked):
-        yield f"TensorFlow Serving has no {option}: {words.get(option, 'the option is ignored')}"
-    if settings.batching.parameters is not None:
-        yield "add --batching_parameters_file=FILE with the file of --batching-parameters-file"
+def _whole(seconds: float) -> int:
+    """Return the whole number of seconds that TensorFlow Serving takes."""
+    return max(1, round(seconds))
 
 
 def _mapped_elsewhere(model: ModelSettings) -> Iterator[str]:
@@ -147,21 +235,33 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _compose(settings: ServerSettings) -> dict[str, Any]:
+def _compose(settings: ServerSettings, files: Mapping[str, Path]) -> dict[str, Any]:
     inside = [_IN_CONTAINER / model.name for model in settings.models]
     config = _models_config(settings.models, inside)
-    ports = [f"127.0.0.1:{settings.rest_port}:{_REST_PORT}"]
+    ports = [f"127.0.0.1:{settings.rest_port or _REST_PORT}:{_REST_PORT}"]
     if settings.grpc_port is not None:
-        ports.append(f"127.0.0.1:{settings.grpc_port}:{_GRPC_PORT}")
+        ports.append(f"127.0.0.1:{settings.grpc_port or _GRPC_PORT}:{_GRPC_PORT}")
+    flags = [*_flags(settings), *(f"{flag}={_inside(flag)}" for flag in files)]
+    mounts = [_mount(model.base_path, place) for model, place in zip(settings.models, inside, strict=True)]
+    mounts += [_mount(path, _inside(flag)) for flag, path in files.items()]
+    if settings.grpc_socket_path is not None:
+        flags.append(f"--grpc_socket_path={_SOCKETS / settings.grpc_socket_path.name}")
+        mounts.append({**_mount(settings.grpc_socket_path.parent, _SOCKETS), "read_only": False})
     service = {
         "image": IMAGE,
-        "command": [f"--model_config_file={_IN_CONTAINER / _CONFIG}", *_flags(settings)],
+        "command": [f"--model_config_file={_IN_CONTAINER / _CONFIG}", *flags],
         "configs": [{"source": "models", "target": str(_IN_CONTAINER / _CONFIG)}],
-        "volumes": [
-            {"type": "bind", "source": str(model.base_path), "target": str(place), "read_only": True}
-            for model, place in zip(settings.models, inside, strict=True)
-        ],
+        "volumes": mounts,
         "ports": ports,
         "read_only": True,
     }
     return {"services": {"tf-serving": service}, "configs": {"models": {"content": config}}}
+
+
+def _inside(flag: str) -> PurePosixPath:
+    """Return the path in the container of a flag's file."""
+    return _SETTINGS / flag.removeprefix("--")
+
+
+def _mount(source: Path, target: PurePosixPath) -> dict[str, Any]:
+    return {"type": "bind", "source": str(source), "target": str(target), "read_only": True}

@@ -81,10 +81,15 @@ SOUND = 'base_path: "/m" model_platform: "tensorflow"'
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ('nam: "x"', 'line 3, column 15: Message type "tensorflow.serving.ModelConfig" has no field named "nam".'),
+        (
+            'nam: "x"',
+            "line 3, column 15: Error parsing text-format tensorflow.serving.ModelServerConfig: Message type "
+            '"tensorflow.serving.ModelConfig" has no field named "nam".',
+        ),
         (
             'name: "n"',
-            'line 3, column 21: Message type "tensorflow.serving.ModelConfig" should not have multiple "name"',
+            "line 3, column 21: Error parsing text-format tensorflow.serving.ModelServerConfig: Message type "
+            '"tensorflow.serving.ModelConfig" should not have multiple "name"',
         ),
         (
             f'model_platform: "tensorflow"\n\n base_path: "m"\n {SOUND[:0]}',
@@ -130,7 +135,8 @@ SOUND = 'base_path: "/m" model_platform: "tensorflow"'
         ),
         (
             f"{SOUND}\nmodel_version_policy {{ all {{}} latest {{}} }}",
-            'line 4, column 31: Field "latest" is specified along with field "all"',
+            "line 4, column 31: Error parsing text-format tensorflow.serving.ModelServerConfig: "
+            'Field "latest" is specified along with field "all"',
         ),
         (
             f'{SOUND}\nversion_labels {{ key: "a" value: 1 }}\nversion_labels {{ key: "a" value: 2 }}',
@@ -156,7 +162,7 @@ def test_what_is_refused_by_line_and_name(body: str, message: str) -> None:
 def test_an_open_brace_and_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "models.config"
     path.write_text("model_config_list {", encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"^config {path}, line 1, column \d+: Expected"):
+    with pytest.raises(ConfigError, match=rf"^config {path}, line 1, column \d+: Error parsing .*: Expected"):
         read_models(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=f"^config {path}: is not UTF-8 text. Save it as UTF-8$"):
