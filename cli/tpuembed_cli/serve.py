@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
-from tpuembed_cli.options import FOLDER
+from tpuembed_cli.options import FOLDER, SIZE
 from tpuembed_cli.security_options import security_options, take_security
 from tpuembed_cli.telemetry_options import take_telemetry, telemetry_options
 
@@ -58,7 +58,10 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option("--no-grpc", is_flag=True, help="Serve only the REST API.")
 @click.option("--config", type=click.Path(path_type=Path), help="A models.config, instead of MODEL_DIR.")
 @click.option(
-    "--config-poll-seconds", type=_POSITIVE_FLOAT, help="How often --config is read again.  [default: it is read once]"
+    "--config-poll-seconds",
+    type=click.FloatRange(min=0),
+    callback=lambda _, __, seconds: seconds or None,
+    help="How often --config is read again; 0 is never.  [default: 0]",
 )
 @click.option("--workers", type=_POSITIVE, default=1, show_default=True, help="Processes that share the ports.")
 @click.option(
@@ -99,6 +102,13 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--max-queued-requests", type=_POSITIVE, default=1000, show_default=True, help="More waiting are answered 503."
 )
 @click.option("--max-body-bytes", type=_POSITIVE, help="Larger request bodies are answered 413.  [default: no limit]")
+@click.option(
+    "--max-request-memory",
+    type=SIZE,
+    default="1GiB",
+    show_default=True,
+    help="The memory that a request, and all requests in flight together, may take in a process, as estimated.",
+)
 @click.option(
     "--lame-duck-seconds",
     type=click.FloatRange(min=0),

@@ -86,6 +86,14 @@ class _GuardedProtocol(HttpToolsProtocol):
         if type(cycle := self.cycle) is DirectCycle:  # type: ignore[comparison-overlap]
             cycle.give_up()
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio's
+        """Answer a client that has closed its side after its request; see asyncio. TLS has no half-closed connections."""
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is None or cycle.response_complete or self._has_begun or self.scheme == "https":
+            return False
+        cycle.keep_alive = False
+        return True
+
     def data_received(self, data: bytes) -> None:
         """Parse bytes of the client; see asyncio."""
         if self._is_refused:
@@ -140,13 +148,26 @@ class _GuardedProtocol(HttpToolsProtocol):
             self._refuse_headers()
         elif self.parser.get_method() == b"CONNECT":
             self._refuse_head(501, "CONNECT is not supported: this server is not a proxy")
+        elif coding := self._unknown_coding():
+            text = f"transfer coding {coding} is not supported. Send the body chunked, with Content-Encoding if it is gzip"
+            self._refuse_head(501, text)
         elif self.parser.should_upgrade():
             self._asks_upgrade = True
         else:
             if not self._begin_direct():
                 super().on_headers_complete()
+                if self.parser.get_http_version() == "1.0" and self.parser.should_keep_alive() and not self.is_leaving:
+                    self.cycle.keep_alive = True
+                    self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"keep-alive")]
             if self.is_leaving:
                 self.cycle.keep_alive = False
+
+    def _unknown_coding(self) -> str:
+        """Return the transfer codings of the request if they are others than `chunked`."""
+        for name, value in self.headers:
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                return value.decode("ascii", "replace")
+        return ""
 
     def _begin_direct(self) -> bool:
         """Begin a request without ASGI, and return True, if possible. A pipelined request must wait, so it uses ASGI."""

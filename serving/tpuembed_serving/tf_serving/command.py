@@ -49,7 +49,7 @@ _WHY: Final[Mapping[str, str]] = {
     **dict.fromkeys(("--tls-cert", "--tls-key", "--tls-client-ca"), _NO_TLS),
     **dict.fromkeys(
         (
-            *("--max-body-bytes", "--max-connections", "--max-header-bytes", "--max-rows"),
+            *("--max-body-bytes", "--max-request-memory", "--max-connections", "--max-header-bytes", "--max-rows"),
             *("--max-json-depth", "--receive-seconds"),
         ),
         _NO_LIMIT,
