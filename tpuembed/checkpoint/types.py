@@ -4,12 +4,15 @@ import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
 from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
+
+if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
+    from tpuembed.checkpoint.saved_objects import Objects, Weight
 
 __all__ = ["Array", "Checkpoint", "PartialChecksum", "SummedReader", "TableInfo"]
 
@@ -208,6 +211,26 @@ class Checkpoint(abc.ABC):
             UnknownTableError: there is no such table.
         """
         return {}
+
+    def objects(self, tables: Collection[str]) -> "Objects | None":  # noqa: ARG002 - readers without layers
+        """Return the saved model's layers, without its optimizers and without `tables`; None if the files have none."""
+        return None
+
+    def read_weight(self, weight: "Weight") -> Array:
+        """Return the value of a weight of `objects`.
+
+        Raises:
+            CheckpointCorruptError: it does not have its checksum.
+        """
+        raise CheckpointFormatError(f"{self._shown}: weight {weight.key!r}: its format has no weights of layers.")
+
+    def policies(self) -> Mapping[str, str]:
+        """Return layer -> its dtype policy, if the files have it."""
+        return {}
+
+    def model_config(self) -> Mapping[str, Any] | None:
+        """Return what `keras.saving.serialize_keras_object` made of the model, or None if the files do not have it."""
+        return None
 
     def __enter__(self) -> Self:
         return self

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tpuembed.checkpoint import Checkpoint, TableInfo
+from tpuembed.checkpoint.saved_objects import Weight
 from tpuembed.checkpoint.types import Array
-from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
 
 TABLE = np.arange(12, dtype=np.float16).reshape(4, 3)
 SLOT = TABLE.astype(np.float32) + 100
@@ -94,3 +95,6 @@ def test_a_reader_without_extras_has_neutral_ones() -> None:
     assert (checkpoint.checksum("t"), checkpoint.read_buffer_bytes("t", 4)) == (None, 0)
     assert (checkpoint.piece_rows("t"), checkpoint.advise("t", 1), checkpoint.summed("t")) == (None, None, None)
     assert checkpoint.proven(["t"], {}) == {}
+    assert (checkpoint.objects(["t"]), checkpoint.policies(), checkpoint.model_config()) == (None, {}, None)
+    with pytest.raises(CheckpointFormatError, match="weight 'w': its format has no weights of layers"):
+        checkpoint.read_weight(Weight("w", "w", (), "float32"))

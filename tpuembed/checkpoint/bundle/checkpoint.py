@@ -149,7 +149,7 @@ class BundleCheckpoint(Checkpoint):
             self.bundle.verify(key, piece_bytes)
 
     def objects(self, tables: Collection[str]) -> Objects | None:
-        """Return the layers in the object graph; None for TensorFlow 1. See HoldsWeights."""
+        """Return the layers in the object graph; None for TensorFlow 1. See Checkpoint.objects."""
         if self.graph is None:
             return None
         configs = own_layer_configs(self.bundle, self.graph)
@@ -167,14 +167,6 @@ class BundleCheckpoint(Checkpoint):
         """Return the value of a variable, compared with its checksum."""
         self.bundle.verify(weight.key)
         return self.bundle.read(weight.key)
-
-    def policies(self) -> Mapping[str, str]:
-        """Return an empty dict: an object graph has no configs of layers."""
-        return {}
-
-    def model_config(self) -> Mapping[str, Any] | None:
-        """Return None: an object graph has no config of the model."""
-        return None
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""

@@ -106,7 +106,7 @@ class KerasCheckpoint(Checkpoint):
         return own_layer_updates(self._weights)
 
     def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
-        """Return the layers, by Keras' groups of variables; see HoldsWeights."""
+        """Return the layers, by Keras' groups of variables; see Checkpoint.objects."""
         return objects_of_weights(self._weights, self._found.values())
 
     def read_weight(self, weight: Weight) -> Array:
@@ -121,11 +121,11 @@ class KerasCheckpoint(Checkpoint):
         return read_array(self._weights.groups[group].datasets[name])
 
     def policies(self) -> Mapping[str, str]:
-        """Return layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
+        """Return layer -> dtype policy, of a `.keras` file."""
         return self._policies
 
     def model_config(self) -> Mapping[str, Any] | None:
-        """The config in a `.keras` file, of the model at `root`; see HoldsWeights."""
+        """Return the config in a `.keras` file, of the model at `root`."""
         return self._config
 
     def fingerprint(self) -> str:

@@ -251,7 +251,9 @@ def test_another_exports_work_is_kept_and_named(tmp_path: Path) -> None:
     assert names(tmp_path) == [left.name]
 
 
-@pytest.mark.parametrize("why", ["its source changed", "a week ago", "another version's", "already published", "its source is gone"])
+@pytest.mark.parametrize(
+    "why", ["its source changed", "a week ago", "another version's", "already published", "its source is gone"]
+)
 def test_what_nobody_will_resume_is_removed(tmp_path: Path, why: str) -> None:
     left = leave(tmp_path, HEADER)
     header = OTHER
