@@ -67,7 +67,9 @@ def plan_export(
         UnknownTableError: `storage` or `row_ranges` name another table.
         RowRangeError: rows outside of a table.
     """
-    _check_options(layout, max_memory_bytes, workers)
+    check_choice("layout", layout, LAYOUTS)
+    check_count("workers", workers)
+    check_count("max_memory_bytes", max_memory_bytes)
     _check_tables(tables)
     ranges = check_row_ranges(row_ranges or {}, tables)
     storages = storage_by_table(storage, [table.name for table in tables])
@@ -78,19 +80,14 @@ def plan_export(
     workers = min(workers, len(pieces))
     if may_use_fewer:
         workers = max(1, min(workers, max_memory_bytes // max(_least_bytes(stacks, read_buffers))))
-    chunks = _chunks(stacks, max_memory_bytes // workers, read_buffers)
+    budget = max_memory_bytes // workers
+    chunks = {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
     shards = tuple(_task(index, *piece, chunks[piece[1].table]) for index, piece in enumerate(pieces))
     plan = ExportPlan(
         layout=layout, workers=workers, max_memory_bytes=max_memory_bytes, stacks=tuple(stacks), shards=shards
     )
     _check_budget(plan)
     return plan
-
-
-def _check_options(layout: str, max_memory_bytes: int, workers: int) -> None:
-    check_choice("layout", layout, LAYOUTS)
-    check_count("workers", workers)
-    check_count("max_memory_bytes", max_memory_bytes)
 
 
 def _check_tables(tables: Sequence["TableInfo"]) -> None:
@@ -209,12 +206,8 @@ class _ChunkSize:
     reader_bytes: int
 
 
-def _chunks(stacks: Sequence[StackPlan], budget: int, read_buffers: ReadBuffers) -> dict[str, _ChunkSize]:
-    """Return the chunk size of every table: as large as fits in `budget` bytes, up to _CHUNK_BYTES."""
-    return {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
-
-
 def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBuffers) -> _ChunkSize:
+    """Return the chunk size of a table: as large as fits in `budget` bytes, up to _CHUNK_BYTES."""
     form = stack.row_format(table)
     rows = min(table.rows, form.rows_within(min(_CHUNK_BYTES, budget)))
     reader_bytes = read_buffers(table.table, rows)

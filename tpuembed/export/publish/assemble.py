@@ -55,11 +55,14 @@ def assemble(writer: VersionWriter, streamed: StreamReport, graph: "SavedGraph",
     """
     plan, layout, keys = writer.plan, writer.layout, graph.stack_keys
     prefix = writer.path / BUNDLE
-    _check_names(plan, keys)
+    planned = {stack.name for stack in plan.stacks}
+    if planned != set(keys):
+        raise ExportError(f"the plan has the stacks {sorted(planned)}, but the graph has {sorted(keys)}.")
     layout.check(writer.path, plan.stacks, keys)
     dense = read_index(index_path(prefix))
     merged = merge_entries([dense, _table_index(plan, streamed, keys)])
-    _move_dense_files(prefix, dense.num_shards, merged.num_shards)
+    for number in range(dense.num_shards):
+        shard_path(prefix, number, dense.num_shards).rename(shard_path(prefix, number, merged.num_shards))
     for number, stack in enumerate(plan.stacks, start=dense.num_shards):
         _link(streamed.folder / stack.file, shard_path(prefix, number, merged.num_shards))
     write_index(index_path(prefix), merged.entries, merged.num_shards)
@@ -92,13 +95,6 @@ def _link(source: Path, target: Path) -> None:
         source.rename(target)
 
 
-def _check_names(plan: ExportPlan, stack_keys: Mapping[str, str]) -> None:
-    """Raise ExportError unless the graph was saved for the stacks of the plan."""
-    planned = {stack.name for stack in plan.stacks}
-    if planned != set(stack_keys):
-        raise ExportError(f"the plan has the stacks {sorted(planned)}, but the graph has {sorted(stack_keys)}.")
-
-
 def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[str, str]) -> BundleIndex:
     """Return the index of the stacks' files, as if they were a bundle of their own."""
     entries = {
@@ -113,11 +109,6 @@ def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[s
         for number, stack in enumerate(plan.stacks)
     }
     return BundleIndex(entries, len(plan.stacks))
-
-
-def _move_dense_files(prefix: Path, dense_shards: int, num_shards: int) -> None:
-    for number in range(dense_shards):
-        shard_path(prefix, number, dense_shards).rename(shard_path(prefix, number, num_shards))
 
 
 def _check_bundle(prefix: Path, expected: BundleIndex) -> None:

@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +42,7 @@ from tpuembed.export.publish.version_writer import (
     versions_among,
 )
 from tpuembed.export.report import StreamReport
-from tpuembed.export.stream.resume_log import Header, Record, Recorder, flush, read_record, start_record
+from tpuembed.export.stream.resume_log import Header, Recorder, flush, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 
 __all__ = ["FolderWriter", "check_free", "ensure_space", "next_version"]
@@ -123,15 +123,20 @@ class FolderWriter(VersionWriter):
         The files and the record of an earlier run of the same export are taken over. Otherwise new ones are created.
         """
         found = read_record(self.tables)
-        files = {stack.file: stack.size for stack in self.plan.stacks}
-        if found is None or found.header != self.header or not _has(self.tables, files):
+        files = {self.tables / stack.file: stack.size for stack in self.plan.stacks}
+        is_whole = all(path.is_file() and path.stat().st_size == size for path, size in files.items())
+        if found is None or found.header != self.header or not is_whole:
             shutil.rmtree(self.tables, ignore_errors=True)
             self.tables.mkdir()
             found = None
-        for file, size in files.items():
-            _allocate(self.tables / file, size)
+        for path, size in files.items():
+            _allocate(path, size)
         self._record = found or start_record(self.tables, self.header)
-        return [_known(task, self._record) for task in self.plan.shards]
+        recorded = self._record.finished
+        return [
+            dataclasses.replace(task, written_crc32c=recorded[task.index].crc32c) if task.index in recorded else task
+            for task in self.plan.shards
+        ]
 
     def batches(self, tasks: Sequence[ShardTask]) -> list[Batch]:
         """See VersionWriter.batches. A batch is one shard."""
@@ -333,33 +338,15 @@ def _sync_tree(root: Path) -> None:
         flush(Path(folder))
 
 
-def _has(folder: Path, files: Mapping[str, int]) -> bool:
-    """Returns True if the folder has these files with these sizes."""
-    return all((folder / file).is_file() and (folder / file).stat().st_size == size for file, size in files.items())
-
-
-def _known(task: ShardTask, record: Record) -> ShardTask:
-    """Return `task` with its recorded checksum, if there is one."""
-    result = record.finished.get(task.index)
-    return task if result is None else dataclasses.replace(task, written_crc32c=result.crc32c)
-
-
 def _allocate(path: Path, size: int) -> None:
     """Create a file of `size` bytes and reserve its blocks if the file system can, so that a full disk is noticed now."""
     with open(path, "ab") as file:
         try:
-            _reserve(file.fileno(), size)
-        except OSError as error:
-            raise ExportError(
-                f"data file {path}: {size} bytes cannot be reserved: {error.strerror}. Free space, or export "
-                "fewer tables."
-            ) from None
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.truncate(descriptor, size)
+            os.posix_fallocate(file.fileno(), 0, size)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise ExportError(
+                    f"data file {path}: {size} bytes cannot be reserved: {error.strerror}. Free space, or export "
+                    "fewer tables."
+                ) from None
+            file.truncate(size)

@@ -8,7 +8,6 @@ that object does not exist yet. During the commit, servers see a folder without 
 import contextlib
 import dataclasses
 import functools
-import os
 import shutil
 import tempfile
 import warnings
@@ -94,7 +93,8 @@ class StoreWriter(VersionWriter):
         self._parts = parts_of(self.plan)
         with naming_model_dir(self.model_dir):
             for stack in self.plan.stacks:
-                _make_holes(self.tables / stack.file, stack.size)
+                with open(self.tables / stack.file, "wb") as file:  # sparse: it stands for the object in `assemble`
+                    file.truncate(stack.size)
                 self._begin(stack.file, stack.size)
             self._remove_others()
             self._lease.update(uploads=self._uploads, finished=self._known)
@@ -272,9 +272,3 @@ def _is_object(bucket: Bucket, key: str, tags: Sequence[str], size: int) -> bool
     except ValueError:
         return False
     return found.tag.strip('"') == f"{md5(digests).hexdigest()}-{len(tags)}"
-
-
-def _make_holes(path: Path, size: int) -> None:
-    """Create a sparse file of `size` bytes. It stands for the object while the bundle is assembled."""
-    with open(path, "wb") as file:
-        os.truncate(file.fileno(), size)
