@@ -34,10 +34,12 @@ import numpy as np
 
 from benchmarks.sparse_core_files import SPARSE_CORES_PER_DEVICE, write_sparse_core_checkpoint
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import ReadBuffers
-from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan.planner import plan_export
+from tpuembed.export.publish.folder import FolderWriter
+from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines.local import LocalEngine
-from tpuembed.export.stream.execute import StreamReport, stream_tables
+from tpuembed.export.stream.execute import stream_tables
 from tpuembed.export.stream.shard import Source
 from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
@@ -246,7 +248,6 @@ def copy(place: Path) -> float:
 def export(place: Path, source_name: str, workers: int, storage: str, reports: list[StreamReport]) -> float:
     prefix = place / source_name
     with open_checkpoint(prefix) as checkpoint:
-        assert isinstance(checkpoint, ReadBuffers)
         plan = plan_export(
             list(checkpoint.tables().values()),
             workers=workers,
@@ -257,8 +258,9 @@ def export(place: Path, source_name: str, workers: int, storage: str, reports: l
     engine = LocalEngine(workers)
     with engine.starting(source, workers):
         time.sleep(STARTING_SECONDS)
-        reports.append(stream_tables(plan, source, place / "tables", engine))
-    shutil.rmtree(place / "tables")
+        with FolderWriter(place / "models", plan, ExportOptions(), source) as writer:
+            reports.append(stream_tables(source, writer, engine))
+    shutil.rmtree(place / "models")
     return reports[-1].seconds
 
 

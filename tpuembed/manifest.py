@@ -19,6 +19,7 @@ __all__ = [
     "LAYOUTS",
     "LOOKUP_SCOPE",
     "MANIFEST_PATH",
+    "STORAGE_TYPES",
     "FeatureEntry",
     "FileEntry",
     "Folder",
@@ -47,6 +48,8 @@ LAYOUTS: Final = ("variables", "mmap")
 
 _ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}
 """Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and offset in it)."""
+STORAGE_TYPES: Final = tuple(_ROW_BYTES)
+"""The types that tables can be stored as."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
     from tpuembed.export import plan_saved_model
 
     if request["model"] is None:
-        plan_saved_model(checkpoint, **_of_plan(request))
+        plan_saved_model(checkpoint, **request)
     else:
         with contextlib.suppress(
             UnknownObjectError
@@ -117,14 +117,10 @@ def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
             open_checkpoint(checkpoint, **request["checkpoint_options"]).close()
 
 
-def _of_plan(request: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in request.items() if name != "max_error"}
-
-
 def _plan(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
     from tpuembed.export import plan_saved_model
 
-    plan = plan_saved_model(checkpoint, **_of_plan(request))
+    plan = plan_saved_model(checkpoint, **request)
     return json.dumps(plan.to_dict()) if as_json else plan.describe()
 
 

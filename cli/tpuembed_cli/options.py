@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from tpuembed.manifest import STORAGE_TYPES
+
 __all__ = [
     "FOLDER",
     "SIZE",
@@ -22,8 +24,6 @@ __all__ = [
 ]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
-
-STORAGE_TYPES = ("float32", "bfloat16", "float16", "int8")
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}

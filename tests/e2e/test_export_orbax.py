@@ -10,7 +10,7 @@ from tests.support import capi
 from tests.support.checkpoint.orbax_trees import write_tree
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.orbax import chunk_memory
-from tpuembed.export.plan import plan as planner
+from tpuembed.export.plan import planner
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "orbax" / "keras_rs_stacked"
 

@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.export.writers import TablesWriter
 from tests.support.serving.process import SCRIPT, run_command
 from tests.support.stores import S3Proxy, moto_server
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.plan.plan import plan_export
-from tpuembed.export.stream.batch import FolderPlace
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.engines.protocol import Job
 from tpuembed.export.stream.shard import Source
 from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
@@ -171,7 +170,7 @@ def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
         source = Source(path=str(tmp_path / "ckpt"), fingerprint=checkpoint.fingerprint())
     engine = choose_engine("ray", 1, "local")
     with pytest.raises(ExportError, match="Every node of the cluster must see"):
-        engine.run(plan.shards, Job(source=source, place=FolderPlace(tmp_path / "elsewhere" / ".staging" / "tables")))
+        engine.run(plan.shards, source, TablesWriter(tmp_path / "elsewhere" / ".staging" / "tables", plan, source))
 
 
 @pytest.mark.long

@@ -41,7 +41,7 @@ def bucket(server: S3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
     """A new one, where clients find it."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("tpuembed.export.plan.plan._SHARD_BYTES", 7 << 20)
+    monkeypatch.setattr("tpuembed.export.plan.planner._SHARD_BYTES", 7 << 20)
     name = re.sub(r"\W|_", "-", request.node.name).strip("-")[:60]
     server.make_bucket(name)
     remote._store.cache_clear()
@@ -237,11 +237,11 @@ def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(
 
 
 SLOW_COMMAND = """
-from tpuembed.export.plan import plan
-from tpuembed.export.publish.store import heartbeat
+from tpuembed.export.plan import planner
+from tpuembed.export.publish.store import lease
 from tpuembed_cli.main import main
-plan._SHARD_BYTES = 7 << 20
-heartbeat._SECONDS_BETWEEN_WRITES = 0.05
+planner._SHARD_BYTES = 7 << 20
+lease._SECONDS_BETWEEN_WRITES = 0.05
 main()
 """
 

@@ -18,10 +18,10 @@ from tests.support.export.fakes import (
     write_large_table,
 )
 from tests.support.export.streamed import export
+from tests.support.export.writers import stream_tables
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import stream_tables
 from tpuembed.export.stream.shard import Source
 from tpuembed.tensor_bundle import crc, shard_path
 

@@ -23,20 +23,20 @@ from tests.support.export.killed_export import plan_of
 from tests.support.export.fakes import LoggedCheckpoint, source_of
 from tpuembed.export.stream import resume_log as record
 from tpuembed.export.stream.engines import choose_engine
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.publish.folder import FolderWriter
 from tpuembed.export.stream.execute import stream_tables
-from tpuembed.export.stream.resume_log import Header
-from tpuembed.export.publish.folder import Staging
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 record._SECONDS_BETWEEN_FLUSHES = 0.01
 prefix, model_dir = Path(sys.argv[1]), Path(sys.argv[2])
 plan, source = plan_of(prefix), source_of(prefix, LoggedCheckpoint)
-with Staging(model_dir, None, Header.of(plan, source)) as staging:
+with FolderWriter(model_dir, plan, ExportOptions(), source) as writer:
     print("started", flush=True)
-    report = stream_tables(plan, source, staging.tables, choose_engine("local", plan.workers))
+    stream_tables(source, writer, choose_engine("local", plan.workers))
     for stack in plan.stacks:
-        (staging.path / stack.file).hardlink_to(staging.tables / stack.file)
-    staging.commit()
+        (writer.path / stack.file).hardlink_to(writer.tables / stack.file)
+    writer.publish()
 """
 TABLES = {name: random_table(10_000, dim) for name, dim in (("a", 8), ("b", 9), ("c", 10))}
 SHARDS = 180

@@ -6,17 +6,16 @@ compares the two.
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Final
 
 from tpuembed.checkpoint.bundle.keras_optimizers import is_optimizer
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
-from tpuembed.checkpoint.types import Array
 from tpuembed.errors import UnknownObjectError
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.dtypes import STRING
 
-__all__ = ["HoldsWeights", "Objects", "SavedObject", "Weight", "find_root", "objects_of_graph"]
+__all__ = ["Objects", "SavedObject", "Weight", "find_root", "objects_of_graph"]
 
 _TRAPS: Final = ("_gradient_trap_dummy",)
 """Attributes of embedding layers that hold the dummy which takes gradients."""
@@ -113,27 +112,6 @@ class Objects:
     def tables(self, number: int) -> frozenset[str]:
         """The tables of an object and of all below it."""
         return frozenset[str]().union(*(self.nodes[n].tables for n in self.below(number)))
-
-
-@runtime_checkable
-class HoldsWeights(Protocol):
-    """What a checkpoint offers beside that holds weights of layers besides tables."""
-
-    def objects(self, tables: Collection[str]) -> Objects | None:
-        """The saved model's layers, without its optimizers and without `tables`; None where it has no such objects."""
-
-    def read_weight(self, weight: Weight) -> Array:
-        """The value of one of its weights.
-
-        Raises:
-            CheckpointCorruptError: it is not as its checksum says.
-        """
-
-    def policies(self) -> Mapping[str, str]:
-        """Layer -> its dtype policy, where the files say it."""
-
-    def model_config(self) -> Mapping[str, Any] | None:
-        """Return what `keras.saving.serialize_keras_object` made of the model, or None if the files do not have it."""
 
 
 def find_root(graph: ObjectGraph, path: str, where: str) -> int:

@@ -1,23 +1,20 @@
-"""The interface of every checkpoint reader."""
+"""The base class of every checkpoint reader."""
 
+import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-__all__ = [
-    "Array",
-    "Checkpoint",
-    "PartialChecksum",
-    "PieceAdvice",
-    "ReadBuffers",
-    "SmallPieces",
-    "SummedReader",
-    "SummedReads",
-    "TableInfo",
-]
+from tpuembed.config.checks import did_you_mean
+from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
+
+if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
+    from tpuembed.checkpoint.saved_objects import Objects, Weight
+
+__all__ = ["Array", "Checkpoint", "PartialChecksum", "SummedReader", "TableInfo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -59,92 +56,6 @@ class PartialChecksum:
         return PartialChecksum(self.checksum ^ other.checksum, self.bytes + other.bytes)
 
 
-@runtime_checkable
-class Checkpoint(Protocol):
-    """A checkpoint opened for reading. A read uses the memory of the rows read, and any thread may read."""
-
-    @property
-    def format(self) -> str:
-        """Return the name of the on-disk format."""
-
-    @property
-    def path(self) -> str:
-        """Return the path that opens the same checkpoint again, even if there is a newer one by then."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Return the options that open it the same way again: JSON values, and usually empty."""
-
-    @property
-    def layer_config(self) -> dict[str, Any] | None:
-        """Return the config of the tpuembed layers that wrote it, as `feature_config_from_dict` reads it; None for
-        others.
-        """
-
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name; never empty."""
-
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table or of one of its slots, [stop - start, dim]. `stop` None is the end.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            RowRangeError: the range is not inside the table.
-        """
-
-    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
-        """Fill `out`, [n, dim] of the table's dtype, with rows [start, start + n).
-
-        Raises:
-            UnknownTableError, RowRangeError: as `read`.
-            ConfigError: `out` has another width or dtype.
-        """
-
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return the recorded CRC32C, unmasked, of the rows of a table or slot in order; None if the checkpoint has
-        none.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-        """
-
-    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Read the tensors of `tables`, or of that slot of theirs, and compare them with the checksums in the files.
-
-        It takes bounded memory. If a format has no checksums of rows, nothing is read.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            CheckpointCorruptError: a checksum is wrong.
-        """
-
-    def fingerprint(self) -> str:
-        """Return a text that changes when the checkpoint's files change. Reads only metadata."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-@runtime_checkable
-class ReadBuffers(Protocol):
-    """A checkpoint whose reads hold more memory than the rows that are read."""
-
-    def read_buffer_bytes(self, table: str, rows: int) -> int:
-        """Return the most bytes that a thread holds beside the rows while it reads `table`, `rows` rows at a time.
-
-        The result does not decrease with more rows.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-
-
 class SummedReader(Protocol):
     """Reads one table, each row once, and adds up the checksums."""
 
@@ -155,46 +66,205 @@ class SummedReader(Protocol):
         """Return the checksums of what it has read so far, by tensor."""
 
 
-@runtime_checkable
-class SummedReads(Protocol):
-    """A checkpoint whose checksums cover bytes in another order than a table's rows."""
+class Checkpoint(abc.ABC):
+    """A checkpoint opened for reading. A read uses the memory of the rows read, and any thread may read.
 
-    def summed(self, table: str) -> SummedReader | None:
-        """Return a reader of `table`, or None if `checksum` covers it, or if it has no checksum.
+    A reader sets the attributes and implements the abstract methods. The others have defaults for files in which rows
+    are cheap to read in any pieces.
+
+    Attributes:
+        format: the name of the on-disk format.
+        path: opens the same checkpoint again, even if there is a newer one by then.
+        options: open it the same way again: JSON values, and usually empty.
+        layer_config: the config of the tpuembed layers that wrote it, as `feature_config_from_dict` reads it; None for
+            others.
+    """
+
+    format: str
+    path: str
+    options: Mapping[str, Any] = {}
+    layer_config: dict[str, Any] | None = None
+    _tables: Mapping[str, TableInfo]
+    """The tables by name, sorted; never empty."""
+
+    @abc.abstractmethod
+    def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:
+        """Return the dtype of the stored rows of a table or slot that exists."""
+
+    @abc.abstractmethod
+    def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
+        """Fill `out` with rows from `start` on of a table or slot. All arguments are checked."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Return a text that changes when the checkpoint's files change. Reads only metadata."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    def tables(self) -> dict[str, TableInfo]:
+        """Return the tables by name; never empty."""
+        return dict(self._tables)
+
+    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
+        """Return rows [start, stop) of a table or of one of its slots, [stop - start, dim]. `stop` None is the end.
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+            RowRangeError: the range is not inside the table.
+        """
+        self._check(table, slot)
+        info = self._tables[table]
+        stop = info.rows if stop is None else stop
+        self._check_range(table, start, stop)
+        out = np.empty((stop - start, info.dim), self._dtype(table, slot))
+        self._fill(table, slot, start, out)
+        return out
+
+    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+        """Fill `out`, [n, dim] of the table's dtype, with rows [start, start + n).
+
+        Raises:
+            UnknownTableError, RowRangeError: as `read`.
+            ConfigError: `out` has another width or dtype.
+        """
+        self._check(table, slot)
+        dim, dtype = self._tables[table].dim, self._dtype(table, slot)
+        if out.shape != (len(out), dim) or out.dtype != dtype:
+            raise ConfigError(
+                f"{self._shown}: table {table!r}: out must be {dtype} [rows, {dim}], got {out.dtype} {list(out.shape)}."
+            )
+        self._check_range(table, start, start + len(out))
+        self._fill(table, slot, start, out)
+
+    def checksum(self, table: str, slot: str | None = None) -> int | None:
+        """Return the recorded CRC32C, unmasked, of the rows of a table or slot in order; None if the checkpoint has
+        none.
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+        """
+        self._check(table, slot)
+        return None
+
+    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
+        """Read the tensors of `tables`, or of that slot of theirs, and compare them with the checksums in the files.
+
+        It takes bounded memory. If a format has no checksums of rows, nothing is read.
+
+        Raises:
+            UnknownTableError: there is no such table or slot.
+            CheckpointCorruptError: a checksum is wrong.
+        """
+        for table in tables:
+            self._check(table, slot)
+
+    def read_buffer_bytes(self, table: str, rows: int) -> int:  # noqa: ARG002 - readers without buffers
+        """Return the most bytes that a thread holds beside the rows while it reads `table`, `rows` rows at a time.
+
+        The result does not decrease with more rows.
 
         Raises:
             UnknownTableError: there is no such table.
         """
+        self._check(table, None)
+        return 0
 
-    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
-        """Compare `tables`, all of whose rows were read, with the files' checksums. Return whether each is right.
+    def piece_rows(self, table: str) -> int | None:
+        """Return the number of rows of `table` to read at a time, such as a piece that fits in a processor's cache.
+        None if more are better.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        self._check(table, None)
+        return None
+
+    def advise(self, table: str, rows: int) -> str | None:  # noqa: ARG002 - readers without advice
+        """Return advice for reading all of a table, `rows` rows at a time, if that takes much longer than to read it at
+        once.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        self._check(table, None)
+        return None
+
+    def summed(self, table: str) -> SummedReader | None:
+        """Return a reader of `table` if the checksums cover bytes in another order than its rows. None if `checksum`
+        covers it, or if it has no checksum.
+
+        Raises:
+            UnknownTableError: there is no such table.
+        """
+        self._check(table, None)
+        return None
+
+    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:  # noqa: ARG002 - readers without sums
+        """Compare `tables`, all of whose rows were read by `summed`, with the files' checksums. Return whether each is
+        right.
 
         Other bytes that the checksums cover are read here. Tables for which `sums` are not enough are left out.
 
         Raises:
             UnknownTableError: there is no such table.
         """
+        return {}
 
+    def objects(self, tables: Collection[str]) -> "Objects | None":  # noqa: ARG002 - readers without layers
+        """Return the saved model's layers, without its optimizers and without `tables`; None if the files have none."""
+        return None
 
-@runtime_checkable
-class SmallPieces(Protocol):
-    """A checkpoint that is read fastest in pieces that fit in a processor's cache."""
-
-    def piece_rows(self, table: str) -> int | None:
-        """Return the number of rows of `table` to read at a time, or None if more are better.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-
-
-@runtime_checkable
-class PieceAdvice(Protocol):
-    """A checkpoint that takes much longer to read in pieces than at once."""
-
-    def advise(self, table: str, rows: int) -> str | None:
-        """Return advice for reading all of a table, `rows` rows at a time, or None if there is none.
+    def read_weight(self, weight: "Weight") -> Array:
+        """Return the value of a weight of `objects`.
 
         Raises:
-            UnknownTableError: there is no such table.
+            CheckpointCorruptError: it does not have its checksum.
         """
+        raise CheckpointFormatError(f"{self._shown}: weight {weight.key!r}: its format has no weights of layers.")
+
+    def policies(self) -> Mapping[str, str]:
+        """Return layer -> its dtype policy, if the files have it."""
+        return {}
+
+    def model_config(self) -> Mapping[str, Any] | None:
+        """Return what `keras.saving.serialize_keras_object` made of the model, or None if the files do not have it."""
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, table: str, slot: str | None) -> None:
+        """Raise UnknownTableError if there is no such table or slot."""
+        if table not in self._tables:
+            raise UnknownTableError(
+                f"{self._shown}: has no table {table!r}; {did_you_mean(table, self._tables)}{self._hint(table, None)}"
+            )
+        slots = self._tables[table].slots
+        if slot is not None and slot not in slots:
+            raise UnknownTableError(
+                f"{self._shown}: table {table!r} has no slot {slot!r}; {did_you_mean(str(slot), slots)}"
+                f"{self._hint(table, slot)}"
+            )
+
+    @property
+    def _shown(self) -> str:
+        """Return the name of the checkpoint in messages."""
+        return f"checkpoint {self.path}"
+
+    def _hint(self, table: str, slot: str | None) -> str:  # noqa: ARG002 - readers without hints
+        """Return what else the error for a missing table or slot says."""
+        return ""
+
+    def _check_range(self, table: str, start: int, stop: int) -> None:
+        rows = self._tables[table].rows
+        if not 0 <= start <= stop <= rows:
+            raise RowRangeError(
+                f"{self._shown}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows."
+            )

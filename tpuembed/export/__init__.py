@@ -10,15 +10,13 @@ from typing import Any
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.plan import DEFAULT_MAX_MEMORY_BYTES, ExportPlan
+from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.request import make_request
-from tpuembed.export.plan.row_ranges import RowRanges
 from tpuembed.export.report import ExportReport
-from tpuembed.export.run import Progress, check_place, make_plan, run_export
-from tpuembed.export.storage.choice import Storage
+from tpuembed.export.run import Progress, choose_writer, make_plan, run_export, source_of
 from tpuembed.files import FilePath
 
-__all__ = ["ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]
+__all__ = ["ExportOptions", "ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]
 
 
 def export_saved_model(
@@ -31,19 +29,9 @@ def export_saved_model(
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
     output_names: Mapping[str, str] | None = None,
-    rows: RowRanges | None = None,
-    storage: Storage = "float32",
-    max_error: float | None = None,
-    layout: str = "variables",
-    serving_root: str | None = None,
-    max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
-    workers: int | None = None,
-    engine: str = "local",
-    ray_address: str | None = None,
-    version: int | None = None,
-    resume: bool = True,
     on_progress: Progress | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> ExportReport:
     """Write `model_dir`/<version>/, a SavedModel that TensorFlow Serving, Python and the C API load.
 
@@ -64,44 +52,15 @@ def export_saved_model(
         features: export only these features, with the tables that they look up in. Not for a model, which needs its
             inputs.
         output_names: new names of a model's outputs, by their old names.
-        rows: table -> (start, stop): export only rows [start, stop) of this table, under their own ids. Any other id is
-            out of its vocabulary.
-        storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables.
-            Or by table, such as {"videos": "int8", "*": "bfloat16"}. "*" stands for all other tables, which are float32
-            without it.
-        max_error: fail if a stored value of a table differs by more than this from its float32 value; None for no
-            bound.
-        layout: "variables" loads the tables from any location. "mmap" maps them from files whose paths are in the
-            graph.
-        serving_root: for "mmap": the path of MODEL_DIR on the machine or in the container that serves it; None for
-            `model_dir`.
-        max_memory_bytes: bound on the buffers of all workers together.
-        workers: processes that stream; None for one per processor.
-        engine: "local", processes of this machine; or "ray", a Ray cluster whose nodes all see `checkpoint` and
-            `model_dir` under the same paths.
-        ray_address: HOST:PORT, "ray://..." or "auto". None for the cluster of RAY_ADDRESS, or a new one on this
-            machine.
-        version: None for the next free integer.
-        resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them.
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
+        options: how to write: rows, storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
+            ray_address, version and resume. See `tpuembed.export.ExportOptions`.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
     """
-    options = ExportOptions(
-        rows=rows or {},
-        storage=storage,
-        max_error=max_error,
-        layout=layout,
-        serving_root=serving_root,
-        max_memory_bytes=max_memory_bytes,
-        workers=workers,
-        engine=engine,
-        ray_address=ray_address,
-        version=version,
-        resume=resume,
-    )
+    chosen = ExportOptions.of("export_saved_model", options)
     with (
         naming_roots(checkpoint, checkpoint_options, model),
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
@@ -109,7 +68,7 @@ def export_saved_model(
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
         )
-        return run_export(opened, request, model_dir, options, on_progress=on_progress)
+        return run_export(opened, request, model_dir, chosen, on_progress=on_progress)
 
 
 def plan_saved_model(
@@ -122,34 +81,14 @@ def plan_saved_model(
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
     output_names: Mapping[str, str] | None = None,
-    rows: RowRanges | None = None,
-    storage: Storage = "float32",
-    layout: str = "variables",
-    serving_root: str | None = None,
-    max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
-    workers: int | None = None,
-    engine: str = "local",
-    ray_address: str | None = None,
-    version: int | None = None,
-    resume: bool = True,
     checkpoint_options: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> ExportPlan:
     """Return the plan of `export_saved_model` with the same arguments, and write nothing.
 
     Free disk space is checked only if `model_dir` is given.
     """
-    options = ExportOptions(
-        rows=rows or {},
-        storage=storage,
-        layout=layout,
-        serving_root=serving_root,
-        max_memory_bytes=max_memory_bytes,
-        workers=workers,
-        engine=engine,
-        ray_address=ray_address,
-        version=version,
-        resume=resume,
-    )
+    chosen = ExportOptions.of("plan_saved_model", options)
     with (
         naming_roots(checkpoint, checkpoint_options, model),
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
@@ -157,7 +96,7 @@ def plan_saved_model(
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
         )
-        plan = make_plan(opened, request, options)
+        plan = make_plan(opened, request, chosen)
         if model_dir is not None:
-            check_place(opened, plan, model_dir, options)
+            choose_writer(model_dir, plan, chosen, source_of(opened)).check()
     return plan

@@ -5,20 +5,41 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpuembed.config.checks import check_keys, check_number
-from tpuembed.export.plan.plan import DEFAULT_MAX_MEMORY_BYTES
-from tpuembed.export.plan.row_ranges import RowRanges
-from tpuembed.export.storage.choice import Storage
+from tpuembed.export.plan.planner import DEFAULT_MAX_MEMORY_BYTES, RowRanges
+from tpuembed.export.storage.formats import Storage
 
 __all__ = ["ExportOptions"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The options of an export; `tpuembed.export_saved_model` explains them."""
+    """How an export is written.
 
+    Attributes:
+        rows: table -> (start, stop): export only rows [start, stop) of this table, under their own ids. Any other id is
+            out of its vocabulary.
+        storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables.
+            Or by table, such as {"videos": "int8", "*": "bfloat16"}. "*" stands for all other tables, which are float32
+            without it.
+        max_error: fail if a stored value of a table differs by more than this from its float32 value; None for no
+            bound.
+        layout: "variables" loads the tables from any location. "mmap" maps them from files whose paths are in the
+            graph.
+        serving_root: for "mmap": the path of MODEL_DIR on the machine or in the container that serves it; None for
+            `model_dir`.
+        max_memory_bytes: bound on the buffers of all workers together.
+        workers: processes that stream; None for one per processor.
+        engine: "local", processes of this machine; or "ray", a Ray cluster whose nodes all see `checkpoint` and
+            `model_dir` under the same paths.
+        ray_address: HOST:PORT, "ray://..." or "auto". None for the cluster of RAY_ADDRESS, or a new one on this
+            machine.
+        version: None for the next free integer.
+        resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them.
+    """
+
+    rows: RowRanges | None = None
     storage: Storage = "float32"
     max_error: float | None = None
-    rows: RowRanges = dataclasses.field(default_factory=dict)
     layout: str = "variables"
     serving_root: str | None = None
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES

@@ -1,4 +1,4 @@
-"""The report of an export."""
+"""The reports of an export and of its tables."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,30 @@ from typing import Any
 from tpuembed.export.storage.error import TableError
 from tpuembed.manifest import VocabularyEntry
 
-__all__ = ["ExportReport"]
+__all__ = ["ExportReport", "StreamReport"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamReport:
+    """The table data of a plan.
+
+    Attributes:
+        folder: has one file per stack, named StackPlan.file; a sparse file if the bytes are in a store.
+        crc32c: of each stack's bytes, by its name; unmasked.
+        bytes_written: bytes of table data.
+        bytes_reused: the part of them that an earlier run had written.
+        errors: differences from float32, by table.
+        seconds: from the first file's creation to the end of the check of the source.
+        worker_peak_rss_bytes: the largest peak of the processes that streamed.
+    """
+
+    folder: Path
+    crc32c: Mapping[str, int]
+    bytes_written: int
+    bytes_reused: int
+    errors: Mapping[str, TableError]
+    seconds: float
+    worker_peak_rss_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,33 +7,27 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.checkpoint.types import PieceAdvice, ReadBuffers
-from tpuembed.errors import ExportError, TpuEmbedError
+from tpuembed.errors import ConfigError
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.plan.request import ExportRequest
 from tpuembed.export.publish.assemble import assemble
-from tpuembed.export.publish.destinations import StagedVersion, choose_destination
+from tpuembed.export.publish.folder import FolderWriter
 from tpuembed.export.publish.layouts import check_layout
-from tpuembed.export.publish.reuse import tables_key
+from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
 from tpuembed.export.report import ExportReport
-from tpuembed.export.storage.error_bound import ErrorBound
 from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
-from tpuembed.export.stream.engines.protocol import StartsEarly
-from tpuembed.export.stream.execute import StreamReport, stream_into
-from tpuembed.export.stream.resume_log import Header
+from tpuembed.export.stream.execute import ErrorBound, stream_tables
 from tpuembed.export.stream.shard import Source, ignore, peak_rss_bytes
-from tpuembed.files import FilePath
+from tpuembed.files import FilePath, as_path
 
-if TYPE_CHECKING:
-    from tpuembed.export.graph.saved_model import SavedGraph
-
-__all__ = ["Progress", "check_place", "make_plan", "resumable", "run_export", "source_of"]
+__all__ = ["Progress", "choose_writer", "make_plan", "run_export", "source_of"]
 
 Progress = Callable[[int, int], None]
 
@@ -53,12 +47,8 @@ def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOpt
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers(options.engine) if options.workers is None else options.workers,
         may_use_fewer=options.workers is None,
-        read_buffers=checkpoint.read_buffer_bytes if isinstance(checkpoint, ReadBuffers) else _no_buffers,
+        read_buffers=checkpoint.read_buffer_bytes,
     )
-
-
-def _no_buffers(table: str, rows: int) -> int:  # noqa: ARG001 - as ReadBuffers
-    return 0
 
 
 def source_of(checkpoint: Checkpoint) -> Source:
@@ -68,12 +58,23 @@ def source_of(checkpoint: Checkpoint) -> Source:
     )
 
 
-def check_place(checkpoint: Checkpoint, plan: ExportPlan, model_dir: str | FilePath, options: ExportOptions) -> None:
-    """Raise ExportError if `model_dir` has no room for the export of `plan`, or already has its version."""
-    destination, source = choose_destination(model_dir), source_of(checkpoint)
-    destination.check(plan, options)
-    is_shared = options.resume and destination.same_tables(tables_key(plan, source)) is not None
-    destination.check_room(plan, Header.of(plan, source), options, is_shared=is_shared)
+def choose_writer(model_dir: str | FilePath, plan: ExportPlan, options: ExportOptions, source: Source) -> VersionWriter:
+    """Return the writer for `model_dir`, a path or s3://BUCKET/KEY. Nothing is written yet.
+
+    Raises:
+        ConfigError: it is another kind of URL.
+    """
+    path = as_path(model_dir)
+    if isinstance(path, Path):
+        return FolderWriter(path, plan, options, source)
+    if path.scheme != "s3":
+        raise ConfigError(
+            f"MODEL_DIR {path}: an export can be written only to a disk or to s3://. Export to a disk and copy "
+            "the version, saved_model.pb last."
+        )
+    from tpuembed.export.publish.store.writer import StoreWriter
+
+    return StoreWriter(path, plan, options, source)
 
 
 def run_export(
@@ -98,94 +99,25 @@ def run_export(
     started = time.monotonic()
     plan = make_plan(checkpoint, request, options)
     source = source or source_of(checkpoint)
-    header = Header.of(plan, source) if source.lasts else None
-    key = tables_key(plan, source) if source.lasts else ""
-    destination = choose_destination(model_dir)
-    destination.check(plan, options)
-    same = destination.same_tables(key) if options.resume and key else None
-    destination.check_room(plan, header, options, is_shared=same is not None)
+    writer = choose_writer(model_dir, plan, options, source)
+    writer.check()
     _warn_of_slow_reads(checkpoint, plan)
     engine = engine or choose_engine(options.engine, plan.workers, options.ray_address)
     with (
-        destination.stage(options, header) as staging,
-        resumable(staging),
-        _naming_the_place(staging),
-        _starting(engine, source, plan) if same is None else contextlib.nullcontext(),
+        writer,
+        naming_model_dir(writer.model_dir),
+        contextlib.nullcontext() if writer.is_shared else engine.starting(source, len(plan.shards)),
     ):
-        _warn_of_kept(staging)
-        graph = request.save_graph(plan, staging.path)
+        _warn_of_kept(writer)
+        graph = request.save_graph(plan, writer.path)  # while the workers start
         bound = ErrorBound(plan.shards, options.max_error)
         on_progress = on_progress or ignore
-        streamed = destination.share(same, plan, staging, on_progress) if same else None
+        streamed = writer.share(on_progress)
         if streamed is None:
-            tables = staging.open_tables(plan)
-            streamed = stream_into(plan, source, tables, engine, on_progress=on_progress, on_result=bound.check_shard)
+            streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
         bound.check(streamed.errors)
-        path = assemble(
-            staging,
-            plan,
-            streamed,
-            layout=destination.layout(options),
-            stack_keys=graph.stack_keys,
-            signatures=graph.signatures,
-            features=graph.features,
-            vocabularies=graph.vocabularies,
-            padding=graph.padding,
-            packing=graph.packing,
-            source={"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint},
-            tables_key=key,
-        )
-    return _report(path, plan, request, graph, streamed, time.monotonic() - started)
-
-
-def _starting(engine: Engine, source: Source, plan: ExportPlan) -> contextlib.AbstractContextManager[None]:
-    """Return a context that starts the engine's workers while the graph is being saved, if the engine can."""
-    return engine.starting(source, len(plan.shards)) if isinstance(engine, StartsEarly) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def resumable(staging: StagedVersion) -> Iterator[None]:
-    """Add the number of shards that the next run can reuse to the message of an error."""
-    try:
-        yield
-    except TpuEmbedError as error:
-        if staging.is_kept_after(error):
-            count = staging.finished
-            kept = "1 finished shard was kept" if count == 1 else f"{count} finished shards were kept"
-            error.args = (f"{str(error).removesuffix('.')}. {kept}. Run the same export again to resume.",)
-        raise
-
-
-@contextlib.contextmanager
-def _naming_the_place(staging: StagedVersion) -> Iterator[None]:
-    """Turn an OSError, such as that of a full disk, into an ExportError that names MODEL_DIR."""
-    try:
-        yield
-    except TpuEmbedError:  # some are OSErrors too, such as CheckpointNotFoundError
-        raise
-    except OSError as error:
-        raise ExportError(
-            f"MODEL_DIR {staging.model_dir}: cannot be written: {error.strerror or error}. Free space or repair the disk."
-        ) from error
-
-
-def _warn_of_kept(staging: StagedVersion) -> None:
-    for unfinished in staging.kept:
-        warnings.warn(
-            f"MODEL_DIR {staging.model_dir}: another unfinished export is in {unfinished}. Run that export again "
-            "to resume it, or delete it. It is deleted automatically after 7 days.",
-            stacklevel=4,
-        )
-
-
-def _report(
-    path: FilePath,
-    plan: ExportPlan,
-    request: ExportRequest,
-    graph: "SavedGraph",
-    streamed: StreamReport,
-    seconds: float,
-) -> ExportReport:
+        facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
+        path = assemble(writer, streamed, graph, facts)
     return ExportReport(
         path=cast("Path", path),
         version=int(path.name),
@@ -195,17 +127,25 @@ def _report(
         bytes_written=streamed.bytes_written,
         bytes_reused=streamed.bytes_reused,
         errors=streamed.errors,
-        seconds=seconds,
+        seconds=time.monotonic() - started,
         stream_seconds=streamed.seconds,
         peak_rss_bytes=peak_rss_bytes(),
         worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
     )
 
 
+def _warn_of_kept(writer: VersionWriter) -> None:
+    for unfinished in writer.kept:
+        warnings.warn(
+            f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
+            "to resume it, or delete it. It is deleted automatically after 7 days.",
+            stacklevel=4,
+        )
+
+
 def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:
     """Print the reader's advice on slow reads here, because workers print nothing."""
-    if isinstance(checkpoint, PieceAdvice):
-        rows = {task.table: task.chunk_rows for task in plan.shards}
-        for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):
-            if advice is not None:
-                warnings.warn(advice, stacklevel=4)
+    rows = {task.table: task.chunk_rows for task in plan.shards}
+    for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):
+        if advice is not None:
+            warnings.warn(advice, stacklevel=4)

@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.stream.batch import Batch, run_batch
-from tpuembed.export.stream.engines import Job, default_workers
-from tpuembed.export.stream.shard import ShardResult, ignore
+from tpuembed.export.publish.version_writer import VersionWriter
+from tpuembed.export.stream.batch import run_batch
+from tpuembed.export.stream.engines import Engine, default_workers
+from tpuembed.export.stream.shard import Batch, ShardResult, Source, ignore
 
 __all__ = ["ThreadEngine"]
 
 _REPORT_SECONDS = 0.1
 
 
-class ThreadEngine:
-    """A `tpuembed.export.stream.engines.Engine` that reads from an open checkpoint, which any thread may read."""
+class ThreadEngine(Engine):
+    """Reads from an open checkpoint, which any thread may read."""
 
     def __init__(self, checkpoint: Checkpoint, workers: int | None) -> None:
         """Write at most `workers` shards at once. None means one per processor."""
@@ -26,15 +27,16 @@ class ThreadEngine:
     def run(
         self,
         tasks: Sequence[ShardTask],
-        job: Job,
+        source: Source,
+        writer: VersionWriter,
         *,
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
         """Write the shards, see Engine.run. All its threads have ended when it returns or raises."""
-        running = _Run(self._checkpoint, job)
+        running = _Run(self._checkpoint, source, writer)
         with concurrent.futures.ThreadPoolExecutor(self._workers) as pool:
-            waiting = {pool.submit(running.write, batch) for batch in job.place.batches(tasks)}
+            waiting = {pool.submit(running.write, batch) for batch in writer.batches(tasks)}
             try:
                 results = list[ShardResult]()
                 while waiting:
@@ -59,8 +61,8 @@ class _Stopped(Exception):  # noqa: N818 - not an error
 class _Run:
     """State that the threads of one run share."""
 
-    def __init__(self, checkpoint: Checkpoint, job: Job) -> None:
-        self._checkpoint, self._job = checkpoint, job
+    def __init__(self, checkpoint: Checkpoint, source: Source, writer: VersionWriter) -> None:
+        self._checkpoint, self._source, self._writer = checkpoint, source, writer
         self._stopped = threading.Event()
         self._written: dict[int, int] = {}
 
@@ -81,4 +83,4 @@ class _Run:
             if self._stopped.is_set():
                 raise _Stopped
 
-        return run_batch(batch.shards, self._job.place.where(batch), self._job.source, on_chunk, self._checkpoint)
+        return run_batch(batch.shards, self._writer.target(batch), self._source, on_chunk, self._checkpoint)

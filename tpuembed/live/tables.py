@@ -4,18 +4,16 @@ import contextlib
 import json
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import keras
 import numpy as np
 
 from tpuembed.backends.table_rows import read_rows
 from tpuembed.backends.table_state import TableState
-from tpuembed.checkpoint.types import Array, TableInfo
-from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
+from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import check_layers
 from tpuembed.export.stream.shard import Source
 from tpuembed.layer import TPUEmbedding
@@ -49,17 +47,16 @@ def embedding_layers(model: Any) -> list[TPUEmbedding]:
     return found
 
 
-class LiveCheckpoint:
-    """A `tpuembed.checkpoint.Checkpoint` of layers in memory.
+class LiveCheckpoint(Checkpoint):
+    """The tables of layers in memory.
 
     Attributes:
         format: "live".
         path: a label of the model, for messages.
-        options: empty.
         layer_config: the config of the layer. None if there are several layers.
     """
 
-    format: Final = "live"
+    format = "live"
 
     def __init__(self, name: str, layers: Sequence[TPUEmbedding]) -> None:
         """Copy the tables to where they can be read.
@@ -68,51 +65,24 @@ class LiveCheckpoint:
             ConfigError: two layers have a table of one name, or the tables cannot be read from here.
         """
         self.path = f"model {name}"
-        self.options: Mapping[str, Any] = {}
         self.token = secrets.token_hex(8)
         self._live = [layer.live_tables(_DOING) for layer in layers]
         self._states = _states(self._live)
+        self._tables = {name: _info(name, state) for name, state in sorted(self._states.items())}
         self.layer_config = layers[0].checkpoint_config() if len(layers) == 1 else None
         for live in self._live:
             live.fetch()
 
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name."""
-        return {name: _info(name, state) for name, state in sorted(self._states.items())}
+    def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:  # noqa: ARG002 - all tables have one dtype
+        return np.dtype(np.float32)
 
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table or of one of its slots, float32 [stop - start, dim].
+    def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
+        state = self._states[table]
+        out[...] = read_rows(state.variable if slot is None else state.slots[slot], start, start + len(out))
 
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            RowRangeError: the range is not inside the table.
-        """
-        variable, rows = self._variable(table, slot), self._state(table).config.vocabulary_size
-        stop = rows if stop is None else stop
-        if not 0 <= start <= stop <= rows:
-            raise RowRangeError(
-                f"{self.path}: table {table!r} has {rows} rows. The range [{start}, {stop}) is not inside."
-            )
-        return read_rows(variable, start, stop)
-
-    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
-        """Fill `out`, float32 [n, dim], with rows [start, start + n)."""
-        rows = self.read(table, start, start + len(out), slot)
-        if out.shape != rows.shape or out.dtype != rows.dtype:
-            raise ConfigError(
-                f"{self.path}: table {table!r}: out is {out.dtype} {out.shape}, its rows are {rows.dtype} {rows.shape}."
-            )
-        out[...] = rows
-
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return None: tables in memory have no stored checksums."""
-        self._variable(table, slot)
-        return None
-
-    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Check that the tables and slots exist. Tables in memory have no stored checksums."""
-        for table in tables:
-            self._variable(table, slot)
+    @property
+    def _shown(self) -> str:
+        return self.path
 
     def fingerprint(self) -> str:
         """Return a string that changes when a layer is trained, and differs for every LiveCheckpoint."""
@@ -120,27 +90,6 @@ class LiveCheckpoint:
 
     def close(self) -> None:
         """Do nothing: the layers own the tables."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _state(self, table: str) -> TableState:
-        if table not in self._states:
-            raise UnknownTableError(f"{self.path}: has no table {table!r}; {did_you_mean(table, self._states)}")
-        return self._states[table]
-
-    def _variable(self, table: str, slot: str | None) -> Any:
-        state = self._state(table)
-        if slot is not None and slot not in state.slots:
-            raise UnknownTableError(
-                f"{self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(slot, state.slots)}"
-            )
-        return state.variable if slot is None else state.slots[slot]
 
 
 def live_checkpoint(model: Any) -> LiveCheckpoint:

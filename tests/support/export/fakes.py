@@ -29,22 +29,22 @@ def info(name: str, rows: int, dim: int, dtype: np.dtype[Any] = FLOAT32) -> Tabl
     return TableInfo(name, rows, dim, dtype)
 
 
-class FakeCheckpoint:
+class FakeCheckpoint(Checkpoint):
     """The tables of a bundle by key; without discovery and slots."""
 
     format = "fake"
-    layer_config = None
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._bundle = Bundle.open(path)
-
-    def tables(self) -> dict[str, TableInfo]:
-        return {
+        self._tables = {
             key: _info(key, self._bundle.read_rows(key, 0, 0), entry) for key, entry in self._bundle.entries.items()
         }
 
-    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
+    def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:
+        return self._tables[table].dtype
+
+    def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
         self._bundle.read_rows(table, start, start + len(out), out)
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
@@ -59,12 +59,6 @@ class FakeCheckpoint:
 
     def close(self) -> None:
         self._bundle.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class SlowCheckpoint(FakeCheckpoint):

@@ -6,11 +6,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from tpuembed.export.graph.saved_model import SavedGraph
 from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.manifest import Packing
 
 
-def save_gathers(plan: ExportPlan, folder: Path, *, dense: bool = False) -> dict[str, str]:
-    """Save a SavedModel whose signature gathers rows of every stack; stack name -> checkpoint key.
+def save_gathers(plan: ExportPlan, folder: Path, *, dense: bool = False) -> SavedGraph:
+    """Save a SavedModel whose signature gathers rows of every stack.
 
     With `dense` there is a variable with a value too, added to every output.
     """
@@ -28,4 +30,5 @@ def save_gathers(plan: ExportPlan, folder: Path, *, dense: bool = False) -> dict
         return {name: value + module.bias for name, value in rows.items()} if dense else rows
 
     tf.saved_model.save(module, str(folder), signatures={"serving_default": gather})
-    return {stack.name: f"{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in plan.stacks}
+    keys = {stack.name: f"{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in plan.stacks}
+    return SavedGraph(keys, signatures={}, features=(), vocabularies=(), padding={}, packing=Packing())

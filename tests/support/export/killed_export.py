@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,8 +16,9 @@ import tpuembed.export.run as steps
 from tests.support.export.fakes import LoggedReads
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.export import export_saved_model
-from tpuembed.export.plan import plan as planner
-from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.plan import planner
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream import resume_log as recording
 from tpuembed.export.stream.shard import Source
 
@@ -27,8 +28,7 @@ READ_SECONDS = 0.1
 
 def open_logged(path: str, **options: Any) -> Checkpoint:
     """The checkpoint at `path`, every read of which is logged beside it."""
-    opened: Checkpoint = LoggedReads(open_checkpoint(path, **options), f"{path}.log", READ_SECONDS)
-    return opened
+    return cast("Checkpoint", LoggedReads(open_checkpoint(path, **options), f"{path}.log", READ_SECONDS))
 
 
 def slow_down(put: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -42,7 +42,7 @@ def slow_down(put: Callable[[Any, str, Any], None] = setattr) -> None:
 def plan_of(prefix: Path) -> ExportPlan:
     """Small shards of one chunk each."""
     from tests.support.export.fakes import FakeCheckpoint
-    from tpuembed.export.plan import plan as planner
+    from tpuembed.export.plan import planner
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_SHARD_BYTES", 6_000)

@@ -11,14 +11,16 @@ from tests.support.export.fakes import FakeCheckpoint, random_table, source_of
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ExportError
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export
-from tpuembed.export.publish.destinations import choose_destination
-from tpuembed.export.publish.store.staging import StoreStaging
+from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.planner import plan_export
+from tpuembed.export.publish.store.writer import StoreWriter
+from tpuembed.export.publish.version_writer import VersionWriter
+from tpuembed.export.report import StreamReport
+from tpuembed.export.run import choose_writer
 from tpuembed.export.stream.batch import run_batch
-from tpuembed.export.stream.engines import Job
-from tpuembed.export.stream.execute import StreamReport, stream_into
-from tpuembed.export.stream.resume_log import Header
-from tpuembed.export.stream.shard import ShardResult, ignore
+from tpuembed.export.stream.engines import Engine
+from tpuembed.export.stream.execute import stream_tables
+from tpuembed.export.stream.shard import ShardResult, Source, Target, ignore
 from tpuembed.tensor_bundle import index_path, shard_path, write_index
 
 PART_BYTES, SHARD_BYTES = 3000, 2000
@@ -26,21 +28,22 @@ TABLES = {name: random_table(rows, 8, seed=rows) for name, rows in (("a", 1), ("
 TABLES |= {"wide": random_table(50, 16)}
 
 
-class Here:
+class Here(Engine):
     """An engine of this process, which tests can look into and hurry up."""
 
     def run(
         self,
         tasks: Sequence[ShardTask],
-        job: Job,
+        source: Source,
+        writer: VersionWriter,
         *,
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
         results = list[ShardResult]()
-        for batch in job.place.batches(tasks):
-            where = json.loads(json.dumps(job.place.where(batch)))
-            for result in run_batch(batch.shards, where, job.source):
+        for batch in writer.batches(tasks):
+            target = Target(**json.loads(json.dumps(vars(writer.target(batch)))))
+            for result in run_batch(batch.shards, target, source):
                 results.append(result)
                 on_result(result)
             on_progress(sum(result.bytes for result in results))
@@ -52,14 +55,13 @@ def plan_of(prefix: Path, **options: Any) -> ExportPlan:
         return plan_export(list(checkpoint.tables().values()), **options)
 
 
-def stage(url: str, plan: ExportPlan, prefix: Path, **options: Any) -> StoreStaging:
-    header = Header.of(plan, source_of(prefix))
-    found = choose_destination(url).stage(ExportOptions(**options), header)
-    assert isinstance(found, StoreStaging)
-    return found
+def stage(url: str, plan: ExportPlan, prefix: Path, **options: Any) -> StoreWriter:
+    writer = choose_writer(url, plan, ExportOptions(**options), source_of(prefix))
+    assert isinstance(writer, StoreWriter)
+    return writer
 
 
-def save_graph(staging: StoreStaging, name: str = "graph") -> None:
+def save_graph(staging: VersionWriter, name: str = "graph") -> None:
     """As much of what TensorFlow saves as an export looks at."""
     (staging.path / "variables").mkdir()
     bundle = staging.path / "variables" / "variables"
@@ -68,21 +70,20 @@ def save_graph(staging: StoreStaging, name: str = "graph") -> None:
     (staging.path / "saved_model.pb").write_text(name)
 
 
-def fill(staging: StoreStaging, plan: ExportPlan, prefix: Path, **options: Any) -> StreamReport:
+def fill(staging: StoreWriter, plan: ExportPlan, prefix: Path, **options: Any) -> StreamReport:
     save_graph(staging)
-    tables = staging.open_tables(plan)
-    return stream_into(plan, source_of(prefix), tables, Here(), **options)
+    return stream_tables(source_of(prefix), staging, Here(), **options)
 
 
 def export(
-    url: str, prefix: Path, meanwhile: Callable[[StoreStaging], object] = id, **options: Any
+    url: str, prefix: Path, meanwhile: Callable[[StoreWriter], object] = id, **options: Any
 ) -> tuple[str, StreamReport]:
     """The URL of the version, and how its tables came there; `meanwhile` is called between them and the commit."""
     plan = plan_of(prefix)
     with stage(url, plan, prefix, **options) as staging:
         report = fill(staging, plan, prefix)
         meanwhile(staging)
-        return str(staging.commit()), report
+        return str(staging.publish()), report
 
 
 def assert_complete(server: S3, bucket: str, version: str) -> None:

@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 
 import tpuembed
+from tests.support.export.writers import stream_tables
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.run import source_of
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import stream_tables
 from tpuembed_cli.main import cli
 from tpuembed_cli.options import SIZE
 

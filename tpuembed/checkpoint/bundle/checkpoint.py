@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -17,9 +16,9 @@ from tpuembed.checkpoint.bundle.table_keys import table_info
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
-from tpuembed.checkpoint.types import Array, PartialChecksum, SummedReader, TableInfo
-from tpuembed.config.checks import check_choice, did_you_mean
-from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum, SummedReader
+from tpuembed.config.checks import check_choice
+from tpuembed.errors import CheckpointCorruptError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, index_path
@@ -33,7 +32,7 @@ _STORE_PIECE_BYTES: Final = 64 << 20
 """The total size of the parallel requests."""
 
 
-class BundleCheckpoint:
+class BundleCheckpoint(Checkpoint):
     """A checkpoint written by `tpuembed.TPUEmbedding`, TensorFlow's embedding classes on any hardware, their wrappers,
     plain variables, or TensorFlow 1.
 
@@ -87,72 +86,29 @@ class BundleCheckpoint:
             bundle.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the files."""
         self.bundle.close()
 
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name, sorted."""
-        return dict(self._tables)
+    def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:
+        return numpy_dtype(self.bundle.entries[self._key(table, slot)].dtype)
 
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table or slot, [stop - start, dim].
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            RowRangeError: the range is not inside the table.
-        """
-        info, key = self._tables.get(table), self._key(table, slot)
-        assert info  # `_key` has raised for an unknown table
-        stop = info.rows if stop is None else stop
-        self._check_range(table, start, stop)
-        out = np.empty((stop - start, info.dim), numpy_dtype(self.bundle.entries[key].dtype))
-        self._keys[table].rows.read_into(self.bundle, key, start, out)
-        return out
-
-    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
-        """Fill `out`, [n, dim] of the table's dtype, with rows [start, start + n).
-
-        Raises:
-            UnknownTableError, RowRangeError: as `read`.
-            ConfigError: `out` is of another width or dtype.
-        """
-        key = self._key(table, slot)
-        self._check_range(table, start, start + len(out))
-        dim, dtype = self._tables[table].dim, numpy_dtype(self.bundle.entries[key].dtype)
-        if out.shape != (len(out), dim) or out.dtype != dtype:
-            raise ConfigError(
-                f"checkpoint {self.path}: table {table!r}: out must be {dtype} [rows, {dim}], got {out.dtype} "
-                f"{list(out.shape)}."
-            )
-        self._keys[table].rows.read_into(self.bundle, key, start, out)
+    def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
+        self._keys[table].rows.read_into(self.bundle, self._key(table, slot), start, out)
 
     def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return the CRC32C of the rows of a table or slot from the index; None if its checksums cover rows in another
-        order.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-        """
+        """Return the CRC32C of the rows from the index; None if its checksums cover rows in another order."""
         entry = self.bundle.entries[self._key(table, slot)]
         return self._keys[table].rows.checksum(entry)
 
     def summed(self, table: str) -> SummedReader | None:
-        """Return a reader of a mod-sharded table; see SummedReads."""
+        """Return a reader of a mod-sharded table; None for others."""
         key = self._key(table, None)
         sharding = self._keys[table].rows.mod_sharding
         return None if sharding is None else ModShardedReader(sharding, self.bundle, key)
 
     def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
-        """Compare `tables` with their checksums by the sums of readers that `summed` returned; see SummedReads."""
+        """Compare `tables` with their checksums by the sums of readers that `summed` returned."""
         found: dict[str, bool] = {}
         for key, names in _grouped(tables, lambda table: self._key(table, None)).items():
             shardings = [(self._keys[name].rows.mod_sharding, self._tables[name].rows) for name in names]
@@ -161,9 +117,7 @@ class BundleCheckpoint:
         return found
 
     def piece_rows(self, table: str) -> int | None:
-        """See SmallPieces. Reading, adding up and writing a megabyte or two at a time was a fifth faster than four, on
-        a disk.
-        """
+        """Return the rows of a megabyte or two, on a disk: this was a fifth faster than four."""
         key = self._key(table, None)
         if not isinstance(self.bundle.prefix, Path):
             return None
@@ -176,11 +130,7 @@ class BundleCheckpoint:
         )
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
-        """See ReadBuffers.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
+        """See Checkpoint.read_buffer_bytes."""
         entry = self.bundle.entries[self._key(table, None)]
         return self._keys[table].rows.buffer_bytes(self.bundle, entry, rows)
 
@@ -199,7 +149,7 @@ class BundleCheckpoint:
             self.bundle.verify(key, piece_bytes)
 
     def objects(self, tables: Collection[str]) -> Objects | None:
-        """Return the layers in the object graph; None for TensorFlow 1. See HoldsWeights."""
+        """Return the layers in the object graph; None for TensorFlow 1. See Checkpoint.objects."""
         if self.graph is None:
             return None
         configs = own_layer_configs(self.bundle, self.graph)
@@ -218,43 +168,22 @@ class BundleCheckpoint:
         self.bundle.verify(weight.key)
         return self.bundle.read(weight.key)
 
-    def policies(self) -> Mapping[str, str]:
-        """Return an empty dict: an object graph has no configs of layers."""
-        return {}
-
-    def model_config(self) -> Mapping[str, Any] | None:
-        """Return None: an object graph has no config of the model."""
-        return None
-
     def fingerprint(self) -> str:
         """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""
         return self.bundle.fingerprint()
 
     def _key(self, table: str, slot: str | None) -> str:
         """Return the bundle's key of a table or slot."""
-        if table not in self._keys:
-            if table in self.bundle.entries:
-                self.bundle.entry(table)  # raises for a tensor with holes
-            raise UnknownTableError(
-                f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._keys)}"
-                f"{about_missing_table(self.bundle, self.graph, self._keys, table)}"
-            )
+        self._check(table, slot)
         keys = self._keys[table]
-        if slot is None:
-            return keys.key
-        if slot not in keys.slots:
-            raise UnknownTableError(
-                f"checkpoint {self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(slot, keys.slots)}"
-                f"{about_missing_slot(self.bundle, self.graph, self._keys, table)}"
-            )
-        return keys.slots[slot]
+        return keys.key if slot is None else keys.slots[slot]
 
-    def _check_range(self, table: str, start: int, stop: int) -> None:
-        rows = self._tables[table].rows
-        if not 0 <= start <= stop <= rows:
-            raise RowRangeError(
-                f"checkpoint {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows."
-            )
+    def _hint(self, table: str, slot: str | None) -> str:
+        if slot is not None:
+            return about_missing_slot(self.bundle, self.graph, self._keys, table)
+        if table in self.bundle.entries:
+            self.bundle.entry(table)  # raises for a tensor with holes
+        return about_missing_table(self.bundle, self.graph, self._keys, table)
 
 
 def _read_graph(bundle: Bundle) -> ObjectGraph | None:

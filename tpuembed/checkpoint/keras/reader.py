@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -16,15 +15,14 @@ from tpuembed.checkpoint.keras.matrices import ChunkCache, Matrix, open_matrix
 from tpuembed.checkpoint.keras.tables import Table, own_layer_updates
 from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
 from tpuembed.checkpoint.saved_objects import Objects, Weight
-from tpuembed.checkpoint.types import Array, TableInfo
-from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import CheckpointError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
+from tpuembed.errors import CheckpointError
 from tpuembed.files import FilePath, versions
 
 __all__ = ["KerasCheckpoint"]
 
 
-class KerasCheckpoint:
+class KerasCheckpoint(Checkpoint):
     """A checkpoint in `.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of
     `tpuembed.TPUEmbedding`.
 
@@ -35,7 +33,7 @@ class KerasCheckpoint:
         layer_config: of tpuembed's layers, and of keras-rs' layers if a `.keras` file has it; None otherwise.
     """
 
-    format: Final = "keras"
+    format = "keras"
     kind: Final = "Keras weights"
     accepted_options: Final = frozenset({"root"})
 
@@ -75,80 +73,27 @@ class KerasCheckpoint:
             weights.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the files."""
         self._weights.close()
 
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name, sorted."""
-        return dict(self._tables)
+    def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:  # noqa: ARG002 - slots have the table's
+        return self._tables[table].dtype
 
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table or slot, [stop - start, dim].
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            RowRangeError: the range is not inside the table.
-        """
-        matrix = self._matrix(table, slot)
-        info = self._tables[table]
-        stop = info.rows if stop is None else stop
-        self._check_range(info, start, stop)
-        out = np.empty((stop - start, info.dim), info.dtype)
-        matrix.read_into(start, out)
-        return out
-
-    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
-        """Fill `out`, [n, dim] of the table's dtype, with rows [start, start + n).
-
-        Raises:
-            UnknownTableError, RowRangeError: as `read`.
-            ConfigError: `out` is of another width or dtype.
-        """
-        matrix = self._matrix(table, slot)
-        info = self._tables[table]
-        if out.shape[1:] != (info.dim,) or out.dtype != info.dtype:
-            raise ConfigError(
-                f"table {table!r}: out must be {info.dtype} [n, {info.dim}], got {out.dtype} {list(out.shape)}."
-            )
-        self._check_range(info, start, start + len(out))
-        matrix.read_into(start, out)
+    def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
+        self._matrices[table, slot].read_into(start, out)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
-        """See ReadBuffers.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        return self._matrix(table, None).buffer_bytes(rows)
-
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return None: HDF5 files of Keras have no checksums of rows.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-        """
-        self._matrix(table, slot)
-        return None
+        """See Checkpoint.read_buffer_bytes."""
+        self._check(table, None)
+        return self._matrices[table, None].buffer_bytes(rows)
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Compare all weights of a `.keras` file with the CRC32 of the archive, once per process; other files keep no checksums.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            CheckpointCorruptError: the CRC32 is wrong.
+        """Compare all weights of a `.keras` file with the CRC32 of the archive, once per process; other files keep no
+        checksums.
         """
         tables = list(tables)
-        for table in tables:
-            self._matrix(table, slot)
+        super().verify(tables, slot)
         if tables:
             self._weights.verify()
 
@@ -161,7 +106,7 @@ class KerasCheckpoint:
         return own_layer_updates(self._weights)
 
     def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
-        """Return the layers, by Keras' groups of variables; see HoldsWeights."""
+        """Return the layers, by Keras' groups of variables; see Checkpoint.objects."""
         return objects_of_weights(self._weights, self._found.values())
 
     def read_weight(self, weight: Weight) -> Array:
@@ -176,11 +121,11 @@ class KerasCheckpoint:
         return read_array(self._weights.groups[group].datasets[name])
 
     def policies(self) -> Mapping[str, str]:
-        """Return layer -> dtype policy, of a `.keras` file; see HoldsWeights."""
+        """Return layer -> dtype policy, of a `.keras` file."""
         return self._policies
 
     def model_config(self) -> Mapping[str, Any] | None:
-        """The config in a `.keras` file, of the model at `root`; see HoldsWeights."""
+        """Return the config in a `.keras` file, of the model at `root`."""
         return self._config
 
     def fingerprint(self) -> str:
@@ -195,25 +140,6 @@ class KerasCheckpoint:
         }
         parts = [[dataclasses.astuple(version) for version in found], places]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    def _matrix(self, table: str, slot: str | None) -> Matrix:
-        if table not in self._tables:
-            raise UnknownTableError(
-                f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}"
-            )
-        slots = self._tables[table].slots
-        if slot is not None and slot not in slots:
-            raise UnknownTableError(
-                f"checkpoint {self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(slot, slots)}"
-            )
-        return self._matrices[table, slot]
-
-    def _check_range(self, info: TableInfo, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= info.rows:
-            raise RowRangeError(
-                f"checkpoint {self.path}: table {info.name!r}: rows [{start}, {stop}) are not inside its "
-                f"{info.rows} rows."
-            )
 
 
 def _info(table: Table, matrix: Matrix, weights: Weights) -> TableInfo:

@@ -190,7 +190,7 @@ class ChunkMemory:
         self._wasted[array.name] += wasted
         limit = _WASTED_PASSES * array.total_bytes
         if before <= limit < self._wasted[array.name] and advice:
-            warnings.warn(advice, stacklevel=4)
+            warnings.warn(advice, stacklevel=5)
 
     def clear(self) -> None:
         """Drop all chunks."""

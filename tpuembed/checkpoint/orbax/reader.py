@@ -3,9 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -22,10 +21,10 @@ from tpuembed.checkpoint.orbax.location import (
 )
 from tpuembed.checkpoint.orbax.metadata import read_item
 from tpuembed.checkpoint.orbax.stack_specs import given_specs, saved_specs, to_mapping
-from tpuembed.checkpoint.orbax.tables import StoredTable, open_tables
-from tpuembed.checkpoint.types import Array, TableInfo
-from tpuembed.config.checks import check_count, did_you_mean
-from tpuembed.errors import CheckpointError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.checkpoint.orbax.tables import open_tables
+from tpuembed.checkpoint.types import Array, Checkpoint
+from tpuembed.config.checks import check_count
+from tpuembed.errors import CheckpointError
 from tpuembed.files import FilePath, versions
 
 __all__ = ["OrbaxCheckpoint"]
@@ -33,7 +32,7 @@ __all__ = ["OrbaxCheckpoint"]
 _SPEC, _MEMORY = "embedding_spec", "chunk_memory_bytes"
 
 
-class OrbaxCheckpoint:
+class OrbaxCheckpoint(Checkpoint):
     """A checkpoint written by Orbax.
 
     Attributes:
@@ -43,10 +42,9 @@ class OrbaxCheckpoint:
         layer_config: None.
     """
 
-    format: Final = "orbax"
+    format = "orbax"
     kind: Final = "an Orbax checkpoint"
     accepted_options: Final = frozenset({_SPEC, _MEMORY})
-    layer_config: Final = None
 
     def __init__(self, step: OrbaxStep, options: Mapping[str, Any]) -> None:
         memory = _byte_count(options.get(_MEMORY))
@@ -61,7 +59,8 @@ class OrbaxCheckpoint:
         leaves = [leaf for item in self._items for leaf in item.leaves]
         specs = saved_specs(step.protos) if given is None else given
         self._store = ArrayStore(memory)
-        self._tables = open_tables(self.path, leaves, specs, self._store)
+        self._stored = open_tables(self.path, leaves, specs, self._store)
+        self._tables = {name: stored.info for name, stored in self._stored.items()}
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
@@ -90,93 +89,30 @@ class OrbaxCheckpoint:
             opened.path = str(path)
         return opened
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the arrays. Reads afterwards fail."""
         self._closed = True
         self._store.close()
 
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name, sorted."""
-        return {name: table.info for name, table in self._tables.items()}
+    def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:
+        array = self._stored[table].arrays[slot]
+        array.check_chunk()  # raises before memory for the rows is allocated
+        return array.dtype
 
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table or slot, [stop - start, dim].
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            RowRangeError: the range is not inside the table.
-            CheckpointFormatError: a chunk that cannot be streamed is larger than chunk_memory_bytes.
-        """
-        stored = self._find(table, slot)
-        stop = stored.info.rows if stop is None else stop
-        self._check_range(stored.info, start, stop)
-        array = stored.arrays[slot]
-        array.check_chunk()
-        out = np.empty((stop - start, stored.info.dim), array.dtype)
-        array.read_runs(stored.runs(start, stop), out)
-        return out
-
-    def read_into(self, table: str, start: int, out: Array, slot: str | None = None) -> None:
-        """Fill `out`, [n, dim] of the table's dtype, with rows [start, start + n).
-
-        Raises:
-            UnknownTableError, RowRangeError, CheckpointFormatError: as `read`.
-            ConfigError: `out` is of another width or dtype.
-        """
-        stored = self._find(table, slot)
-        array = stored.arrays[slot]
-        if out.ndim != 2 or out.shape[1] != stored.info.dim or out.dtype != array.dtype:
-            raise ConfigError(
-                f"table {table!r}: out must be {array.dtype} [n, {stored.info.dim}], got {out.dtype} {list(out.shape)}."
-            )
-        self._check_range(stored.info, start, start + len(out))
-        array.read_runs(stored.runs(start, start + len(out)), out)
+    def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
+        stored = self._stored[table]
+        stored.arrays[slot].read_runs(stored.runs(start, start + len(out)), out)
 
     def advise(self, table: str, rows: int) -> str | None:
-        """Return advice for reading all of a table, `rows` rows at a time, or None if there is none.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        stored = self._find(table, None)
-        if rows >= stored.info.rows:
-            return None
-        return stored.arrays[None].advise(stored.runs(0, rows), stored.info.dim)
+        """See Checkpoint.advise."""
+        self._check(table, None)
+        stored = self._stored[table]
+        return None if rows >= stored.info.rows else stored.arrays[None].advise(stored.runs(0, rows), stored.info.dim)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
-        """See ReadBuffers.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        stored = self._find(table, None)
-        return stored.arrays[None].buffer_bytes() if rows else 0
-
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return None: Orbax has no checksums of rows.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-        """
-        self._find(table, slot)
-        return None
-
-    def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Do nothing: Orbax has no checksums of rows.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-        """
-        for table in tables:
-            self._find(table, slot)
+        """See Checkpoint.read_buffer_bytes."""
+        self._check(table, None)
+        return self._stored[table].arrays[None].buffer_bytes() if rows else 0
 
     def fingerprint(self) -> str:
         """Return a digest of the metadata, and of the sizes and modification times of all files; in a store, of
@@ -203,26 +139,10 @@ class OrbaxCheckpoint:
             if item.ocdbt:
                 yield item.folder / MANIFEST
 
-    def _find(self, table: str, slot: str | None) -> StoredTable:
+    def _check(self, table: str, slot: str | None) -> None:
         if self._closed:
             raise CheckpointError(f"checkpoint {self.path}: is closed. Open it again.")
-        if table not in self._tables:
-            raise UnknownTableError(
-                f"checkpoint {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}"
-            )
-        found = self._tables[table]
-        if slot not in found.arrays:
-            raise UnknownTableError(
-                f"checkpoint {self.path}: table {table!r} has no slot {slot!r}; {did_you_mean(str(slot), found.info.slots)}"
-            )
-        return found
-
-    def _check_range(self, info: TableInfo, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= info.rows:
-            raise RowRangeError(
-                f"checkpoint {self.path}: table {info.name!r}: rows [{start}, {stop}) are not inside its "
-                f"{info.rows} rows."
-            )
+        super()._check(table, slot)
 
 
 def _byte_count(value: Any) -> int | None:

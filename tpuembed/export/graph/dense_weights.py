@@ -15,7 +15,8 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends.table_state import TablesNode
-from tpuembed.checkpoint.saved_objects import HoldsWeights, Objects, SavedObject, Weight
+from tpuembed.checkpoint import Checkpoint
+from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.layer_graphs import find_contradiction, is_graph, read_graph, snake_case
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
@@ -70,7 +71,7 @@ def restore_dense_weights(
             node.idf_weights_const = node.idf_weights.value()
 
 
-def find_weights(model: Any, checkpoint: Any, tables: Collection[str], *, made: Sequence[Any]) -> None:
+def find_weights(model: Any, checkpoint: Checkpoint, tables: Collection[str], *, made: Sequence[Any]) -> None:
     """Prove that every weight of `model` has its value in `checkpoint`, and read none; see `restore_dense_weights`.
 
     Raises:
@@ -81,10 +82,10 @@ def find_weights(model: Any, checkpoint: Any, tables: Collection[str], *, made: 
 
 
 def _prove(
-    where: str, model: Any, checkpoint: Any, tables: Collection[str], made: Sequence[Any]
+    where: str, model: Any, checkpoint: Checkpoint, tables: Collection[str], made: Sequence[Any]
 ) -> tuple["_Wanted", Objects, Candidate]:
     """Returns the model's objects, the saved ones, and their correspondence; saved weights may be left over."""
-    saved = checkpoint.objects(tables) if isinstance(checkpoint, HoldsWeights) else None
+    saved = checkpoint.objects(tables)
     if saved is None:
         raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
     wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
@@ -237,7 +238,7 @@ class _Wanted:
         """Raise CheckpointMismatchError for a weight of `model` that such a source cannot hold."""
         raise NotImplementedError
 
-    def assign(self, found: Candidate, checkpoint: HoldsWeights) -> None:
+    def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
         """Read the values and assign them."""
         raise NotImplementedError
 
@@ -262,7 +263,7 @@ class _Tracked(_Wanted):
                 f"{', '.join(lost[:_SHOWN])}. Save the trained model with {_WEIGHTS_FILE} and export that file"
             )
 
-    def assign(self, found: Candidate, checkpoint: HoldsWeights) -> None:
+    def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
         for key, weight in found.pairs.items():
             self.variables[key].assign(checkpoint.read_weight(weight))
 
@@ -333,7 +334,7 @@ class _Saveable(_Wanted):
                 "tf.train.Checkpoint(model=model)"
             )
 
-    def assign(self, found: Candidate, checkpoint: HoldsWeights) -> None:
+    def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
         for wanted in found.layers:
             weights = self.objects.nodes[wanted].weights
             if weights:

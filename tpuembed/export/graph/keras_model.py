@@ -14,14 +14,16 @@ from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line
-from tpuembed.export.graph.dense_weights import raw_variables
+from tpuembed.export.graph.dense_weights import raw_variables, recorded
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.graph.packing import pack_inputs, unpack
 from tpuembed.export.graph.signature import check_input_names
+from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
+from tpuembed.runtime.table_scope import deferred_tables
 
 __all__ = ["KerasModel", "build_model", "check_layers", "import_factory", "wrap_model"]
 
@@ -55,12 +57,25 @@ def import_factory(name: str) -> Factory:
     return factory
 
 
-def build_model(factory: str | Factory, output_names: Mapping[str, str] | None = None) -> "KerasModel":
-    """Call the factory (inside `tpuembed.runtime.table_scope.deferred_tables`) and find the model's inputs.
+def build_model(
+    factory: str | Factory, tables: StackedTables, output_names: Mapping[str, str] | None = None
+) -> "tuple[KerasModel, list[Any]]":
+    """Build the factory's model without tables: its layers look up in `tables`.
+
+    Returns:
+        The model, and the variables that were made with it, in order.
 
     Raises:
-        ConfigError: it fails, or returns something without named inputs.
+        ConfigError: the factory fails, or returns something without named inputs.
     """
+    with deferred_tables(tables), recorded() as made:
+        model = _call(factory, output_names)
+        if tables.were_asked_for or model.may_read_tables():
+            model.trace()
+    return model, made
+
+
+def _call(factory: str | Factory, output_names: Mapping[str, str] | None) -> "KerasModel":
     if isinstance(factory, keras.Model):
         raise ConfigError("model: pass the function that builds the model, not a model: its tables would be in memory")
     name = factory if isinstance(factory, str) else getattr(factory, "__name__", "factory")

@@ -47,16 +47,12 @@ def naming_roots(path: str | FilePath, options: Mapping[str, Any] | None, model:
 
 def _fitting(path: str | FilePath, others: Mapping[str, Any], error: TpuEmbedError, model: Any) -> list[str]:
     """The paths of the innermost objects with the model's tables and a value for each of its weights; "" for all of it."""
-    from tpuembed.export.graph.dense_weights import find_weights, recorded
+    from tpuembed.export.graph.dense_weights import find_weights
     from tpuembed.export.graph.keras_model import build_model
     from tpuembed.export.graph.stacked_tables import AnyTables
-    from tpuembed.runtime.table_scope import deferred_tables
 
     source = AnyTables()
-    with deferred_tables(source), recorded() as made:
-        built = build_model(model)
-        if source.were_asked_for or built.may_read_tables():
-            built.trace()
+    built, made = build_model(model, source)
 
     def fits(checkpoint: "Checkpoint") -> bool:
         tables = checkpoint.tables()

@@ -167,16 +167,12 @@ def _restore_nothing(folder: Path) -> None:
 def _uninitialized(stack: StackPlan) -> Any:
     storage = STORAGES[stack.storage]
     return resource_variable_ops.UninitializedVariable(
-        shape=_shape(stack), dtype=tf.as_dtype(storage.dtype), name=stack.name, trainable=False
+        shape=stack.stored_shape, dtype=tf.as_dtype(storage.dtype), name=stack.name, trainable=False
     )
 
 
 def _mapped(stack: StackPlan) -> MappedTable:
-    return MappedTable(stack.name, _shape(stack), tf.as_dtype(STORAGES[stack.storage].dtype), stack.file)
-
-
-def _shape(stack: StackPlan) -> tuple[int, int]:
-    return stack.rows, STORAGES[stack.storage].columns(stack.dim)
+    return MappedTable(stack.name, stack.stored_shape, tf.as_dtype(STORAGES[stack.storage].dtype), stack.file)
 
 
 class _Children(tf.Module):

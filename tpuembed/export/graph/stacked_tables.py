@@ -16,7 +16,7 @@ from tpuembed.export.graph.conditional import choose
 from tpuembed.export.graph.id_ranges import all_inside, check_policy
 from tpuembed.export.graph.signature import find_table
 from tpuembed.export.plan.plan import Placement, StackPlan
-from tpuembed.export.storage.decode import decode_rows
+from tpuembed.export.storage.formats import STORAGES
 from tpuembed.lookup import LookupIds, Span, gather_grouped, not_inlined, outside_shift
 
 __all__ = ["AnyTables", "StackedTables"]
@@ -168,9 +168,10 @@ class StackedTables:
         plan = self._stacks[stack]
         if self._are_zeros:
             return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
-        flat = ids if plan.storage != "int8" else tf.reshape(ids, [-1])
+        codec = STORAGES[plan.storage]
+        flat = ids if codec.columns(plan.dim) == plan.dim else tf.reshape(ids, [-1])
         source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
-        rows = decode_rows(tf.gather(source, flat, name=f"gather_{stack}"), plan.storage, plan.dim)
+        rows = codec.decode_in_graph(tf.gather(source, flat, name=f"gather_{stack}"), plan.dim)
         return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))
 
 

@@ -19,8 +19,6 @@ __all__ = ["Candidate", "Mismatch", "Names", "find_candidates", "match_by_name"]
 
 Value = TypeVar("Value")
 _NUMBER: Final = re.compile(r"(?P<stem>.+?)(?:_(?P<number>\d+))?")
-_UNNAMED_WEIGHT: Final = "variable"
-"""What Keras calls a weight that was given no name."""
 
 
 class Mismatch(Exception):  # noqa: N818 - what does not correspond; the caller tries elsewhere

@@ -1,4 +1,4 @@
-"""Plan which bytes an export writes, to which files and in which pieces, without touching a file.
+"""The plan of an export as data: which rows are written to which file, in which format.
 
 Tables of one width and storage type are stacked into one variable, so that one gather serves all their features. Each
 stack is a data file of its own and starts at the file's first byte. So the files of a TensorFlow bundle can also be
@@ -6,48 +6,19 @@ mapped in place: `ImmutableConst` maps whole files only.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from tpuembed.config import QuantizationConfig
-from tpuembed.config.checks import check_choice, check_count
-from tpuembed.errors import ConfigError
-from tpuembed.export.plan.row_ranges import RowRanges, check_row_ranges
-from tpuembed.export.storage.choice import Storage, storage_by_table
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES
-from tpuembed.export.stream.chunk import chunk_bytes, most_rows, rows_within
-from tpuembed.manifest import LAYOUTS
+from tpuembed.export.formatting import format_bytes, format_seconds
+from tpuembed.export.storage.formats import STORAGES, RowFormat
 
-if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
-    from tpuembed.checkpoint import TableInfo
-
-__all__ = [
-    "BYTES_PER_SECOND_AND_WORKER",
-    "DEFAULT_MAX_MEMORY_BYTES",
-    "ExportPlan",
-    "Placement",
-    "ShardTask",
-    "StackPlan",
-    "plan_export",
-]
-
-DEFAULT_MAX_MEMORY_BYTES = 512 << 20
-
-# A chunk of this size stays in a core's cache from the read to the checksum and the write.
-_CHUNK_BYTES = 4 << 20
-# A shard is the unit of balancing, retrying and resuming: less than a second of work. _MAX_SHARDS bounds the size of
-# the plan. The size does not depend on the number of workers, so fewer workers can resume an export.
-_SHARD_BYTES = 64 << 20
-_MAX_SHARDS = 16_384
+__all__ = ["BYTES_PER_SECOND_AND_WORKER", "ExportPlan", "Placement", "ShardTask", "StackPlan"]
 
 BYTES_PER_SECOND_AND_WORKER = 500 * 10**6
 """The rate that estimates assume, in bytes read or written, whichever is more: a processor of 2025 and a disk that
 keeps up.
 """
-
-ReadBuffers = Callable[[str, int], int]
-"""(table, rows read at a time) -> the most bytes that the table's reader holds beside those rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +67,15 @@ class StackPlan:
         """Return the bytes of one stored row."""
         return STORAGES[self.storage].row_bytes(self.dim)
 
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """Return [rows, columns] of the stack's data."""
+        return self.rows, STORAGES[self.storage].columns(self.dim)
+
+    def row_format(self, table: Placement) -> RowFormat:
+        """Return the form of the rows of one of its tables."""
+        return RowFormat(table.source_dtype, self.storage, self.dim, table.quantization is not None)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardTask:
@@ -124,28 +104,26 @@ class ShardTask:
     written_crc32c: int | None = None
 
     @property
-    def chunk_bytes(self) -> int:
-        """Return the bytes of a chunk as it is stored."""
-        return self.chunk_rows * STORAGES[self.storage].row_bytes(self.dim)
+    def row_format(self) -> RowFormat:
+        """Return the form of its rows."""
+        return RowFormat(self.source_dtype, self.storage, self.dim, self.quantization is not None)
 
     @property
     def buffer_bytes(self) -> int:
         """Return the most bytes that a worker holds for this shard: the chunk, the conversion buffers, and the
         reader's.
         """
-        is_quantized = self.quantization is not None
-        own = chunk_bytes(self.source_dtype, self.storage, is_quantized, self.dim, self.chunk_rows)
-        return own + self.reader_bytes
+        return self.row_format.chunk_bytes(self.chunk_rows) + self.reader_bytes
 
     @property
     def size(self) -> int:
         """Return the bytes that the shard writes."""
-        return (self.stop - self.start) * STORAGES[self.storage].row_bytes(self.dim)
+        return (self.stop - self.start) * self.row_format.stored_bytes
 
     @property
     def source_size(self) -> int:
         """Return the bytes that the shard reads."""
-        return (self.stop - self.start) * self.dim * SOURCE_DTYPES[self.source_dtype].itemsize
+        return (self.stop - self.start) * self.row_format.source_bytes
 
     def __str__(self) -> str:
         """Return the name of the shard in error messages."""
@@ -196,238 +174,39 @@ class ExportPlan:
         return {**dataclasses.asdict(self), **counts, **estimate}
 
     def describe(self) -> str:
-        """Return the plan as lines of text: a summary, then one line per stack and table."""
-        from tpuembed.export.plan.text import describe
-
-        return describe(self)
+        """Return the plan as lines of text: a summary, an estimate, then one line per stack and table."""
+        return "\n".join(_description(self))
 
 
-def plan_export(
-    tables: Sequence["TableInfo"],
-    *,
-    storage: Storage = "float32",
-    quantization: Mapping[str, QuantizationConfig] | None = None,
-    row_ranges: RowRanges | None = None,
-    whole: Collection[str] = (),
-    layout: str = "variables",
-    max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
-    workers: int = 1,
-    may_use_fewer: bool = False,
-    read_buffers: ReadBuffers = lambda table, rows: 0,  # noqa: ARG005
-) -> ExportPlan:
-    """Plan the export of `tables`. The plan does not depend on their order.
-
-    Args:
-        tables: the checkpoint's description of the tables to export.
-        storage: key of STORAGES for all tables, or one by table; see `storage_by_table`.
-        quantization: by table, for those whose activations were quantized in training.
-        row_ranges: table -> (start, stop), for tables of which only these rows are exported.
-        whole: tables that the graph reads whole. Each is a stack of its own, because a slice of a stack would be a
-            copy.
-        layout: one of LAYOUTS.
-        max_memory_bytes: bound on the buffers of all workers together.
-        workers: processes that may stream at once.
-        may_use_fewer: use only as many workers as the memory allows.
-        read_buffers: returns the bytes that the checkpoint's reader holds.
-
-    Raises:
-        ConfigError: no table; a table given twice, or of an unsupported shape or dtype; an unknown storage or layout;
-            fewer than one worker; or a budget too small for one row, and the reader's buffers, in every worker.
-        UnknownTableError: `storage` or `row_ranges` name another table.
-        RowRangeError: rows outside of a table.
-    """
-    _check_options(layout, max_memory_bytes, workers)
-    _check_tables(tables)
-    ranges = check_row_ranges(row_ranges or {}, tables)
-    storages = storage_by_table(storage, [table.name for table in tables])
-    _check_whole(whole, storages, quantization or {}, ranges, tables)
-    stacks = _stack_tables(tables, storages, quantization or {}, ranges, whole)
-    shard_bytes = max(_SHARD_BYTES, -(-sum(stack.size for stack in stacks) // _MAX_SHARDS))
-    pieces = [piece for stack in stacks for piece in _split(stack, shard_bytes)]
-    workers = min(workers, len(pieces))
-    if may_use_fewer:
-        workers = max(1, min(workers, max_memory_bytes // max(_least_bytes(stacks, read_buffers))))
-    chunks = _chunks(stacks, max_memory_bytes // workers, read_buffers)
-    shards = tuple(_task(index, *piece, chunks[piece[1].table]) for index, piece in enumerate(pieces))
-    plan = ExportPlan(
-        layout=layout, workers=workers, max_memory_bytes=max_memory_bytes, stacks=tuple(stacks), shards=shards
+def _description(plan: ExportPlan) -> Iterator[str]:
+    tables = sum(len(stack.tables) for stack in plan.stacks)
+    yield (
+        f"{_count(tables, 'table')} in {_count(len(plan.stacks), 'stack')}, {format_bytes(plan.table_bytes)}, layout "
+        f"{plan.layout}: {_count(len(plan.shards), 'shard')} by {_count(plan.workers, 'worker')}, "
+        f"{format_bytes(plan.buffer_bytes)} of buffers (at most {format_bytes(plan.max_memory_bytes)})"
     )
-    _check_budget(plan)
-    return plan
-
-
-def _check_options(layout: str, max_memory_bytes: int, workers: int) -> None:
-    check_choice("layout", layout, LAYOUTS)
-    check_count("workers", workers)
-    check_count("max_memory_bytes", max_memory_bytes)
-
-
-def _check_tables(tables: Sequence["TableInfo"]) -> None:
-    if not tables:
-        raise ConfigError("no table to export. Name at least one table of the checkpoint.")
-    seen: set[str] = set()
-    for table in tables:
-        if table.name in seen:
-            raise ConfigError(f"table {table.name!r} is given twice. Give every table once.")
-        seen.add(table.name)
-        if table.rows < 1 or table.dim < 1:
-            raise ConfigError(
-                f"table {table.name!r}: its shape [{table.rows}, {table.dim}] has no elements. Leave it out."
-            )
-        if table.dtype.name not in SOURCE_DTYPES:
-            raise ConfigError(
-                f"table {table.name!r}: cannot export dtype {table.dtype.name}. Supported dtypes: "
-                f"{', '.join(SOURCE_DTYPES)}. Cast the table before you write the checkpoint."
-            )
-
-
-def _check_whole(
-    whole: Collection[str],
-    storages: Mapping[str, str],
-    quantization: Mapping[str, QuantizationConfig],
-    ranges: RowRanges,
-    tables: Sequence["TableInfo"],
-) -> None:
-    """Raise ConfigError if a table that the model reads whole would not be stored as all of its rows in float32."""
-    for table in tables:
-        name = table.name
-        if name not in whole:
-            continue
-        reads = f"table {name!r}: the model reads the whole table, and"
-        if storages[name] != "float32":
-            raise ConfigError(
-                f"{reads} storage {storages[name]} would be decoded at every request. Store it as float32 "
-                f"(--storage '{name}=float32')."
-            )
-        start, stop = ranges.get(name, (0, table.rows))
-        if (start, stop) != (0, table.rows):
-            raise ConfigError(
-                f"{reads} rows {start} to {stop} are not all of its {table.rows}. Leave `rows` out for it."
-            )
-        if name in quantization:
-            raise ConfigError(
-                f"{reads} its quantization_config applies only to rows that are looked up. Change the model to "
-                "look rows up."
-            )
-
-
-def _stack_tables(
-    tables: Sequence["TableInfo"],
-    storages: Mapping[str, str],
-    quantization: Mapping[str, QuantizationConfig],
-    ranges: RowRanges,
-    whole: Collection[str],
-) -> list[StackPlan]:
-    def kind(table: "TableInfo") -> tuple[str, int, str]:
-        return storages[table.name], table.dim, table.name if table.name in whole else ""
-
-    in_order = sorted(tables, key=lambda table: (*kind(table), table.name))
-    groups = [(of_kind, list(group)) for of_kind, group in groupby(in_order, key=kind)]
-    alone = sorted(whole)
-    names = [
-        f"stack_{storage}_{dim}" + (f"_whole_{alone.index(table)}" if table else "")
-        for (storage, dim, table), _ in groups
-    ]
-    return [
-        _stack(name, storage, dim, group, quantization, ranges)
-        for name, ((storage, dim, _), group) in zip(names, groups, strict=True)
-    ]
-
-
-def _stack(
-    name: str,
-    storage: str,
-    dim: int,
-    tables: Sequence["TableInfo"],
-    quantization: Mapping[str, QuantizationConfig],
-    ranges: RowRanges,
-) -> StackPlan:
-    placements, rows = [], 0
-    for table in tables:
-        simulated = quantization.get(table.name)
-        start, stop = ranges.get(table.name, (0, table.rows))
-        placement = Placement(
-            table=table.name,
-            rows=stop - start,
-            row_offset=rows,
-            first_row=start,
-            is_whole=stop - start == table.rows,
-            source_dtype=table.dtype.name,
-            quantization=None if simulated is None else dataclasses.asdict(simulated),
-        )
-        placements.append(placement)
-        rows += stop - start
-    size = rows * STORAGES[storage].row_bytes(dim)
-    return StackPlan(name=name, dim=dim, storage=storage, rows=rows, size=size, tables=tuple(placements))
-
-
-def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Placement, int, int]]:
-    """Yield row ranges (stack, table, start, stop) of about `shard_bytes` each, of nearly equal size within a table."""
-    for table in stack.tables:
-        pieces = min(table.rows, max(1, round(table.rows * stack.row_bytes / shard_bytes)))
-        bounds = [table.rows * i // pieces for i in range(pieces + 1)]
-        for start, stop in pairwise(bounds):
-            yield stack, table, table.first_row + start, table.first_row + stop
-
-
-@dataclasses.dataclass(frozen=True)
-class _ChunkSize:
-    """The rows of a table to read at a time, and the bytes that its reader holds beside them."""
-
-    rows: int
-    reader_bytes: int
-
-
-def _chunks(stacks: Sequence[StackPlan], budget: int, read_buffers: ReadBuffers) -> dict[str, _ChunkSize]:
-    """Return the chunk size of every table: as large as fits in `budget` bytes, up to _CHUNK_BYTES."""
-    return {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
-
-
-def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBuffers) -> _ChunkSize:
-    kind = table.source_dtype, stack.storage, table.quantization is not None, stack.dim
-    rows = min(table.rows, rows_within(min(_CHUNK_BYTES, budget), *kind))
-    reader_bytes = read_buffers(table.table, rows)
-    if reader_bytes and chunk_bytes(*kind, rows) + reader_bytes > budget:
-        rows = most_rows(budget, lambda rows: chunk_bytes(*kind, rows) + read_buffers(table.table, rows), rows)
-        reader_bytes = read_buffers(table.table, rows)
-    return _ChunkSize(rows, reader_bytes)
-
-
-def _least_bytes(stacks: Sequence[StackPlan], read_buffers: ReadBuffers) -> Iterator[int]:
-    """Yield, for each table, the bytes that a worker holds if it reads one row at a time."""
-    for stack in stacks:
+    rate = format_bytes(BYTES_PER_SECOND_AND_WORKER)
+    yield (
+        f"about {format_seconds(plan.estimated_seconds)}, if each worker moves {rate}/s (an assumed rate, not measured)"
+    )
+    shards = Counter(task.table for task in plan.shards)
+    for stack in plan.stacks:
+        yield f"  {stack.name}: {stack.storage} [{stack.rows:,}, {stack.dim}], {format_bytes(stack.size)}"
         for table in stack.tables:
-            kind = table.source_dtype, stack.storage, table.quantization is not None, stack.dim
-            yield chunk_bytes(*kind, 1) + read_buffers(table.table, 1)
+            yield f"    {table.table}: {_placed(stack, table, shards[table.table])}"
 
 
-def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: _ChunkSize) -> ShardTask:
-    return ShardTask(
-        index=index,
-        stack=stack.name,
-        table=table.table,
-        start=start,
-        stop=stop,
-        dim=stack.dim,
-        source_dtype=table.source_dtype,
-        storage=stack.storage,
-        file=stack.file,
-        file_offset=(table.row_offset + start - table.first_row) * stack.row_bytes,
-        chunk_rows=min(stop - start, chunk.rows),
-        quantization=table.quantization,
-        reader_bytes=chunk.reader_bytes,
+def _placed(stack: StackPlan, table: Placement, shards: int) -> str:
+    first = table.row_offset * stack.row_bytes
+    last = first + table.rows * stack.row_bytes - 1
+    cast = "" if table.source_dtype == stack.storage else f", from {table.source_dtype}"
+    levels = "" if table.quantization is None else f", quantized to {table.quantization['num_buckets']} values"
+    part = "" if table.is_whole else f" (its rows {table.first_row:,} to {table.first_row + table.rows - 1:,})"
+    return (
+        f"{table.rows:,} rows{part} from row {table.row_offset:,}{cast}{levels}; bytes {first:,} to {last:,} in "
+        f"{_count(shards, 'shard')}"
     )
 
 
-def _check_budget(plan: ExportPlan) -> None:
-    if plan.buffer_bytes <= plan.max_memory_bytes:
-        return
-    widest = max(plan.shards, key=lambda task: task.buffer_bytes)
-    own = plan.workers * (widest.buffer_bytes - widest.reader_bytes)
-    reader = f" and the checkpoint's reader needs {plan.buffer_bytes - own} bytes" if widest.reader_bytes else ""
-    workers = "1 worker" if plan.workers == 1 else f"{plan.workers:,} workers"
-    fewer = "" if plan.workers == 1 else " or use fewer workers"
-    raise ConfigError(
-        f"table {widest.table!r}: one row in each of {workers} needs {own} bytes of buffers{reader}, but "
-        f"max_memory_bytes is {plan.max_memory_bytes}. Raise it{fewer}."
-    )
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

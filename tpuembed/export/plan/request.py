@@ -14,7 +14,6 @@ from tpuembed.export.graph.signature import (
     serving_config_of,
 )
 from tpuembed.export.plan.plan import ExportPlan
-from tpuembed.runtime.table_scope import deferred_tables
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint
@@ -138,16 +137,12 @@ class _ModelRequest:
         allow_unused_weights: bool,
     ) -> None:
         _require_tensorflow()
-        from tpuembed.export.graph.dense_weights import recorded
         from tpuembed.export.graph.keras_model import build_model
         from tpuembed.export.graph.stacked_tables import StackedTables
 
         self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables(checkpoint.tables())
-        with deferred_tables(self._sources), recorded() as self._made:
-            self._model = build_model(model, output_names)
-            if self._sources.were_asked_for or self._model.may_read_tables():
-                self._model.trace()
+        self._model, self._made = build_model(model, self._sources, output_names)
         self._model.compare_vocabularies(checkpoint.path)
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(

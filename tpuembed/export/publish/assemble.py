@@ -14,22 +14,12 @@ from typing import TYPE_CHECKING
 import tpuembed
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import ExportPlan, StackPlan
-from tpuembed.export.publish.bundle_files import BUNDLE
-from tpuembed.export.publish.layouts import Layout, graph_keys, stored_shape
+from tpuembed.export.publish.layouts import BUNDLE, graph_keys
+from tpuembed.export.publish.version_writer import VersionWriter
+from tpuembed.export.report import StreamReport
 from tpuembed.export.storage.formats import STORAGES
-from tpuembed.export.stream.execute import StreamReport
 from tpuembed.files import FilePath
-from tpuembed.manifest import (
-    FeatureEntry,
-    FileEntry,
-    Manifest,
-    Packing,
-    QuantizationEntry,
-    StackEntry,
-    TableEntry,
-    TensorSpec,
-    VocabularyEntry,
-)
+from tpuembed.manifest import FileEntry, Manifest, QuantizationEntry, StackEntry, TableEntry
 from tpuembed.saved_model import file_crc32c
 from tpuembed.tensor_bundle import (
     Bundle,
@@ -42,68 +32,59 @@ from tpuembed.tensor_bundle import (
     write_index,
 )
 
-if TYPE_CHECKING:  # a cycle: destinations imports the module of reports
-    from tpuembed.export.publish.destinations import StagedVersion
+if TYPE_CHECKING:  # that module imports TensorFlow
+    from tpuembed.export.graph.saved_model import SavedGraph
 
 __all__ = ["assemble"]
 
-Signatures = Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
 
-
-def assemble(
-    staging: "StagedVersion",
-    plan: ExportPlan,
-    streamed: StreamReport,
-    *,
-    layout: Layout,
-    stack_keys: Mapping[str, str],
-    signatures: Signatures,
-    source: Mapping[str, str],
-    tables_key: str = "",
-    features: tuple[FeatureEntry, ...] = (),
-    vocabularies: tuple[VocabularyEntry, ...] = (),
-    padding: Mapping[str, int | str] | None = None,
-    packing: Packing | None = None,
-) -> FilePath:
-    """Complete the SavedModel in `staging.path` with the tables in `streamed.folder`, and commit it.
+def assemble(writer: VersionWriter, streamed: StreamReport, graph: "SavedGraph", source: Mapping[str, str]) -> FilePath:
+    """Complete the SavedModel in `writer.path` with the tables in `streamed.folder`, and publish it.
 
     Args:
-        staging: holds what `tf.saved_model.save` wrote, with its stacked variables uninitialised.
-        plan, streamed: the tables; `streamed.folder` is on the file system of `staging.path`.
-        layout: the layout of the plan, which knows where the version will be served.
-        stack_keys: stack name -> its key in the bundle; for a variable, the key in the saved object graph.
-        signatures, source, tables_key, features, vocabularies, padding, packing: for the manifest.
+        writer: `writer.path` has what `tf.saved_model.save` wrote, with its stacked variables uninitialised.
+        streamed: the tables; `streamed.folder` is on the file system of `writer.path`.
+        graph: describes the saved graph; its `stack_keys` are the keys of the stacks in the bundle.
+        source: the checkpoint, for the manifest.
 
     Returns:
         The path of the published version.
 
     Raises:
-        ExportError: graph and tables do not match, or the version cannot be committed. Nothing is published.
+        ExportError: graph and tables do not match, or the version cannot be published. Nothing is published.
     """
-    prefix = staging.path / BUNDLE
-    _check_names(plan, stack_keys)
-    layout.check(staging.path, plan.stacks, stack_keys)
+    plan, layout, keys = writer.plan, writer.layout, graph.stack_keys
+    prefix = writer.path / BUNDLE
+    planned = {stack.name for stack in plan.stacks}
+    if planned != set(keys):
+        raise ExportError(f"the plan has the stacks {sorted(planned)}, but the graph has {sorted(keys)}.")
+    layout.check(writer.path, plan.stacks, keys)
     dense = read_index(index_path(prefix))
-    merged = merge_entries([dense, _table_index(plan, streamed, stack_keys)])
-    _move_dense_files(prefix, dense.num_shards, merged.num_shards)
+    merged = merge_entries([dense, _table_index(plan, streamed, keys)])
+    for number in range(dense.num_shards):
+        shard_path(prefix, number, dense.num_shards).rename(shard_path(prefix, number, merged.num_shards))
     for number, stack in enumerate(plan.stacks, start=dense.num_shards):
         _link(streamed.folder / stack.file, shard_path(prefix, number, merged.num_shards))
     write_index(index_path(prefix), merged.entries, merged.num_shards)
     _check_bundle(prefix, merged)
-    layout.place(staging.path, {stack.file: _file(stack, merged, stack_keys) for stack in plan.stacks})
-    manifest = _manifest(plan, streamed, merged, stack_keys, signatures, source)
-    files = _other_files(staging.path, manifest)
-    manifest = dataclasses.replace(
-        manifest,
-        files=files,
-        tables_key=tables_key,
-        features=features,
-        vocabularies=vocabularies,
-        padding=padding or {},
-        packing=packing or Packing(),
+    layout.place(writer.path, {stack.file: _file(stack, merged, keys) for stack in plan.stacks})
+    manifest = Manifest(
+        tool_version=tpuembed.__version__,
+        source=source,
+        layout=plan.layout,
+        tables=tuple(entry for stack in plan.stacks for entry in _table_entries(stack)),
+        stacks=tuple(_stack_entry(stack, streamed, merged, keys[stack.name]) for stack in plan.stacks),
+        signatures=graph.signatures,
+        errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
+        tables_key=writer.tables_key,
+        features=graph.features,
+        vocabularies=graph.vocabularies,
+        padding=graph.padding,
+        packing=graph.packing,
     )
-    manifest.write(staging.path)
-    return staging.commit(lambda name: layout.settle(staging.path, manifest, name))
+    manifest = dataclasses.replace(manifest, files=_other_files(writer.path, manifest))
+    manifest.write(writer.path)
+    return writer.publish(lambda name: layout.settle(writer.path, manifest, name))
 
 
 def _link(source: Path, target: Path) -> None:
@@ -114,19 +95,12 @@ def _link(source: Path, target: Path) -> None:
         source.rename(target)
 
 
-def _check_names(plan: ExportPlan, stack_keys: Mapping[str, str]) -> None:
-    """Raise ExportError unless the graph was saved for the stacks of the plan."""
-    planned = {stack.name for stack in plan.stacks}
-    if planned != set(stack_keys):
-        raise ExportError(f"the plan has the stacks {sorted(planned)}, but the graph has {sorted(stack_keys)}.")
-
-
 def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[str, str]) -> BundleIndex:
     """Return the index of the stacks' files, as if they were a bundle of their own."""
     entries = {
         stack_keys[stack.name]: Entry(
             dtype=STORAGES[stack.storage].dtype.name,
-            shape=stored_shape(stack),
+            shape=stack.stored_shape,
             shard=number,
             offset=0,
             size=stack.size,
@@ -135,11 +109,6 @@ def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[s
         for number, stack in enumerate(plan.stacks)
     }
     return BundleIndex(entries, len(plan.stacks))
-
-
-def _move_dense_files(prefix: Path, dense_shards: int, num_shards: int) -> None:
-    for number in range(dense_shards):
-        shard_path(prefix, number, dense_shards).rename(shard_path(prefix, number, num_shards))
 
 
 def _check_bundle(prefix: Path, expected: BundleIndex) -> None:
@@ -168,25 +137,6 @@ def _other_files(version: Path, manifest: Manifest) -> dict[str, FileEntry]:
     by_name = {path.relative_to(version).as_posix(): path for path in files}
     others = sorted(by_name.keys() - manifest.table_files().keys())
     return {name: FileEntry(size=by_name[name].stat().st_size, crc32c=file_crc32c(by_name[name])) for name in others}
-
-
-def _manifest(
-    plan: ExportPlan,
-    streamed: StreamReport,
-    merged: BundleIndex,
-    stack_keys: Mapping[str, str],
-    signatures: Signatures,
-    source: Mapping[str, str],
-) -> Manifest:
-    return Manifest(
-        tool_version=tpuembed.__version__,
-        source=source,
-        layout=plan.layout,
-        tables=tuple(entry for stack in plan.stacks for entry in _table_entries(stack)),
-        stacks=tuple(_stack_entry(stack, streamed, merged, stack_keys[stack.name]) for stack in plan.stacks),
-        signatures=signatures,
-        errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
-    )
 
 
 def _table_entries(stack: StackPlan) -> list[TableEntry]:

@@ -1,4 +1,4 @@
-"""The staging folder that an export is written in, and the one rename that publishes it.
+"""Writes versions into a folder: a staging folder, and the one rename that publishes it.
 
 A version is written under `MODEL_DIR/.staging-<version>-<token>`, which servers ignore. `version/` in it will be
 published. `tables/` has the streamed rows and the record of the finished ones. When every byte of `version/` is on the
@@ -6,49 +6,206 @@ disk, it is renamed to `MODEL_DIR/<version>`.
 
 Two flock locks keep exporters apart; the kernel releases them when a process ends. The lock on MODEL_DIR is held
 briefly, while folders are created or renamed. The lock on the staging folder is held as long as its exporter runs. A
-staging folder without an exporter is resumed, kept or removed: see `unfinished`.
+staging folder without an exporter is resumed, kept or removed: see `version_writer.classify`.
 
 Some file systems (such as NFS) have no such locks for folders. There, nothing is resumed and stale folders stay. A
 rename still never replaces a version, because a version is not empty.
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import os
-import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Final
 
-from tpuembed.config.checks import check_count
-from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, ExportError
+from tpuembed.errors import ExportError
 from tpuembed.export.formatting import format_bytes
-from tpuembed.export.plan.plan import ExportPlan
-from tpuembed.export.publish.tables import FolderTables
-from tpuembed.export.publish.unfinished import PREFIX, TABLES, VERSION, StagingFolders, Unfinished, classify_staging
-from tpuembed.export.stream.resume_log import Header, flush, read_record
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.publish.layouts import Layout, choose_layout
+from tpuembed.export.publish.reuse import SameTables, find_same_tables, share_tables
+from tpuembed.export.publish.version_writer import (
+    MAX_VERSION,
+    PREFIX,
+    Unfinished,
+    UnfinishedVersions,
+    VersionWriter,
+    check_version,
+    classify,
+    naming_model_dir,
+    versions_among,
+)
+from tpuembed.export.report import StreamReport
+from tpuembed.export.stream.resume_log import Header, Recorder, flush, read_record, start_record
+from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 
-__all__ = [
-    "MAX_VERSION",
-    "Staging",
-    "check_free",
-    "check_version",
-    "ensure_space",
-    "next_version",
-    "sync_tree",
-    "versions_among",
-]
+__all__ = ["FolderWriter", "check_free", "ensure_space", "next_version"]
 
-_SPOILING = (CheckpointCorruptError, CheckpointMismatchError)
-"""Errors after which the streamed data is useless."""
+_TABLES: Final = "tables"
+_VERSION: Final = "version"
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-MAX_VERSION = 2**63 - 1
-"""The last int64: TensorFlow Serving ignores a folder with a higher number."""
-# The number syntax of absl::SimpleAtoi, which TensorFlow Serving uses to read version folders.
-_INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
+
+
+class FolderWriter(VersionWriter):
+    """Writes a version into a folder of this machine.
+
+    Attributes:
+        folder: the staging folder. `path` and `tables` are in it, on the file system of MODEL_DIR.
+    """
+
+    model_dir: Path
+
+    def __init__(self, model_dir: Path, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
+        super().__init__(model_dir, plan, options, source)
+        self._same: SameTables | None = None
+
+    def check(self) -> None:
+        """See VersionWriter.check."""
+        check_free(self.model_dir, self.options.version)
+        if self.options.resume and self.tables_key:
+            self._same = find_same_tables(self.model_dir, self.tables_key)
+        if self._same is None:
+            ensure_space(self.model_dir, self.plan.table_bytes, self.header, restart=not self.options.resume)
+
+    @property
+    def layout(self) -> Layout:
+        """See VersionWriter.layout."""
+        return choose_layout(self.options.layout, self.model_dir, self.options.serving_root)
+
+    @property
+    def is_shared(self) -> bool:
+        """See VersionWriter.is_shared."""
+        return self._same is not None
+
+    def reserve(self) -> None:
+        """Take over the staging folder that the same export left, or create one. MODEL_DIR is created if it is missing."""
+        model_dir, version = self.model_dir, self.options.version
+        check_free(model_dir, version)
+        with naming_model_dir(model_dir):
+            model_dir.mkdir(parents=True, exist_ok=True)
+            with _locked(model_dir):
+                check_free(model_dir, version)
+                held = dict(_abandoned(model_dir))
+                found = _classify(held, self.header, restart=not self.options.resume)
+                if found.resumable is None:
+                    self.folder = model_dir / f"{PREFIX}{version or next_version(model_dir)}-{secrets.token_hex(4)}"
+                    self.folder.mkdir()
+                else:
+                    self.folder = found.resumable.folder
+                self._lock = held.pop(self.folder) if self.folder in held else _lock(self.folder)
+        self.kept = tuple(str(one) for one in found.kept)
+        for one in found.stale:
+            shutil.rmtree(one.folder, ignore_errors=True)
+        for lock in held.values():
+            os.close(lock)
+        self.path, self.tables = self.folder / _VERSION, self.folder / _TABLES
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir()
+
+    def share(self, on_progress: Callable[[int, int], None]) -> StreamReport | None:
+        """See VersionWriter.share. Uses hard links."""
+        if self._same is None:
+            return None
+        shared = share_tables(self._same, self.plan, self.folder / "shared", on_progress)
+        if shared is None:  # the data will be copied, and the space for that was not checked yet
+            ensure_space(self.model_dir, self.plan.table_bytes - _disk_bytes(self.folder), self.header)
+        return shared
+
+    def open(self) -> Sequence[ShardTask]:
+        """Return all shards, each with its recorded checksum if the record has one.
+
+        The files and the record of an earlier run of the same export are taken over. Otherwise new ones are created.
+        """
+        found = read_record(self.tables)
+        files = {self.tables / stack.file: stack.size for stack in self.plan.stacks}
+        is_whole = all(path.is_file() and path.stat().st_size == size for path, size in files.items())
+        if found is None or found.header != self.header or not is_whole:
+            shutil.rmtree(self.tables, ignore_errors=True)
+            self.tables.mkdir()
+            found = None
+        for path, size in files.items():
+            _allocate(path, size)
+        self._record = found or start_record(self.tables, self.header)
+        recorded = self._record.finished
+        return [
+            dataclasses.replace(task, written_crc32c=recorded[task.index].crc32c) if task.index in recorded else task
+            for task in self.plan.shards
+        ]
+
+    def batches(self, tasks: Sequence[ShardTask]) -> list[Batch]:
+        """See VersionWriter.batches. A batch is one shard."""
+        return [Batch((task,)) for task in tasks]
+
+    def target(self, batch: Batch) -> Target:  # noqa: ARG002 - all batches have one
+        """See VersionWriter.target."""
+        return Target(kind="folder", place=str(self.tables))
+
+    @property
+    def hint(self) -> str:
+        """See VersionWriter.hint."""
+        return f"Every node of the cluster must see {self.model_dir} under this path."
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Callable[[ShardResult], None]]:
+        """See VersionWriter.recording."""
+        with Recorder(self.tables, self._record) as recorder:
+            yield lambda result: recorder.add(self.plan.shards[result.index].file, result)
+
+    def results(self, streamed: Sequence[ShardResult]) -> Sequence[ShardResult]:
+        """Return the results. Those of reused shards get the fields that only the process that wrote them could know."""
+        recorded = self._record.finished
+        return [
+            dataclasses.replace(recorded[result.index], peak_rss_bytes=result.peak_rss_bytes, is_reused=True)
+            if result.is_reused
+            else result
+            for result in streamed
+        ]
+
+    @property
+    def finished(self) -> int:
+        """See VersionWriter.finished."""
+        record = read_record(self.tables)
+        return len(record.finished) if record else 0
+
+    def publish(self, settle: Callable[[str], None] = lambda _: None) -> Path:
+        """Flush the version to the disk, rename it to its number, and return its path.
+
+        Args:
+            settle: called with the version's name before every attempt to publish it, under the lock of MODEL_DIR. It
+                flushes what it writes.
+
+        Raises:
+            ExportError: another export published that version first, or MODEL_DIR cannot be written.
+        """
+        with naming_model_dir(self.model_dir):
+            _sync_tree(self.path)
+            with _locked(self.model_dir):
+                target = self._rename(settle)
+                flush(self.model_dir)
+        return target
+
+    def _rename(self, settle: Callable[[str], None]) -> Path:
+        version = self.options.version
+        while True:
+            check_free(self.model_dir, version)
+            target = self.model_dir / str(version or next_version(self.model_dir))
+            settle(target.name)
+            try:
+                return self.path.rename(target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise  # otherwise another exporter, without locks, has just taken this version: try the next one
+
+    def abandon(self, *, keep: bool) -> None:
+        """See VersionWriter.abandon."""
+        shutil.rmtree(self.path if keep else self.folder, ignore_errors=True)
+        os.close(self._lock)
 
 
 def next_version(model_dir: Path) -> int:
@@ -81,15 +238,21 @@ def check_free(model_dir: Path, version: int | None) -> None:
         )
 
 
-def ensure_space(model_dir: Path, size: int, header: Header | None = None, *, restart: bool = False) -> None:
+def ensure_space(model_dir: Path, size: int, header: Header, *, restart: bool = False) -> None:
     """Raise ExportError unless `size` bytes fit on the disk of `model_dir`, which may not exist yet.
 
     Data that the export of `header` can reuse, and stale data that it will remove, count as free.
     """
     place = next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())
-    found = _peek(model_dir, header, restart=restart)
+    held = dict[Path, int]()
+    if model_dir.is_dir():
+        with naming_model_dir(model_dir), _locked(model_dir):
+            held = dict(_abandoned(model_dir))
+            for lock in held.values():
+                os.close(lock)
+    found = _classify(held, header, restart=restart)
     reused = [] if found.resumable is None else [found.resumable]
-    free = shutil.disk_usage(place).free + sum(unfinished.bytes for unfinished in (*reused, *found.stale))
+    free = shutil.disk_usage(place).free + sum(_disk_bytes(one.folder) for one in (*reused, *found.stale))
     if free < size:
         kept = "".join(f" An unfinished export uses {unfinished}." for unfinished in found.kept)
         raise ExportError(
@@ -98,144 +261,42 @@ def ensure_space(model_dir: Path, size: int, header: Header | None = None, *, re
         )
 
 
-def _peek(model_dir: Path, header: Header | None, *, restart: bool) -> StagingFolders:
-    """Return the staging folders that an export into `model_dir` would find now."""
-    if not model_dir.is_dir():
-        return classify_staging((), header)
-    with _failing(model_dir), _locked(model_dir):
-        held = dict(_abandoned(model_dir))
-        for lock in held.values():
-            os.close(lock)
-    return classify_staging([Unfinished(folder) for folder in held], header, restart=restart)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StagingFolder(Unfinished):
+    """A staging folder without an exporter."""
+
+    folder: Path
 
 
-def sync_tree(root: Path) -> None:
-    """Flush every file and folder under `root`, and `root` itself, to the disk."""
-    for folder, _, files in os.walk(root):
-        for name in files:
-            flush(Path(folder, name))
-        flush(Path(folder))
+def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> UnfinishedVersions[_StagingFolder]:
+    found = [_staging_folder(folder) for folder in folders]
+    mine = [one for one in found if one.is_resumable(header)]
+    return classify(mine, [one for one in found if one not in mine], header, restart=restart)
 
 
-class Staging:
-    """A version being written. A context that commits once, or else leaves only what can be resumed.
-
-    Attributes:
-        path: local path of the version being written; empty at the start.
-        tables: the folder to stream rows to, on the same file system; it may hold rows that an earlier run finished.
-        kept: unfinished staging folders of other requests that could still be resumed.
-    """
-
-    def __init__(
-        self, model_dir: Path, version: int | None = None, header: Header | None = None, *, restart: bool = False
-    ) -> None:
-        """Take over the staging folder that `header` can resume in `model_dir`, or create one.
-
-        Args:
-            model_dir: the folder of the versions; created if it is missing.
-            version: the version to commit; None for the next free integer at the moment of the commit.
-            header: identifies the export; None if no other run can ever resume it.
-            restart: remove what `header` could resume.
-
-        Raises:
-            ConfigError: the version is not a positive integer that a server can read.
-            ExportError: the version exists, or MODEL_DIR cannot be written.
-        """
-        check_free(model_dir, version)
-        self.model_dir, self.version, self._can_go_on = model_dir, version, header is not None
-        with _failing(model_dir):
-            model_dir.mkdir(parents=True, exist_ok=True)
-            with _locked(model_dir):
-                check_free(self.model_dir, self.version)
-                held = dict(_abandoned(model_dir))
-                found = classify_staging([Unfinished(folder) for folder in held], header, restart=restart)
-                self.folder = self._make() if found.resumable is None else found.resumable.folder
-                self._lock = held.pop(self.folder) if self.folder in held else _lock(self.folder)
-        self.kept: Sequence[Unfinished] = found.kept
-        for unfinished in found.stale:
-            shutil.rmtree(unfinished.folder, ignore_errors=True)
-        for lock in held.values():
-            os.close(lock)
-        self.path, self.tables = self.folder / VERSION, self.folder / TABLES
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir()
-
-    def _make(self) -> Path:
-        folder = self.model_dir / f"{PREFIX}{self.version or next_version(self.model_dir)}-{secrets.token_hex(4)}"
-        folder.mkdir()
-        return folder
-
-    def __enter__(self) -> "Staging":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the folder, unless an error occurred after which the next export can resume it."""
-        if error is None or not self.is_kept_after(error):
-            shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-    def is_kept_after(self, error: BaseException) -> bool:
-        """Returns True if the next export can resume this one after `error`."""
-        return self._can_go_on and not isinstance(error, _SPOILING) and self.finished > 0
-
-    def open_tables(self, plan: ExportPlan) -> FolderTables:  # noqa: ARG002 - as StagedVersion
-        """Return the place to stream the tables of `plan` to."""
-        return FolderTables(self.tables)
-
-    @property
-    def finished(self) -> int:
-        """Return the number of shards that a resumed export would reuse."""
-        record = read_record(self.tables)
-        return len(record.finished) if record else 0
-
-    def commit(self, settle: Callable[[str], None] = lambda _: None) -> Path:
-        """Flush the folder to the disk, rename it to its version, and return the version's path.
-
-        Args:
-            settle: called with the version's name before every attempt to publish it, under the lock of MODEL_DIR. It
-                flushes what it writes.
-
-        Raises:
-            ExportError: another export committed that version first, or MODEL_DIR cannot be written.
-        """
-        with _failing(self.model_dir):
-            sync_tree(self.path)
-            with _locked(self.model_dir):
-                target = self._publish(settle)
-                flush(self.model_dir)
-        return target
-
-    def _publish(self, settle: Callable[[str], None]) -> Path:
-        while True:
-            check_free(self.model_dir, self.version)
-            target = self.model_dir / str(self.version or next_version(self.model_dir))
-            settle(target.name)
-            try:
-                return self.path.rename(target)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise  # otherwise another exporter, without locks, has just taken this version: try the next one
+def _staging_folder(folder: Path) -> _StagingFolder:
+    record = read_record(folder / _TABLES)
+    links = (file.stat().st_nlink for file in (folder / _TABLES).glob("*.data"))
+    results = record.finished.values() if record else ()
+    return _StagingFolder(
+        folder=folder,
+        place=str(folder),
+        header=record.header if record else None,
+        finished=len(results),
+        finished_bytes=sum(result.bytes for result in results),
+        is_published=not (folder / _VERSION).is_dir() and any(count > 1 for count in links),
+        is_useless=record is None or not record.header.lasts,
+        age_seconds=time.time() - record.written if record else 0,
+    )
 
 
-def check_version(version: int | None) -> None:
-    """Raise ConfigError unless `version` is None or a positive integer that a server can read."""
-    if version is not None:
-        check_count("version", version)
-        if version > MAX_VERSION:
-            raise ConfigError(f"version must be at most {MAX_VERSION}, got {version}.")
+def _disk_bytes(folder: Path) -> int:
+    """Return the disk space that the tables in a staging folder use."""
+    return sum(file.stat().st_blocks * 512 for file in (folder / _TABLES).glob("*.data"))
 
 
 def _versions(model_dir: Path) -> set[int]:
     return versions_among(path.name for path in model_dir.iterdir())
-
-
-def versions_among(names: Iterable[str]) -> set[int]:
-    """Return the version numbers that TensorFlow Serving reads from these names of folders."""
-    numbers = {int(name) for name in names if _INTEGER.fullmatch(name)}
-    return {number for number in numbers if number <= MAX_VERSION}
 
 
 def _abandoned(model_dir: Path) -> Iterator[tuple[Path, int]]:
@@ -269,14 +330,23 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _failing(model_dir: Path) -> Iterator[None]:
-    """Turn an OSError into an ExportError that names MODEL_DIR."""
-    try:
-        yield
-    except (FileExistsError, NotADirectoryError):
-        raise ExportError(f"MODEL_DIR {model_dir}: it, or a folder above it, is a file. Name a directory.") from None
-    except OSError as error:
-        raise ExportError(
-            f"MODEL_DIR {model_dir}: cannot be written: {error.strerror}. Name a directory that you may write to."
-        ) from None
+def _sync_tree(root: Path) -> None:
+    """Flush every file and folder under `root`, and `root` itself, to the disk."""
+    for folder, _, files in os.walk(root):
+        for name in files:
+            flush(Path(folder, name))
+        flush(Path(folder))
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Create a file of `size` bytes and reserve its blocks if the file system can, so that a full disk is noticed now."""
+    with open(path, "ab") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise ExportError(
+                    f"data file {path}: {size} bytes cannot be reserved: {error.strerror}. Free space, or export "
+                    "fewer tables."
+                ) from None
+            file.truncate(size)

@@ -7,7 +7,7 @@ in place, so its graph contains the path.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.config.checks import check_choice
@@ -25,9 +25,12 @@ from tpuembed.saved_model import (
     replace_file,
     replace_paths,
 )
-from tpuembed.tensor_bundle import Bundle
+from tpuembed.tensor_bundle import Bundle, index_path, read_index, shard_path
 
-__all__ = ["Layout", "check_layout", "choose_layout", "graph_keys", "stored_shape"]
+__all__ = ["BUNDLE", "Layout", "check_layout", "choose_layout", "data_file_names", "graph_keys"]
+
+BUNDLE: Final = Path("variables", "variables")
+"""The path of the bundle in a version. TensorFlow's data files come first in it, then one per stack."""
 
 
 class Layout(Protocol):
@@ -74,15 +77,15 @@ class _Variables:
     """The layout whose stacks are variables that the checkpoint restores."""
 
     def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:
-        prefix = version / "variables" / "variables"
+        prefix = version / BUNDLE
         with Bundle.open(prefix) as bundle:
             if unknown := set(stack_keys.values()) - graph_keys(bundle):
                 raise ExportError(f"bundle {prefix}: the saved graph restores no variable under {sorted(unknown)}.")
         saved = _variable_shapes((version / GRAPH_FILE).read_bytes())
         for stack in stacks:
-            if saved.get(stack.name) != stored_shape(stack):
+            if saved.get(stack.name) != stack.stored_shape:
                 raise ExportError(
-                    f"stack {stack.name!r}: its data has shape {list(stored_shape(stack))}, but the graph's "
+                    f"stack {stack.name!r}: its data has shape {list(stack.stored_shape)}, but the graph's "
                     f"variable has {list(saved.get(stack.name, ()))}."
                 )
 
@@ -102,7 +105,7 @@ class _Mapped:
     def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:  # noqa: ARG002 - only variables use the keys
         files = {stack.file for stack in stacks}
         saved = {tensor for tensor in mapped_tensors((version / GRAPH_FILE).read_bytes()) if tensor.path in files}
-        planned = {MappedTensor(s.file, STORAGES[s.storage].dtype.name, stored_shape(s)) for s in stacks}
+        planned = {MappedTensor(s.file, STORAGES[s.storage].dtype.name, s.stored_shape) for s in stacks}
         if saved != planned:
             raise ExportError(f"the plan has the stacks {_listed(planned)}, but the graph maps {_listed(saved)}.")
 
@@ -137,6 +140,12 @@ def graph_keys(bundle: Bundle) -> set[str]:
     return {node.value_key for node in graph.nodes if node.value_key is not None}
 
 
-def stored_shape(stack: StackPlan) -> tuple[int, int]:
-    """Return [rows, columns] of the stack's data."""
-    return stack.rows, STORAGES[stack.storage].columns(stack.dim)
+def data_file_names(version: Path, stacks: Sequence[StackPlan]) -> Mapping[str, str]:
+    """Return the path inside `version` of the data file of each `StackPlan.file`. Call it right after the graph is
+    saved.
+    """
+    first = read_index(index_path(version / BUNDLE)).num_shards
+    count = first + len(stacks)
+    return {
+        stack.file: shard_path(BUNDLE, number, count).as_posix() for number, stack in enumerate(stacks, start=first)
+    }

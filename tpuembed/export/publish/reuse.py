@@ -17,8 +17,8 @@ from pathlib import Path
 import tpuembed
 from tpuembed.errors import ConfigError
 from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.report import StreamReport
 from tpuembed.export.storage.error import TableError
-from tpuembed.export.stream.execute import StreamReport
 from tpuembed.export.stream.shard import Source
 from tpuembed.manifest import Manifest, StackEntry
 from tpuembed.saved_model import file_crc32c, size_faults
@@ -38,8 +38,10 @@ class SameTables:
 
 def tables_key(plan: ExportPlan, source: Source) -> str:
     """Return a key that is equal for exports by this version of tpuembed whose data files are the same bytes, in any
-    layout.
+    layout. It is empty if `source` does not last, so that its bytes are not known.
     """
+    if not source.lasts:
+        return ""
     stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
     facts = [tpuembed.__version__, dataclasses.asdict(source), stacks]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,88 +1,44 @@
-"""The unit of work of a worker: shards that are adjacent in one file, and the place to write them.
-
-The process that assigns batches has a `Place`. A worker gets the place's description of a batch, in JSON values, made
-when the batch is assigned. In a folder a batch is one shard. In a store it is one part of an upload.
-"""
+"""What a worker runs for a batch, and how it reports an error to the process that waits for it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import errno
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
+from tpuembed import errors
+from tpuembed.errors import TpuEmbedError, WorkerError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.stream.resume_log import flush_data
-from tpuembed.export.stream.shard import ShardResult, Source, ignore, run_shard
+from tpuembed.export.stream.shard import ShardResult, Source, Target, flush_data, ignore, run_shard
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint
 
-__all__ = ["Batch", "FolderPlace", "Place", "Where", "flush_batch", "run_batch"]
+__all__ = ["Failure", "flush_batch", "run_batch"]
 
-Where = Mapping[str, Any]
-"""Target of a batch in JSON values: `{"folder": path}`, or the fields of
-`tpuembed.export.publish.store.part.PartUpload`.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Shards that one worker writes in sequence."""
-
-    shards: tuple[ShardTask, ...]
-
-    @property
-    def index(self) -> int:
-        """Return the index of its first shard, which is unique among batches."""
-        return self.shards[0].index
-
-    def __str__(self) -> str:
-        """Return the name of the batch in error messages."""
-        if len(self.shards) == 1:
-            return str(self.shards[0])
-        first, last = self.shards[0], self.shards[-1]
-        return f"shards {first.index} to {last.index} (tables {first.table!r} to {last.table!r})"
-
-
-class Place(Protocol):
-    """The place of the data files, as the process that assigns batches knows it."""
-
-    def batches(self, tasks: Sequence[ShardTask]) -> list[Batch]:
-        """Group `tasks` into batches, in their order."""
-        ...
-
-    def where(self, batch: Batch) -> Where:
-        """Return the target of a batch for its worker. Call it when the batch is assigned, because signed URLs expire."""
-        ...
-
-    @property
-    def hint(self) -> str:
-        """Return advice for a worker that does not find the place; empty if none is needed."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class FolderPlace:
-    """A folder of data files, each already of its full size."""
-
-    folder: Path
-
-    def batches(self, tasks: Sequence[ShardTask]) -> list[Batch]:
-        """See Place."""
-        return [Batch((task,)) for task in tasks]
-
-    def where(self, batch: Batch) -> Where:  # noqa: ARG002 - the signature of Place
-        """See Place."""
-        return {"folder": str(self.folder)}
-
-    @property
-    def hint(self) -> str:
-        """See Place."""
-        return f"Every node of the cluster must see {self.folder.parent.parent} under this path."
+_MAY_PASS = frozenset(
+    {
+        errno.EAGAIN,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTUNREACH,
+        errno.EINTR,
+        errno.EIO,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.EPIPE,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+    }
+)
+"""Errors of remote disks and of networks, which may be temporary."""
 
 
 def run_batch(
     shards: Sequence[ShardTask],
-    where: Where,
+    target: Target,
     source: Source,
     on_chunk: Callable[[int], None] = ignore,
     checkpoint: "Checkpoint | None" = None,
@@ -91,14 +47,58 @@ def run_batch(
 
     `on_chunk` is called regularly with the bytes written so far. For `checkpoint` and the errors see `run_shard`.
     """
-    if "folder" not in where:
-        from tpuembed.export.publish.store.part import PartUpload, run_part
+    if target.kind == "part":
+        from tpuembed.export.publish.store.parts import run_part  # here, because other workers need no HTTP client
 
-        return run_part(shards, PartUpload(**where), source, on_chunk, checkpoint)
-    return [run_shard(shard, source, Path(where["folder"]), on_chunk, checkpoint) for shard in shards]
+        return run_part(shards, target, source, on_chunk, checkpoint)
+    return [run_shard(shard, source, Path(target.place), on_chunk, checkpoint) for shard in shards]
 
 
-def flush_batch(shards: Sequence[ShardTask], where: Where) -> None:
+def flush_batch(shards: Sequence[ShardTask], target: Target) -> None:
     """fsync the files of this batch on this machine. Another machine can only flush its own cache."""
-    for file in {shard.file for shard in shards} if "folder" in where else ():
-        flush_data(Path(where["folder"], file))
+    for file in {shard.file for shard in shards} if target.kind == "folder" else ():
+        flush_data(Path(target.place, file))
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The error of a shard as JSON values, for the process that waits for it.
+
+    Attributes:
+        type: name of the TpuEmbedError; empty for any other exception, which is a defect.
+        message: its text.
+        may_pass: whether another try may succeed.
+    """
+
+    type: str
+    message: str
+    may_pass: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """Return the failure for the error of a task."""
+        if isinstance(error, TpuEmbedError):
+            return cls(type(error).__name__, str(error), _may_pass(error))
+        return cls("", f"{type(error).__name__}: {error}", False)
+
+    def error(self, task: object) -> TpuEmbedError:
+        """Return the original error, of `task`."""
+        kind = getattr(errors, self.type, None) if self.type in errors.__all__ else None
+        if kind is None:
+            return WorkerError(
+                f"{task}: {self.message}. This is a defect of the reader or of tpuembed. Please report it."
+            )
+        error: TpuEmbedError = kind.__new__(
+            kind, self.message
+        )  # without __init__: some classes build their message from parts
+        error.args = (self.message,)  # OSError's __new__ does not set args
+        return error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Returns True if a system error that may be temporary is behind `error`."""
+    while error is not None:
+        if isinstance(error, TimeoutError | ConnectionError) or getattr(error, "errno", None) in _MAY_PASS:
+            return True
+        error = error.__context__
+    return False

@@ -1,78 +1,35 @@
-"""Executes a plan: create the data files, let an engine fill them, check that they are complete."""
+"""Streams the tables of a plan: open the data files, let an engine fill them, check that they are complete."""
 
-import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.checkpoint.types import PartialChecksum, SummedReads
+from tpuembed.checkpoint.types import PartialChecksum
 from tpuembed.errors import CheckpointCorruptError, ExportError
-from tpuembed.export.plan.plan import ExportPlan
-from tpuembed.export.publish.tables import FolderTables, Tables
-from tpuembed.export.storage.error import TableError
-from tpuembed.export.storage.error_bound import table_errors
-from tpuembed.export.stream.engines import Engine, Job
-from tpuembed.export.stream.resume_log import Header
+from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.publish.version_writer import VersionWriter
+from tpuembed.export.report import StreamReport
+from tpuembed.export.storage.error import ErrorSums, TableError
+from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_source
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["StreamReport", "stream_into", "stream_tables"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamReport:
-    """The table data of a plan.
-
-    Attributes:
-        folder: has one file per stack, named StackPlan.file; a sparse file if the bytes are in a store.
-        crc32c: of each stack's bytes, by its name; unmasked.
-        bytes_written: bytes of table data.
-        bytes_reused: the part of them that an earlier run had written.
-        errors: differences from float32, by table.
-        seconds: from the first file's creation to the end of the check of the source.
-        worker_peak_rss_bytes: the largest peak of the processes that streamed.
-    """
-
-    folder: Path
-    crc32c: Mapping[str, int]
-    bytes_written: int
-    bytes_reused: int
-    errors: Mapping[str, TableError]
-    seconds: float
-    worker_peak_rss_bytes: int
+__all__ = ["ErrorBound", "stream_tables", "table_errors"]
 
 
 def stream_tables(
-    plan: ExportPlan,
     source: Source,
-    folder: Path,
+    writer: VersionWriter,
     engine: Engine,
     *,
     on_progress: Callable[[int, int], None] = ignore,
     on_result: Callable[[ShardResult], None] = ignore,
 ) -> StreamReport:
-    """Write the tables of `plan` from `source` into `folder`, created if it is missing, and fsync them.
-
-    Shards that an earlier call for the same export has recorded there are reused if their bytes still have the
-    checksum. Anything else in the folder is removed. For the rest see `stream_into`.
-    """
-    return stream_into(plan, source, FolderTables(folder), engine, on_progress=on_progress, on_result=on_result)
-
-
-def stream_into(
-    plan: ExportPlan,
-    source: Source,
-    tables: Tables,
-    engine: Engine,
-    *,
-    on_progress: Callable[[int, int], None] = ignore,
-    on_result: Callable[[ShardResult], None] = ignore,
-) -> StreamReport:
-    """Write the tables of `plan` from `source` into `tables`, except for the shards that are already there.
+    """Write the tables of the plan of `writer` from `source`, except for the shards that are already there.
 
     `on_progress` is called with the bytes done and the total bytes, `on_result` with every finished shard.
 
@@ -80,24 +37,26 @@ def stream_into(
         CheckpointError: the source cannot be read, has changed, or does not have its recorded checksums.
         ExportError: a file cannot be written, or a worker died.
     """
+    plan = writer.plan
     started, total = time.monotonic(), plan.table_bytes
-    tasks = tables.prepare(plan, Header.of(plan, source))
+    tasks = writer.open()
     before = total - sum(task.size for task in tasks)
-    with tables.recording() as recording:
+    with writer.recording() as record:
 
         def finish(result: ShardResult) -> None:
             if not result.is_reused:
-                recording.add(plan.shards[result.index].file, result)
+                record(result)
             on_result(result)
 
-        job = Job(source=source, place=tables.place)
-        streamed = engine.run(tasks, job, on_result=finish, on_progress=lambda done: on_progress(before + done, total))
-    results = tables.results(streamed)
+        streamed = engine.run(
+            tasks, source, writer, on_result=finish, on_progress=lambda done: on_progress(before + done, total)
+        )
+    results = writer.results(streamed)
     by_index = _complete(plan, results)
     with open_source(source) as checkpoint:  # raises if the source has changed meanwhile
         _check_source(checkpoint, plan, by_index)
     return StreamReport(
-        folder=tables.folder,
+        folder=writer.tables,
         crc32c=_stack_checksums(plan, by_index),
         bytes_written=total,
         bytes_reused=sum(result.bytes for result in results if result.is_reused),
@@ -156,7 +115,7 @@ def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], sums: Mapping[str
     """Check `tables` whose files have checksums over other bytes than rows. Files that the reads do not cover are read
     again.
     """
-    proven = checkpoint.proven(tables, sums) if isinstance(checkpoint, SummedReads) else {}
+    proven = checkpoint.proven(tables, sums)
     checkpoint.verify([table for table in tables if not proven.get(table)])
     for table, is_right in proven.items():
         if not is_right:
@@ -182,3 +141,44 @@ def _combined(parts: Iterable[tuple[int, int]]) -> int:
     bytes.
     """
     return reduce(lambda checksum, part: crc.combine(checksum, *part), parts, 0)
+
+
+def table_errors(shards: Sequence[ShardTask], results: Mapping[int, ShardResult]) -> dict[str, TableError]:
+    """Return the error of every table, in the order of `shards`. `results` maps shard indices to results."""
+    sums: dict[str, ErrorSums] = defaultdict(ErrorSums)
+    for task in shards:
+        sums[task.table] += ErrorSums(**results[task.index].errors)
+    return {task.table: _error_of(task, sums[task.table]) for task in shards}
+
+
+def _error_of(task: ShardTask, sums: ErrorSums) -> TableError:
+    is_lossless = task.row_format.is_exact and not sums.values
+    return TableError(storage=task.storage) if is_lossless else TableError.of(task.storage, sums)
+
+
+class ErrorBound:
+    """The bound `max_error`: no looked up value may differ from its float32 value by more."""
+
+    def __init__(self, shards: Sequence[ShardTask], max_error: float | None) -> None:
+        self._shards, self._max_error = shards, max_error
+
+    def check_shard(self, result: ShardResult) -> None:
+        """Raise ExportError if one shard exceeds the bound, so that a long export fails early."""
+        task = self._shards[result.index]
+        self._check(task.table, task.storage, result.errors.get("max_abs", 0.0))
+
+    def check(self, errors: Mapping[str, TableError]) -> None:
+        """Raise ExportError if a table, reused shards included, exceeds the bound."""
+        for table, error in errors.items():
+            self._check(table, error.storage, error.max_abs)
+
+    def _check(self, table: str, storage: str, max_abs: float) -> None:
+        if self._max_error is not None and max_abs > self._max_error:
+            raise ExportError(
+                f"table {table!r}: stored as {storage}, a value differs by {max_abs:.3g} from float32, but "
+                f"max_error is {self._max_error:g}. Store this table as {_better(storage)}, or raise max_error."
+            )
+
+
+def _better(storage: str) -> str:
+    return {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}.get(storage, "float32")

@@ -19,10 +19,10 @@ from typing import Any, Final, Self
 import tpuembed
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import ExportPlan
-from tpuembed.export.stream.shard import ShardResult, Source
+from tpuembed.export.stream.shard import ShardResult, Source, flush_data
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["Header", "Record", "Recorder", "export_key", "flush", "flush_data", "read_record", "start_record"]
+__all__ = ["Header", "Record", "Recorder", "export_key", "flush", "read_record", "start_record"]
 
 FORMAT: Final = 1
 """The format of the record and of the data it describes; a record of another format is not resumed."""
@@ -39,6 +39,7 @@ class Header:
         source: path of the checkpoint.
         fingerprint: of the checkpoint.
         table_bytes: of all shards.
+        lasts: another run can open the source and resume the export.
         format: FORMAT of the writer.
     """
 
@@ -46,6 +47,7 @@ class Header:
     source: str
     fingerprint: str
     table_bytes: int
+    lasts: bool = True
     format: int = FORMAT
 
     @classmethod
@@ -56,6 +58,7 @@ class Header:
             source=source.path,
             fingerprint=source.fingerprint,
             table_bytes=plan.table_bytes,
+            lasts=source.lasts,
         )
 
 
@@ -217,20 +220,5 @@ def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def flush_data(path: Path) -> None:
-    """fsync a data file and drop it from the page cache.
-
-    The kernel then writes new rows into the pages that this frees, instead of evicting other programs' pages. On a
-    virtual machine this also avoids memory that the host must first provide: a table took half the time.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)

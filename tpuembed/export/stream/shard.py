@@ -1,6 +1,8 @@
-"""Streams one shard: copies rows of a checkpoint to their place in a data file, one chunk at a time.
+"""Streams shards: copies rows of a checkpoint to their place in a data file, one chunk at a time.
 
-Every engine runs this code, in a process that imports no TensorFlow. It holds one chunk of rows.
+It runs in a process that imports no TensorFlow and holds one chunk of rows. A batch consists of shards that are
+adjacent in one file. The process that assigns it makes its `Target` at that moment, in JSON values. In a folder a batch
+is one shard. In a store it is one part of an upload.
 """
 
 import dataclasses
@@ -11,24 +13,29 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.config import QuantizationConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.storage.error import ErrorSums
-from tpuembed.export.stream.chunk import Chunk
+from tpuembed.export.storage.encoders import UnstorableRowError
+from tpuembed.export.storage.error import ErrorSums, sample_step
+from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
 from tpuembed.tensor_bundle import crc
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out: the source names its opener
     from tpuembed.checkpoint import Checkpoint
+    from tpuembed.checkpoint.types import PartialChecksum
 
 __all__ = [
-    "DataFile",
+    "Batch",
     "ShardResult",
     "Source",
+    "Target",
+    "flush_data",
     "ignore",
     "open_once",
     "open_source",
@@ -82,7 +89,7 @@ class ShardResult:
         peak_rss_bytes: of the process since it started.
         is_reused: an earlier run had written it; then `source_crc32c` is 0 and `errors` are empty.
         errors: fields of ErrorSums: the differences of stored values from float32.
-        source_sums: fields of PartialChecksum by tensor, if the checkpoint offers SummedReads.
+        source_sums: fields of PartialChecksum by tensor, if the checkpoint has them; see Checkpoint.summed.
         tag: in a store, the ETag of the part with the shard.
     """
 
@@ -98,14 +105,38 @@ class ShardResult:
     tag: str = ""
 
 
-class DataFile(Protocol):
-    """A file that shards are written to."""
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Shards that one worker writes in sequence."""
 
-    def write(self, data: _Bytes, offset: int) -> None:
-        """Write all of `data` at `offset` of the file."""
+    shards: tuple[ShardTask, ...]
 
-    def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:
-        """Return the CRC32C of the bytes at the place of `task`, up to the end of the file."""
+    @property
+    def index(self) -> int:
+        """Return the index of its first shard, which is unique among batches."""
+        return self.shards[0].index
+
+    def __str__(self) -> str:
+        """Return the name of the batch in error messages."""
+        if len(self.shards) == 1:
+            return str(self.shards[0])
+        first, last = self.shards[0], self.shards[-1]
+        return f"shards {first.index} to {last.index} (tables {first.table!r} to {last.table!r})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The place where a worker writes a batch, in JSON values.
+
+    Attributes:
+        kind: "folder" of data files, or "part" of an upload to a store.
+        place: the path of the folder, or the signed URL to PUT the part to.
+        shown: the name of a part in messages, because its URL is a secret.
+    """
+
+    kind: Literal["folder", "part"]
+    place: str
+    shown: str = ""
 
 
 def run_shard(
@@ -124,32 +155,50 @@ def run_shard(
         CheckpointError: the source cannot be read, or is not what the export was planned from.
         ExportError: the file cannot be written.
     """
-    with _LocalFile(folder / task.file) as data_file:
-        return write_shard(task, source, data_file, on_chunk, checkpoint)
+    started = time.monotonic()
+    with _LocalFile(folder / task.file) as file:
+        if task.written_crc32c is None or file.checksum(task, on_chunk) != task.written_crc32c:
+            return write_shard(task, source, file.write, on_chunk, checkpoint)
+    return ShardResult(
+        index=task.index,
+        crc32c=task.written_crc32c,
+        source_crc32c=0,
+        bytes=task.size,
+        seconds=time.monotonic() - started,
+        peak_rss_bytes=peak_rss_bytes(),
+        is_reused=True,
+        errors=dataclasses.asdict(ErrorSums()),
+    )
 
 
 def write_shard(
     task: ShardTask,
     source: Source,
-    data_file: DataFile,
+    write: Callable[[_Bytes, int], None],
     on_chunk: Callable[[int], None] = ignore,
     checkpoint: "Checkpoint | None" = None,
 ) -> ShardResult:
-    """Write the shard into any data file; see `run_shard`."""
+    """Call `write` with the bytes of the shard and their offset in the file, chunk by chunk. See `run_shard`."""
     started = time.monotonic()
-    is_reused = task.written_crc32c is not None and data_file.checksum(task, on_chunk) == task.written_crc32c
-    found: dict[str, Any]
-    if is_reused:
-        found = {"crc32c": task.written_crc32c, "source_crc32c": 0, "errors": dataclasses.asdict(ErrorSums())}
-    else:
-        found = _stream(task, checkpoint or open_once(source), data_file, on_chunk)
+    chunk = _Chunk(task, checkpoint or open_once(source))
+    stored_crc = read_crc = written = 0
+    step = chunk.rows_at_once
+    for start in range(task.start, task.stop, step):
+        read, stored = chunk.load(start, min(start + step, task.stop))
+        stored_crc = crc.extend(stored_crc, stored)
+        read_crc = stored_crc if read is stored else crc.extend(read_crc, read)
+        write(stored, task.file_offset + written)
+        written += len(stored)
+        on_chunk(written)
     return ShardResult(
         index=task.index,
+        crc32c=stored_crc,
+        source_crc32c=read_crc,
         bytes=task.size,
         seconds=time.monotonic() - started,
         peak_rss_bytes=peak_rss_bytes(),
-        is_reused=is_reused,
-        **found,
+        errors=dataclasses.asdict(chunk.errors),
+        source_sums={key: (partial.checksum, partial.bytes) for key, partial in chunk.source_sums().items()},
     )
 
 
@@ -186,26 +235,69 @@ def peak_rss_bytes() -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
 
-def _stream(
-    task: ShardTask, checkpoint: "Checkpoint", data_file: DataFile, on_chunk: Callable[[int], None]
-) -> dict[str, Any]:
-    """Write the rows of `task` and return the fields of its ShardResult."""
-    chunk = Chunk(task, checkpoint)
-    stored_crc = read_crc = written = 0
-    step = chunk.rows_at_once
-    for start in range(task.start, task.stop, step):
-        read, stored = chunk.load(start, min(start + step, task.stop))
-        stored_crc = crc.extend(stored_crc, stored)
-        read_crc = stored_crc if read is stored else crc.extend(read_crc, read)
-        data_file.write(stored, task.file_offset + written)
-        written += len(stored)
-        on_chunk(written)
-    return {
-        "crc32c": stored_crc,
-        "source_crc32c": read_crc,
-        "errors": dataclasses.asdict(chunk.errors),
-        "source_sums": {key: (partial.checksum, partial.bytes) for key, partial in chunk.source_sums().items()},
-    }
+class _Chunk:
+    """The one chunk of rows that a worker holds: as read, as stored, and the buffers for the conversion.
+
+    Attributes:
+        errors: errors of all rows loaded so far.
+    """
+
+    def __init__(self, task: ShardTask, checkpoint: "Checkpoint") -> None:
+        quantization = None if task.quantization is None else QuantizationConfig(**task.quantization)
+        self.errors = ErrorSums()
+        self._task, self._codec = task, STORAGES[task.storage]
+        self._checkpoint = checkpoint
+        self._reader = checkpoint.summed(task.table)
+        self._read: _Array = np.empty((task.chunk_rows, task.dim), SOURCE_DTYPES[task.source_dtype])
+        self._stored: _Array | None = None
+        if not task.row_format.is_copied:
+            self._stored = np.empty((task.chunk_rows, self._codec.columns(task.dim)), self._codec.dtype)
+            self._encoder = RowEncoder(task.storage, task.dim, quantization)
+
+    def load(self, start: int, stop: int) -> tuple[_Bytes, _Bytes]:
+        """Load rows [start, stop). Return the bytes read and the bytes to store, perhaps the same object; valid until
+        the next call.
+
+        Raises:
+            ExportError: the storage cannot hold a row.
+        """
+        rows = self._read[: stop - start]
+        if self._reader is None:
+            self._checkpoint.read_into(self._task.table, start, rows)
+        else:
+            self._reader.read_into(start, rows)
+        if self._stored is None:
+            read = _bytes_of(rows)
+            return read, read
+        stored = self._stored[: stop - start]
+        self._store(rows, stored, start)
+        return _bytes_of(rows), _bytes_of(stored)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Return the number of rows to load at a time; at most those of the chunk."""
+        return min(self._checkpoint.piece_rows(self._task.table) or self._task.chunk_rows, self._task.chunk_rows)
+
+    def source_sums(self) -> "dict[str, PartialChecksum]":
+        """Return the checksums of what was read of the checkpoint's tensors, if it has them; see Checkpoint.summed."""
+        return {} if self._reader is None else dict(self._reader.sums())
+
+    def _store(self, rows: _Array, stored: _Array, start: int) -> None:
+        try:
+            worst = self._encoder.encode(rows, stored)
+        except UnstorableRowError as unstorable:
+            raise ExportError(
+                f"table {self._task.table!r}: row {start + unstorable.index} contains {unstorable}. Store this "
+                "table as float32, or find out why training produced this value."
+            ) from None
+        if not self._task.row_format.is_exact:
+            picked = slice(None, None, sample_step(len(rows), self._task.dim))
+            true, looked_up = self._encoder.widen(rows[picked]), self._codec.decode(stored[picked])
+            self.errors += ErrorSums.of(worst, true, looked_up)
+
+
+def _bytes_of(rows: _Array) -> _Bytes:
+    return rows.reshape(-1).view(np.uint8)
 
 
 class _LocalFile:
@@ -236,8 +328,8 @@ class _LocalFile:
             raise self._failed(error) from None
 
     def checksum(self, task: ShardTask, on_chunk: Callable[[int], None]) -> int:
-        """See DataFile."""
-        buffer, checksum, done = bytearray(min(task.chunk_bytes, _CHECK_BYTES)), 0, 0
+        """Return the CRC32C of the bytes at the place of `task`, up to the end of the file."""
+        buffer, checksum, done = bytearray(min(task.chunk_rows * task.row_format.stored_bytes, _CHECK_BYTES)), 0, 0
         try:
             while done < task.size:
                 piece = memoryview(buffer)[: task.size - done]
@@ -264,3 +356,18 @@ def _start_writeback(descriptor: int, offset: int, size: int) -> None:
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+def flush_data(path: Path) -> None:
+    """fsync a data file and drop it from the page cache.
+
+    The kernel then writes new rows into the pages that this frees, instead of evicting other programs' pages. On a
+    virtual machine this also avoids memory that the host must first provide: a table took half the time.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

@@ -1,7 +1,7 @@
 """The worker process that streams shards: `python -m tpuembed.export.stream.worker`, controlled over pipes.
 
 It reads JSON lines on stdin: first the job (`{"source": ..., "parent": pid, "delay_seconds": ...}`), then batches
-(`{"shards": [...], "where": ...}`). It ends when stdin ends. It writes JSON lines on stdout: regularly `{"progress":
+(`{"shards": [...], "target": {...}}`). It ends when stdin ends. It writes JSON lines on stdout: regularly `{"progress":
 bytes of the current batch}`, and for each batch `{"results": [...]}` or `{"error": {"type": ..., "message": ...,
 "may_pass": ...}}`. After an error it ends. It never imports TensorFlow, and never outlives its parent.
 """
@@ -19,9 +19,8 @@ from typing import IO, Any
 
 from tpuembed.errors import TpuEmbedError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.stream.batch import run_batch
-from tpuembed.export.stream.failures import Failure
-from tpuembed.export.stream.shard import Source, open_once
+from tpuembed.export.stream.batch import Failure, run_batch
+from tpuembed.export.stream.shard import Source, Target, open_once
 
 __all__ = ["main"]
 
@@ -62,7 +61,7 @@ class _Worker:
         """Stream `batch` and send a reply. Returns True on success."""
         try:
             shards = [ShardTask(**fields) for fields in batch["shards"]]
-            results = run_batch(shards, batch["where"], self._source, self._on_chunk)
+            results = run_batch(shards, Target(**batch["target"]), self._source, self._on_chunk)
         except Exception as error:
             if not isinstance(error, TpuEmbedError):
                 traceback.print_exc()

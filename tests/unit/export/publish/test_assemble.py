@@ -1,5 +1,6 @@
 """Graph and table data that do not fit together are found before anything is published."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ import pytest
 from tests.support.export.fakes import info, random_table, source_of, write_checkpoint
 from tests.support.export.graphs import save_gathers
 from tpuembed.errors import CheckpointError, ExportError
-from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.publish.assemble import assemble
-from tpuembed.export.publish.folder import Staging
-from tpuembed.export.publish.layouts import choose_layout
+from tpuembed.export.publish.folder import FolderWriter
+from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import StreamReport, stream_tables
+from tpuembed.export.stream.execute import stream_tables
 
 Change = Callable[[StreamReport, dict[str, str]], Any]
 KEY = "stack_float32_4/.ATTRIBUTES/VARIABLE_VALUE"
@@ -25,19 +28,13 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
     tables = {"a": random_table(10, 4), "b": random_table(10, 8)}
     infos = write_checkpoint(tmp_path / "ckpt", tables)
     plan: ExportPlan = plan_export(list(infos.values()))
-    with Staging(tmp_path / "model") as staging:
-        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
-        keys = save_gathers(plan, staging.path)
+    source = source_of(tmp_path / "ckpt")
+    with FolderWriter(tmp_path / "model", plan, ExportOptions(), source) as writer:
+        streamed = stream_tables(source, writer, choose_engine("local", 1))
+        graph = save_gathers(plan, writer.path)
+        keys = dict(graph.stack_keys)
         change(streamed, keys)
-        path = assemble(
-            staging,
-            plan,
-            streamed,
-            layout=choose_layout("variables", tmp_path, None),
-            stack_keys=keys,
-            signatures={},
-            source={},
-        )
+        path = assemble(writer, streamed, dataclasses.replace(graph, stack_keys=keys), {})
     assert isinstance(path, Path)
     return path
 
@@ -45,25 +42,18 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
 def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
     infos = write_checkpoint(tmp_path / "ckpt", {"a": random_table(10, 4)})
     plan, other = plan_export(list(infos.values())), plan_export([info("a", 11, 4)])
-    with Staging(tmp_path / "model") as staging:
-        streamed = stream_tables(plan, source_of(tmp_path / "ckpt"), staging.tables, choose_engine("local", 1))
-        keys = save_gathers(other, staging.path)
+    source = source_of(tmp_path / "ckpt")
+    with FolderWriter(tmp_path / "model", plan, ExportOptions(), source) as writer:
+        streamed = stream_tables(source, writer, choose_engine("local", 1))
+        graph = save_gathers(other, writer.path)
         with pytest.raises(
             ExportError, match=r"stack 'stack_float32_4': its data has shape \[10, 4\].* variable has \[11, 4\]"
         ):
-            assemble(
-                staging,
-                plan,
-                streamed,
-                layout=choose_layout("variables", tmp_path, None),
-                stack_keys=keys,
-                signatures={},
-                source={},
-            )
+            assemble(writer, streamed, graph, {})
 
 
 def published(tmp_path: Path) -> list[str]:
-    return [path.name for path in (tmp_path / "model").iterdir()]
+    return [path.name for path in (tmp_path / "model").iterdir() if not path.name.startswith(".staging-")]
 
 
 def test_what_fits_is_published(tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.export.writers import HEADER, version_writer
 from tpuembed.errors import ExportError
-from tpuembed.export.publish.folder import Staging, ensure_space, next_version
+from tpuembed.export.publish.folder import ensure_space, next_version
+
+ROOT = Path(__file__).parents[4]
 
 
 def names(folder: Path) -> list[str]:
@@ -23,9 +26,9 @@ def names(folder: Path) -> list[str]:
 
 
 def commit(model_dir: Path, version: int | None = None, content: str = "x") -> Path:
-    with Staging(model_dir, version) as staging:
+    with version_writer(model_dir, version) as staging:
         (staging.path / "saved_model.pb").write_text(content)
-        return staging.commit()
+        return staging.publish()
 
 
 @pytest.mark.parametrize(
@@ -43,20 +46,20 @@ def test_after_the_last_version_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(
         ExportError, match=r"version 9223372036854775807 exists, and no higher number is possible. Name a lower"
     ):
-        Staging(tmp_path)
+        version_writer(tmp_path).reserve()
     assert [path.name for path in tmp_path.iterdir()] == [str(2**63 - 1)]
-    with Staging(tmp_path, 7) as staging:
-        assert staging.commit().name == "7"
+    with version_writer(tmp_path, 7) as staging:
+        assert staging.publish().name == "7"
 
 
 def test_a_commit_shows_a_whole_version_and_leaves_nothing_else(tmp_path: Path) -> None:
     model_dir = tmp_path / "new" / "model"
-    with Staging(model_dir) as staging:
+    with version_writer(model_dir) as staging:
         assert names(model_dir) == [staging.folder.name]
         assert staging.folder.name.startswith(".staging-1-")
         (staging.path / "variables").mkdir()
         (staging.path / "variables" / "data").write_text("rows")
-        assert staging.commit() == model_dir / "1"
+        assert staging.publish() == model_dir / "1"
     assert names(model_dir) == ["1"]
     assert (model_dir / "1" / "variables" / "data").read_text() == "rows"
     assert commit(model_dir) == model_dir / "2"
@@ -78,18 +81,18 @@ def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", renamed)
-    with Staging(tmp_path / "m") as staging:
+    with version_writer(tmp_path / "m") as staging:
         (staging.path / "variables").mkdir()
         (staging.path / "variables" / "data").touch()
         (staging.path / "graph").touch()
-        staging.commit()
+        staging.publish()
     at = events.index("-> 1")
     assert set(events[:at]) == {"graph", "data", "variables", "version"}
     assert events[at + 1 :] == ["m"]
 
 
 def test_a_failed_export_leaves_no_folder(tmp_path: Path) -> None:
-    with contextlib.suppress(KeyboardInterrupt), Staging(tmp_path) as staging:
+    with contextlib.suppress(KeyboardInterrupt), version_writer(tmp_path) as staging:
         (staging.path / "half").write_text("x")
         raise KeyboardInterrupt
     assert names(tmp_path) == []
@@ -98,28 +101,28 @@ def test_a_failed_export_leaves_no_folder(tmp_path: Path) -> None:
 def test_an_existing_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     commit(tmp_path, 7, "first")
     with pytest.raises(ExportError, match=r"version 7 exists. Choose another one, such as 8.$"):
-        Staging(tmp_path, 7)  # before anything is written
+        version_writer(tmp_path, 7).reserve()  # before anything is written
     (tmp_path / "0012").mkdir()
     with pytest.raises(ExportError, match=r"version 12 exists. Choose another one, such as 13.$"):
-        Staging(tmp_path, 12)
+        version_writer(tmp_path, 12).reserve()
     assert (tmp_path / "7" / "saved_model.pb").read_text() == "first"
     assert names(tmp_path) == ["0012", "7"]
 
 
 def test_an_explicit_version_that_is_taken_meanwhile_is_refused(tmp_path: Path) -> None:
-    with Staging(tmp_path, 3) as staging:
+    with version_writer(tmp_path, 3) as staging:
         (staging.path / "saved_model.pb").write_text("late")
         commit(tmp_path, 3, "early")
         with pytest.raises(ExportError, match="version 3 exists"):
-            staging.commit()
+            staging.publish()
     assert (tmp_path / "3" / "saved_model.pb").read_text() == "early"
     assert names(tmp_path) == ["3"]
 
 
 def test_an_automatic_version_that_is_taken_meanwhile_becomes_the_next(tmp_path: Path) -> None:
-    with Staging(tmp_path) as late:
+    with version_writer(tmp_path) as late:
         assert commit(tmp_path).name == "1"
-        assert late.commit().name == "2"
+        assert late.publish().name == "2"
     assert names(tmp_path) == ["1", "2"]
 
 
@@ -157,7 +160,7 @@ def test_without_locks_versions_are_still_never_replaced(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     monkeypatch.setattr(Path, "rename", overtaken_rename)
-    with Staging(tmp_path) as living:
+    with version_writer(tmp_path) as living:
         assert commit(tmp_path).name == "2"
         assert living.path.is_dir()
     with pytest.raises(ExportError, match="version 9 exists"):
@@ -170,16 +173,19 @@ def test_litter_of_the_dead_is_removed_and_work_of_the_living_is_not(tmp_path: P
     script = f"""
 import os, sys
 from pathlib import Path
-from tpuembed.export.publish.folder import Staging
-staging = Staging(Path({str(tmp_path)!r}))
+from tests.support.export.writers import version_writer
+staging = version_writer(Path({str(tmp_path)!r}))
+staging.reserve()
 (staging.path / "big").write_text("x")
 print(staging.folder.name, flush=True)
 os.kill(os.getpid(), 9)
 """
-    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout.strip()
+    dead = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
+    ).stdout.strip()
     assert names(tmp_path) == [dead]
     (tmp_path / ".staging-mine").write_text("a user's file")
-    with Staging(tmp_path) as living:
+    with version_writer(tmp_path) as living:
         assert names(tmp_path) == sorted([living.folder.name, ".staging-mine"])
         commit(tmp_path)
         assert living.path.is_dir()
@@ -191,7 +197,7 @@ def test_a_file_in_place_of_model_dir_is_named(tmp_path: Path, below: str) -> No
     with pytest.raises(
         ExportError, match=r"^MODEL_DIR .*/file.*: it, or a folder above it, is a file. Name a directory.$"
     ):
-        Staging(tmp_path / "file" / below)
+        version_writer(tmp_path / "file" / below).reserve()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/sys is Linux's")
@@ -200,7 +206,7 @@ def test_a_model_dir_that_cannot_be_written_is_named(model_dir: str) -> None:
     with pytest.raises(
         ExportError, match=rf"^MODEL_DIR {model_dir}: cannot be written: .*. Name a directory that you may"
     ):
-        Staging(Path(model_dir))
+        version_writer(Path(model_dir)).reserve()
 
 
 def test_a_full_disk_is_seen_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +217,9 @@ def test_a_full_disk_is_seen_before_the_start(tmp_path: Path, monkeypatch: pytes
         return shutil._ntuple_diskusage(10**12, 10**12 - 2_500_000, 2_500_000)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    ensure_space(tmp_path / "not" / "yet", 2_500_000)
+    ensure_space(tmp_path / "not" / "yet", 2_500_000, HEADER)
     with pytest.raises(
         ExportError, match=r"needs 10 GB \(10000000000 bytes\),.* has 2\.5 MB \(2500000 bytes\) free. Free"
     ):
-        ensure_space(tmp_path / "not" / "yet", 10**10)
+        ensure_space(tmp_path / "not" / "yet", 10**10, HEADER)
     assert asked == [tmp_path, tmp_path]

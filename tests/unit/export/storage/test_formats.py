@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tpuembed.config import QuantizationConfig
-from tpuembed.export.storage.decode import decode_rows
+from tpuembed.export.storage.encoders import UnstorableRowError, block_rows
 from tpuembed.export.storage.error import ErrorSums, TableError
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
-from tpuembed.export.storage.types import UnstorableRowError, block_rows
-from tpuembed.export.stream.chunk import chunk_bytes, rows_within
+from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder, RowFormat
 
 Array = npt.NDArray[Any]
 LARGEST = float(np.finfo(np.float32).max)
@@ -35,7 +33,7 @@ def stored(rows: Array, storage: str, quantization: QuantizationConfig | None = 
 def looked_up(rows: Array, storage: str, quantization: QuantizationConfig | None = None) -> Array:
     """As a graph decodes what is stored."""
     out, _ = stored(rows, storage, quantization)
-    found: Array = decode_rows(tf.constant(out), storage, rows.shape[1]).numpy()
+    found: Array = STORAGES[storage].decode_in_graph(tf.constant(out), rows.shape[1]).numpy()
     assert found.dtype == np.float32
     np.testing.assert_array_equal(STORAGES[storage].decode(out), found)
     return found
@@ -262,10 +260,10 @@ def test_a_table_of_zeros_has_no_cosine() -> None:
 def test_chunks_are_the_largest_that_fit(source: str, storage: str, dim: int) -> None:
     for budget in (1 << 16, 1 << 20, 4 << 20):
         for is_quantized in (False, True):
-            rows = rows_within(budget, source, storage, is_quantized, dim)
-            size = chunk_bytes(source, storage, is_quantized, dim, rows)
-            assert size <= budget or rows == 1
-            assert chunk_bytes(source, storage, is_quantized, dim, rows + 1) > budget
+            form = RowFormat(source, storage, dim, is_quantized)
+            rows = form.rows_within(budget)
+            assert form.chunk_bytes(rows) <= budget or rows == 1
+            assert form.chunk_bytes(rows + 1) > budget
 
 
 def test_source_dtypes_are_storages() -> None:

@@ -9,12 +9,12 @@ from benchmarks.sparse_core_files import write_sparse_core_checkpoint
 from tests.support.checkpoint.keras_files import write_tables
 from tests.support.export.fakes import info, random_table, write_checkpoint
 from tests.support.export.limited import EXACT_ALLOCATION, limited_source
+from tests.support.export.writers import stream_tables
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import ReadBuffers
 from tpuembed.errors import ConfigError, WorkerError
-from tpuembed.export.plan.plan import ExportPlan, plan_export
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import stream_tables
 from tpuembed.tensor_bundle import crc, shard_path
 
 MIB = 1 << 20
@@ -45,7 +45,6 @@ def sparse_core(folder: Path) -> Path:
 
 def plan_of(path: Path, storage: str, max_memory_bytes: int) -> ExportPlan:
     with open_checkpoint(path) as checkpoint:
-        assert isinstance(checkpoint, ReadBuffers)
         return plan_export(
             list(checkpoint.tables().values()),
             storage=storage,
@@ -57,7 +56,7 @@ def plan_of(path: Path, storage: str, max_memory_bytes: int) -> ExportPlan:
 
 @pytest.fixture(autouse=True)
 def shards_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed.export.plan.plan._SHARD_BYTES", 3 * MIB)
+    monkeypatch.setattr("tpuembed.export.plan.planner._SHARD_BYTES", 3 * MIB)
     monkeypatch.setattr("tpuembed.export.stream.engines.local._RETRY_SECONDS", ())
     for name, value in EXACT_ALLOCATION.items():
         monkeypatch.setenv(name, value)

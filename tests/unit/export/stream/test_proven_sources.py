@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.export.writers import stream_tables
 from tests.support.goldens import Golden, read_golden
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.errors import CheckpointCorruptError
-from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.plan.planner import plan_export
+from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import StreamReport, stream_tables
 from tpuembed.export.stream.shard import Source
 
 GOLDENS = ["sparse_cores_8_adam", "sparse_cores_2_adagrad_momentum", "partitioned_mod"]

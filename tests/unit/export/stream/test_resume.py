@@ -12,14 +12,15 @@ import pytest
 
 from tests.support.export import fakes
 from tests.support.export.fakes import Array, random_table, source_of, write_checkpoint
+from tests.support.export.writers import HEADER, stream_tables, version_writer
 from tpuembed.errors import CheckpointCorruptError, ExportError, TpuEmbedError
-from tpuembed.export import run as steps
-from tpuembed.export.plan import plan as planner
-from tpuembed.export.plan.plan import ExportPlan, plan_export
-from tpuembed.export.publish.folder import Staging, ensure_space
+from tpuembed.export.plan import planner
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.planner import plan_export
+from tpuembed.export.publish.folder import ensure_space
+from tpuembed.export.report import StreamReport
 from tpuembed.export.stream import resume_log as recording
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import StreamReport, stream_tables
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.export.stream.shard import ShardResult
 from tpuembed.tensor_bundle import crc
@@ -173,7 +174,7 @@ def test_a_disk_that_fails_when_it_is_flushed_ends_the_export(
 def leave(model_dir: Path, header: Header, shards: int = 2, error: BaseException | None = None) -> Path:
     """An export that fails with `shards` recorded; its staging folder."""
     failure = error or ExportError("failed")
-    with contextlib.suppress(type(failure)), Staging(model_dir, None, header) as staging:
+    with contextlib.suppress(type(failure)), version_writer(model_dir, None, header) as staging:
         staging.tables.mkdir()
         (staging.tables / "s.data").write_bytes(bytes(50_000))
         with recording.Recorder(staging.tables, recording.start_record(staging.tables, header)) as recorder:
@@ -187,7 +188,6 @@ def finished(index: int) -> ShardResult:
     return ShardResult(index=index, crc32c=0, source_crc32c=0, bytes=7, seconds=0, peak_rss_bytes=0)
 
 
-HEADER = Header(key="k", source="ckpt", fingerprint="f", table_bytes=14)
 OTHER = Header(key="o", source="other", fingerprint="f", table_bytes=140)
 
 
@@ -198,15 +198,15 @@ def names(folder: Path) -> list[str]:
 def test_the_same_export_takes_over_what_a_failed_one_left(tmp_path: Path) -> None:
     left = leave(tmp_path, HEADER)
     assert names(left) == ["tables"]
-    with Staging(tmp_path, None, HEADER) as staging:
+    with version_writer(tmp_path, None, HEADER) as staging:
         assert staging.folder == left
         assert (staging.finished, list(staging.kept)) == (2, [])
         assert names(staging.path) == []
-        with Staging(tmp_path, None, HEADER) as at_once:
+        with version_writer(tmp_path, None, HEADER) as at_once:
             assert at_once.folder != left, "the first one holds it"
             assert at_once.finished == 0
         (staging.path / "saved_model.pb").touch()
-        staging.commit()
+        staging.publish()
     assert names(tmp_path) == ["1"]
 
 
@@ -230,14 +230,14 @@ def test_damage_of_the_source_leaves_nothing(tmp_path: Path) -> None:
 )
 def test_an_error_says_what_is_not_lost(tmp_path: Path, error: TpuEmbedError, shards: int, text: str) -> None:
     leave(tmp_path, HEADER, shards=shards)
-    with pytest.raises(type(error)) as caught, Staging(tmp_path, None, HEADER) as staging, steps.resumable(staging):
+    with pytest.raises(type(error)) as caught, version_writer(tmp_path, None, HEADER):
         raise error
     assert str(caught.value) == text
 
 
 def test_restart_removes_it(tmp_path: Path) -> None:
     left, other = leave(tmp_path, HEADER), leave(tmp_path, OTHER)
-    with Staging(tmp_path, None, HEADER, restart=True) as staging:
+    with version_writer(tmp_path, None, HEADER, restart=True) as staging:
         assert not left.exists()
         assert other.exists()
         assert staging.finished == 0
@@ -245,13 +245,15 @@ def test_restart_removes_it(tmp_path: Path) -> None:
 
 def test_another_exports_work_is_kept_and_named(tmp_path: Path) -> None:
     left = leave(tmp_path, HEADER)
-    with Staging(tmp_path, None, OTHER) as staging:
+    with version_writer(tmp_path, None, OTHER) as staging:
         (kept,) = staging.kept
         assert str(kept) == f"{left} (14 B of 14 B, from ckpt)"
     assert names(tmp_path) == [left.name]
 
 
-@pytest.mark.parametrize("why", ["its source changed", "a week ago", "another version's", "already published"])
+@pytest.mark.parametrize(
+    "why", ["its source changed", "a week ago", "another version's", "already published", "its source is gone"]
+)
 def test_what_nobody_will_resume_is_removed(tmp_path: Path, why: str) -> None:
     left = leave(tmp_path, HEADER)
     header = OTHER
@@ -262,11 +264,13 @@ def test_what_nobody_will_resume_is_removed(tmp_path: Path, why: str) -> None:
         os.utime(left / "tables" / "record", (past, past))
     if why == "another version's":
         (left / "tables" / "record").write_bytes(recording._line({**HEADER.__dict__, "format": recording.FORMAT + 1}))
+    if why == "its source is gone":  # a model in memory, whose process was killed
+        (left / "tables" / "record").write_bytes(recording._line({**HEADER.__dict__, "lasts": False}))
     if why == "already published":
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "data").hardlink_to(left / "tables" / "s.data")
         header = HEADER
-    with Staging(tmp_path, None, header) as staging:
+    with version_writer(tmp_path, None, header) as staging:
         assert not left.exists()
         assert staging.folder != left
         assert list(staging.kept) == []
@@ -276,7 +280,7 @@ def test_killed_between_the_links_and_the_commit_it_goes_on(tmp_path: Path) -> N
     left = leave(tmp_path, HEADER)
     (left / "version" / "variables").mkdir(parents=True)
     (left / "version" / "variables" / "data").hardlink_to(left / "tables" / "s.data")
-    with Staging(tmp_path, None, HEADER) as staging:
+    with version_writer(tmp_path, None, HEADER) as staging:
         assert staging.folder == left
         assert names(staging.path) == []
         assert (left / "tables" / "s.data").stat().st_nlink == 1
@@ -293,5 +297,5 @@ def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest
         ExportError, match=rf"Free space, or export fewer tables. An unfinished export uses {left} \(14 B"
     ):
         ensure_space(tmp_path, held + 1000, OTHER)
-    with Staging(tmp_path, None, HEADER), pytest.raises(ExportError, match="Free space"):
+    with version_writer(tmp_path, None, HEADER), pytest.raises(ExportError, match="Free space"):
         ensure_space(tmp_path, held + 1000, HEADER)  # a living export's room is its own

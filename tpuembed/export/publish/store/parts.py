@@ -1,25 +1,40 @@
-"""Groups shards into parts to upload. A store limits the size of a part, and the number of parts.
+"""Parts of an upload: how shards are grouped into parts, and how a worker writes one.
 
-Source of the limits: Amazon S3's user guide, "Amazon S3 multipart upload limits".
+A store limits the size of a part, and the number of parts. Source of the limits: Amazon S3's user guide, "Amazon S3
+multipart upload limits".
+
+A worker writes the shards of a part to a temporary file, and uploads it to a signed URL. The request carries the part's
+MD5, so the store refuses a part that was damaged on the way. The MD5 is complete only after all bytes are known, so
+they are kept in a file. A part can be sent again without reading the checkpoint again.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from tpuembed.errors import ExportError
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
-from tpuembed.export.stream.batch import Batch
+from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore, write_shard
+from tpuembed.files.bucket import content_md5, md5
+from tpuembed.files.put import put_file
 
-__all__ = ["MAX_OBJECT_BYTES", "StackPart", "check_sizes", "parts_of"]
+if TYPE_CHECKING:
+    from tpuembed.checkpoint import Checkpoint
+
+__all__ = ["MAX_OBJECT_BYTES", "StackPart", "check_sizes", "parts_of", "run_part"]
 
 MIN_PART_BYTES: Final = 5 << 20
 """The least size of every part except an upload's last."""
 MAX_PARTS: Final = 10_000
-MAX_PART_BYTES: Final = 5 << 30
 MAX_OBJECT_BYTES: Final = 5 << 40
 
 
@@ -76,3 +91,73 @@ def _groups(tasks: Sequence[ShardTask], size: int) -> Iterator[tuple[ShardTask, 
             group, bytes_of_group = [], 0
     if group:
         yield tuple(group)
+
+
+def run_part(
+    shards: Sequence[ShardTask],
+    target: Target,
+    source: Source,
+    on_chunk: Callable[[int], None] = ignore,
+    checkpoint: "Checkpoint | None" = None,
+) -> list[ShardResult]:
+    """Upload the rows of `shards`, which are adjacent in one data file, as one part. See `run_shard`."""
+    done, results = 0, list[ShardResult]()
+    with _PartFile(shards[0].file_offset, target.shown) as part:
+        for shard in shards:
+            count = functools.partial(_count, on_chunk, done)
+            results.append(write_shard(shard, source, part.write, count, checkpoint))
+            done += shard.size
+        tag = part.send(target.place, lambda: on_chunk(done))
+    return [dataclasses.replace(result, tag=tag) for result in results]
+
+
+def _count(on_chunk: Callable[[int], None], before: int, written: int) -> None:
+    on_chunk(before + written)
+
+
+class _PartFile:
+    """The bytes of a part, written in order."""
+
+    def __init__(self, offset: int, shown: str) -> None:
+        self._offset, self._shown = offset, shown
+        self._size, self._digest = 0, md5()
+        try:
+            self._file = tempfile.TemporaryFile(prefix="tpuembed-part-", buffering=0)  # noqa: SIM115 - closed in __exit__
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def __enter__(self) -> "_PartFile":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._file.close()
+
+    def write(self, data: npt.NDArray[np.uint8], offset: int) -> None:
+        """Write all of `data` after the bytes that were written before."""
+        if offset != self._offset + self._size:
+            raise ExportError(f"{self._shown}: got bytes at {offset}, expected bytes at {self._offset + self._size}.")
+        self._digest.update(data)
+        rest = data.data
+        try:
+            while rest:
+                rest = rest[os.write(self._file.fileno(), rest) :]
+        except OSError as error:
+            raise self._failed(error) from None
+        self._size += len(data)
+
+    def send(self, url: str, on_block: Callable[[], None]) -> str:
+        """Upload the part and return its ETag."""
+        headers = {"Content-MD5": content_md5(self._digest.digest())}
+        try:
+            return put_file(url, self._file, self._size, headers, on_block)
+        except TimeoutError as error:
+            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror}.") from error
+        except OSError as error:
+            raise ExportError(f"{self._shown}: cannot be uploaded: {error.strerror or error}.") from None
+
+    def _failed(self, error: OSError) -> ExportError:
+        place: Any = tempfile.gettempdir()
+        return ExportError(
+            f"{self._shown}: its temporary file in {place} cannot be written: {error.strerror}. Free space, or "
+            "name another folder in TMPDIR."
+        )

@@ -1,7 +1,7 @@
-"""The record of a version being written, in one object: its owner, its uploads, and its finished shards.
+"""MODEL_DIR in a bucket, and the record of a version being written: its owner, its uploads, and its finished shards.
 
-The object is created only if it does not exist, so it reserves the version. It is replaced only with the right ETag, so
-it has one owner at a time. It is removed when the version is published.
+The record is one object. It is created only if it does not exist, so it reserves the version. It is replaced only with
+the right ETag, so it has one owner at a time. It is removed when the version is published.
 """
 
 import dataclasses
@@ -12,14 +12,51 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
+from tpuembed.export.publish.version_writer import PREFIX
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.export.stream.shard import ShardResult
+from tpuembed.files import UrlPath
+from tpuembed.files.bucket import Bucket
 
-__all__ = ["FORMAT", "Owner", "StoreRecord", "Upload"]
+__all__ = ["FORMAT", "Owner", "StoreModelDir", "StoreRecord", "Upload"]
 
 FORMAT: Final = 1
 _LIVING = set[str]()
 """Tokens of this process's running exports."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreModelDir:
+    """MODEL_DIR in a bucket."""
+
+    path: UrlPath
+    bucket: Bucket
+
+    def key(self, name: str) -> str:
+        """Return the key of the object `name` below it."""
+        return (self.path / name).key
+
+    def record_key(self, version: int) -> str:
+        """Return the key of the record of a version being written."""
+        return self.key(f"{PREFIX}{version}/record")
+
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of the keys of all objects below it."""
+        return f"{self.path.key}/" if self.path.key else ""
+
+    def names(self) -> list[str]:
+        """Return the names directly below it."""
+        return self.bucket.children(self.prefix)
+
+    def remove_version(self, version: int) -> None:
+        """Remove the objects of a version, saved_model.pb first."""
+        keys = self.bucket.keys(self.key(str(version)) + "/")
+        self.bucket.delete(sorted(keys, key=lambda key: not key.endswith("/saved_model.pb")))
+
+    def is_version(self, version: int) -> bool:
+        """Returns True if the version is complete."""
+        return self.bucket.head(self.key(f"{version}/saved_model.pb")) is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,14 +113,14 @@ class StoreRecord:
     """A version being written.
 
     Attributes:
-        header: identifies the export; None if no other run can resume it.
+        header: identifies the export.
         owner: the process that writes it; None if it was given up.
         uploads: by data file.
         finished: shards by index; each has the ETag of its part.
         beats: a counter that grows with every renewal, to show that the owner is running.
     """
 
-    header: Header | None
+    header: Header
     owner: Owner | None
     uploads: Mapping[str, Upload] = dataclasses.field(default_factory=dict)
     finished: Mapping[int, ShardResult] = dataclasses.field(default_factory=dict)
@@ -112,7 +149,7 @@ class StoreRecord:
             uploads = {file: Upload(**fields) for file, fields in facts.pop("uploads").items()}
             header, owner = facts.pop("header"), facts.pop("owner")
             return cls(
-                header=None if header is None else Header(**header),
+                header=Header(**header),
                 owner=None if owner is None else Owner(**owner),
                 uploads=uploads,
                 finished={result.index: result for result in results},

@@ -5,9 +5,9 @@ import os
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError
 from tpuembed.export.stream.engines.local import LocalEngine
-from tpuembed.export.stream.engines.protocol import Engine, Job
+from tpuembed.export.stream.engines.protocol import Engine
 
-__all__ = ["ENGINES", "Engine", "Job", "check_engine", "choose_engine", "default_workers"]
+__all__ = ["ENGINES", "Engine", "check_engine", "choose_engine", "default_workers"]
 
 ENGINES = ("local", "ray")
 

@@ -21,10 +21,10 @@ from typing import IO, Any, NoReturn, Self
 
 from tpuembed.errors import TpuEmbedError, WorkerError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.stream.batch import Batch, Where
-from tpuembed.export.stream.engines.protocol import Job
-from tpuembed.export.stream.failures import Failure
-from tpuembed.export.stream.shard import ShardResult, Source, ignore
+from tpuembed.export.publish.version_writer import VersionWriter
+from tpuembed.export.stream.batch import Failure
+from tpuembed.export.stream.engines.protocol import Engine
+from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore
 
 __all__ = ["LocalEngine"]
 
@@ -35,7 +35,7 @@ _RETRY_SECONDS = (1.0, 4.0)
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Runs tasks in `workers` processes. Each gets its next task when it has finished one.
 
     If a worker dies, or its source fails with an error that may be temporary, a new worker retries the task, at most
@@ -48,7 +48,7 @@ class LocalEngine:
 
     @contextlib.contextmanager
     def starting(self, source: Source, tasks: int) -> Iterator[None]:
-        """See StartsEarly."""
+        """See Engine.starting."""
         try:
             for _ in range(min(self._workers, tasks)):
                 self._started.append(_WorkerProcess(source))
@@ -61,14 +61,15 @@ class LocalEngine:
     def run(
         self,
         tasks: Sequence[ShardTask],
-        job: Job,
+        source: Source,
+        writer: VersionWriter,
         *,
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
         """See Engine.run. All workers have ended when it returns or raises, also after KeyboardInterrupt."""
         results: list[ShardResult] = []
-        with _WorkerPool(tasks, job, self._workers, self._started) as pool:
+        with _WorkerPool(writer.batches(tasks), source, writer.target, self._workers, self._started) as pool:
             while len(results) < len(tasks):
                 for result in pool.receive():
                     results.append(result)
@@ -80,9 +81,16 @@ class LocalEngine:
 class _WorkerPool:
     """The worker processes of one run. They end normally at its end, and are killed after an exception."""
 
-    def __init__(self, tasks: Sequence[ShardTask], job: Job, workers: int, started: "list[_WorkerProcess]") -> None:
-        """Queue `tasks`. `started` are idle workers; those that are used are removed from it."""
-        self._waiting, self._job = deque(job.place.batches(tasks)), job
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        source: Source,
+        target: Callable[[Batch], Target],
+        workers: int,
+        started: "list[_WorkerProcess]",
+    ) -> None:
+        """Queue `batches`. `started` are idle workers; those that are used are removed from it."""
+        self._waiting, self._source, self._target = deque(batches), source, target
         self._started = started
         self._count = min(workers, len(self._waiting))
         self._workers: list[_WorkerProcess] = []
@@ -138,19 +146,19 @@ class _WorkerPool:
 
     def _start(self, task: Batch, delay_seconds: float = 0) -> None:
         started = None if delay_seconds else self._idle()  # an idle worker has been started without the delay
-        worker = started or _WorkerProcess(self._job.source, delay_seconds)
+        worker = started or _WorkerProcess(self._source, delay_seconds)
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
         self._assign(worker, task)
 
     def _idle(self) -> "_WorkerProcess | None":
         """Return an idle worker that was started for this source, or None."""
-        if self._started and self._started[-1].source == self._job.source:
+        if self._started and self._started[-1].source == self._source:
             return self._started.pop()
         return None
 
     def _assign(self, worker: "_WorkerProcess", task: Batch) -> None:
-        worker.assign(task, self._job.place.where(task))
+        worker.assign(task, self._target(task))
 
     def _replace(self, worker: "_WorkerProcess", failure: "_MayPass") -> None:
         """Retry the failed task of `worker` in a new worker. Raise the error if it has failed too often."""
@@ -190,10 +198,10 @@ class _WorkerProcess:
         self._tasks, self.replies = self._process.stdin, self._process.stdout
         self._send({"source": dataclasses.asdict(source), "parent": os.getpid(), "delay_seconds": delay_seconds})
 
-    def assign(self, task: Batch, where: Where) -> None:
+    def assign(self, task: Batch, target: Target) -> None:
         """Send the worker its next batch."""
         self._task, self.written = task, 0
-        self._send({**dataclasses.asdict(task), "where": where})
+        self._send({**dataclasses.asdict(task), "target": dataclasses.asdict(target)})
 
     def receive(self) -> Iterator[list[ShardResult]]:
         """Wait for messages and yield the results of batches among them.

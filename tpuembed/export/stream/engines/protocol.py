@@ -1,46 +1,35 @@
 """The interface of an engine, which runs shard tasks somewhere and returns their results."""
 
-import dataclasses
+import abc
+import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
 
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.stream.batch import Place
+from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.stream.shard import ShardResult, Source, ignore
 
-__all__ = ["Engine", "Job", "StartsEarly"]
+__all__ = ["Engine"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """The data that all tasks of one export share.
+class Engine(abc.ABC):
+    """Runs `tpuembed.export.stream.batch.run_batch` for every batch, in any order, on any machine that sees the source
+    and the targets.
 
-    Attributes:
-        source: the checkpoint.
-        place: the place of the data files.
+    An engine may repeat a batch that failed or was lost: it writes the same bytes to the same place.
     """
 
-    source: Source
-    place: Place
-
-
-class Engine(Protocol):
-    """Runs `tpuembed.export.stream.batch.run_batch` for every batch, in any order, on any machine that sees the job's
-    files.
-
-    An engine may repeat a task that failed or was lost: it writes the same bytes to the same place.
-    """
-
+    @abc.abstractmethod
     def run(
         self,
         tasks: Sequence[ShardTask],
-        job: Job,
+        source: Source,
+        writer: VersionWriter,
         *,
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
-        """Run all `tasks` and return their results in the order of their index.
+        """Read all `tasks` from `source`, write them with `writer`, and return their results in the order of their
+        index.
 
         `on_result` is called with every result as soon as it arrives, and `on_progress` with the bytes that all tasks
         have written so far. Both are called in the caller's thread.
@@ -49,13 +38,10 @@ class Engine(Protocol):
             TpuEmbedError: the error of the first task that failed; the others are stopped.
             WorkerError: a process that ran a task died repeatedly.
         """
-        ...
 
+    def starting(self, source: Source, tasks: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - engines that start late
+        """Start processes for a run of at most `tasks` tasks of `source`, before the tasks are known.
 
-@runtime_checkable
-class StartsEarly(Protocol):
-    """An engine whose processes can start before their tasks are known. Starting takes a good part of a second."""
-
-    def starting(self, source: Source, tasks: int) -> AbstractContextManager[None]:
-        """Start processes for a run of at most `tasks` tasks of `source`. Those that no run uses end with the context."""
-        ...
+        Starting takes a good part of a second. Processes that no run uses end with the context.
+        """
+        return contextlib.nullcontext()

@@ -19,12 +19,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from tpuembed.errors import ExportError, MissingExtraError, TpuEmbedError, WorkerError, one_line
+from tpuembed.errors import ExportError, MissingExtraError, WorkerError, one_line
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.stream.batch import Batch, Where, flush_batch, run_batch
-from tpuembed.export.stream.engines.protocol import Job
-from tpuembed.export.stream.failures import Failure
-from tpuembed.export.stream.shard import ShardResult, Source, ignore
+from tpuembed.export.publish.version_writer import VersionWriter
+from tpuembed.export.stream.batch import Failure, flush_batch, run_batch
+from tpuembed.export.stream.engines.protocol import Engine
+from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore
 
 __all__ = ["RayEngine"]
 
@@ -36,7 +36,7 @@ _SILENT_SECONDS: Final = 30.0
 _QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
 
 
-class RayEngine:
+class RayEngine(Engine):
     """Runs at most `workers` tasks at once, each on one CPU of the cluster."""
 
     def __init__(self, workers: int, address: str | None = None) -> None:
@@ -48,7 +48,8 @@ class RayEngine:
     def run(
         self,
         tasks: Sequence[ShardTask],
-        job: Job,
+        source: Source,
+        writer: VersionWriter,
         *,
         on_result: Callable[[ShardResult], None] = ignore,
         on_progress: Callable[[int], None] = ignore,
@@ -57,7 +58,7 @@ class RayEngine:
         with _connected(self._address) as ray:
             run = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=[_MayPassError])(_run)
             results = list[ShardResult]()
-            for result in _results(ray, run, job.place.batches(tasks), job, self._workers):
+            for result in _results(ray, run, tasks, source, writer, self._workers):
                 results.append(result)
                 on_result(result)
                 on_progress(sum(result.bytes for result in results))
@@ -68,12 +69,12 @@ class _MayPassError(Exception):
     """Raised in a worker to make Ray retry the task."""
 
 
-def _run(fields: Sequence[Mapping[str, Any]], where: Where, source: Mapping[str, Any]) -> dict[str, Any]:
+def _run(fields: Sequence[Mapping[str, Any]], target: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
     """Run one batch in a worker of Ray. Return its results or its failure as JSON values."""
     shards = [ShardTask(**task) for task in fields]
     try:
-        results = run_batch(shards, where, Source(**source))
-        flush_batch(shards, where)
+        results = run_batch(shards, Target(**target), Source(**source))
+        flush_batch(shards, Target(**target))
     except Exception as error:
         failure = Failure.of(error)
         if failure.may_pass:
@@ -82,13 +83,15 @@ def _run(fields: Sequence[Mapping[str, Any]], where: Where, source: Mapping[str,
     return {"results": [dataclasses.asdict(result) for result in results]}
 
 
-def _results(ray: Any, run: Any, batches: Sequence[Batch], job: Job, at_once: int) -> Iterator[ShardResult]:
+def _results(
+    ray: Any, run: Any, tasks: Sequence[ShardTask], source: Source, writer: VersionWriter, at_once: int
+) -> Iterator[ShardResult]:
     """Yield results as they arrive. Cancel the running tasks after an exception."""
-    waiting, source = iter(batches), dataclasses.asdict(job.source)
+    waiting, opened = iter(writer.batches(tasks)), dataclasses.asdict(source)
 
     def submit(count: int) -> dict[Any, Batch]:
         return {
-            run.remote([vars(task) for task in batch.shards], job.place.where(batch), source): batch
+            run.remote([vars(task) for task in batch.shards], dataclasses.asdict(writer.target(batch)), opened): batch
             for batch in islice(waiting, count)
         }
 
@@ -100,7 +103,7 @@ def _results(ray: Any, run: Any, batches: Sequence[Batch], job: Job, at_once: in
             if not done:
                 head.check()
             for reference in done:
-                yield from _result(ray, reference, running.pop(reference), job)
+                yield from _result(ray, reference, running.pop(reference), writer.hint)
             running |= submit(len(done))
     finally:
         for reference in running:
@@ -134,7 +137,7 @@ class _Head:
         return True
 
 
-def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult]:
+def _result(ray: Any, reference: Any, task: Batch, hint: str) -> list[ShardResult]:
     try:
         reply = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -145,14 +148,11 @@ def _result(ray: Any, reference: Any, task: Batch, job: Job) -> list[ShardResult
             f"{task}: Ray lost it {_RETRIES + 1} times: {one_line(error)}. Check the cluster's nodes."
         ) from None
     if "failure" in reply:
-        raise _with_hint(Failure(**reply["failure"]).error(task), job)
+        failed = Failure(**reply["failure"]).error(task)
+        if hint and isinstance(failed, ExportError) and "No such file" in str(failed):
+            failed.args = (f"{str(failed).removesuffix('.')}. {hint}",)
+        raise failed
     return [ShardResult(**result) for result in reply["results"]]
-
-
-def _with_hint(error: TpuEmbedError, job: Job) -> TpuEmbedError:
-    if job.place.hint and isinstance(error, ExportError) and "No such file" in str(error):
-        error.args = (f"{str(error).removesuffix('.')}. {job.place.hint}",)
-    return error
 
 
 @contextlib.contextmanager

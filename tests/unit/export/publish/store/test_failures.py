@@ -12,9 +12,9 @@ from tests.support.export.fakes import source_of
 from tests.support.export.store_exports import assert_complete, export, leftovers, plan_of, save_graph, stage
 from tests.support.stores import S3, S3Proxy, S3Request
 from tpuembed.errors import CheckpointCorruptError, ExportError
-from tpuembed.export.publish.store.staging import StoreStaging
+from tpuembed.export.publish.store.writer import StoreWriter
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.export.stream.execute import stream_into
+from tpuembed.export.stream.execute import stream_tables
 from tpuembed.files import put
 
 Trouble = Callable[[S3Request], tuple[int, str] | None]
@@ -61,8 +61,8 @@ def test_a_url_that_has_expired_is_signed_anew(
     with stage(f"s3://{bucket}/m", plan, prefix) as staging:
         save_graph(staging)
         with pytest.warns(UserWarning, match="Request has expired.*Retrying"):
-            stream_into(plan, source_of(prefix), staging.open_tables(plan), choose_engine("local", 1))
-        staging.commit()
+            stream_tables(source_of(prefix), staging, choose_engine("local", 1))
+        staging.publish()
     assert expired
     assert_complete(server, bucket, "m/1")
 
@@ -105,13 +105,13 @@ def test_what_does_not_pass_is_told_and_the_next_export_goes_on(
 
 def test_a_store_that_stays_busy_is_told_in_one_short_line(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     proxy.fault = lambda request: (503, "SlowDown") if request.part == 3 else None
-    line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)\.$"
+    line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)\. \d finished"
     with pytest.raises(ExportError, match=line):
         export(f"s3://{bucket}/m", prefix)
 
 
 def test_a_damaged_source_leaves_nothing(server: S3, bucket: str, prefix: Path) -> None:
-    def find_damage(_: StoreStaging) -> None:
+    def find_damage(_: StoreWriter) -> None:
         raise CheckpointCorruptError("as a checksum says")
 
     with pytest.raises(CheckpointCorruptError):

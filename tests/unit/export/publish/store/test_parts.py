@@ -7,7 +7,7 @@ import pytest
 from tests.support.export.fakes import info
 from tests.support.export.store_exports import PART_BYTES, plan_of
 from tpuembed.errors import ExportError
-from tpuembed.export.plan.plan import plan_export
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.publish.store import parts as parting
 from tpuembed.export.publish.store.parts import parts_of
 

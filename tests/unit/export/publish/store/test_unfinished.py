@@ -23,10 +23,9 @@ from tests.support.export.store_exports import (
 )
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ExportError
-from tpuembed.export.publish.store import version_lease
+from tpuembed.export.publish.store import lease
 from tpuembed.export.publish.store.record import Owner, StoreRecord
-from tpuembed.export.publish.store.staging import StoreStaging
-from tpuembed.export.run import resumable
+from tpuembed.export.publish.store.writer import StoreWriter
 
 
 def test_restart_begins_anew_and_leaves_nothing(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
@@ -49,7 +48,7 @@ def test_an_export_of_something_else_is_kept_and_named(
         assert f"s3://{bucket}/m/.staging-1 (" in kept
         assert f"from {prefix})" in kept
         fill(staging, plan, tmp_path / "other")
-        assert str(staging.commit()) == f"s3://{bucket}/m/2"
+        assert str(staging.publish()) == f"s3://{bucket}/m/2"
     below = f"MODEL_DIR s3://{bucket}/m: .* as version 1. Version 2 already exists.* version 3 instead, start over with --restart"
     with pytest.warns(UserWarning, match=below):
         assert export(f"s3://{bucket}/m", prefix)[1].bytes_reused > 0
@@ -133,7 +132,7 @@ def test_what_died_on_another_machine_is_taken_over_when_it_was_silent(
 ) -> None:
     fail_half_way(proxy, f"s3://{bucket}/m", prefix)
     edit_record(server, bucket, "m/.staging-1/record", owner=elsewhere())
-    monkeypatch.setattr(version_lease, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 2.0)
     with pytest.warns(UserWarning, match="Waiting up to 2 seconds"):
         url, report = export(f"s3://{bucket}/m", prefix)
     assert url == f"s3://{bucket}/m/1"
@@ -142,7 +141,7 @@ def test_what_died_on_another_machine_is_taken_over_when_it_was_silent(
 
 
 def test_who_was_taken_over_stops(server: S3, bucket: str, prefix: Path) -> None:
-    def lose(_: StoreStaging) -> None:
+    def lose(_: StoreWriter) -> None:
         edit_record(server, bucket, "m/.staging-1/record", owner=elsewhere())
 
     with pytest.raises(ExportError, match="another export has taken it over"):
@@ -159,13 +158,13 @@ def test_whose_record_was_removed_keeps_nothing_and_says_so(
 
     def run() -> None:
         plan = plan_of(prefix)
-        with stage(f"s3://{bucket}/m", plan, prefix) as staging, resumable(staging):
+        with stage(f"s3://{bucket}/m", plan, prefix) as staging:
             fill(staging, plan, prefix)
-            staging._lease.__exit__()  # which may notice it first
+            staging._lease.stop()  # which may notice it first
             server.delete(bucket, "m/.staging-1/record")
             if notices == "a worker":
                 raise ExportError("a part is gone")
-            staging.commit()
+            staging.publish()
 
     removed = "version 1: its record, .staging-1/record, was removed meanwhile. Nothing is kept. Export again.$"
     message = removed if notices == "the commit" else "^a part is gone$"
@@ -175,7 +174,7 @@ def test_whose_record_was_removed_keeps_nothing_and_says_so(
 
 
 def test_a_bucket_that_was_removed_is_named(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
-    def lose(_: StoreStaging) -> None:
+    def lose(_: StoreWriter) -> None:
         proxy.fault = lambda _: (404, "NoSuchBucket")
 
     with pytest.raises(
@@ -189,14 +188,13 @@ def test_a_commit_that_was_killed_half_way_is_gone_on_with(
 ) -> None:
     """Uploads are completed, and so gone; the objects that they became are known by their ETags."""
 
-    def die(staging: StoreStaging) -> None:
-        assert staging._tables
-        staging._tables.complete()
+    def die(staging: StoreWriter) -> None:
+        staging._complete()
         server.put(bucket, "m/1/assets.extra/stray", b"of the one who was killed")
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreStaging, "_leave", lambda *_: None)  # as one who was killed
+        patch.setattr(StoreWriter, "_leave", lambda *_, **__: None)  # as one who was killed
         with pytest.raises(KeyboardInterrupt):
             export(f"s3://{bucket}/m", prefix, meanwhile=die)
     url, report = export(f"s3://{bucket}/m", prefix)
@@ -209,7 +207,7 @@ def test_a_commit_that_was_killed_half_way_is_gone_on_with(
 def test_a_reservation_that_outlived_its_version_is_removed(server: S3, bucket: str, prefix: Path) -> None:
     """Its export was killed between its last object and the end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreStaging, "_leave", lambda *_: None)
+        patch.setattr(StoreWriter, "_leave", lambda *_, **__: None)
         export(f"s3://{bucket}/m", prefix)
     before = {key: server.get(bucket, key) for key in server.keys(bucket, "m/1/")}
     with pytest.raises(ExportError, match="version 1 exists"):

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.export.fakes import source_of
 from tests.support.export.store_exports import assert_complete, export, fill, leftovers, plan_of, stage
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.publish.destinations import choose_destination
-from tpuembed.export.publish.store import version_lease
+from tpuembed.export.publish.store import lease
+from tpuembed.export.publish.store.record import StoreModelDir
+from tpuembed.export.run import choose_writer
 
 
 def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> None:
@@ -41,7 +43,7 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
         assert [key for key in server.keys(bucket) if not key.startswith("m/.staging-1/")] == []
         assert len(server.uploads(bucket)) == 2
         before = len(proxy.requests)
-        staging.commit()
+        staging.publish()
     written = [(one.method, one.key, one.headers) for one in proxy.requests[before:] if one.method in ("PUT", "POST")]
     version = [key for _, key, _ in written if not key.startswith("m/.staging")]
     assert version[-1] == "m/1/saved_model.pb"
@@ -55,16 +57,16 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
 
 def after_looking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Have every thread call `act` once, when it has seen which version is free and has not reserved it."""
-    looks, look = Counter[int](), version_lease.list_versions
+    looks, look = Counter[int](), lease.list_versions
 
-    def look_and_act(root: version_lease.StoreModelDir) -> version_lease.StoreVersions:
+    def look_and_act(root: StoreModelDir) -> lease.StoreVersions:
         found = look(root)
         looks[threading.get_ident()] += 1
         if looks[threading.get_ident()] == 2:  # the first look is for what is unfinished
             act()
         return found
 
-    monkeypatch.setattr(version_lease, "list_versions", look_and_act)
+    monkeypatch.setattr(lease, "list_versions", look_and_act)
 
 
 def test_two_exports_at_once_get_a_version_each(
@@ -101,12 +103,12 @@ def test_one_version_is_written_by_one_export(server: S3, bucket: str, prefix: P
         with pytest.raises(
             ExportError, match=r"version 3: another export is writing it\. Choose another version, such as 4"
         ):
-            stage(url, plan, prefix, version=3)
+            stage(url, plan, prefix, version=3).reserve()
         with stage(url, plan, prefix) as second:
             fill(second, plan, prefix)
-            assert str(second.commit()) == f"{url}/4"
+            assert str(second.publish()) == f"{url}/4"
         fill(first, plan, prefix)
-        assert str(first.commit()) == f"{url}/3"
+        assert str(first.publish()) == f"{url}/3"
     assert_complete(server, bucket, "m/3")
     assert_complete(server, bucket, "m/4")
 
@@ -124,13 +126,13 @@ def test_a_store_that_ignores_conditions_is_refused(proxy: S3Proxy, bucket: str,
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/m", "memory://bucket/m"])
-def test_other_stores_are_refused_by_name(url: str) -> None:
+def test_other_stores_are_refused_by_name(url: str, prefix: Path) -> None:
     with pytest.raises(ConfigError, match=f"MODEL_DIR {url}: an export can be written only to a disk or to s3://"):
-        choose_destination(url)
+        choose_writer(url, plan_of(prefix), ExportOptions(), source_of(prefix))
 
 
 def test_mapped_tables_in_a_store_need_to_know_where_they_will_lie(bucket: str, prefix: Path) -> None:
-    plan, destination = plan_of(prefix, layout="mmap"), choose_destination(f"s3://{bucket}/m")
+    plan = plan_of(prefix, layout="mmap")
     with pytest.raises(ConfigError, match="a server cannot map files of a store"):
-        destination.check(plan, ExportOptions(layout="mmap"))
-    destination.check(plan, ExportOptions(layout="mmap", serving_root="/models"))
+        stage(f"s3://{bucket}/m", plan, prefix, layout="mmap").check()
+    stage(f"s3://{bucket}/m", plan, prefix, layout="mmap", serving_root="/models").check()

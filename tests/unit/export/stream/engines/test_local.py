@@ -21,6 +21,7 @@ import pytest
 from tests.support.export import fakes
 from tests.support.export.fakes import random_table, source_of, write_checkpoint
 from tests.support.export.processes import children
+from tests.support.export.writers import TablesWriter, stream_tables
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -29,11 +30,10 @@ from tpuembed.errors import (
     ExportError,
     WorkerError,
 )
-from tpuembed.export.plan import plan as planner
-from tpuembed.export.plan.plan import ExportPlan, plan_export
-from tpuembed.export.stream.batch import FolderPlace
-from tpuembed.export.stream.engines import Job, choose_engine, default_workers, local
-from tpuembed.export.stream.execute import stream_tables
+from tpuembed.export.plan import planner
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.planner import plan_export
+from tpuembed.export.stream.engines import Engine, choose_engine, default_workers, local
 from tpuembed.export.stream.shard import ShardResult
 from tpuembed.tensor_bundle import shard_path
 
@@ -135,8 +135,8 @@ def test_workers_that_were_started_for_another_source_get_no_task(tmp_path: Path
 def test_results_come_in_the_order_of_their_shards(tmp_path: Path, plan: ExportPlan) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stack_float32_16.data").touch()
-    job = Job(source=source_of(tmp_path / "ckpt"), place=FolderPlace(tmp_path / "out"))
-    results = choose_engine("local", 3).run(plan.shards[::-1], job)
+    source = source_of(tmp_path / "ckpt")
+    results = choose_engine("local", 3).run(plan.shards[::-1], source, TablesWriter(tmp_path / "out", plan, source))
     assert [result.index for result in results] == list(range(6))
 
 
@@ -207,12 +207,12 @@ def test_a_retry_keeps_its_pause_though_a_started_worker_is_idle(
     (tmp_path / "out" / plan.shards[0].file).touch()
     (tmp_path / "0.trouble-EIO").touch()
     source, engine = source_of(tmp_path / "ckpt", fakes.FlakyCheckpoint), local.LocalEngine(WORKERS)
-    job = Job(source=source, place=FolderPlace(tmp_path / "out"))
+    writer = TablesWriter(tmp_path / "out", plan, source)
     with engine.starting(source, WORKERS):
         assert told == [0] * WORKERS
         started = time.monotonic()
         with pytest.warns(UserWarning, match="Retrying"):
-            (result,) = engine.run(plan.shards[:1], job)
+            (result,) = engine.run(plan.shards[:1], source, writer)
         assert time.monotonic() - started >= pause_seconds
     assert told == [0] * WORKERS + [pause_seconds], "one was idle, and another one was started"
     assert result.bytes == plan.shards[0].size
@@ -275,7 +275,7 @@ def test_an_orphaned_worker_ends_at_its_next_chunk(tmp_path: Path, plan: ExportP
     source = dataclasses.asdict(source_of(tmp_path / "ckpt"))
     for parent, outcome in ((os.getpid(), (0, "results")), (1, (1, ""))):
         job = {"source": source, "parent": parent, "delay_seconds": 0}
-        batch = {"shards": [dataclasses.asdict(plan.shards[0])], "where": {"folder": str(tmp_path)}}
+        batch = {"shards": [dataclasses.asdict(plan.shards[0])], "target": {"kind": "folder", "place": str(tmp_path)}}
         lines = json.dumps(job) + "\n" + json.dumps(batch) + "\n"
         command = [sys.executable, "-m", "tpuembed.export.stream.worker"]
         ended = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=20, check=False)
@@ -414,11 +414,11 @@ def test_a_disk_that_is_full_shows_before_anything_is_read(
         stream(plan, tmp_path, fakes.CorruptCheckpoint)
 
 
-class ForgetfulEngine:
+class ForgetfulEngine(Engine):
     """Loses the last shard."""
 
-    def run(self, tasks: Any, job: Job, **callbacks: Any) -> list[ShardResult]:
-        return choose_engine("local", 1).run(tasks[:-1], job, **callbacks)
+    def run(self, tasks: Any, source: Any, writer: Any, **callbacks: Any) -> list[ShardResult]:
+        return choose_engine("local", 1).run(tasks[:-1], source, writer, **callbacks)
 
 
 def test_an_engine_that_loses_a_shard_is_found_out(tmp_path: Path, plan: ExportPlan) -> None:

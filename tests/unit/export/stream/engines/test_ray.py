@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.export.writers import TablesWriter
 from tpuembed.errors import ExportError
-from tpuembed.export.plan.plan import plan_export
-from tpuembed.export.stream.batch import Batch, FolderPlace
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import ray as engine
-from tpuembed.export.stream.engines.protocol import Job
 from tpuembed.export.stream.shard import Source
 
 NOTICE = b"[2026-01-01 00:00:00,000 W 1 1] gcs_client.cc:210: Failed to get cluster ID: InvalidAuthToken: missing or incorrect\n"
@@ -56,7 +55,8 @@ def test_a_cluster_that_dies_is_told_before_ray_ends_the_process(
     monkeypatch.setattr(engine, "_SILENT_SECONDS", 0.0)
     infos = write_checkpoint(tmp_path / "ckpt", {"t": random_table(10, 4)})
     plan = plan_export(list(infos.values()))
-    job = Job(source=Source(path="ckpt", fingerprint="f"), place=FolderPlace(tmp_path / "m" / ".staging" / "tables"))
+    source = Source(path="ckpt", fingerprint="f")
+    writer = TablesWriter(tmp_path / "m" / ".staging" / "tables", plan, source)
     listening, cancelled = socket.create_server(("127.0.0.1", 0)), list[str]()
     address = f"127.0.0.1:{listening.getsockname()[1]}"
     waits = 0
@@ -76,5 +76,5 @@ def test_a_cluster_that_dies_is_told_before_ray_ends_the_process(
     )
     task = types.SimpleNamespace(remote=lambda *_: "task")
     with pytest.raises(ExportError, match=f"head at {address} has not answered .*. Restart the cluster, and run"):
-        list(engine._results(fake, task, [Batch(plan.shards)], job, 2))
+        list(engine._results(fake, task, plan.shards, source, writer, 2))
     assert (waits, cancelled) == (2, ["task"])

@@ -3,7 +3,7 @@
 import pytest
 
 from tpuembed import errors
-from tpuembed.export.stream.failures import Failure
+from tpuembed.export.stream.batch import Failure
 
 KINDS = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
 

@@ -13,9 +13,10 @@ import pytest
 from tests.support.export.fakes import info, random_table, source_of, write_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError, ExportError, UnknownTableError
-from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export
-from tpuembed.export.storage.error_bound import ErrorBound, table_errors
+from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.storage.formats import STORAGES
+from tpuembed.export.stream.execute import ErrorBound, table_errors
 from tpuembed.export.stream.shard import ShardResult, run_shard
 
 Array = npt.NDArray[Any]

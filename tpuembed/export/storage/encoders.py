@@ -1,4 +1,6 @@
-"""The storage type int8: a row of width `dim` is `dim` signed codes, then its scale and its centre, float32 each.
+"""Encodes blocks of float32 rows as stored rows: casts, and int8. `formats` says which storage type uses which encoder.
+
+An int8 row of width `dim` is `dim` signed codes, then its scale and its centre, float32 each.
 
     value = code * scale + centre,   centre = (min + max) / 2,   scale = (max - min) / 254,   code in [-127, 127]
 
@@ -12,18 +14,21 @@ buckets.
 
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed.config import QuantizationConfig
-from tpuembed.export.storage.types import UnstorableRowError, block_rows
 from tpuembed.saved_model.stored_rows import PARAMETER_BYTES
 
-__all__ = ["Int8Blocks"]
+__all__ = ["BlockEncoder", "CastBlocks", "Int8Blocks", "UnstorableRowError", "block_rows", "quantize"]
 
 _Floats = npt.NDArray[np.float32]
+# Elements of a block. With its scratch, a block fits in a core's cache, and numpy's call overhead stays small.
+_BLOCK_ELEMENTS = 1 << 17
+# What a row costs beside its elements: columns of numbers per row.
+_ROW_ELEMENTS = 16
 _MAX_CODE = np.float32(127)
 _MAX_BUCKETS = 256
 # TensorFlow's kernels flush smaller numbers to zero.
@@ -35,6 +40,65 @@ _WIDE = 32
 # Element types as wide as this many floats, or as this many codes.
 _FLOATS: dict[int, Any] = {1: np.float32, 2: np.complex64, 4: np.complex128}
 _CODES: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32}
+
+
+class UnstorableRowError(Exception):
+    """A storage type cannot hold a row. The error has its index, and the reason as the end of a sentence."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+
+
+class BlockEncoder(Protocol):
+    """Stores blocks of rows."""
+
+    def encode(self, block: npt.NDArray[np.float32], out: npt.NDArray[Any], start: int) -> float:
+        """Store `block` [n, dim] in `out` [n, columns] and return the largest error. `start` is the number of its first
+        row.
+
+        Raises:
+            UnstorableRowError: this storage cannot hold a row.
+        """
+
+
+def block_rows(dim: int) -> int:
+    """Return the rows of a block of a table of width `dim`."""
+    return max(1, _BLOCK_ELEMENTS // (dim + _ROW_ELEMENTS))
+
+
+class CastBlocks:
+    """Casts blocks of rows and measures the error."""
+
+    def __init__(self, dim: int, *, exact: bool) -> None:
+        """Create buffers. `exact`: rows are read straight into their place, so there is nothing to cast."""
+        self._exact = exact
+        self._error: _Floats = np.empty((0 if exact else block_rows(dim), dim), np.float32)
+
+    def encode(self, block: _Floats, out: npt.NDArray[Any], start: int) -> float:
+        """See BlockEncoder."""
+        if self._exact:
+            return 0.0
+        out[...] = block
+        error = self._error[: len(block)]
+        error[...] = out
+        error -= block
+        worst = float(max(error.max(), -error.min()))
+        return worst if np.isfinite(worst) else _worst_of_finite(block, out, error, start)
+
+
+def _worst_of_finite(block: _Floats, out: npt.NDArray[Any], error: _Floats, start: int) -> float:
+    """Return the largest error of a block that contains infinities or NaN, which a cast keeps.
+
+    Raises:
+        UnstorableRowError: a finite value became infinite.
+    """
+    finite = np.isfinite(block)
+    overflown = finite & ~np.isfinite(error)
+    if overflown.any():
+        row, column = np.argwhere(overflown)[0]
+        raise UnstorableRowError(start + int(row), f"{block[row, column]:g}, which overflows {out.dtype.name}")
+    return float(np.abs(error, where=finite, out=np.zeros_like(error)).max())
 
 
 class Int8Blocks:
@@ -134,3 +198,18 @@ def _write_parameters(out: npt.NDArray[Any], scale: Any, centre: Any) -> None:
     parameters = np.empty((len(out), 2), _PARAMETERS)
     parameters[:, 0], parameters[:, 1] = scale, centre
     out[:, -PARAMETER_BYTES:] = parameters.view(np.int8)
+
+
+def quantize(values: npt.NDArray[np.float32], quantization: QuantizationConfig) -> None:
+    """Replace `values` by the nearest of `num_buckets` levels from `lower` to `upper`. NaN stays NaN.
+
+    Source: SimulatedQuantization in tensorflow/core/protobuf/tpu/optimization_parameters.proto, and the docstring of
+    `tf.tpu.experimental.embedding.QuantizationConfig`; in float32, as accelerators compute.
+    """
+    np.clip(values, quantization.lower, quantization.upper, out=values)
+    values -= np.float32(quantization.lower)
+    values /= np.float32(quantization.quantum)
+    values += np.float32(0.5)
+    np.floor(values, out=values)
+    values *= np.float32(quantization.quantum)
+    values += np.float32(quantization.lower)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.support.export.fakes import info
 from tpuembed.checkpoint import TableInfo
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
-from tpuembed.export.plan import plan as planner
-from tpuembed.export.plan.plan import ExportPlan, ShardTask, plan_export
+from tpuembed.export.plan import planner
+from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.resume_log import export_key
 from tpuembed.export.stream.shard import Source
 

@@ -1,30 +1,39 @@
-"""Reserves the version of an export: resumes what an interrupted run of the same export left, or reserves a new number.
+"""Reserves the version of an export, and renews the lease on it while it is written.
 
-A version being written has a record, `MODEL_DIR/.staging-<version>/record`. A store has no locks. A running owner
-renews its record every fifteen seconds. The owner counts as dead if its process ran on this machine and has ended, or
-if the record was not renewed for a minute.
+An export resumes what an interrupted run of the same export left, or reserves a new number. A version being written has
+a record, `MODEL_DIR/.staging-<version>/record`. A store has no locks. A running owner renews its record every fifteen
+seconds, in a thread of its own. The owner counts as dead if its process ran on this machine and has ended, or if the
+record was not renewed for a minute.
 """
 
+import contextlib
 import dataclasses
-import functools
 import re
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence, Set
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, Final, Self
 
 from tpuembed.errors import ExportError
-from tpuembed.export.formatting import format_bytes
-from tpuembed.export.publish.folder import MAX_VERSION, check_version, versions_among
-from tpuembed.export.publish.store.record import Owner, StoreRecord
-from tpuembed.export.publish.unfinished import MAX_AGE_SECONDS, PREFIX
+from tpuembed.export.publish.store.record import Owner, StoreModelDir, StoreRecord
+from tpuembed.export.publish.version_writer import (
+    MAX_VERSION,
+    PREFIX,
+    Unfinished,
+    check_version,
+    classify,
+    naming_model_dir,
+    versions_among,
+)
 from tpuembed.export.stream.resume_log import Header
-from tpuembed.files import UrlPath
-from tpuembed.files.bucket import Bucket, Stored
+from tpuembed.export.stream.shard import ShardResult
+from tpuembed.files import MissingBucketError
+from tpuembed.files.bucket import Stored
 
 __all__ = [
     "LEASE_SECONDS",
-    "StoreModelDir",
+    "LeaseRenewer",
     "StoreVersions",
     "VersionReservation",
     "check_free",
@@ -35,41 +44,10 @@ __all__ = [
 
 LEASE_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 2.0
+_SECONDS_BETWEEN_WRITES: Final = 3.0
+_SECONDS_BETWEEN_BEATS: Final = 15.0
+"""A fraction of LEASE_SECONDS."""
 _RESERVATION: Final = re.compile(re.escape(PREFIX) + r"(\d{1,19})", re.ASCII)
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreModelDir:
-    """MODEL_DIR in a bucket."""
-
-    path: UrlPath
-    bucket: Bucket
-
-    def key(self, name: str) -> str:
-        """Return the key of the object `name` below it."""
-        return (self.path / name).key
-
-    def record_key(self, version: int) -> str:
-        """Return the key of the record of a version being written."""
-        return self.key(f"{PREFIX}{version}/record")
-
-    @property
-    def prefix(self) -> str:
-        """Return the prefix of the keys of all objects below it."""
-        return f"{self.path.key}/" if self.path.key else ""
-
-    def names(self) -> list[str]:
-        """Return the names directly below it."""
-        return self.bucket.children(self.prefix)
-
-    def remove_version(self, version: int) -> None:
-        """Remove the objects of a version, saved_model.pb first."""
-        keys = self.bucket.keys(self.key(str(version)) + "/")
-        self.bucket.delete(sorted(keys, key=lambda key: not key.endswith("/saved_model.pb")))
-
-    def is_version(self, version: int) -> bool:
-        """Returns True if the version is complete."""
-        return self.bucket.head(self.key(f"{version}/saved_model.pb")) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +59,33 @@ class VersionReservation:
     tag: str
 
 
-@dataclasses.dataclass(frozen=True)
-class StoreUnfinished:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreUnfinished(Unfinished):
     """A version being written, as it was when it was listed."""
 
     root: StoreModelDir
     version: int
     stored: Stored
-    is_published: bool = False
-    """True if the version is complete: its export was killed after its last object and before the end."""
+    record: StoreRecord | None
+    """None if it cannot be parsed."""
 
-    @functools.cached_property
-    def record(self) -> StoreRecord | None:
-        """Return the record, or None if it cannot be parsed."""
-        return StoreRecord.parse(self.stored.data)
+    @classmethod
+    def of(cls, root: StoreModelDir, version: int, stored: Stored, *, is_published: bool) -> Self:
+        """Return the version whose record is `stored`."""
+        record = StoreRecord.parse(stored.data)
+        return cls(
+            root=root,
+            version=version,
+            stored=stored,
+            record=record,
+            place=str(root.path / f"{PREFIX}{version}"),
+            header=record.header if record else None,
+            finished=len(record.finished) if record else 0,
+            finished_bytes=record.table_bytes if record else 0,
+            is_published=is_published,
+            is_useless=record is not None and not record.header.lasts,
+            age_seconds=stored.age_seconds,
+        )
 
     @property
     def is_dead(self) -> bool:
@@ -103,33 +94,6 @@ class StoreUnfinished:
         if self.record and (owner is None or owner.is_gone):
             return True
         return self.stored.age_seconds > LEASE_SECONDS and not (owner and owner.is_here)
-
-    def is_resumable(self, header: Header) -> bool:
-        """Returns True if the export of `header` may resume it, once it is dead."""
-        return self.record is not None and self.record.header == header and not self.is_published
-
-    @property
-    def finished(self) -> int:
-        """Return the number of finished shards."""
-        return len(self.record.finished) if self.record else 0
-
-    def is_stale(self, header: Header | None) -> bool:
-        """Returns True if no later run can resume it, as far as the export of `header` can tell, once it is dead."""
-        if self.is_published or self.stored.age_seconds > MAX_AGE_SECONDS:
-            return True
-        its = self.record.header if self.record else None
-        if its is None:
-            return self.record is not None
-        return header is not None and its.source == header.source and its.fingerprint != header.fingerprint
-
-    def __str__(self) -> str:
-        """Return the name of it in messages."""
-        shown = self.root.path / f"{PREFIX}{self.version}"
-        if self.record is None or self.record.header is None:
-            return str(shown)
-        total = self.record.header.table_bytes
-        done = format_bytes(self.record.table_bytes)
-        return f"{shown} ({done} of {format_bytes(total)}, from {self.record.header.source})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +126,8 @@ def _unfinished(root: StoreModelDir, reserved: Sequence[int], versions: Set[int]
     for version in reserved:
         stored = root.bucket.get(root.record_key(version))
         if stored is not None:
-            yield StoreUnfinished(root, version, stored, version in versions and root.is_version(version))
+            is_published = version in versions and root.is_version(version)
+            yield StoreUnfinished.of(root, version, stored, is_published=is_published)
 
 
 def check_free(root: StoreModelDir, version: int | None, found: StoreVersions) -> None:
@@ -173,7 +138,7 @@ def check_free(root: StoreModelDir, version: int | None, found: StoreVersions) -
 
 
 def reserve_version(
-    root: StoreModelDir, version: int | None, header: Header | None, *, restart: bool
+    root: StoreModelDir, version: int | None, header: Header, *, restart: bool
 ) -> tuple[VersionReservation, tuple[str, ...]]:
     """Reserve a version to write. Return it with the names of other unfinished exports. Stale versions are removed.
 
@@ -183,18 +148,16 @@ def reserve_version(
     """
     found = list_versions(root)
     check_free(root, version, found)
-    same = [one for one in found.unfinished if header and one.is_resumable(header) and version in (None, one.version)]
-    mine = sorted((one for one in map(_wait_until_certain, same) if one.is_dead), key=lambda one: one.finished)
+    same = [one for one in found.unfinished if one.is_resumable(header) and version in (None, one.version)]
+    mine = [one for one in map(_wait_until_certain, same) if one.is_dead]
     others = [one for one in found.unfinished if one.is_dead and one not in mine and one not in same]
-    resumable = None if restart or not mine else mine.pop()
-    stale = [one for one in others if one.is_stale(header)]
-    for one in (*mine, *stale):
+    dead = classify(mine, others, header, restart=restart)
+    for one in dead.stale:
         _remove(one)
-    kept = tuple(str(one) for one in others if one not in stale)
-    taken = None if resumable is None else _take_over(resumable)
+    taken = None if dead.resumable is None else _take_over(dead.resumable)
     if taken is not None and version is None:
         _warn_below(root, taken.version, found)
-    return taken or _reserve(root, version, header), kept
+    return taken or _reserve(root, version, header), tuple(str(one) for one in dead.kept)
 
 
 def _warn_below(root: StoreModelDir, version: int, found: StoreVersions) -> None:
@@ -260,7 +223,7 @@ def remove_unfinished(root: StoreModelDir, version: int, record: StoreRecord | N
     root.bucket.delete([root.record_key(version)])
 
 
-def _reserve(root: StoreModelDir, version: int | None, header: Header | None) -> VersionReservation:
+def _reserve(root: StoreModelDir, version: int | None, header: Header) -> VersionReservation:
     while True:
         found = list_versions(root)
         check_free(root, version, found)
@@ -305,3 +268,132 @@ def _is_taken(root: StoreModelDir, version: int, found: StoreVersions) -> Export
         f"MODEL_DIR {root.path}: version {version}: {state}. Choose another version, such as "
         f"{max(found.free, version + 1)}."
     )
+
+
+class LeaseRenewer:
+    """Owns the record of a reserved version, and renews it between `start` and `stop`.
+
+    Attributes:
+        version: the reserved version.
+    """
+
+    def __init__(self, root: StoreModelDir, reserved: VersionReservation) -> None:
+        self.version = reserved.version
+        self._root, self._record, self._tag = root, reserved.record, reserved.tag
+        self._finished: dict[int, ShardResult] = dict(reserved.record.finished)
+        self._error: OSError | None = None
+        self._has_news = self._is_over = False
+        self._write_seconds = 0.0
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="tpuembed-lease", daemon=True)
+
+    def start(self) -> None:
+        """Start to renew the record."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to renew the record. Call it again for no effect."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def record(self) -> StoreRecord:
+        """Return the record as it will be written next."""
+        with self._changed:
+            return dataclasses.replace(self._record, finished=dict(self._finished))
+
+    @property
+    def is_taken(self) -> bool:
+        """Returns True if this process has noticed that another export took the version."""
+        return isinstance(self._error, FileExistsError)
+
+    @property
+    def is_gone(self) -> bool:
+        """Returns True if the store no longer has a record of the version. Asks the store unless an earlier write
+        failed.
+        """
+        if self._error is None:
+            with contextlib.suppress(OSError):
+                return self._root.bucket.head(self._root.record_key(self.version)) is None
+        return isinstance(self._error, FileNotFoundError)
+
+    def add(self, result: ShardResult) -> None:
+        """Record `result`, whose part is in the store.
+
+        Raises:
+            ExportError: earlier results could not be written, or the version was taken by another export, or its record
+                is gone.
+        """
+        with self._changed:
+            self._finished[result.index] = result
+            self._has_news = True
+            self._changed.notify()
+        with naming_model_dir(self._root.path):
+            self._raise_error()
+
+    def update(self, finished: Mapping[int, ShardResult] | None = None, **changes: Any) -> None:
+        """Change fields of the record, and write it now.
+
+        Raises:
+            OSError: the record cannot be written.
+            ExportError: the version was taken by another export, or its record is gone.
+        """
+        with self._changed:
+            self._record = dataclasses.replace(self._record, **changes)
+            if finished is not None:
+                self._finished = dict(finished)
+        self._raise_error()
+        self._write()
+
+    def _raise_error(self) -> None:
+        if isinstance(self._error, FileExistsError):
+            raise ExportError(
+                f"MODEL_DIR {self._root.path}: version {self.version}: another export has taken it over, because "
+                "this one did not renew its lease for a minute. Export again."
+            )
+        if isinstance(self._error, FileNotFoundError):
+            is_bucket = isinstance(self._error, MissingBucketError)
+            what = (
+                self._error.strerror
+                if is_bucket
+                else f"its record, {PREFIX}{self.version}/record, was removed meanwhile"
+            )
+            raise ExportError(
+                f"MODEL_DIR {self._root.path}: version {self.version}: {what}. Nothing is kept. Export again."
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                self._write()
+            except (OSError, ExportError):  # the next call of add or update raises it
+                return
+
+    def _wait(self) -> bool:
+        """Wait until it is time to write. Returns False at the end."""
+        with self._changed:
+            # Writing a record of thousands of shards takes time: spend at most a tenth of this process's time on it.
+            pause = min(max(_SECONDS_BETWEEN_WRITES, 10 * self._write_seconds), _SECONDS_BETWEEN_BEATS)
+            self._changed.wait_for(lambda: self._is_over, pause)
+            self._changed.wait_for(lambda: self._is_over or self._has_news, _SECONDS_BETWEEN_BEATS - pause)
+            self._has_news = False
+            return not self._is_over
+
+    def _write(self) -> None:
+        started = time.monotonic()
+        with self._writing:
+            with self._changed:
+                self._record = dataclasses.replace(self._record, beats=self._record.beats + 1)
+            try:
+                self._tag = self._root.bucket.replace(
+                    self._root.record_key(self.version), self.record.to_bytes(), self._tag
+                )
+            except OSError as error:
+                self._error = error
+                self._raise_error()
+        self._write_seconds = time.monotonic() - started
