@@ -105,10 +105,7 @@ class AccessLog:
 
     def _write(self, records: Sequence[RequestRecord], dropped: int) -> None:
         offset = time.time() - time.perf_counter()
-        lines = [
-            _line(entry(record, stages, offset))
-            for record, stages in zip(records, stage_seconds(records).tolist(), strict=True)
-        ]
+        lines = [_line(entry(record, stage_seconds(record), offset)) for record in records]
         if dropped:
             lines.append(_line({"dropped": dropped}))
         try:

@@ -123,8 +123,8 @@ class Tracing:
 
     def _trace_all(self, records: Sequence[RequestRecord], dropped: int) -> None:  # noqa: ARG002 - dropped records have no span
         offset = time.time_ns() - time.perf_counter_ns()
-        for record, seconds in zip(records, stage_seconds(records).tolist(), strict=True):
-            self._trace(record, seconds, offset)
+        for record in records:
+            self._trace(record, stage_seconds(record), offset)
 
     def _trace(self, record: RequestRecord, stages: Sequence[float], offset: int) -> None:
         from opentelemetry import trace
