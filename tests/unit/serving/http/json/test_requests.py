@@ -256,5 +256,5 @@ def test_one_long_string_among_many_numbers_costs_no_memory() -> None:
 
 
 def test_a_rank_that_no_array_has_is_refused() -> None:
-    refused = error('{"inputs": ' + "[" * 10_000 + "1" + "]" * 10_000 + "}", INT)
-    assert refused.message == "Tensor rank 10000 is larger than the supported rank 64"
+    refused = error('{"inputs": ' + "[" * 500 + "1" + "]" * 500 + "}", INT)
+    assert refused.message == "Tensor rank 500 is larger than the supported rank 64"
