@@ -113,7 +113,7 @@ ROW = "Failed to process element: {} of 'instances' list. Error: INVALID_ARGUMEN
         ("1.0", "1.0", "Number"),
         ("1e2", "100.0", "Number"),
         ("1e30", "1e30", "Number"),
-        ("1.25e-9", "1.25e-9", "Number"),
+        ("1.25e-9", "1.25e-09", "Number"),
         ("9223372036854775808", "9223372036854775808", "Number"),
         ('"3"', '"3"', "String"),
         ("true", "true", "True"),
