@@ -1,5 +1,6 @@
-"""Lists the content of HDF5 files. Runs in a separate process, because the HDF5 library can hang or crash on a damaged
-file.
+"""Lists the content of HDF5 files with h5py, in a separate process of limited memory and processor time.
+
+The need: a hostile file must not hang or crash a user's process, or take its memory, as the HDF5 library allows.
 
 It opens no file: the parent process sends the bytes that it requests. A message in either direction is a header of
 three int64:
