@@ -9,6 +9,8 @@ import time
 from logging.handlers import WatchedFileHandler
 from typing import Any, Final
 
+import orjson
+
 from tpuembed.errors import ServingError
 from tpuembed_serving.telemetry.record_queue import RecordQueue
 from tpuembed_serving.telemetry.request_record import REST, STAGES, RequestRecord, stage_seconds
@@ -47,7 +49,8 @@ def _ms(seconds: float) -> float:
 
 def _line(found: dict[str, Any]) -> str:
     """Return JSON in ASCII: clients choose names, and some readers end a line at other characters than a line feed."""
-    return json.dumps(found, separators=(",", ":"))
+    line = orjson.dumps(found)
+    return line.decode() if line.isascii() else json.dumps(found, separators=(",", ":"))
 
 
 def check_writable(target: str) -> None:
