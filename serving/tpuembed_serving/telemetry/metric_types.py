@@ -1,7 +1,7 @@
 """Adds up the metrics of several processes, and writes them in Prometheus' text format.
 
-prometheus_client merges processes too, over files in a folder that an environment variable names before it is imported.
-Workers have a connection already, and the numbers of one process need no files.
+The need: clients see the metrics of all workers as one, under TensorFlow Serving's names. prometheus_client merges processes
+over files, in a folder that an environment variable names before its import, and ends the names of counters in _total.
 """
 
 from collections.abc import Iterable, Mapping

@@ -29,7 +29,9 @@ HOW_TO_SAY: Final = (
     '{"num_sparsecores": N, "tables": {"TABLE": {"vocab_size": V, "embedding_dim": D, "row_offset_in_shard": O, '
     '"shard_rotation": R}}}}'
 )
-_MAX_BYTES: Final = 16 << 20
+_MAX_BYTES: Final = 2 << 20
+_MAX_LINE: Final = 32 << 10
+"""Protobuf's parser takes time that is quadratic in the length of a line. With these limits a hostile file takes half a minute."""
 _STACK_NUMBERS: Final = ("stack_vocab_size", "stack_embedding_dim", "num_sparsecores")
 _TABLE_NUMBERS: Final = (
     "vocab_size", "embedding_dim", "row_offset_in_shard", "shard_rotation", "padded_vocab_size", "padded_embedding_dim"
@@ -157,6 +159,11 @@ def _checked(where: str, value: Any) -> Mapping[str, Any]:
 
 def _parse(text: str) -> Any:
     """Return the EmbeddingSpecProto in `text`. Only the fields that matter are described, so others are skipped."""
+    longest = max(map(len, text.split("\n")))
+    if longest > _MAX_LINE:
+        raise MalformedError(
+            f"has a line of {longest} characters, more than {_MAX_LINE}. Print it with a field on each line"
+        )
     try:
         message = message_class("EmbeddingSpecProto", _MESSAGES)()
     except ImportError:
