@@ -47,8 +47,8 @@ _OPTIONS = [
     ),
     click.option(
         "--max-json-depth",
-        type=click.IntRange(min=1024),
-        help="Bodies that are nested deeper are answered 400.  [default: any depth]",
+        type=click.IntRange(min=1),
+        help="Bodies that are nested deeper are answered 400.  [default: about 1000]",
     ),
     click.option(
         "--receive-seconds",

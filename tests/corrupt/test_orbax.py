@@ -454,6 +454,7 @@ def test_specs_that_contradict_themselves(stacked: Path, change: Callable[[Any],
         "stacked_table_specs {", 'stacked_table_specs { stack_name: "a', "stacked_table_specs: 3", "stacked_table_specs {}",
         'stacked_table_specs { stack_name: "a" num_sparsecores: 4 }', "stacked_table_specs { stack_name: 3 }", "{" * 5000,
         "stacked_table_specs " + "{ a " * 5000, "stacked_table_specs { num_sparsecores: 1.5 }", "@", "stacked_table_specs { x }",
+        "a:[" + "1," * 500_000 + "1]", "a:1 \n" * 500_000,
         "stacked_table_specs { num_sparsecores: " + "9" * 5000 + " }", 'stacked_table_specs { stack_name: "\\377" }',
     ],
 )  # fmt: skip

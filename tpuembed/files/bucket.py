@@ -1,7 +1,8 @@
 """A bucket of S3, or of a store with its API, opened for writing: objects, conditional writes, uploads in parts.
 
-It uses Amazon's own client, which finds credentials, region and endpoint as Amazon's tools do. Every failure raises an
-OSError with one line as its `strerror`.
+It uses Amazon's own client, which finds credentials, region and endpoint as Amazon's tools do. The need for it beside
+obstore: several machines upload the parts of one object, and a killed export resumes. obstore has no such uploads.
+Every failure raises an OSError with one line as its `strerror`.
 """
 
 import base64

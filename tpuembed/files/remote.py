@@ -1,6 +1,7 @@
 """Objects in S3 and Google Cloud Storage, read through obstore.
 
-obstore finds credentials, region and endpoint itself: AWS_* and GOOGLE_* variables, or the machine's identity.
+The need for it beside boto3, which writes: checkpoints in gs://, which boto3 does not read. obstore finds credentials,
+region and endpoint itself: AWS_* and GOOGLE_* variables, or the machine's identity.
 """
 
 import concurrent.futures

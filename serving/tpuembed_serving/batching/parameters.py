@@ -5,11 +5,12 @@ TensorFlow's shared_batch_scheduler.h.
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError
+from tpuembed.protobuf import MalformedError
+from tpuembed.protobuf_text import message_class, parse_text
 
 __all__ = ["MODEL_FILE", "BatchingParameters", "read_parameters"]
 
@@ -105,11 +106,9 @@ def read_parameters(path: Path, *, of_one_model: bool = False) -> BatchingParame
 
 
 def _parse(text: str, of_one_model: bool) -> BatchingParameters:
-    from google.protobuf import text_format  # type: ignore[import-untyped]
-
     try:
-        message = text_format.Parse(text, _message_class()())
-    except text_format.ParseError as error:
+        message = parse_text(text, message_class("BatchingParameters", {"BatchingParameters": _FIELDS})())
+    except MalformedError as error:
         raise ConfigError(str(error)) from None
     fields: dict[str, Any] = {}
     for field, value in message.ListFields():
@@ -123,50 +122,18 @@ def _parse(text: str, of_one_model: bool) -> BatchingParameters:
     return BatchingParameters(**fields)
 
 
-@functools.cache
-def _message_class() -> Any:
-    """Return the class of the message. tensorflow-serving-api does not include it, so it is described here."""
-    from google.protobuf import (
-        descriptor_pb2,
-        descriptor_pool,
-        message_factory,
-        wrappers_pb2,
-    )
-
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(wrappers_pb2.DESCRIPTOR.serialized_pb)
-    file = descriptor_pb2.FileDescriptorProto(
-        name="tpuembed/batching_parameters.proto",
-        package="tensorflow.serving",
-        syntax="proto3",
-        dependency=["google/protobuf/wrappers.proto"],
-    )
-    message = file.message_type.add(name="BatchingParameters")
-    kinds = descriptor_pb2.FieldDescriptorProto
-    for number, (name, kind) in _FIELDS.items():
-        field = message.field.add(name=name, number=number, label=kinds.LABEL_OPTIONAL)
-        if kind == "repeated":
-            field.type, field.label = kinds.TYPE_INT64, kinds.LABEL_REPEATED
-        elif kind == "bool":
-            field.type = kinds.TYPE_BOOL
-        else:
-            field.type, field.type_name = kinds.TYPE_MESSAGE, f".google.protobuf.{kind}"
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.serving.BatchingParameters"))
-
-
 _FIELDS: Final = {
-    1: ("max_batch_size", "Int64Value"),
-    2: ("batch_timeout_micros", "Int64Value"),
-    3: ("max_enqueued_batches", "Int64Value"),
-    4: ("num_batch_threads", "Int64Value"),
-    5: ("thread_pool_name", "StringValue"),
-    6: ("allowed_batch_sizes", "repeated"),
-    7: ("pad_variable_length_inputs", "bool"),
-    8: ("enable_large_batch_splitting", "BoolValue"),
-    9: ("max_execution_batch_size", "Int64Value"),
+    "max_batch_size": "Int64Value",
+    "batch_timeout_micros": "Int64Value",
+    "max_enqueued_batches": "Int64Value",
+    "num_batch_threads": "Int64Value",
+    "thread_pool_name": "StringValue",
+    "allowed_batch_sizes": "repeated int64",
+    "pad_variable_length_inputs": "bool",
+    "enable_large_batch_splitting": "BoolValue",
+    "max_execution_batch_size": "Int64Value",
 }
-"""The fields by number. The text format has names only, so a number that differs from TensorFlow Serving's is harmless."""
+"""The message, which tensorflow-serving-api does not include."""
 
 
 def _check_at_least(name: str, value: int | None, least: int) -> None:

@@ -1,15 +1,10 @@
 """The record of a request that observers receive. Records are kept only if the server has an observer."""
 
-import itertools
-import operator
 import os
 import re
 import time
 from collections.abc import Sequence
 from typing import Final, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from tpuembed_serving.core.status import Code
 
@@ -107,18 +102,13 @@ class RequestRecord:
         return self.request_id
 
 
-_TIMES: Final = operator.attrgetter("started", "received", "_queue", "_run", "_left", "ended")
-
-
-def stage_seconds(records: Sequence[RequestRecord]) -> npt.NDArray[np.float64]:
-    """Return the seconds of each stage of answered requests, [records, stages]. 0.0 for a stage that was not reached."""
-    flat = np.fromiter(itertools.chain.from_iterable(map(_TIMES, records)), np.float64, 6 * len(records))
-    started, received, queue, run, left, ended = flat.reshape(-1, 6).T
-    has_run = left > 0
-    received = np.where(received > 0, received, started)
-    parse = np.where(has_run, np.maximum(0.0, left - queue - run - received), ended - received)
-    encode = np.where(has_run, ended - left, 0.0)
-    return np.stack([received - started, parse, queue, run, encode], axis=1)
+def stage_seconds(record: RequestRecord) -> tuple[float, ...]:
+    """Return the seconds of each stage of an answered request. 0.0 for a stage that was not reached."""
+    started, queue, run, left, ended = record.started, record._queue, record._run, record._left, record.ended
+    received = record.received or started
+    if not record.has_run:
+        return received - started, ended - received, queue, run, 0.0
+    return received - started, max(0.0, left - queue - run - received), queue, run, ended - left
 
 
 class Observer(Protocol):

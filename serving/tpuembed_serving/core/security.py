@@ -40,7 +40,7 @@ class SecuritySettings:
         cors: whether pages of other sites may send requests, as TensorFlow Serving's --rest_api_enable_cors_support.
         limits: limits of connections.
         max_rows: the most rows of a request; None is no limit.
-        max_json_depth: the deepest nesting of a request body, 1024 (the fast parser's depth) or more. None is no limit.
+        max_json_depth: the deepest nesting of a request body; None is the parser's limit, about 1,000.
     """
 
     api_keys: ApiKeys | None = None
@@ -51,7 +51,7 @@ class SecuritySettings:
     max_json_depth: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_rows", 1), ("max_json_depth", 1024)):
+        for name in ("max_rows", "max_json_depth"):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}. Give {least} or more")
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}. Give 1 or more")

@@ -149,7 +149,9 @@ class _GuardedProtocol(HttpToolsProtocol):
         elif self.parser.get_method() == b"CONNECT":
             self._refuse_head(501, "CONNECT is not supported: this server is not a proxy")
         elif coding := self._unknown_coding():
-            text = f"transfer coding {coding} is not supported. Send the body chunked, with Content-Encoding if it is gzip"
+            text = (
+                f"transfer coding {coding} is not supported. Send the body chunked, with Content-Encoding if it is gzip"
+            )
             self._refuse_head(501, text)
         elif self.parser.should_upgrade():
             self._asks_upgrade = True

@@ -4,10 +4,11 @@ Source: tensorflow_serving/config/model_server_config.proto. The error texts are
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from tpuembed.errors import ConfigError, one_line
-from tpuembed_serving.models.field_lines import field_lines
+from tpuembed.errors import ConfigError
+from tpuembed.protobuf import MalformedError
+from tpuembed.protobuf_text import message_class, parse_text
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
 from tpuembed_serving.settings import ModelSettings
 
@@ -36,7 +37,7 @@ def read_models(path: Path) -> tuple[ModelSettings, ...]:
     moment: a server must not start without models then, or unload those that it has.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a models.config. The message names the file, the line and the field.
+        ConfigError: the file cannot be read, or is not a models.config. The message names the file and the field.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,27 +54,24 @@ def parse_models(text: str, source: str) -> tuple[ModelSettings, ...]:
     Raises:
         ConfigError: see `read_models`.
     """
-    # These modules of tensorflow-serving-api do not import TensorFlow.
-    from google.protobuf import text_format  # type: ignore[import-untyped]
-    from tensorflow_serving.config import model_server_config_pb2
+    from tensorflow_serving.config import model_server_config_pb2  # it does not import TensorFlow
 
     try:
-        message = text_format.Parse(text, model_server_config_pb2.ModelServerConfig())
-    except text_format.ParseError as error:
-        where = f"line {error.GetLine() or 1}, column {error.GetColumn() or 1}"
-        text = f"{_PARSING}: {_reason(error)}"
-        raise ConfigError(f"config {source}, {where}: {text}") from None
+        message = parse_text(text, model_server_config_pb2.ModelServerConfig())
+    except MalformedError as error:
+        where, _, reason = str(error).partition(": ")
+        raise ConfigError(
+            f"config {source}, {where}: {_PARSING}: {reason}" if reason else f"config {source}, {error}"
+        ) from None
     if message.WhichOneof("config") is None:
         raise ConfigError(
             f"config {source}: has no model_config_list. To serve no model, write: model_config_list {{}}"
         )
-    lines = field_lines(text)
     try:
-        _check_labels_differ(message, lines)
+        _check_labels_differ(message, text)
         return models_from_message(message)
     except FieldError as error:
-        where = f"line {_line(lines, error.field)}, field {error.field}"
-        raise ConfigError(f"config {source}, {where}: {error}") from None
+        raise ConfigError(f"config {source}, field {error.field}: {error}") from None
 
 
 def models_from_message(message: Any) -> tuple[ModelSettings, ...]:
@@ -161,28 +159,21 @@ def _check_names(models: tuple[ModelSettings, ...]) -> None:
         seen.add(model.name)
 
 
-def _check_labels_differ(message: Any, lines: dict[str, int]) -> None:
+def _check_labels_differ(message: Any, text: str) -> None:
     """Raise FieldError if a label is given twice: protobuf silently keeps the last of two entries with one key."""
-    for index, config in enumerate(message.model_config_list.config):
-        field = f"model_config_list.config[{index}].version_labels"
-        given = 0
-        while f"{field}[{given}]" in lines:
-            given += 1
-        if given > len(config.version_labels):
-            raise FieldError(f"{field}[{given - 1}]", f"model {config.name}: a label is given twice")
+    listed = parse_text(text, message_class("ModelServerConfig", _LABEL_LISTS)(), allow_unknown=True)
+    for index, (config, given) in enumerate(
+        zip(message.model_config_list.config, listed.model_config_list.config, strict=True)
+    ):
+        if len(given.version_labels) > len(config.version_labels):
+            field = f"model_config_list.config[{index}].version_labels"
+            raise FieldError(field, f"model {config.name}: a label is given twice")
 
 
-def _line(lines: dict[str, int], field: str) -> int:
-    """Return the line of a field, or of the closest enclosing field that is in the text."""
-    while field and field not in lines:
-        if f"{field}[0]" in lines:
-            return lines[f"{field}[0]"]
-        field = field[: max(field.rfind("."), 0)] if not field.endswith("]") else field[: field.rfind("[")]
-    return lines.get(field, 1)
-
-
-def _reason(error: Exception) -> str:
-    """Return protobuf's message without its position and its copy of the text."""
-    text = one_line(error).split(": ", 1)[1]
-    position, _, reason = text.partition(" : ")
-    return reason if position.replace(":", "").isdigit() else text
+_LABEL_LISTS: Final = {
+    "ModelServerConfig": {"model_config_list": "ModelConfigList"},
+    "ModelConfigList": {"config": "repeated ModelConfig"},
+    "ModelConfig": {"version_labels": "repeated Label"},
+    "Label": {"key": "string", "value": "int64"},
+}
+"""A ModelServerConfig with labels as a list."""

@@ -1,14 +1,13 @@
 """Writes one line of JSON for every request to stderr or a file. A thread writes, so that the event loop never blocks."""
 
+import contextlib
 import datetime as dt
+import json
 import logging
-import os
-import re
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from logging.handlers import WatchedFileHandler
+from typing import Any, Final
 
 import orjson
 
@@ -23,17 +22,9 @@ logger = logging.getLogger(__name__)
 STDERR: Final = "-"
 """The target that means stderr."""
 
-_LINE_ENDS: Final = re.compile(rb"\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
-"""UTF-8 of the C1 controls, one of which ends a line, and of the line and paragraph separators."""
 
-
-def entry(record: RequestRecord, stages: Sequence[float], wall_offset: float) -> dict[str, Any]:
-    """Return the entry of a request.
-
-    Args:
-        stages: the seconds of each stage.
-        wall_offset: the wall clock minus `time.perf_counter`, in seconds.
-    """
+def entry(record: RequestRecord, wall_offset: float) -> dict[str, Any]:
+    """Return the entry of a request. `wall_offset` is the wall clock minus `time.perf_counter`, in seconds."""
     started = dt.datetime.fromtimestamp(record.started + wall_offset, dt.UTC)
     return {
         "time": started.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -48,49 +39,44 @@ def entry(record: RequestRecord, stages: Sequence[float], wall_offset: float) ->
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,
         "ms": _ms(record.ended - record.started),
-        "stages_ms": {name: _ms(seconds) for name, seconds in zip(STAGES, stages, strict=True)},
+        "stages_ms": {name: _ms(seconds) for name, seconds in zip(STAGES, stage_seconds(record), strict=True)},
     }
-
-
-def _line(found: dict[str, Any]) -> bytes:
-    """Return one line of JSON. Escapes every character that a reader may take for a line end: clients choose names."""
-    line = orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
-    return line if line.isascii() else _LINE_ENDS.sub(lambda end: b"\\u%04x" % ord(end[0].decode()), line)
 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
+def _line(found: dict[str, Any]) -> str:
+    """Return JSON in ASCII: clients choose names, and some readers end a line at other characters than a line feed."""
+    line = orjson.dumps(found)
+    return line.decode() if line.isascii() else json.dumps(found, separators=(",", ":"))
+
+
 def check_writable(target: str) -> None:
     """Raise ServingError if the file cannot be written."""
-    if target != STDERR:
-        _open(Path(target)).close()
+    _writer(target).close()
 
 
-def _open(path: Path | None) -> BinaryIO:
-    if path is None:
-        return sys.stderr.buffer
+def _writer(target: str) -> "_Writer":
     try:
-        return path.open("ab", buffering=0)
+        return _Writer() if target == STDERR else _FileWriter(target, encoding="ascii")
     except OSError as error:
-        raise ServingError(f"access log {path}: cannot be written: {error.strerror}. Choose another file") from None
+        raise ServingError(f"access log {target}: cannot be written: {error.strerror}. Choose another file") from None
 
 
 class AccessLog:
     """An observer (see `request_record`) that appends to a file, or writes to stderr.
 
-    If log rotation renames or removes the file, it is created again. Workers share one file: each write is whole lines.
+    If log rotation renames or removes the file, it is created again. Workers share one file: each write is a whole line.
     """
 
     wants_request_id = True
 
     def __init__(self, target: str) -> None:
         """Open the file. Raises ServingError if it cannot be written."""
-        self._path = None if target == STDERR else Path(target)
-        self._file = _open(self._path)
-        self._failed = False
-        self._records = RecordQueue("access-log", self._write)
+        self._writer = _writer(target)
+        self._records = self._writer.records = RecordQueue(self._writer)
 
     def finish(self, record: RequestRecord) -> None:
         """Queue the entry of a request."""
@@ -100,35 +86,45 @@ class AccessLog:
     def close(self) -> None:
         """Write the queued entries and close the file."""
         self._records.close()
-        if self._path is not None:
-            self._file.close()
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
-    def _write(self, records: Sequence[RequestRecord], dropped: int) -> None:
-        offset = time.time() - time.perf_counter()
-        lines = [
-            _line(entry(record, stages, offset))
-            for record, stages in zip(records, stage_seconds(records).tolist(), strict=True)
-        ]
-        if dropped:
-            lines.append(_line({"dropped": dropped}))
-        try:
-            self._follow_rotation()
-            self._file.write(b"".join(lines))
-            self._file.flush()
-            self._failed = False
-        except (OSError, ServingError) as error:
-            if not self._failed:
-                logger.error("the access log cannot be written: %s", error)
-            self._failed = True
 
-    def _follow_rotation(self) -> None:
-        if self._path is None:
-            return
+class _Writer(logging.StreamHandler[Any]):
+    """Writes entries to stderr. Logs the first of several failures in a row.
+
+    Attributes:
+        records: the queue, whose dropped records get an entry.
+    """
+
+    records: RecordQueue | None = None
+    _reported = 0
+    _failed = False
+    _fails = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, and a line with the number of dropped records before it."""
+        lines = [_line(entry(record.__dict__["request"], time.time() - time.perf_counter()))]
+        dropped = self.records.dropped if self.records is not None else 0
+        if dropped > self._reported:
+            lines.append(_line({"dropped": dropped - self._reported}))
+            self._reported = dropped
+        return "\n".join(lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self._failed, self._fails = self._fails, False
         try:
-            there = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            there = False
-        if not there:
-            fresh = _open(self._path)
-            self._file.close()
-            self._file = fresh
+            super().emit(record)
+        except OSError:  # the file cannot be created again after log rotation
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - logging's signature
+        """Log the error that is being handled."""
+        self._fails = True
+        if not self._failed:
+            logger.error("the access log cannot be written: %s", sys.exc_info()[1])
+
+
+class _FileWriter(_Writer, WatchedFileHandler):
+    """Appends entries to a file."""

@@ -5,25 +5,21 @@ batching/batching_session.cc, and TensorFlow in cc/saved_model/loader.cc. Latenc
 functions that this server lacks are left out: request_log_count, mlmd_map, padding_size.
 """
 
-import collections
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import numpy as np
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, Snapshot, exponential
+from tpuembed_serving.telemetry.metric_types import Family, Snapshot, read_values
 
-__all__ = ["DEFAULT_PATH", "ServerMetrics"]
+__all__ = ["DEFAULT_PATH", "ServerMetrics", "exponential"]
 
 DEFAULT_PATH: Final = "/monitoring/prometheus/metrics"
 
-_LATENCY: Final = exponential(10, 1.8, 33)
-_QUEUING: Final = exponential(100, 1.2, 52)
-_SIZES: Final = exponential(1, 2, 14)
-_EXAMPLES: Final = exponential(1, 2, 15)
 _INFERENCE: Final = {"predict": "Predict", "classify": "Classify", "regress": "Regress"}
 _COUNTED_CALLS: Final = frozenset({"Predict", "Classify", "Regress"})
 """The gRPC methods that are counted, as in TensorFlow Serving."""
@@ -31,76 +27,106 @@ _TAKE_EXAMPLES: Final = frozenset({"classify", "regress", "multiinference"})
 _MOST_NAMES: Final = 1000
 _OTHERS: Final = "(others)"
 """Clients may invent model names. Names after the first `_MOST_NAMES` are counted under this one."""
-_FOLDED_AT_ONCE: Final = 512
 _MICROS: Final = 1e6
 
-_Run = tuple[str, Sequence[int], Sequence[float]]
-"""A batch: the name of its thread pool, the rows of each request, and the seconds that each waited."""
+
+def exponential(scale: float, growth: float, count: int) -> tuple[float, ...]:
+    """Return upper bounds of buckets without the infinite one, as `Buckets::Exponential` of TensorFlow's sampler.cc."""
+    bounds = [scale]
+    while len(bounds) < count:
+        bounds.append(bounds[-1] * growth)
+    return tuple(bounds)
+
+
+_LATENCY: Final = exponential(10, 1.8, 33)
+_QUEUING: Final = exponential(100, 1.2, 52)
+_SIZES: Final = exponential(1, 2, 14)
+_EXAMPLES: Final = exponential(1, 2, 15)
 
 
 class ServerMetrics:
-    """An observer (see `request_record`) of requests, batches and loads.
-
-    The event loop calls `finish` and `ran`. The thread that loads calls `loaded` and `warmed_up`.
-    """
+    """An observer (see `request_record`) of requests, batches and loads. Any thread may call it."""
 
     wants_request_id = False
 
     def __init__(self, queue_depth: Callable[[], int] = lambda: 0) -> None:
-        tf_serving, tpuembed = ":tensorflow:serving:", ":tpuembed:serving:"
-        self.request_count = Counter(f"{tf_serving}request_count", "model_name", "status")
-        self.request_latency = Histogram(f"{tf_serving}request_latency", _LATENCY, "model_name", "API", "entrypoint")
-        self.runtime_latency = Histogram(f"{tf_serving}runtime_latency", _LATENCY, "model_name", "API", "runtime")
-        self.example_counts = Histogram(f"{tf_serving}request_example_counts", _EXAMPLES, "model")
-        self.example_total = Counter(f"{tf_serving}request_example_count_total", "model")
-        self.warmup_latency = Histogram(f"{tf_serving}model_warmup_latency", _LATENCY, "model_path", "status")
-        self.warmup_records = Counter(f"{tf_serving}model_warmup_records_read", "model_path", "status")
-        batching = f"{tf_serving}batching_session:"
-        self.queuing_latency = Histogram(f"{batching}queuing_latency", _QUEUING, "thread_pool_name")
-        self.run_count = Counter(f"{batching}wrapped_run_count")
-        self.input_batch_size = Histogram(f"{batching}input_batch_size", _SIZES)
-        self.load_attempts = Counter(":tensorflow:cc:saved_model:load_attempt_count", "model_path", "status")
-        self.load_latency = Counter(":tensorflow:cc:saved_model:load_latency", "model_path")
-        self.stage_latency = Histogram(f"{tpuembed}stage_latency", _LATENCY, "model_name", "stage")
-        self.run_rows = Histogram(f"{tpuembed}run_rows", _SIZES)
-        self.run_requests = Histogram(f"{tpuembed}run_requests", _SIZES)
-        self._depth_family = Family(f"{tpuembed}queue_depth", "gauge", ())
-        self._queue_depth = queue_depth
-        self._all: list[Counter | Histogram] = [
-            one for one in vars(self).values() if isinstance(one, Counter | Histogram)
-        ]
+        serving, ours, loader = ":tensorflow:serving:", ":tpuembed:serving:", ":tensorflow:cc:saved_model:"
+        batching = f"{serving}batching_session:"
+        self._families: dict[Family, MetricWrapperBase] = {}
+        counter, histogram = self._counter, self._histogram
+        self._requests = counter(f"{serving}request_count", "Requests", "model_name", "status")
+        self._latency = histogram(
+            f"{serving}request_latency",
+            "Microseconds of requests that succeed",
+            _LATENCY,
+            "model_name",
+            "API",
+            "entrypoint",
+        )
+        self._runtime = histogram(
+            f"{serving}runtime_latency", "Microseconds of the run", _LATENCY, "model_name", "API", "runtime"
+        )
+        self._example_counts = histogram(
+            f"{serving}request_example_counts", "Examples of a request", _EXAMPLES, "model"
+        )
+        self._example_total = counter(f"{serving}request_example_count_total", "Examples of all requests", "model")
+        self._warmup_latency = histogram(
+            f"{serving}model_warmup_latency", "Microseconds of a warmup", _LATENCY, "model_path", "status"
+        )
+        self._warmup_records = counter(
+            f"{serving}model_warmup_records_read", "Records of a warmup", "model_path", "status"
+        )
+        self._queuing = histogram(
+            f"{batching}queuing_latency", "Microseconds in the queue", _QUEUING, "thread_pool_name"
+        )
+        self._run_count = counter(f"{batching}wrapped_run_count", "Batches")
+        self._input_batch_size = histogram(f"{batching}input_batch_size", "Rows of a request in a batch", _SIZES)
+        self._load_attempts = counter(f"{loader}load_attempt_count", "Loads of a version", "model_path", "status")
+        self._load_latency = counter(f"{loader}load_latency", "Microseconds of the loads of a version", "model_path")
+        self._stages = histogram(f"{ours}stage_latency", "Microseconds of a stage", _LATENCY, "model_name", "stage")
+        self._run_rows = histogram(f"{ours}run_rows", "Rows of a batch", _SIZES)
+        self._run_requests = histogram(f"{ours}run_requests", "Requests of a batch", _SIZES)
+        depth = Gauge(f"{ours}queue_depth", "Requests in the queue", registry=None)
+        depth.set_function(queue_depth)
+        self._families[Family(f"{ours}queue_depth", "gauge", "Requests in the queue")] = depth
+        # `labels` of prometheus_client costs more than counting does.
+        self._of = functools.lru_cache(maxsize=4096)(_with_labels)
         self._names: set[str] = set()
-        self._folding = threading.Lock()
-        self._answered: collections.deque[RequestRecord] = collections.deque()
-        self._runs: collections.deque[_Run] = collections.deque()
+
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        metric = Counter(name, description, labels, registry=None)
+        self._families[Family(name, "counter", description)] = metric
+        return metric
+
+    def _histogram(self, name: str, description: str, bounds: Sequence[float], *labels: str) -> Histogram:
+        metric = Histogram(name, description, labels, buckets=bounds, registry=None)
+        self._families[Family(name, "histogram", description)] = metric
+        return metric
 
     def finish(self, record: RequestRecord) -> None:
-        """Queue a request. Requests are counted many at a time, which is ten times cheaper."""
-        self._answered.append(record)
-        if len(self._answered) >= _FOLDED_AT_ONCE:
-            self._fold()
+        """Count a request. Only those that succeed have a latency, as in TensorFlow Serving."""
+        api, entrypoint = record.api, record.entrypoint
+        if entrypoint != REST and api not in _COUNTED_CALLS:
+            return
+        model = self._name(record.model)
+        self._of(self._requests, model, record.code.name).inc()
+        if record.code is Code.OK:
+            self._of(self._latency, model, api, entrypoint).observe(_MICROS * (record.ended - record.started))
+            if record.has_run:
+                self._count_stages(model, api.lower(), record)
 
     def ran(self, pool: str, rows: Sequence[int], queue_seconds: Sequence[float]) -> None:
         """Count a batch of requests of so many rows each, which waited so long."""
-        self._runs.append((pool, rows, queue_seconds))
-        if len(self._runs) >= _FOLDED_AT_ONCE:
-            self._fold()
+        self._run_count.inc()
+        self._run_requests.observe(len(rows))
+        self._run_rows.observe(sum(rows))
+        queuing = self._of(self._queuing, pool)
+        for size, seconds in zip(rows, queue_seconds, strict=True):
+            self._input_batch_size.observe(size)
+            queuing.observe(_MICROS * seconds)
 
     def close(self) -> None:
         """Do nothing: metrics have no file."""
-
-    # ---- counting
-
-    def _fold(self) -> None:
-        """Count the queued requests and batches. The event loop calls it, or a thread that wants the numbers."""
-        with self._folding:
-            groups: dict[tuple[str, str, str, Code], list[RequestRecord]] = collections.defaultdict(list)
-            for record in _taken(self._answered):
-                groups[record.model, record.api, record.entrypoint, record.code].append(record)
-            for (model, api, entrypoint, code), records in groups.items():
-                if entrypoint == REST or api in _COUNTED_CALLS:
-                    self._count(self._name(model), api, entrypoint, code, records)
-            self._count_runs(_taken(self._runs))
 
     def _name(self, model: str) -> str:
         if model not in self._names and len(self._names) >= _MOST_NAMES:
@@ -108,59 +134,31 @@ class ServerMetrics:
         self._names.add(model)
         return model
 
-    def _count(self, model: str, api: str, entrypoint: str, code: Code, records: list[RequestRecord]) -> None:
-        """Count requests. Only those that succeed have a latency, as in TensorFlow Serving."""
-        self.request_count.add((model, code.name), len(records))
-        if code is not Code.OK:
-            return
-        micros = _MICROS * np.array([record.ended - record.started for record in records])
-        self.request_latency.cell(model, api, entrypoint).add(micros)
-        ran = [record for record in records if record.has_run]
-        if ran:
-            self._count_stages(model, api, ran)
-
-    def _count_stages(self, model: str, api: str, records: list[RequestRecord]) -> None:
-        for name, micros in zip(STAGES, _MICROS * stage_seconds(records).T, strict=True):
-            self.stage_latency.cell(model, name).add(micros)
-            if name == "run" and api.lower() in _INFERENCE:
-                self.runtime_latency.cell(model, _INFERENCE[api.lower()], "TF1").add(micros)
-        if api.lower() in _TAKE_EXAMPLES:
-            rows = [record.rows for record in records if record.rows]
-            self.example_counts.cell(model).add(rows)
-            self.example_total.add((model,), sum(rows))
-
-    def _count_runs(self, runs: "list[_Run]") -> None:
-        if not runs:
-            return
-        self.run_count.add((), len(runs))
-        self.run_requests.cell().add([len(rows) for _, rows, _ in runs])
-        self.run_rows.cell().add([sum(rows) for _, rows, _ in runs])
-        self.input_batch_size.cell().add([size for _, rows, _ in runs for size in rows])
-        for pool in {pool for pool, _, _ in runs}:
-            seconds = [waited for other, _, waits in runs if other == pool for waited in waits]
-            self.queuing_latency.cell(pool).add(_MICROS * np.array(seconds))
-
-    # ---- loads
+    def _count_stages(self, model: str, api: str, record: RequestRecord) -> None:
+        for name, seconds in zip(STAGES, stage_seconds(record), strict=True):
+            self._of(self._stages, model, name).observe(_MICROS * seconds)
+            if name == "run" and api in _INFERENCE:
+                self._of(self._runtime, model, _INFERENCE[api], "TF1").observe(_MICROS * seconds)
+        if api in _TAKE_EXAMPLES and record.rows:
+            self._of(self._example_counts, model).observe(record.rows)
+            self._of(self._example_total, model).inc(record.rows)
 
     def loaded(self, model_path: str, seconds: float, ok: bool) -> None:
         """Count the load of a version, successful or not."""
-        self.load_attempts.add((model_path, "success" if ok else "fail"))
-        self.load_latency.add((model_path,), round(seconds * _MICROS))
+        self._load_attempts.labels(model_path, "success" if ok else "fail").inc()
+        self._load_latency.labels(model_path).inc(round(seconds * _MICROS))
 
     def warmed_up(self, model_path: str, seconds: float, records: int, error: StatusError | None) -> None:
         """Count the warmup of a version."""
         status = "OK" if error is None else error.to_string()
-        self.warmup_latency.cell(model_path, status).add(seconds * _MICROS)
-        self.warmup_records.add((model_path, status), records)
+        self._warmup_latency.labels(model_path, status).observe(seconds * _MICROS)
+        self._warmup_records.labels(model_path, status).inc(records)
 
     def snapshot(self) -> Snapshot:
-        """Return all values of this process. Any thread may call it."""
-        self._fold()
-        found = {one.family: one.values() for one in self._all}
-        found[self._depth_family] = {(): (float(self._queue_depth()),)}
+        """Return all values of this process."""
+        found = {family: read_values(family, metric) for family, metric in self._families.items()}
         return {family: values for family, values in found.items() if values}
 
 
-def _taken(waiting: "collections.deque[Any]") -> list[Any]:
-    """Empty a deque that another thread may append to, and return its items."""
-    return [waiting.popleft() for _ in range(len(waiting))]
+def _with_labels(metric: Any, *labels: str) -> Any:
+    return metric.labels(*labels)

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed.errors import ConfigError, MissingExtraError
@@ -103,7 +103,7 @@ class Tracing:
         self._provider = provider
         self._tracer = provider.get_tracer("tpuembed_serving")
         self._extract = propagate.extract
-        self._records = RecordQueue("tracing", self._trace_all)
+        self._records = RecordQueue(_Handler(self._trace))
 
     def finish(self, record: RequestRecord) -> None:
         """Queue the spans of a request."""
@@ -121,15 +121,11 @@ class Tracing:
         self._records.close()
         self._provider.shutdown()
 
-    def _trace_all(self, records: Sequence[RequestRecord], dropped: int) -> None:  # noqa: ARG002 - dropped records have no span
-        offset = time.time_ns() - time.perf_counter_ns()
-        for record, seconds in zip(records, stage_seconds(records).tolist(), strict=True):
-            self._trace(record, seconds, offset)
-
-    def _trace(self, record: RequestRecord, stages: Sequence[float], offset: int) -> None:
+    def _trace(self, record: RequestRecord) -> None:
         from opentelemetry import trace
 
         parent = self._extract({key.decode("latin-1"): value.decode("latin-1") for key, value in record.headers})
+        offset = time.time_ns() - time.perf_counter_ns()
         start = _ns(record.started) + offset
         span = self._tracer.start_span(
             _name(record), parent, trace.SpanKind.SERVER, _attributes(record), start_time=start
@@ -137,7 +133,7 @@ class Tracing:
         if record.code in _SERVER_FAULTS:
             span.set_status(trace.StatusCode.ERROR, record.code.name)
         if span.is_recording() and record.has_run:
-            self._trace_stages(stages, trace.set_span_in_context(span), start)
+            self._trace_stages(stage_seconds(record), trace.set_span_in_context(span), start)
         span.end(_ns(record.ended) + offset)
 
     def _trace_stages(self, stages: Sequence[float], inside: Any, start: int) -> None:
@@ -145,6 +141,18 @@ class Tracing:
             end = start + _ns(seconds)
             self._tracer.start_span(name, inside, start_time=start).end(end)
             start = end
+
+
+class _Handler(logging.Handler):
+    """Passes the request of each record to `trace`."""
+
+    def __init__(self, trace: Callable[[RequestRecord], None]) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Trace a request."""
+        self._trace(record.__dict__["request"])
 
 
 def _ns(seconds: float) -> int:

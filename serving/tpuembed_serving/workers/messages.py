@@ -1,6 +1,7 @@
 """The messages between the processes of one server, and how the states of their models are merged.
 
-A supervisor starts the workers. A pair of connected sockets for each worker carries these messages, pickled.
+A supervisor starts the workers. multiprocessing's connections carry these messages. The need for messages of our own:
+a client that asks any worker gets the status, the labels, the metrics and the reload of all workers, as one.
 """
 
 import dataclasses

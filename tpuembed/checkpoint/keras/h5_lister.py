@@ -1,11 +1,11 @@
-"""Lists the content of HDF5 files. Runs in a separate process, because the HDF5 library can hang or crash on a damaged
-file.
+"""Lists the content of HDF5 files with h5py, in a separate process of limited memory and processor time.
 
-It opens no file: the parent process sends the bytes that it requests. A message in either direction is a header of
-three int64:
+The need: a hostile file must not hang or crash a user's process, or take its memory, as the HDF5 library allows.
 
-    to it:   (0, number of files, seconds of processor time) and the sizes of the files; then the bytes of every request
-    from it: (file, offset, length), a request; or (-1, length, 0), and that many bytes: JSON, then the chunks' places
+It opens no file: the parent process sends the bytes that it requests. Messages over a connection of multiprocessing:
+
+    to it:   JSON: seconds of processor time, and the sizes of the files; then the bytes of every request
+    from it: JSON: [file, offset, length], a request; or a listing of each file, followed by the places of chunks
 
 Imports nothing of tpuembed, so that it starts quickly.
 """
@@ -18,11 +18,11 @@ import resource
 import struct
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any, BinaryIO, Final
 
 __all__: list[str] = []
 
-HEADER: Final = struct.Struct("<qqq")
 _BLOCK_BYTES: Final = 1 << 16
 _CACHED_BLOCKS: Final = 256
 _MAX_MEMORY_BYTES: Final = 2 << 30
@@ -34,8 +34,8 @@ _VARS: Final = "vars"
 class _RemoteFile(io.RawIOBase):
     """File number `number`, whose bytes the parent process sends."""
 
-    def __init__(self, number: int, size: int) -> None:
-        self._number, self._size, self._position = number, size, 0
+    def __init__(self, parent: Connection, number: int, size: int) -> None:
+        self._parent, self._number, self._size, self._position = parent, number, size, 0
         self._blocks: collections.OrderedDict[int, bytes] = collections.OrderedDict()
 
     def readable(self) -> bool:
@@ -65,19 +65,11 @@ class _RemoteFile(io.RawIOBase):
         if block not in self._blocks:
             offset = block * _BLOCK_BYTES
             length = min(_BLOCK_BYTES, self._size - offset)
-            sys.stdout.buffer.write(HEADER.pack(self._number, offset, length))
-            sys.stdout.buffer.flush()
-            self._blocks[block] = _receive(length)
+            self._parent.send_bytes(json.dumps([self._number, offset, length]).encode())
+            self._blocks[block] = self._parent.recv_bytes()
             if len(self._blocks) > _CACHED_BLOCKS:
                 self._blocks.popitem(last=False)
         return self._blocks[block]
-
-
-def _receive(length: int) -> bytes:
-    data = sys.stdin.buffer.read(length)
-    if len(data) != length:
-        raise SystemExit(1)
-    return data
 
 
 class Lister:
@@ -211,23 +203,18 @@ def _text(thing: Any, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _send(data: bytes) -> None:
-    sys.stdout.buffer.write(HEADER.pack(-1, len(data), 0) + data)
-    sys.stdout.buffer.flush()
-
-
 def _main() -> None:
-    _, count, seconds = HEADER.unpack(_receive(HEADER.size))
-    sizes = struct.unpack(f"<{count}q", _receive(8 * count))
+    parent = Connection(int(sys.argv[1]))
+    seconds, sizes = json.loads(parent.recv_bytes())
     import h5py  # noqa: F401 - before the limit, which may be too low for the import itself
 
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    listers = [Lister(_RemoteFile(number, size)) for number, size in enumerate(sizes)]
-    _send(json.dumps([lister.to_json() for lister in listers]).encode())
+    listers = [Lister(_RemoteFile(parent, number, size)) for number, size in enumerate(sizes)]
+    parent.send_bytes(json.dumps({"files": [lister.to_json() for lister in listers]}).encode())
     places = [number for lister in listers for place in lister.chunks for number in place]
-    _send(struct.pack(f"<{len(places)}q", *places))
+    parent.send_bytes(struct.pack(f"<{len(places)}q", *places))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """The content of HDF5 files, listed by the HDF5 library in a separate process and checked against the files' sizes."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
+import multiprocessing
 import os
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
@@ -143,24 +143,43 @@ def _require_h5py() -> None:
 def _run_lister(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
     """Return the other process's answer: one listing per file, and the places of all chunks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(Path(h5_lister.__file__))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    )
-    timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
-    timer.start()
-    connection = _ListerConnection(process, files)
+    connection, other_end = multiprocessing.Pipe()
+    with connection:
+        with other_end:
+            command = [sys.executable, "-P", str(Path(h5_lister.__file__)), str(other_end.fileno())]
+            process = subprocess.Popen(
+                command,
+                pass_fds=[other_end.fileno()],
+                stderr=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+            )
+        timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
+        timer.start()
+        try:
+            return _serve(connection, files)
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+
+
+def _serve(
+    connection: Connection, files: Sequence[Window]
+) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """Send the bytes that the other process requests, and return its answer."""
+    file = files[0]
     try:
-        answer, places = connection.answers()
-    except (EOFError, BrokenPipeError, ValueError):
-        raise _gave_up(files[connection.last]) from None
-    finally:
-        timer.cancel()
-        connection.end()
-    return json.loads(answer), np.frombuffer(places, "<i8").reshape(-1, 2)
+        connection.send_bytes(json.dumps([_PROCESSOR_SECONDS, [file.size for file in files]]).encode())
+        while isinstance(message := json.loads(connection.recv_bytes(_MAX_ANSWER_BYTES)), list):
+            number, offset, length = message
+            file, out = files[number], bytearray(min(length, _MAX_ANSWER_BYTES))
+            file.read_into(offset, memoryview(out))
+            connection.send_bytes(out)
+        places = np.frombuffer(connection.recv_bytes(_MAX_ANSWER_BYTES), "<i8").reshape(-1, 2)
+        return message["files"], places
+    except (EOFError, OSError, ValueError, TypeError, LookupError):  # it died, or sent an invalid message
+        raise _gave_up(file) from None
 
 
 def _gave_up(file: Window) -> CheckpointCorruptError:
@@ -168,66 +187,6 @@ def _gave_up(file: Window) -> CheckpointCorruptError:
         f"weights file {file.name}: the HDF5 library hangs, crashes or needs too much memory on it. Restore it "
         "from another copy."
     )
-
-
-class _ListerConnection:
-    """Sends the bytes that the other process requests, and receives its answers.
-
-    Attributes:
-        last: the number of the file that it last requested.
-    """
-
-    def __init__(self, process: "subprocess.Popen[bytes]", files: Sequence[Window]) -> None:
-        self._process = process
-        self._to = cast(IO[bytes], process.stdin)
-        self._from = cast(IO[bytes], process.stdout)
-        self._files = files
-        self.last = 0
-
-    def answers(self) -> tuple[bytes, bytes]:
-        """Return the listings as JSON, and the places of chunks.
-
-        Raises:
-            EOFError, BrokenPipeError: the process died.
-            ValueError: the process sent an invalid message.
-        """
-        self._send(h5_lister.HEADER.pack(0, len(self._files), _PROCESSOR_SECONDS))
-        self._send(struct.pack(f"<{len(self._files)}q", *(file.size for file in self._files)))
-        found = list(self._serve())
-        return found[0], found[1]
-
-    def end(self) -> None:
-        """End the process."""
-        self._process.kill()
-        for pipe in (self._to, self._from):
-            with contextlib.suppress(BrokenPipeError):  # unsent bytes
-                pipe.close()
-        self._process.wait()
-
-    def _serve(self) -> Iterator[bytes]:
-        answers = 0
-        while answers < 2:
-            number, offset, length = h5_lister.HEADER.unpack(self._receive(h5_lister.HEADER.size))
-            if number < 0:
-                answers += 1
-                yield self._receive(offset)
-                continue
-            self.last = number
-            out = bytearray(min(length, _MAX_ANSWER_BYTES))
-            self._files[number].read_into(offset, memoryview(out))
-            self._send(out)
-
-    def _send(self, data: bytes | bytearray) -> None:
-        self._to.write(data)
-        self._to.flush()
-
-    def _receive(self, length: int) -> bytes:
-        if not 0 <= length <= _MAX_ANSWER_BYTES:
-            raise ValueError(f"an answer of {length} bytes")
-        data = self._from.read(length)
-        if len(data) != length:
-            raise EOFError
-        return data
 
 
 def _listing(file: Window, answer: Mapping[str, Any], places: np.ndarray[Any, np.dtype[np.int64]]) -> Listing:

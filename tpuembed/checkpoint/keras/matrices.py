@@ -1,4 +1,7 @@
-"""Matrices of floats in HDF5 files, read by row range: contiguous bytes, or chunks decoded one at a time."""
+"""Matrices of floats in HDF5 files, read by row range: contiguous bytes, or chunks decoded one at a time.
+
+The need: h5py would parse the file in this process, which a hostile file can crash. Here memory is bounded by one chunk.
+"""
 
 import threading
 import zlib

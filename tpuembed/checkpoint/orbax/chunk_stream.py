@@ -1,5 +1,8 @@
 """Decodes a stored chunk from its beginning on, one piece at a time.
 
+The need: TensorStore decodes whole chunks. A chunk is what a device held, often gigabytes, and the rows of a stacked
+table are in all of them. Here 128 MiB are enough to export it.
+
 A frame of zstd is fed to the decoder block by block. No block, even of a damaged or malicious file, decodes to more
 than 128 KiB (RFC 8878, 3.1.1.2.3). So memory is a window, a piece of the stored bytes, and a block.
 """

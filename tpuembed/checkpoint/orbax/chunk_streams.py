@@ -1,4 +1,7 @@
-"""The chunks that are being decoded in order. Each decoder keeps its position for the next rows."""
+"""The chunks that are being decoded in order. Each decoder keeps its position for the next rows.
+
+The need is that of `chunk_stream`: tables whose chunks are larger than memory, which TensorStore would decode whole.
+"""
 
 import dataclasses
 import threading

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tpuembed.checkpoint.orbax.text_format import Fields, parse_text
 from tpuembed.config.checks import check_count, check_keys
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, MissingExtraError
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
 from tpuembed.protobuf import MalformedError
+from tpuembed.protobuf_text import message_class, parse_text
 
 __all__ = ["HOW_TO_SAY", "StackSpec", "TableSpec", "given_specs", "saved_specs", "short_stack_name", "to_mapping"]
 
@@ -29,8 +29,9 @@ HOW_TO_SAY: Final = (
     '{"num_sparsecores": N, "tables": {"TABLE": {"vocab_size": V, "embedding_dim": D, "row_offset_in_shard": O, '
     '"shard_rotation": R}}}}'
 )
-_STACKS: Final = "stacked_table_specs"
-_MAX_BYTES: Final = 64 << 20
+_MAX_BYTES: Final = 2 << 20
+_MAX_LINE: Final = 32 << 10
+"""Protobuf's parser takes time that is quadratic in the length of a line. With these limits a hostile file takes half a minute."""
 _STACK_NUMBERS: Final = ("stack_vocab_size", "stack_embedding_dim", "num_sparsecores")
 _TABLE_NUMBERS: Final = (
     "vocab_size", "embedding_dim", "row_offset_in_shard", "shard_rotation", "padded_vocab_size", "padded_embedding_dim"
@@ -71,9 +72,9 @@ def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
     found = {}
     for path in protos:
         try:
-            fields = parse_text(_read(path))
-            if _STACKS in fields:
-                found[path] = _from_proto(fields)
+            message = _parse(_read(path))
+            if message.stacked_table_specs:
+                found[path] = _from_proto(message)
         except (MalformedError, ConfigError) as error:
             raise CheckpointCorruptError(f"file {path}: {error}. Restore it from another copy.") from None
     if len(found) > 1:
@@ -97,7 +98,7 @@ def given_specs(value: Any) -> tuple[StackSpec, ...]:
         text = _read(as_path(value))
         if text.lstrip().startswith("{"):
             return _from_mapping(where, json.loads(text))
-        return _from_proto(parse_text(text))
+        return _from_proto(_parse(text))
     except ConfigError:
         raise
     except (MalformedError, OSError, ValueError, RecursionError) as error:
@@ -156,30 +157,45 @@ def _checked(where: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _from_proto(fields: Fields) -> tuple[StackSpec, ...]:
+def _parse(text: str) -> Any:
+    """Return the EmbeddingSpecProto in `text`. Only the fields that matter are described, so others are skipped."""
+    longest = max(map(len, text.split("\n")))
+    if longest > _MAX_LINE:
+        raise MalformedError(
+            f"has a line of {longest} characters, more than {_MAX_LINE}. Print it with a field on each line"
+        )
+    try:
+        message = message_class("EmbeddingSpecProto", _MESSAGES)()
+    except ImportError:
+        raise MissingExtraError("reading an embedding spec in text form", "protobuf", "jax") from None
+    return parse_text(text, message, allow_unknown=True)
+
+
+_MESSAGES: Final = {
+    "EmbeddingSpecProto": {"stacked_table_specs": "repeated StackedTableSpecProto"},
+    "StackedTableSpecProto": {
+        "stack_name": "string",
+        "table_specs": "repeated TableSpecProto",
+        **dict.fromkeys(_STACK_NUMBERS, "int64"),
+    },
+    "TableSpecProto": {"table_name": "string", **dict.fromkeys(_TABLE_NUMBERS, "int64")},
+}
+
+
+def _from_proto(message: Any) -> tuple[StackSpec, ...]:
+    if not message.stacked_table_specs:
+        raise MalformedError("has no stacked_table_specs")
     specs = []
-    for stack in _messages(fields, _STACKS):
-        tables = [(_name(table, "table_name"), _numbers(table)) for table in _messages(stack, "table_specs")]
-        specs.append(_spec("embedding spec", _name(stack, "stack_name"), _numbers(stack), tables))
+    for stack in message.stacked_table_specs:
+        if not stack.stack_name or not stack.table_specs or not all(table.table_name for table in stack.table_specs):
+            raise MalformedError("a stack needs a stack_name, and table_specs that all have a table_name")
+        tables = [(table.table_name, _numbers(table, _TABLE_NUMBERS)) for table in stack.table_specs]
+        specs.append(_spec("embedding spec", stack.stack_name, _numbers(stack, _STACK_NUMBERS), tables))
     return _apart("embedding spec", specs)
 
 
-def _messages(fields: Fields, name: str) -> list[Fields]:
-    messages = [value for value in fields.get(name, ()) if isinstance(value, Mapping)]
-    if not messages or len(messages) < len(fields[name]):
-        raise MalformedError(f"{name} should be one or more messages")
-    return messages
-
-
-def _name(fields: Fields, key: str) -> str:
-    value = fields.get(key, ("",))[-1]
-    if not isinstance(value, str) or not value:
-        raise MalformedError(f"{key} should be a name")
-    return value
-
-
-def _numbers(fields: Fields) -> dict[str, Any]:
-    return {key: fields[key][-1] for key in (*_STACK_NUMBERS, *_TABLE_NUMBERS) if key in fields}
+def _numbers(message: Any, names: Sequence[str]) -> dict[str, int]:
+    return {name: getattr(message, name) for name in names}
 
 
 def _spec(

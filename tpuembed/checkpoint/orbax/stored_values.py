@@ -1,4 +1,7 @@
-"""Finds a chunk of a matrix in its store, and reads its bytes by range."""
+"""Finds a chunk of a matrix in its store, and reads its bytes by range.
+
+The need is that of `chunk_stream`: TensorStore's arrays do not return the stored bytes of a chunk, only all of its values.
+"""
 
 import dataclasses
 import math

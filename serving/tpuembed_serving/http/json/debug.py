@@ -1,24 +1,15 @@
 """Writes a JSON value for an error message as TensorFlow Serving does (json_tensor.cc, JsonValueToDebugString)."""
 
+import json
 import math
-import re
 from typing import Any
 
 __all__ = ["debug_string", "quote", "type_name"]
 
 _MAX_BYTES = 256
-_ESCAPED = re.compile(r'[\x00-\x1f"\\]')
-_SHORT_ESCAPES = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
-
-def quote(text: str) -> str:
-    """Return a JSON string as RapidJSON writes it: escapes only the characters that require it."""
-    return f'"{_ESCAPED.sub(_escape, text)}"' if _ESCAPED.search(text) else f'"{text}"'
-
-
-def _escape(match: re.Match[str]) -> str:
-    character = match[0]
-    return _SHORT_ESCAPES.get(character) or f"\\u{ord(character):04X}"
+quote = json.JSONEncoder(ensure_ascii=False).encode
+"""Returns a JSON string. Escapes only the characters that require it."""
 
 
 def type_name(value: Any) -> str:
@@ -89,36 +80,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, float):
-        return _double(value)
+        return repr(value).replace("e+", "e") if math.isfinite(value) else ""  # RapidJSON has no token for it
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )
-
-
-def _double(value: float) -> str:
-    """Return the shortest digits that read back as `value`, in the layout of RapidJSON's `Prettify`."""
-    if not math.isfinite(value):
-        return ""  # RapidJSON's plain writer has no token for it
-    sign, digits, exponent = _decimal(value)
-    point = len(digits) + exponent
-    if exponent >= 0 and point <= 21:
-        return f"{sign}{digits}{'0' * exponent}.0"
-    if 0 < point <= 21:
-        return f"{sign}{digits[:point]}.{digits[point:]}"
-    if -6 < point <= 0:
-        return f"{sign}0.{'0' * -point}{digits}"
-    fraction = f".{digits[1:]}" if len(digits) > 1 else ""
-    return f"{sign}{digits[0]}{fraction}e{point - 1}"
-
-
-def _decimal(value: float) -> tuple[str, str, int]:
-    """Return sign, significant digits and exponent: value = digits * 10 ** exponent."""
-    mantissa, _, exponent = f"{value!r}".lstrip("-").partition("e")
-    whole, _, fraction = mantissa.partition(".")
-    digits = (whole + fraction).lstrip("0")
-    power = int(exponent or 0) - len(fraction)
-    stripped = digits.rstrip("0")
-    sign = "-" if math.copysign(1.0, value) < 0 else ""
-    if not stripped:
-        return sign, "0", 0
-    return sign, stripped, power + len(digits) - len(stripped)

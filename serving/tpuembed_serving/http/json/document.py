@@ -1,4 +1,14 @@
-"""Parses a request body: with orjson if it agrees with RapidJSON, else with tpuembed's own parser."""
+"""Parses a request body: with orjson if it agrees with RapidJSON, else with the standard library.
+
+Clients of TensorFlow Serving may send what RapidJSON reads beyond JSON:
+
+- NaN, Inf and Infinity are numbers.
+- Bytes after the value are ignored.
+- Strings may be invalid UTF-8. Here such bytes become surrogate escapes.
+- Of a repeated key the first counts.
+
+Nesting has a limit of about 1,000 levels, that of both libraries.
+"""
 
 import json
 import math
@@ -11,14 +21,19 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
-from tpuembed_serving.http.json.parser import JsonObject, parse, to_integer
 
-__all__ = ["LEAST_DECODING_BYTES", "Document", "decoding_bytes", "format_error", "parse_document"]
+__all__ = ["LEAST_DECODING_BYTES", "Document", "JsonObject", "decoding_bytes", "format_error", "parse_document"]
 
 LEAST_DECODING_BYTES = 12
 """The least memory that is estimated for each byte of a body: the text, Python's values, lists and arrays."""
 _VALUE_BYTES, _LIST_BYTES, _OBJECT_BYTES = 56, 120, 320
 """About the memory of a value in a list and in an array, and of an empty list and object (measured)."""
+
+
+class JsonObject(dict[str, Any]):
+    """An object with repeated keys. Of equal keys the first counts; the others are in `repeats`."""
+
+    repeats: tuple[tuple[str, Any], ...] = ()
 
 
 class Document(NamedTuple):
@@ -36,15 +51,17 @@ def parse_document(body: bytes, max_depth: int | None = None, check: Check = noo
 
     Args:
         body: the body of a request.
-        max_depth: the deepest nesting, if it is more than the fast parser's limit; None is no limit.
-        check: called before and during slow work.
+        max_depth: the deepest nesting; None is the libraries' limit.
+        check: called before slow work.
 
     Raises:
         StatusError: the body is not JSON, not an object, or nested too deeply.
     """
-    root = _parse(body, max_depth, check)
+    root = _parse(body, check)
     if not isinstance(root, dict):
         raise format_error(root, "Is not object")
+    if max_depth is not None and _is_deeper(root, body, max_depth):
+        raise _too_deep(max_depth)
     return Document(root)
 
 
@@ -60,18 +77,16 @@ def format_error(value: Any, text: str) -> StatusError:
     return invalid_argument(f"JSON Value: {debug_string(value)} {text}")
 
 
-def _parse(body: bytes, max_depth: int | None, check: Check) -> Any:
+def _parse(body: bytes, check: Check) -> Any:
     """Parse with orjson, unless a key may be repeated: orjson keeps the last value, and RapidJSON the first."""
     try:
         root = orjson.loads(body)
     except orjson.JSONDecodeError:
         check(len(body))
-        if _SURROGATE_ESCAPE.search(body):
-            return parse(body, max_depth, check)
-        return _parse_loosely(body, max_depth, check)
+        return _parse_loosely(body)
     if type(root) is dict and body.count(b":") > _count_members(root):
         check(len(body))
-        return _parse_loosely(body, max_depth, check)
+        return _parse_loosely(body)
     return root
 
 
@@ -86,23 +101,58 @@ def _count_members(root: dict[str, Any]) -> int:
     return count
 
 
-def _parse_loosely(body: bytes, max_depth: int | None, check: Check) -> Any:
-    """Parse with the standard library, configured to agree with RapidJSON. If it fails, parse with tpuembed's parser.
-
-    It reads NaN and Infinity, and stops after the first value. Unlike RapidJSON, it accepts an unpaired surrogate escape,
-    so the body must not contain one.
-    """
+def _parse_loosely(body: bytes) -> Any:
+    """Parse with the standard library, configured to agree with RapidJSON."""
+    text = body.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape").lstrip(" \t\n\r")
+    if not text:
+        raise _parse_error("The document is empty." if body else "The document is empty")
+    if "Inf" in text or "-NaN" in text:
+        text = _SPECIAL.sub(_standard_name, text)
     try:
-        root, _ = _LOOSE.raw_decode(body.decode("utf-8", "surrogateescape").lstrip(" \t\n\r"))
-    except (ValueError, RecursionError):
-        return parse(body, max_depth, check)
-    if not isinstance(root, dict) or (max_depth is not None and _is_deeper(root, body, max_depth)):
-        return parse(body, max_depth, check)  # to report the error
+        root, end = _LOOSE.raw_decode(text)
+    except json.JSONDecodeError as error:
+        raise _parse_error(_reason(error)) from None
+    except RecursionError:
+        raise _too_deep(_LEVELS) from None
+    if any(match[1] for match in _ESCAPES.finditer(text, 0, end)):
+        raise _parse_error("The surrogate pair in string is invalid.")
     return root
 
 
+def _standard_name(match: re.Match[str]) -> str:
+    token = match[0]
+    if token.startswith('"'):
+        return token
+    return "NaN" if token.endswith("NaN") else f"{'-' * token.startswith('-')}Infinity"
+
+
+def _reason(error: json.JSONDecodeError) -> str:
+    """Return RapidJSON's message."""
+    if not error.msg.startswith("Expecting ',' delimiter"):
+        return next((text for start, text in _REASONS.items() if error.msg.startswith(start)), f"{error.msg}.")
+    before, after = error.doc[: error.pos], error.doc[error.pos : error.pos + 1]
+    if before[-1:].isdigit() and after and after in ".eE":
+        return "Miss fraction part in number." if after == "." else "Miss exponent in number."
+    closed = 0
+    for mark in reversed(_MARKS.sub("", _STRINGS.sub("", before))):
+        closed += 1 if mark in "]}" else -1
+        if closed < 0 and mark == "{":
+            return "Missing a comma or '}' after an object member."
+        if closed < 0:
+            break
+    return "Missing a comma or ']' after an array element."
+
+
+def _parse_error(text: str) -> StatusError:
+    return invalid_argument(f"JSON Parse error: {text}")
+
+
+def _too_deep(levels: int) -> StatusError:
+    return invalid_argument(f"the JSON is nested too deeply (limit: {levels} levels)")
+
+
 def _is_deeper(root: Any, body: bytes, max_depth: int) -> bool:
-    """Returns True if `root`, parsed from `body`, is nested deeper. From 3.13 on, Python's parser has no own limit."""
+    """Returns True if `root`, parsed from `body`, is nested deeper."""
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return False
     level = [root]
@@ -114,9 +164,12 @@ def _is_deeper(root: Any, body: bytes, max_depth: int) -> bool:
     return True
 
 
-def _finite(value: int | float) -> int | float:
-    if math.isinf(value):
-        raise ValueError("too big for a double")
+def _number(text: str) -> int | float:
+    """Return an integer if it fits into 64 bits, signed or unsigned, else a double."""
+    if len(text) <= 20 and text.lstrip("-").isdigit() and -(2**63) <= int(text) < 2**64:
+        return int(text)
+    if math.isinf(value := float(text)):
+        raise _parse_error("Number too big to be stored in double.")
     return value
 
 
@@ -124,17 +177,35 @@ def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) == len(pairs):
         return members
-    found = JsonObject()
+    found, repeats = JsonObject(), []
     for key, value in pairs:
-        found.add(key, value)
+        if key in found:
+            repeats.append((key, value))
+        else:
+            found[key] = value
+    found.repeats = tuple(repeats)
     return found
 
 
 _LISTS = frozenset({"instances", "examples"})
 _OBJECTS = frozenset({"inputs", "context"})
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-_LOOSE = json.JSONDecoder(
-    object_pairs_hook=_first_wins,
-    parse_float=lambda text: _finite(float(text)),
-    parse_int=lambda text: _finite(to_integer(text)),
-)
+_LEVELS = 1000
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_SPECIAL = re.compile(rf"{_STRING}|-?(?:NaN|Inf(?:inity|(?!i)))", re.DOTALL)
+_MARKS = re.compile(r"[^][{}]+")
+_ESCAPES = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]|(u[dD][89a-fA-F])|.)", re.DOTALL)
+"""Matches escapes. The group is a surrogate that has no other half."""
+_REASONS = {
+    "Expecting value": "Invalid value.",
+    "Illegal trailing comma before the end of array": "Invalid value.",
+    "Expecting property name": "Missing a name for object member.",
+    "Illegal trailing comma before the end of object": "Missing a name for object member.",
+    "Expecting ':' delimiter": "Missing a colon after a name of object member.",
+    "Unterminated string": "Missing a closing quotation mark in string.",
+    "Invalid control character": "Invalid escape character in string.",
+    "Invalid \\escape": "Invalid escape character in string.",
+    "Invalid \\uXXXX escape": "Incorrect hex digit after \\u escape in string.",
+}
+"""RapidJSON's messages, by the beginning of the standard library's."""
+_LOOSE = json.JSONDecoder(object_pairs_hook=_first_wins, parse_float=_number, parse_int=_number)

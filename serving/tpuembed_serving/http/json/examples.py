@@ -15,9 +15,8 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import invalid_argument
 from tpuembed_serving.http.json.debug import quote, type_name
-from tpuembed_serving.http.json.document import Document, format_error
+from tpuembed_serving.http.json.document import Document, JsonObject, format_error
 from tpuembed_serving.http.json.floats import float_tokens
-from tpuembed_serving.http.json.parser import JsonObject
 from tpuembed_serving.http.json.tensors import base64_decode, is_base64_object
 
 __all__ = ["decode_examples", "encode_result"]

@@ -95,9 +95,9 @@ def _fast_strings(value: Any) -> Array | None:
 
 def is_base64_object(value: Any) -> bool:
     """Returns True if `value` is {"b64": string} and nothing else."""
-    if not isinstance(value, dict) or len(value) != 1 or getattr(value, "repeated", False):
-        return False
-    return isinstance(value.get("b64"), str)
+    return (
+        type(value) is dict and len(value) == 1 and isinstance(value.get("b64"), str)
+    )  # JsonObject has a repeated key
 
 
 def dense_shape(value: Any) -> list[int]:

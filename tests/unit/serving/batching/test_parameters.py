@@ -77,8 +77,8 @@ def test_nothing_said_is_the_default(tmp_path: Path) -> None:
             "max_execution_batch_size is 9, and max_batch_size is 8",
         ),
         ("full_batch_scheduling_boost_micros { value: 1 }", "has no field named"),
-        ("max_batch_size: 8", "1:"),
-        ("max_batch_size { value: 'x' }", "1:"),
+        ("max_batch_size: 8", "line 1, column 17: "),
+        ("max_batch_size { value: 'x' }", "line 1, column 25: "),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

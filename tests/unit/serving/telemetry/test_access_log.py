@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.serving.asgi import running, send, wait_until_ready
-from tests.support.serving.doubles import DoublingServable, make_version
+from tests.support.serving.doubles import DoublingServable, make_version, wait_for
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.core.request_record import GRPC, RequestRecord
@@ -138,3 +138,32 @@ def test_a_disk_that_fills_up_stops_nobody(tmp_path: Path, caplog: pytest.LogCap
     log.finish(record())
     log.close()
     assert "the access log cannot be written: [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_folder_that_is_removed_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "logs" / "log"
+    log = AccessLog(str(path))
+    path.unlink()
+    path.parent.rmdir()
+    for _ in range(2):
+        log.finish(record())
+    wait_for(lambda: "No such file or directory" in caplog.text)
+    path.parent.mkdir()
+    log.finish(record())
+    log.close()
+    assert caplog.text.count("the access log cannot be written") == 1
+    assert path.read_text().count("\n") >= 1
+
+
+def test_dropped_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpuembed_serving.telemetry.record_queue._MOST_WAITING", 0)
+    log = AccessLog(str(tmp_path / "log"))
+    for _ in range(3):
+        log.finish(record())
+    monkeypatch.undo()
+    log.finish(record())
+    log.close()
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert json.loads(first)["status"] == "NOT_FOUND"
+    assert second == '{"dropped":3}'

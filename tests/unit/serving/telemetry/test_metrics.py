@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from tpuembed_serving.core.request_record import GRPC, REST, RequestRecord
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.telemetry.metric_types import Counter, Family, Histogram, exponential, merge_snapshots, to_text
-from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics
+from tpuembed_serving.telemetry.metric_types import merge_snapshots, to_text
+from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics, exponential
 from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -50,42 +51,72 @@ def test_buckets_are_tensorflow_servings() -> None:
     assert bounds[-1] == pytest.approx(10 * 1.8**32)
 
 
-def test_a_histogram_counts_what_is_at_most_its_bound() -> None:
-    histogram = Histogram(":a:b", (1.0, 2.5), "model")
-    for observed in (0.5, 1.0, 2.0, 7.0):
-        histogram.cell("m").add(observed)
-    text = to_text({histogram.family: histogram.values()})
-    assert text.startswith("# TYPE :a:b histogram\n")
-    samples = parsed(text)
-    assert [value(samples, ":a:b_bucket", model="m", le=le) for le in ("1", "2.5", "+Inf")] == [2, 3, 4]
-    assert value(samples, ":a:b_sum", model="m") == 10.5
-    assert value(samples, ":a:b_count", model="m") == 4
-
-
-@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "\u00e9{}"])
-def test_labels_of_any_text_come_back(name: str) -> None:
-    counter = Counter(":x", "model")
-    counter.add((name,), 3)
-    assert parsed(to_text({counter.family: counter.values()})) == {(":x", frozenset({("model", name)})): 3}
-
-
-def test_processes_add_up() -> None:
-    counts, times = Family(":c", "counter", ("m",)), Family(":h", "histogram", (), (1.0,))
-    total = merge_snapshots(
-        [
-            {counts: {("a",): (1,), ("b",): (2,)}, times: {(): (0.5, 1, 0)}},
-            {counts: {("a",): (10,)}, times: {(): (9.0, 0, 1)}},
-        ]
-    )
-    assert total == {counts: {("a",): (11,), ("b",): (2,)}, times: {(): (9.5, 1, 1)}}
-
-
 def record(model: str = "m", api: str = "predict", entrypoint: str = REST, code: Code = Code.OK) -> RequestRecord:
     one = RequestRecord(entrypoint, "POST", b"/v1/models/m:predict", [], api)
     one.model = model
     one.body(10)
     one.answered(code, 200, 20)
     return one
+
+
+def test_a_histogram_counts_what_is_at_most_its_bound() -> None:
+    metrics = ServerMetrics()
+    metrics.ran("p", [1, 2, 3, 5, 20_000], [0.0] * 5)
+    text = to_text(metrics.snapshot())
+    name = ":tensorflow:serving:batching_session:input_batch_size"
+    assert f"# TYPE {name} histogram\n" in text
+    samples = parsed(text)
+    assert [value(samples, f"{name}_bucket", le=le) for le in ("1", "2", "4", "8", "8192", "+Inf")] == [
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+    ]
+    assert value(samples, f"{name}_sum") == 20_011
+    assert value(samples, f"{name}_count") == 5
+    assert 'queuing_latency_bucket{le="248.832",thread_pool_name="p"} 5.0\n' in text
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "\u00e9{}"])
+def test_labels_of_any_text_come_back(name: str) -> None:
+    metrics = ServerMetrics()
+    metrics.finish(record(name, code=Code.NOT_FOUND))
+    samples = parsed(to_text(metrics.snapshot()))
+    assert value(samples, ":tensorflow:serving:request_count", model_name=name, status="NOT_FOUND") == 1
+
+
+def test_counters_have_the_names_of_tensorflow_serving() -> None:
+    metrics = ServerMetrics()
+    metrics.finish(record())
+    one = RequestRecord(GRPC, "POST", b"/x/Classify", [], "Classify")
+    one.model = "m"
+    one.ran(3, 0.0, 0.0)
+    one.answered(Code.OK, 0, 20)
+    metrics.finish(one)
+    lines = to_text(metrics.snapshot()).splitlines()
+    for name, labels, count in (
+        ("request_count", '{model_name="m",status="OK"}', "2.0"),
+        ("request_example_count_total", '{model="m"}', "3.0"),
+    ):
+        assert f"# TYPE :tensorflow:serving:{name} counter" in lines
+        assert f":tensorflow:serving:{name}{labels} {count}" in lines
+    assert not any("_created" in line for line in lines)
+
+
+def test_processes_add_up() -> None:
+    one, other = ServerMetrics(lambda: 3), ServerMetrics(lambda: 4)
+    for metrics, models in ((one, "aab"), (other, "bc")):
+        for model in models:
+            metrics.finish(record(model, code=Code.NOT_FOUND))
+        metrics.ran("p", [2], [0.0])
+    samples = parsed(to_text(merge_snapshots(pickle.loads(pickle.dumps([one.snapshot(), other.snapshot()])))))
+    count = ":tensorflow:serving:request_count"
+    assert [value(samples, count, model_name=model, status="NOT_FOUND") for model in "abc"] == [2, 2, 1]
+    assert [value(samples, ":tpuembed:serving:run_rows_bucket", le=le) for le in ("1", "2", "+Inf")] == [0, 2, 2]
+    assert value(samples, ":tpuembed:serving:run_rows_sum") == 4
+    assert value(samples, ":tpuembed:serving:queue_depth") == 7
 
 
 def test_a_failed_request_is_counted_and_has_no_latency() -> None:

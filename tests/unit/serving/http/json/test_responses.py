@@ -92,7 +92,7 @@ def test_columns_of_two_outputs_and_a_scalar() -> None:
 
 def test_strings_are_escaped_as_little_as_can_be() -> None:
     value = 'a"\\/\b\f\n\r\t\x01\x1f\x7f\u00e9'.encode()
-    wanted = '{\n    "predictions": ["a\\"\\\\/\\b\\f\\n\\r\\t\\u0001\\u001F\x7f\u00e9"\n    ]\n}'
+    wanted = '{\n    "predictions": ["a\\"\\\\/\\b\\f\\n\\r\\t\\u0001\\u001f\x7f\u00e9"\n    ]\n}'
     assert encode(True, y=text(value)) == wanted
 
 
