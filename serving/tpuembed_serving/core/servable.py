@@ -5,13 +5,15 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.status import StatusError, invalid_argument
+
+if TYPE_CHECKING:
+    from tpuembed_serving.batching.parameters import BatchingParameters
 
 __all__ = [
     "Array",
@@ -157,7 +159,7 @@ class Merging:
     is_steady: bool = False
     padding: tuple[int | None, ...] = ()
     id_ranges: tuple[IdRange | None, ...] = ()
-    parameters: BatchingParameters | None = None
+    parameters: "BatchingParameters | None" = None
 
 
 class Servable(Protocol):

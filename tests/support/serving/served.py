@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import random
 import signal
 import socket
 import threading
@@ -26,8 +27,11 @@ BODY = b'{"instances": [1, 2]}'
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """Return a free port that no other process gets by asking for any free one."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def predict_request(name: str = "m") -> bytes:
