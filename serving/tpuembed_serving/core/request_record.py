@@ -10,6 +10,7 @@ from tpuembed_serving.core.status import Code
 
 __all__ = [
     "GRPC",
+    "HTTP",
     "REQUEST_ID",
     "REST",
     "STAGES",
@@ -23,6 +24,8 @@ __all__ = [
 REST: Final = "REST"
 GRPC: Final = "GRPC"
 """Entry points, as TensorFlow Serving's metrics name them."""
+HTTP: Final = "HTTP"
+"""The entry point of requests for pages, and of those without a valid key. Only the access log has them."""
 
 REQUEST_ID: Final = b"x-request-id"
 _SANE_ID: Final = re.compile(rb"[!-~]{1,128}")
@@ -45,7 +48,7 @@ class RequestRecord:
     """One request. Times are in seconds, by `time.perf_counter`.
 
     Attributes:
-        entrypoint: REST or GRPC.
+        entrypoint: REST, GRPC or HTTP.
         method: the HTTP method, or the service's.
         path: path and query as they were sent, or the path of the gRPC method.
         api: predict, classify, regress (REST) or Predict, ... (gRPC); empty for other requests.

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
 from tpuembed_serving.core.pipeline import MemoryBudget
-from tpuembed_serving.core.request_record import REQUEST_ID, REST, RequestRecord, sane_request_id
+from tpuembed_serving.core.request_record import HTTP, REQUEST_ID, REST, RequestRecord, sane_request_id
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError
 from tpuembed_serving.http.json import LEAST_DECODING_BYTES, encode_error
 from tpuembed_serving.telemetry.observers import Telemetry
@@ -182,12 +182,13 @@ class HttpEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; see ASGI."""
-        record = None
+        record, allowed = None, self._allows(scope)
         if self._telemetry is not None and scope["path"] not in _OPEN_PATHS:
-            record = self._telemetry.begin(REST, scope["method"], raw_target(scope), scope["headers"])
+            entrypoint = REST if allowed and self._is_api(scope) else HTTP
+            record = self._telemetry.begin(entrypoint, scope["method"], raw_target(scope), scope["headers"])
             receive = _noting(receive, record)
         try:
-            if not self._allows(scope):
+            if not allowed:
                 code = Code.UNAUTHENTICATED
                 reply = Reply(HTTP_STATUS[code], encode_error(KEY_REFUSAL), code)
                 await self._send(send, scope, reply, record, (b"www-authenticate", b"Bearer"))

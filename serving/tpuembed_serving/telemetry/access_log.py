@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from tpuembed.errors import ServingError
-from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
+from tpuembed_serving.core.request_record import GRPC, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.telemetry.record_queue import RecordQueue
 
 __all__ = ["STDERR", "AccessLog", "check_writable", "entry"]
@@ -34,7 +34,7 @@ def entry(record: RequestRecord, wall_offset: float) -> dict[str, Any]:
         "path": record.path.decode("utf-8", "replace"),
         "model": record.model,
         "version": record.version,
-        "status": record.status if record.entrypoint == REST else record.code.name,
+        "status": record.code.name if record.entrypoint == GRPC else record.status,
         "rows": record.rows,
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed.errors import ConfigError, MissingExtraError
-from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
+from tpuembed_serving.core.request_record import HTTP, REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.core.status import Code
 from tpuembed_serving.telemetry.record_queue import RecordQueue
 
@@ -106,8 +106,9 @@ class Tracing:
         self._records = RecordQueue(_Handler(self._trace))
 
     def finish(self, record: RequestRecord) -> None:
-        """Queue the spans of a request."""
-        self._records.put(record)
+        """Queue the spans of a request for a prediction."""
+        if record.entrypoint != HTTP:
+            self._records.put(record)
 
     def close(self) -> None:
         """Export the queued spans. Those that the collector does not accept within a few seconds are lost."""

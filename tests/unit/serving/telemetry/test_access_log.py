@@ -13,7 +13,9 @@ from tests.support.serving.asgi import running, send, wait_until_ready
 from tests.support.serving.doubles import DoublingServable, make_version, wait_for
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.request_record import GRPC, RequestRecord
+from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.status import Code
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
@@ -105,6 +107,28 @@ def test_a_call_has_the_name_of_its_code(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     lines = logged(tmp_path, lambda app: send(app, "POST", "/v1/models/unknown:predict", "{}"))
     assert [(line["model"], line["version"], line["status"]) for line in lines] == [("unknown", None, 404)]
+
+
+def test_pages_and_refusals_have_lines_and_health_checks_have_none(tmp_path: Path) -> None:
+    """Only the access log sees them: TensorFlow Serving's metrics count no pages."""
+    guard = SecuritySettings(api_keys=ApiKeys(["k" * 20]))
+    telemetry = TelemetrySettings(access_log=str(tmp_path / "log"), metrics_path="/metrics")
+    make_version(tmp_path / "m", 1)
+    settings = ServerSettings.for_model_dir(tmp_path / "m", security=guard, telemetry=telemetry)
+    app = create_app(settings, load=lambda _: DoublingServable())
+    with running(app):
+        wait_until_ready(app)
+        key = {"x_api_key": "k" * 20}
+        send(app, "POST", "/v1/models/m:predict", "{}")
+        send(app, "GET", "/none", **key)
+        send(app, "GET", "/healthz")
+        send(app, "GET", "/readyz", **key)
+        text = send(app, "GET", "/metrics", **key).body.decode()
+        app.telemetry.close()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    found = [(line["path"], line["entrypoint"], line["status"]) for line in lines]
+    assert found == [("/v1/models/m:predict", "HTTP", 401), ("/none", "HTTP", 404), ("/metrics", "HTTP", 200)]
+    assert ":tensorflow:serving:request_count{" not in text
 
 
 def test_a_rotated_file_is_made_anew(tmp_path: Path) -> None:
