@@ -183,9 +183,13 @@ def check_range(groups: Sequence[RangedIds]) -> Any:
             return tf.constant(NOWHERE, tf.int64)
 
     failing = not_inlined(fail)
+    if len(groups) == 1:
+        found = tf.cond(are_inside, lambda: tf.constant(0, tf.int64), failing)
+        found.set_shape([])
+        return found
     arguments = failing.captured_inputs
     specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
-    # The raw op, because `tf.cond` costs a step one operation per argument of the branch that is not taken.
+    # `tf.cond` costs a step one operation per argument of the branch that is not taken. The raw op costs more if they are few.
     (found,) = tf.raw_ops.If(
         cond=are_inside,
         input=arguments,

@@ -218,7 +218,8 @@ class FeatureGroup:
 
         def at_once(ids: Tensor) -> Tensor:
             rows = self._stack_rows(ids, _rows_of, padded=True)
-            rows, present = (tf.reshape(tensor, [-1, tf.shape(ids)[2]]) for tensor in (rows, ids != DROPPED))
+            batch, _, hot = tf.unstack(tf.shape(ids))  # `hot` may be 0, and -1 beside it has no meaning
+            rows, present = (tf.reshape(tensor, [batch * count, hot]) for tensor in (rows, ids != DROPPED))
             return tf.reshape(self._pool_matrix(rows, present, None), [-1, count, self.dim])
 
         def apart(ids: Tensor) -> Tensor:

@@ -719,7 +719,7 @@ def test_the_name_of_a_lookup_proves_nothing_in_a_model_of_somebody_else() -> No
 
 def looked_up(ids: Any) -> Any:
     """As an export looks `ids` up."""
-    flat = ids_of("a", FeatureConfig(TableConfig(*TABLE.shape, "t", "sum")), ids).flatten()
+    flat = ids_of("a", FeatureConfig(TableConfig(50, 4, "t", "sum")), ids).flatten()
     return flat.combine(tf.gather(TABLE, flat.row_ids()))
 
 
