@@ -18,7 +18,7 @@ from tpuembed.config import FeatureConfig
 from tpuembed.config.structure import flatten_up_to, pack_like
 from tpuembed.errors import ConfigError
 from tpuembed.lookup.flat_ids import FlatIds
-from tpuembed.lookup.pooling import EachRow, Matrix, Segments, shares
+from tpuembed.lookup.pooling import EachRow, PaddedMatrix, Segments, shares
 from tpuembed.lookup.ranges import DROPPED, ESCAPED
 
 __all__ = [
@@ -191,13 +191,12 @@ class Ids(abc.ABC):
 
         return dataclasses.replace(self, ids=self._map(convert))
 
-    @abc.abstractmethod
-    def check(self, length: int) -> None:
+    def check(self, length: int) -> None:  # noqa: B027 - padded ids were checked before they were padded
         """Raise ConfigError if the ids, or their weights, have no meaning. `length` is that of a sequence, or 0."""
 
-    @abc.abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor]) -> Any:
         """Return the ids with `function` of their values."""
+        return function(self.ids)
 
     @abc.abstractmethod
     def _flat(self, length: int) -> FlatIds:
@@ -234,9 +233,6 @@ class DenseIds(Ids):
     def _leading_of_build(self, input_shape: Shape, shape: Shape) -> Shape:  # noqa: ARG002
         return input_shape
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Any:
-        return function(self.ids)
-
     def check(self, length: int) -> None:
         """Raise ConfigError if there are weights, or a sequence is wanted."""
         if self.weights is not None:
@@ -260,12 +256,6 @@ class PaddedIds(Ids):
 
     kind = "padded"
 
-    def check(self, length: int) -> None:
-        """Do nothing: `check` of the ids that were padded did."""
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Any:
-        return function(self.ids)
-
     def _flat(self, length: int) -> FlatIds:
         ids, combiner = self.ids, self.config.table.combiner
         if self.config.out_of_vocabulary == "error":
@@ -285,7 +275,7 @@ class PaddedIds(Ids):
             )
         # A product would lose a number of examples that is known while tracing.
         examples = shape[0] if len(leading) == 1 else tf.reduce_prod(shape)
-        strategy = Matrix(flat, examples, tf.shape(ids)[-1])
+        strategy = PaddedMatrix(flat, examples, tf.shape(ids)[-1])
         return FlatIds(
             ids=flat,
             shape=shape,

@@ -8,7 +8,7 @@ Measured through the C API, 26 features, 100k x 64 float32 tables, one thread (d
 
 - Without padding, the gather of [n, hot] rows and one sum is fastest (with weights: one batched product): `FullMatrix`.
 - With padding, the present entries are selected, gathered, and summed by `SegmentSum`: `SortedSegments`.
-- `UnsortedSegmentSum` takes twice as long, and a mask over the gathered rows even longer: `Segments` and `Matrix`.
+- `UnsortedSegmentSum` takes twice as long, and a mask over the gathered rows even longer: `Segments` and `PaddedMatrix`.
   Padding multiplied by 0 turns an infinity into NaN.
 """
 
@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tpuembed.lookup.branches import choose
 
-__all__ = ["AdjacentSegments", "EachRow", "FullMatrix", "Matrix", "Segments", "SortedSegments", "pool", "shares"]
+__all__ = ["AdjacentSegments", "EachRow", "FullMatrix", "PaddedMatrix", "Segments", "SortedSegments", "pool", "shares"]
 
 Tensor = Any
 
@@ -92,7 +92,7 @@ class EachRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix(EachRow):
+class PaddedMatrix(EachRow):
     """A strategy: each example has the same number of rows, and those of padding are zeros. It needs no scatter.
 
     Attributes:
