@@ -288,7 +288,7 @@ def single_lookups(policy: str) -> Callable[..., Any]:
 
     def look_up(ids: Any) -> Any:
         flat = [ids_of(name, features[name], ids).flatten() for name in names]
-        found = {}
+        found: dict[str, Any] = {}
         for way, rows in (("layer", _trained(flat, names)), ("model", bound.lookup(flat, names))):
             found |= {f"{way}, {name}": each for name, each in zip(names, rows, strict=True)}
         # Two tables that are whole are shifted together.
