@@ -2,15 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from tpuembed.backends import Backend, LayerOptions, TakenGradients, choose, train
 from tpuembed.backends.deferred import DeferredBackend
-from tpuembed.backends.feature_input import FeatureInput, as_tensors
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
     features_from,
@@ -24,15 +23,20 @@ from tpuembed.config import TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.runtime.table_scope import TableSource
 from tpuembed.runtime.weight_files import load_tables, save_tables
-from tpuembed.table_access import TableAccess
+from tpuembed.table_access import LiveTables, check_writable
+
+if TYPE_CHECKING:
+    from tpuembed.files import FilePath
+    from tpuembed.restore import RestoreReport
 
 __all__ = ["TPUEmbedding"]
 
 
 @keras.saving.register_keras_serializable(package="tpuembed")
-class TPUEmbedding(TableAccess, keras.layers.Layer):
+class TPUEmbedding(keras.layers.Layer):
     """Looks up features in embedding tables that the layer trains itself, row by row.
 
     Each table has an optimizer, its own or the layer's. The layer applies it when a gradient of its activations is
@@ -93,7 +97,7 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
             sparse_core_config=sparse_core_embedding_config,
             size_threshold=size_threshold,
         )
-        self._parts = _Parts(features, table_names, layer_options, choose(layer_options))
+        self._parts = _Untracked(features, table_names, layer_options, choose(layer_options))
         self._create_weights(updates)
 
     def _create_weights(self, updates: Any) -> None:
@@ -154,22 +158,21 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
         Raises:
             ConfigError: `features` or `weights` have another structure than the config.
         """
-        structure = self._parts.structure(serving_config)
+        structure, backend = self._parts.structure(serving_config), self._parts.backend
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
-        if serving_config is None and self.trainable and self._parts.backend.states:
-            dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
-            activations = train(
-                self._parts.backend, inputs, dummy, self._parts.layer_options.updates, self._parts.taken, self
-            )
+        if serving_config is not None or not self.trainable or isinstance(backend, DeferredBackend):
+            activations = backend.lookup(inputs)
         else:
-            activations = self._parts.backend.lookup(inputs)
+            dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
+            activations = train(backend, inputs, dummy, self._parts.layer_options.updates, self._parts.taken, self)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
     def compute_output_spec(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:  # noqa: ARG002
         """Return the symbolic activations of symbolic `features`."""
         structure = self._parts.structure(serving_config)
         inputs = _inputs(structure, features, None, {} if serving_config is not None else self._parts.input_shapes)
-        return pack_like(structure, [keras.KerasTensor(i.output_shape(), self.compute_dtype) for i in inputs])
+        shapes = [(*each.known_shape(), each.config.table.dim) for each in inputs]
+        return pack_like(structure, [keras.KerasTensor(shape, self.compute_dtype) for shape in shapes])
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
@@ -195,6 +198,75 @@ class TPUEmbedding(TableAccess, keras.layers.Layer):
             yield
         finally:
             self._parts = own
+
+    # ---- writing tables
+
+    def live_tables(self, doing: str) -> LiveTables:
+        """Return the tables in memory, for `doing`.
+
+        Raises:
+            ConfigError: the layer holds no tables, or they cannot be written from here.
+        """
+        backend = self._parts.backend
+        check_writable(self.name, doing, backend.states)
+        return LiveTables(self.name, backend.states, self.updates, backend.writing, backend.fetch)
+
+    def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
+        """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.
+
+        Args:
+            table: its name.
+            start: the first row.
+            values: [n, dim] of float32, or of float16 or bfloat16, which convert to float32 exactly. NaN and infinity
+                are written unchanged.
+            slot: the optimizer's name of it: accumulators, momenta, velocities, linears.
+
+        Raises:
+            UnknownTableError: there is no such table or slot. (Also a KeyError.)
+            RowRangeError: rows are outside the table. (Also an IndexError.)
+            ConfigError: the values have another shape or dtype, or the call is in a graph, where nothing would be
+                written.
+        """
+        self.live_tables("assign_rows").assign_rows(table, start, values, slot)
+
+    def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
+        """Copy `embedding_table` into a table. Its slots do not change.
+
+        TFRS' layer keeps the given variable, silently ignores an unknown table, and fails off the TPU. This layer keeps
+        the table's variable and changes its rows.
+
+        Args:
+            table: a TableConfig as it was passed to the layer, one of the same name, or the name itself.
+            embedding_table: a variable, tensor or array, float32 [vocabulary_size, dim].
+
+        Raises:
+            UnknownTableError: the layer has no such table.
+            ConfigError: the shape or dtype differs from the table's.
+        """
+        passed = (name for config, name in self._parts.table_names.items() if config is table)
+        name = next(passed, getattr(table, "name", table))
+        self.live_tables("update_embedding_table").assign_table(name, embedding_table)
+
+    def restore_tables(
+        self,
+        path: "str | FilePath",
+        tables: Iterable[str] | Mapping[str, str] | None = None,
+        slots: bool = True,
+        *,
+        resize: Mapping[str, str] | None = None,
+        lossy: bool = False,
+        **options: Any,
+    ) -> "RestoreReport":
+        """Stream tables of a checkpoint of any format into this layer. See `tpuembed.restore_tables`."""
+        from tpuembed.restore import restore_tables  # here, so that training imports no reader
+
+        return restore_tables(self, path, tables, slots, resize=resize, lossy=lossy, **options)
+
+    def restore_saved(self, path: str, tables: Iterable[str]) -> None:
+        """Restore `tables` whose keys in the checkpoint are not those of TensorFlow. See `restore.restore_saved`."""
+        from tpuembed.restore import restore_saved
+
+        restore_saved(self, path, {table: table for table in tables})
 
     # ---- saving
 
@@ -261,13 +333,13 @@ _KERAS_LISTS = ("_trainable_variables", "_non_trainable_variables")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
+class _Untracked:
     """The parts of the layer. A dataclass hides them from Keras' and TensorFlow's attribute tracking."""
 
     features: Any
     table_names: Mapping[Any, str]
     layer_options: LayerOptions
-    backend: Backend
+    backend: Backend | DeferredBackend
     taken: TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
 
@@ -302,7 +374,7 @@ def _check_served(path: str, table: TableConfig, own: Mapping[str, TableConfig])
         )
 
 
-def _inputs(structure: Any, features: Any, weights: Any, shapes: Mapping[str, Any]) -> list[FeatureInput]:
+def _inputs(structure: Any, features: Any, weights: Any, shapes: Mapping[str, Any]) -> list[Ids]:
     """Return every feature with its ids and weights, in walking order."""
     leaves = list(flatten_up_to(structure, features, "features"))
     if weights is None:
@@ -310,4 +382,4 @@ def _inputs(structure: Any, features: Any, weights: Any, shapes: Mapping[str, An
     else:
         given = [leaf for _, _, leaf in flatten_up_to(structure, weights, "weights")]
     pairs = zip(leaves, given, strict=True)
-    return [FeatureInput(path, config, ids, w, shapes.get(path)) for (path, config, ids), w in pairs]
+    return [ids_of(path, config, ids, w, shapes.get(path)) for (path, config, ids), w in pairs]

@@ -1,9 +1,9 @@
-"""Writes into the tables of a live layer, besides training: rows, whole tables, and the tables of a checkpoint."""
+"""The tables of a live layer, as rows are read and written besides training."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -15,11 +15,7 @@ from tpuembed.backends.tf_config import local
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 
-if TYPE_CHECKING:
-    from tpuembed.files import FilePath
-    from tpuembed.restore import RestoreReport
-
-__all__ = ["HasTables", "LiveTables", "TableAccess"]
+__all__ = ["HasTables", "LiveTables", "check_writable"]
 
 _EXACT_IN_FLOAT32 = ("float32", "float16", "bfloat16")
 
@@ -69,6 +65,26 @@ class LiveTables:
             )
         return state.slots[slot]
 
+    def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
+        """Overwrite rows of a table, or of one of its slots. See `TPUEmbedding.assign_rows`."""
+        variable, config = self.variable(table, slot), self.state(table).config
+        where = f"layer {self.layer!r}: {table if slot is None else f'{table}/{slot}'!r}"
+        rows = _checked_rows(where, values, config.dim)
+        _check_range(where, start, rows.shape[0], config.vocabulary_size)
+        with self.writing():
+            _write_pieces(variable, int(start), rows, config.dim)
+
+    def assign_table(self, table: str, values: Any) -> None:
+        """Overwrite all rows of a table. See `TPUEmbedding.update_embedding_table`."""
+        config = self.state(table).config
+        shape = _shape(f"layer {self.layer!r}: table {table!r}: embedding_table", values)
+        if shape != (config.vocabulary_size, config.dim):
+            raise ConfigError(
+                f"layer {self.layer!r}: table {table!r} is [{config.vocabulary_size}, {config.dim}]. embedding_table is "
+                f"{list(shape)}. Write a part of the table with assign_rows."
+            )
+        self.assign_rows(table, 0, values)
+
 
 class HasTables(Protocol):
     """A layer whose tables can be written.
@@ -83,100 +99,17 @@ class HasTables(Protocol):
         """Return the tables in memory, for `doing`. Raises ConfigError if they cannot be written."""
 
 
-class TableAccess:
-    """The methods of `TPUEmbedding` that write tables."""
-
-    name: str
-    _parts: Any
-    _tpu_embedding: Any
-
-    def live_tables(self, doing: str) -> LiveTables:
-        """Return the tables in memory, for `doing`.
-
-        Raises:
-            ConfigError: the layer holds no tables, or they cannot be written from here.
-        """
-        if not self._parts.backend.states:
-            raise ConfigError(
-                f"layer {self.name!r}: {doing}: the layer holds no tables inside an export. Give the export another checkpoint."
-            )
-        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-        if in_replica or not tf.executing_eagerly():
-            raise ConfigError(
-                f"layer {self.name!r}: {doing} writes tables eagerly. Call it outside tf.function and strategy.run."
-            )
-        backend = self._parts.backend
-        return LiveTables(self.name, backend.states, self._tpu_embedding.updates, backend.writing, backend.fetch)
-
-    def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
-        """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.
-
-        Args:
-            table: its name.
-            start: the first row.
-            values: [n, dim] of float32, or of float16 or bfloat16, which convert to float32 exactly. NaN and infinity
-                are written unchanged.
-            slot: the optimizer's name of it: accumulators, momenta, velocities, linears.
-
-        Raises:
-            UnknownTableError: there is no such table or slot. (Also a KeyError.)
-            RowRangeError: rows are outside the table. (Also an IndexError.)
-            ConfigError: the values have another shape or dtype, or the call is in a graph, where nothing would be
-                written.
-        """
-        live = self.live_tables("assign_rows")
-        variable, config = live.variable(table, slot), live.state(table).config
-        where = f"layer {self.name!r}: {table if slot is None else f'{table}/{slot}'!r}"
-        rows = _checked_rows(where, values, config.dim)
-        _check_range(where, start, rows.shape[0], config.vocabulary_size)
-        with live.writing():
-            _write_pieces(variable, int(start), rows, config.dim)
-
-    def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
-        """Copy `embedding_table` into a table. Its slots do not change.
-
-        TFRS' layer keeps the given variable, silently ignores an unknown table, and fails off the TPU. This layer keeps
-        the table's variable and changes its rows.
-
-        Args:
-            table: a TableConfig as it was passed to the layer, one of the same name, or the name itself.
-            embedding_table: a variable, tensor or array, float32 [vocabulary_size, dim].
-
-        Raises:
-            UnknownTableError: the layer has no such table.
-            ConfigError: the shape or dtype differs from the table's.
-        """
-        passed = (name for config, name in self._parts.table_names.items() if config is table)
-        name = next(passed, getattr(table, "name", table))
-        config = self.live_tables("update_embedding_table").state(name).config
-        shape = _shape(f"layer {self.name!r}: table {name!r}: embedding_table", embedding_table)
-        if shape != (config.vocabulary_size, config.dim):
-            raise ConfigError(
-                f"layer {self.name!r}: table {name!r} is [{config.vocabulary_size}, {config.dim}]. embedding_table is "
-                f"{list(shape)}. Write a part of the table with assign_rows."
-            )
-        self.assign_rows(name, 0, embedding_table)
-
-    def restore_tables(
-        self,
-        path: "str | FilePath",
-        tables: Iterable[str] | Mapping[str, str] | None = None,
-        slots: bool = True,
-        *,
-        resize: Mapping[str, str] | None = None,
-        lossy: bool = False,
-        **options: Any,
-    ) -> "RestoreReport":
-        """Stream tables of a checkpoint of any format into this layer. See `tpuembed.restore_tables`."""
-        from tpuembed.restore import restore_tables
-
-        return restore_tables(self, path, tables, slots, resize=resize, lossy=lossy, **options)
-
-    def restore_saved(self, path: str, tables: Iterable[str]) -> None:
-        """Restore `tables` whose keys in the checkpoint are not those of TensorFlow. See `restore.restore_saved`."""
-        from tpuembed.restore import restore_saved
-
-        restore_saved(self, path, {table: table for table in tables})
+def check_writable(layer: str, doing: str, states: Mapping[str, TableState]) -> None:
+    """Raise ConfigError if the tables `states` of a layer cannot be written from here."""
+    if not states:
+        raise ConfigError(
+            f"layer {layer!r}: {doing}: the layer holds no tables inside an export. Give the export another checkpoint."
+        )
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    if in_replica or not tf.executing_eagerly():
+        raise ConfigError(
+            f"layer {layer!r}: {doing} writes tables eagerly. Call it outside tf.function and strategy.run."
+        )
 
 
 def _shape(where: str, values: Any) -> tuple[int, ...]:

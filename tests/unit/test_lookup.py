@@ -7,8 +7,10 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
+from tpuembed import FeatureConfig, TableConfig
 from tpuembed.errors import ConfigError
-from tpuembed.lookup import flatten_ids, gather_grouped, pad_ids
+from tpuembed.lookup import FlatIds, gather_grouped, ids_of
+from tpuembed.lookup.ids import PaddedIds
 
 COMBINERS = ("sum", "mean", "sqrtn")
 TABLE = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
@@ -16,8 +18,20 @@ RAGGED = tf.ragged.constant([[3, 1, 3], [], [7], [0, 19]], dtype=tf.int64)
 WEIGHTS = tf.ragged.constant([[0.5, 2.0, 1.0], [], [3.0], [0.25, 0.0]], dtype=tf.float32)
 
 
+def _config(combiner: str, **options: Any) -> FeatureConfig:
+    return FeatureConfig(TableConfig(20, 4, "t", combiner), **options)
+
+
+def _flat(ids: object, weights: object, combiner: str, **options: object) -> FlatIds:
+    return ids_of("x", _config(combiner, **options), ids, weights).flatten()
+
+
+def _padded(ids: object, weights: object, combiner: str, length: int = 0) -> FlatIds:
+    return PaddedIds("x", _config(combiner, max_sequence_length=length), ids, weights).flatten()
+
+
 def _activations(ids: object, weights: object, combiner: str, **options: object) -> npt.NDArray[np.float32]:
-    flat = flatten_ids(ids, weights, path="x", combiner=combiner, **options)  # type: ignore[arg-type]
+    flat = _flat(ids, weights, combiner, **options)
     return flat.combine(tf.gather(TABLE, flat.row_ids())).numpy()
 
 
@@ -55,13 +69,13 @@ def test_negative_ids_are_dropped_even_where_row_zero_is_not_a_number(kind: str)
     table[0] = np.nan
     ids = tf.ragged.constant([[3, -1], [-5], [1]], dtype=tf.int64)
     truth = tf.nn.safe_embedding_lookup_sparse(table, ids.to_sparse(), combiner="mean")
-    flat = flatten_ids(ids if kind == "ragged" else ids.to_sparse(), None, path="x", combiner="mean")
+    flat = _flat(ids if kind == "ragged" else ids.to_sparse(), None, "mean")
     np.testing.assert_allclose(flat.combine(tf.gather(table, flat.row_ids())), truth, atol=1e-6)
 
 
 def test_without_validation_a_negative_id_is_looked_up_and_fails() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError):
-        _activations(tf.ragged.constant([[3, -1]], dtype=tf.int64), None, "sum", validate=False)
+        _activations(tf.ragged.constant([[3, -1]], dtype=tf.int64), None, "sum", validate_weights_and_indices=False)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
@@ -82,7 +96,7 @@ def test_sequences_equal_the_tpu_embeddings_cpu_lookup(kind: str, length: int) -
 @pytest.mark.parametrize("weighted", [False, True])
 def test_padded_ids_equal_ragged_ones(combiner: str, weighted: bool) -> None:
     weights = WEIGHTS.to_tensor() if weighted else None
-    flat = pad_ids(RAGGED.to_tensor(-1), weights, combiner)
+    flat = _padded(RAGGED.to_tensor(-1), weights, combiner)
     truth = tf.nn.safe_embedding_lookup_sparse(
         TABLE, RAGGED.to_sparse(), WEIGHTS.to_sparse() if weighted else None, combiner=combiner
     )
@@ -91,7 +105,7 @@ def test_padded_ids_equal_ragged_ones(combiner: str, weighted: bool) -> None:
 
 @pytest.mark.parametrize("length", [2, 5])
 def test_padded_sequences_are_cut_and_filled_with_zeros(length: int) -> None:
-    flat = pad_ids(RAGGED.to_tensor(-1), None, "sum", length)
+    flat = _padded(RAGGED.to_tensor(-1), None, "sum", length)
     found = flat.combine(tf.gather(TABLE, flat.row_ids())).numpy()
     truth = np.zeros((4, length, 4), np.float32)
     for row, ids in enumerate(RAGGED.to_list()):
@@ -103,7 +117,7 @@ def test_padded_sequences_are_cut_and_filled_with_zeros(length: int) -> None:
 def test_padding_ignores_row_zero_that_is_not_a_number() -> None:
     table = TABLE.copy()
     table[0] = np.nan
-    flat = pad_ids(tf.constant([[1, -1], [-1, -1]], tf.int64), None, "mean")
+    flat = _padded(tf.constant([[1, -1], [-1, -1]], tf.int64), None, "mean")
     np.testing.assert_array_equal(flat.combine(tf.gather(table, flat.row_ids())), [table[1], np.zeros(4)])
 
 
@@ -117,7 +131,7 @@ def test_spread_is_the_gradient_that_tensorflow_takes(kind: str, combiner: str) 
         "sequence": RAGGED,
     }[kind]
     weights = {"ragged": WEIGHTS, "sparse": WEIGHTS.to_sparse()}.get(kind)
-    flat = flatten_ids(ids, weights, path="x", combiner=combiner, max_sequence_length=2 if kind == "sequence" else 0)
+    flat = _flat(ids, weights, combiner, max_sequence_length=2 if kind == "sequence" else 0)
     rows = tf.gather(TABLE, flat.row_ids())
     with tf.GradientTape() as tape:
         tape.watch(rows)
@@ -135,7 +149,7 @@ def test_features_of_one_group_share_one_gather() -> None:
         calls.append((group, int(tf.size(ids))))
         return tf.gather(TABLE, ids)
 
-    features = [flatten_ids(tf.constant(i, tf.int64), None, path="x", combiner="sum") for i in ([1, 2], [3], [4, 5, 6])]
+    features = [_flat(tf.constant(i, tf.int64), None, "sum") for i in ([1, 2], [3], [4, 5, 6])]
     found = gather_grouped(features, ["a", "b", "a"], gather)
     assert calls == [("a", 5), ("b", 1)]
     np.testing.assert_array_equal(found[2], TABLE[[4, 5, 6]])

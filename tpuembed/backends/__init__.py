@@ -1,25 +1,22 @@
 """The backends: one per hardware path. A backend owns the tables of a layer and updates them."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import tensorflow as tf
 
+from tpuembed.backends.backend import Backend
 from tpuembed.backends.deferred import DeferredBackend
-from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.gradient_trap import TakenGradients
 from tpuembed.backends.host import HostBackend
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.mixed import MixedBackend
 from tpuembed.backends.replicas import check_strategy
 from tpuembed.backends.sparsecore import SparseCoreBackend
-from tpuembed.backends.stacked_table import StackLayout
-from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.backends.tpu_v1 import TpuV1Backend
-from tpuembed.backends.training import TrainingStep, train
+from tpuembed.backends.training import train
 from tpuembed.errors import ConfigError
 from tpuembed.runtime.environment import check_environment
 from tpuembed.runtime.table_scope import current_source
@@ -27,41 +24,10 @@ from tpuembed.runtime.table_scope import current_source
 __all__ = ["Backend", "LayerOptions", "TakenGradients", "choose", "train"]
 
 
-class Backend(Protocol):
-    """The interface of a hardware path.
-
-    Attributes:
-        states: table name -> its variables. Empty if the layer holds no variables.
-    """
-
-    states: Mapping[str, TableState]
-
-    def checkpoint_children(self) -> dict[str, Any]:
-        """Return the children of the layer's checkpoint node: name -> variable or node."""
-
-    def layouts(self) -> dict[str, StackLayout]:
-        """Return {table: its layout in a stack}. Tables without an entry are saved in row order."""
-
-    def writing(self) -> AbstractContextManager[None]:
-        """Return a context in which rows of the tables in `states` may be written."""
-
-    def fetch(self) -> None:
-        """Copy the tables to the hosts. Called before `table_rows.read_rows` reads rows of the tables in `states`."""
-
-    def weights(self) -> list[tuple[Any, bool]]:
-        """Return (variable, True if the user's optimizer trains it) for every Keras weight of the layer."""
-
-    def lookup(self, features: Sequence[FeatureInput]) -> list[Any]:
-        """Return the activations of `features`."""
-
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> TrainingStep:
-        """Return a training step of `features`, which `train` runs. Every table of `features` has an optimizer."""
-
-
 _ACCELERATORS: Mapping[str, Callable[[LayerOptions], Backend]] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}
 
 
-def choose(layer_options: LayerOptions) -> Backend:
+def choose(layer_options: LayerOptions) -> Backend | DeferredBackend:
     """Return the backend for the current `tf.distribute` strategy and scope. Only this function looks at the hardware.
 
     Raises:

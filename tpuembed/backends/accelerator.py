@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends.activation_shapes import Shape
-from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.row_optimizers import learning_rate
 from tpuembed.backends.table_state import CheckedSlots, check_saved_names, filled, table_initializer
@@ -18,6 +17,7 @@ from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, loss_sc
 from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError, TrainingError
+from tpuembed.lookup import Ids
 
 __all__ = [
     "MAX_VOCABULARY_SIZE",
@@ -130,7 +130,7 @@ class StepGuard:
         self._strategy, self._paths, self._hardware = tf.distribute.get_strategy(), list(paths), hardware
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def enter(self, features: Sequence[FeatureInput], layer: Any = None) -> bool:
+    def enter(self, features: Sequence[Ids], layer: Any = None) -> bool:
         """Return True while a step is traced, False while Keras computes shapes only.
 
         Raises:
@@ -168,29 +168,22 @@ class StepGuard:
         return True
 
 
-def zeros(shapes: Sequence[Shape], features: Sequence[FeatureInput]) -> list[Tensor]:
+def zeros(shapes: Sequence[Shape], features: Sequence[Ids]) -> list[Tensor]:
     """Return zeros of the activations' shapes, for calls in which Keras computes shapes only."""
     return [tf.zeros((*shape, feature.config.table.dim)) for shape, feature in zip(shapes, features, strict=True)]
 
 
-def given_weights(features: Sequence[FeatureInput]) -> list[Any] | None:
+def given_weights(features: Sequence[Ids]) -> list[Any] | None:
     """Return the weights as TensorFlow's classes take them: None if no feature has weights."""
     weights = [feature.weights for feature in features]
     return None if all(weight is None for weight in weights) else weights
 
 
-def check_ids(feature: FeatureInput) -> None:
+def check_ids(feature: Ids) -> None:
     """Raise ConfigError for inputs that no accelerator takes: dense ids with weights or as sequences, and ids that are
     not integers."""
-    dense = not isinstance(feature.ids, tf.SparseTensor | tf.RaggedTensor)
-    if dense and feature.weights is not None:
-        raise ConfigError(
-            f"feature {feature.path!r}: weights were given for dense ids, which are not combined. Drop the weights."
-        )
-    if dense and feature.config.max_sequence_length:
-        raise ConfigError(
-            f"feature {feature.path!r}: max_sequence_length needs sparse or ragged ids. Dense ids keep their shape. Drop it."
-        )
+    if not feature.is_combined:
+        feature.check(feature.config.max_sequence_length)
     if not feature.ids.dtype.is_integer:
         raise ConfigError(f"feature {feature.path!r}: ids must be integers, got {feature.ids.dtype.name}.")
 

@@ -7,10 +7,10 @@ one replica's activations, without their last dimension.
 
 from collections.abc import Sequence
 
-from tpuembed.backends.feature_input import FeatureInput
 from tpuembed.config import FeatureConfig
 from tpuembed.errors import ConfigError
-from tpuembed.lookup import merged_shape
+from tpuembed.lookup import Ids
+from tpuembed.lookup.ids import merged_shape
 
 __all__ = ["Shape", "activation_shapes", "check_same_shapes", "configured_shape"]
 
@@ -27,7 +27,7 @@ def configured_shape(config: FeatureConfig, batch_size: int | None) -> Shape | N
     return _whole(_with_batch(shape, config, batch_size))
 
 
-def activation_shapes(features: Sequence[FeatureInput], batch_size: int | None) -> list[Shape]:
+def activation_shapes(features: Sequence[Ids], batch_size: int | None) -> list[Shape]:
     """Return the leading shape of every activation.
 
     Raises:
@@ -36,8 +36,8 @@ def activation_shapes(features: Sequence[FeatureInput], batch_size: int | None) 
     return [_activation_shape(feature, batch_size) for feature in features]
 
 
-def _activation_shape(feature: FeatureInput, batch_size: int | None) -> Shape:
-    known = feature.output_shape()[:-1]
+def _activation_shape(feature: Ids, batch_size: int | None) -> Shape:
+    known = feature.known_shape()
     with_batch = _with_batch(known, feature.config, batch_size)
     merged = merged_shape(known, with_batch, f"feature {feature.path!r}: batch_size={batch_size} (of one replica)")
     whole = _whole(merged)
@@ -60,7 +60,7 @@ def _whole(shape: tuple[int | None, ...]) -> Shape | None:
     return known if len(known) == len(shape) else None
 
 
-def check_same_shapes(features: Sequence[FeatureInput], shapes: Sequence[Shape], first: Sequence[Shape]) -> None:
+def check_same_shapes(features: Sequence[Ids], shapes: Sequence[Shape], first: Sequence[Shape]) -> None:
     """Raise ConfigError if `shapes` differ from the `first` ones, for which the accelerator was set up."""
     for feature, shape, known in zip(features, shapes, first, strict=True):
         if shape != known:

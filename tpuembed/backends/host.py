@@ -3,21 +3,20 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.backend import Backend
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.replicas import check_same_strategy, check_strategy, gather_replicas
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
-from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import entry_optimizer, local, loss_scale, unchecked_gathers
-from tpuembed.backends.tf_tpu import tpu_call
+from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
 from tpuembed.errors import ConfigError, TrainingError
-from tpuembed.lookup import LookupIds, Span, gather_grouped, outside_shift
+from tpuembed.lookup import FlatIds, Ids, Span, check_range, gather_grouped
+from tpuembed.lookup.ranges import is_inside
 
 __all__ = ["HostBackend"]
 
@@ -25,7 +24,7 @@ Tensor = Any
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")  # the characters that operation names cannot have
 
 
-class HostBackend:
+class HostBackend(Backend):
     """Tables as plain variables, one copy per replica. The cost of a step grows with the rows touched, not with the table."""
 
     def __init__(self, layer_options: LayerOptions) -> None:
@@ -46,44 +45,37 @@ class HostBackend:
         """Return tables and slots by name."""
         return {name: variable for state in self.states.values() for name, variable in state.named_variables().items()}
 
-    def layouts(self) -> dict[str, StackLayout]:
-        """Return {}: rows are stored in order."""
-        return {}
-
-    def writing(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: rows are written in place."""
-        return nullcontext()
-
-    def fetch(self) -> None:
-        """Do nothing: rows are read in place."""
-
     def weights(self) -> list[tuple[Any, bool]]:
         """Return every variable, and True if the user's optimizer trains it."""
         return [
             (v, state.optimizer is None) for state in self.states.values() for v in state.named_variables().values()
         ]
 
-    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+    def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`, without a gradient trap."""
         self.check_called_where_created()
         return self.gather_rows(self.flat_ids(features), [feature.table for feature in features])
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_HostStep":
+    def begin(self, features: Sequence[Ids], layer: Any) -> "_HostStep":
         """Return a training step of `features`, all of whose tables have an optimizer."""
         self.check_called_where_created()
         return _HostStep(self, features, layer)
 
-    def flat_ids(self, features: Sequence[FeatureInput]) -> list[LookupIds]:
+    def flat_ids(self, features: Sequence[Ids]) -> list[FlatIds]:
         """Return the ids of `features`. Ids out of vocabulary are treated by their feature's policy.
 
         All ids are checked before the first one is looked up or trained. On hardware whose gather does not fail,
         "error" gives NaN.
         """
         spans = [Span(feature.table, 0, feature.config.table.vocabulary_size) for feature in features]
-        flat = [feature.flatten().within(0, span.stop) for feature, span in zip(features, spans, strict=True)]
-        if unchecked_gathers() or all(one.policy != "error" for one in flat):
+        densify = None if tpu_call() is None else densify_on_host
+        flat = [feature.flatten(densify).within(span) for feature, span in zip(features, spans, strict=True)]
+        if unchecked_gathers():
             return flat
-        with tf.control_dependencies([outside_shift(flat, spans)]):
+        check = check_range([one.ranged(span) for one, span in zip(flat, spans, strict=True)])
+        if not tf.is_tensor(check):
+            return flat
+        with tf.control_dependencies([check]):
             return [dataclasses.replace(one, ids=tf.identity(one.ids)) for one in flat]
 
     def check_called_where_created(self) -> None:
@@ -92,7 +84,7 @@ class HostBackend:
         if tpu_call() is not None:
             check_same_strategy(self._strategy)
 
-    def gather_rows(self, ids: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
+    def gather_rows(self, ids: Sequence[FlatIds], tables: Sequence[str]) -> list[Tensor]:
         """Return the activations of flat `ids`, each looked up in its table."""
         return gather_grouped(ids, tables, self._gather)
 
@@ -126,7 +118,7 @@ class HostBackend:
 class _HostStep:
     """One call of the layer: the ids it looked up, and the update from their gradients."""
 
-    def __init__(self, backend: HostBackend, features: Sequence[FeatureInput], layer: Any) -> None:
+    def __init__(self, backend: HostBackend, features: Sequence[Ids], layer: Any) -> None:
         self._backend, self._tables = backend, [feature.table for feature in features]
         self._features = backend.flat_ids(features)
         self._optimizer, self._compute_dtype = entry_optimizer(layer), layer.compute_dtype
@@ -173,5 +165,4 @@ def _check_supported(state: TableState) -> None:
 
 def _nan_outside(rows: Tensor, ids: Tensor, vocabulary_size: int) -> Tensor:
     """Return `rows` with NaN for ids outside the table. Without NaN, the lookup would return another row silently."""
-    inside = (ids >= 0) & (ids < vocabulary_size)
-    return tf.where(inside[:, None], rows, float("nan"))
+    return tf.where(is_inside(ids, vocabulary_size)[:, None], rows, float("nan"))

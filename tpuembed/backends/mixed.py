@@ -5,23 +5,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.backend import Backend
 from tpuembed.backends.host import HostBackend
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
+from tpuembed.backends.training import interleave
 from tpuembed.errors import ConfigError
+from tpuembed.lookup import Ids
 
 __all__ = ["MixedBackend"]
 
 Tensor = Any
 
 
-class MixedBackend:
+class MixedBackend(Backend):
     """Two backends, each with some of the tables. A checkpoint holds the tables of both."""
 
     def __init__(
-        self, layer_options: LayerOptions, small: set[str], accelerator: Callable[[LayerOptions], Any]
+        self, layer_options: LayerOptions, small: set[str], accelerator: Callable[[LayerOptions], Backend]
     ) -> None:
         """Replicate the tables named in `small`. `accelerator` makes the backend of the others."""
         self._small = small
@@ -45,13 +47,11 @@ class MixedBackend:
 
     def layouts(self) -> dict[str, StackLayout]:
         """Return the accelerator's layouts."""
-        layouts: dict[str, StackLayout] = self._accelerated.layouts()
-        return layouts
+        return self._accelerated.layouts()
 
     def writing(self) -> AbstractContextManager[None]:
         """Return a context. Rows written inside it are in the accelerator when it ends."""
-        writing: AbstractContextManager[None] = self._accelerated.writing()
-        return writing
+        return self._accelerated.writing()
 
     def fetch(self) -> None:
         """Fetch the accelerator's tables."""
@@ -61,14 +61,14 @@ class MixedBackend:
         """Return the variables of the replicated tables."""
         return self._replicated.weights()
 
-    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+    def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`, each looked up by its table's backend."""
         small, large = self._divide(features)
         is_small = [self._is_small(feature) for feature in features]
         # A step may also look up tables that the user trains. The accelerator would count that as a second call.
-        return _merge(is_small, self._replicated.lookup(small), self._accelerated.lookup(large) if large else [])
+        return interleave(is_small, self._replicated.lookup(small), self._accelerated.lookup(large) if large else [])
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_MixedStep":
+    def begin(self, features: Sequence[Ids], layer: Any) -> "_MixedStep":
         """Return a step of both backends."""
         small, large = self._divide(features)
         steps = [
@@ -76,11 +76,11 @@ class MixedBackend:
         ]
         return _MixedStep([self._is_small(feature) for feature in features], *steps)
 
-    def _divide(self, features: Sequence[FeatureInput]) -> tuple[list[FeatureInput], list[FeatureInput]]:
+    def _divide(self, features: Sequence[Ids]) -> tuple[list[Ids], list[Ids]]:
         small = [feature for feature in features if self._is_small(feature)]
         return small, [feature for feature in features if not self._is_small(feature)]
 
-    def _is_small(self, feature: FeatureInput) -> bool:
+    def _is_small(self, feature: Ids) -> bool:
         return feature.table in self._small
 
 
@@ -91,17 +91,12 @@ class _MixedStep:
         self._is_small, self._small, self._large = is_small, small, large
 
     def lookup(self) -> list[Tensor]:
-        return _merge(self._is_small, self._small.lookup(), self._large.lookup())
+        return interleave(self._is_small, self._small.lookup(), self._large.lookup())
 
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
         small = [gradient for gradient, is_small in zip(gradients, self._is_small, strict=True) if is_small]
         large = [gradient for gradient, is_small in zip(gradients, self._is_small, strict=True) if not is_small]
         return [*self._small.apply(small), *self._large.apply(large)]
-
-
-def _merge(is_small: Sequence[bool], small: Sequence[Tensor], large: Sequence[Tensor]) -> list[Tensor]:
-    answers = {True: iter(small), False: iter(large)}
-    return [next(answers[which]) for which in is_small]
 
 
 def _part(layer_options: LayerOptions, belongs: Callable[[str], bool]) -> LayerOptions:

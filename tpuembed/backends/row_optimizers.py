@@ -14,7 +14,7 @@ import tensorflow as tf
 from tpuembed.backends.tf_config import in_xla_context
 from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam, Optimizer
 from tpuembed.errors import TrainingError
-from tpuembed.lookup import NOT_FOR_XLA
+from tpuembed.lookup.ranges import NOT_FOR_XLA
 
 __all__ = ["RULES", "dedupe", "learning_rate", "update_every_row", "update_rows"]
 

@@ -7,7 +7,6 @@ are read or written.
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -22,13 +21,14 @@ from tpuembed.backends.accelerator import (
     zeros,
 )
 from tpuembed.backends.activation_shapes import activation_shapes, check_same_shapes, configured_shape
-from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.backend import Backend
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.stacked_table import StackedTable, StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import LAYOUTS, SparseCoreEngine, sparse_cores_per_chip, traced_outside_of_loops
 from tpuembed.config import Optimizer
 from tpuembed.errors import ConfigError, TrainingError
+from tpuembed.lookup import Ids
 
 __all__ = ["SparseCoreBackend", "check_loop"]
 
@@ -48,7 +48,7 @@ _IGNORED: Mapping[str, Any] = {
 }
 
 
-class SparseCoreBackend:
+class SparseCoreBackend(Backend):
     """Stacks of tables in SparseCore memory. A checkpoint holds the stacks unchanged, with their layouts."""
 
     def __init__(self, layer_options: LayerOptions) -> None:
@@ -90,28 +90,17 @@ class SparseCoreBackend:
         """Return the layout of each table in its stack."""
         return {table: self.engine.layout(table) for table in self.states}
 
-    def writing(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: rows are written in place."""
-        return nullcontext()
-
-    def fetch(self) -> None:
-        """Do nothing: rows are read in place."""
-
-    def weights(self) -> list[tuple[Any, bool]]:
-        """Return []: SparseCore tables are not Keras weights."""
-        return []
-
-    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+    def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`."""
         entered = self._guard.enter(features)
         return _SparseCoreStep(self.engine, features, self._shapes_only(features, entered)).lookup()
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_SparseCoreStep":
+    def begin(self, features: Sequence[Ids], layer: Any) -> "_SparseCoreStep":
         """Return a training step of `features`."""
         entered = self._guard.enter(features, layer)
         return _SparseCoreStep(self.engine, features, self._shapes_only(features, entered))
 
-    def _shapes_only(self, features: Sequence[FeatureInput], entered: bool) -> list[Tensor] | None:
+    def _shapes_only(self, features: Sequence[Ids], entered: bool) -> list[Tensor] | None:
         """Return zeros if Keras computes shapes only. Returns None in a step, after checking that the activations have
         the built shapes."""
         shapes = activation_shapes(features, self._batch_size)
@@ -125,7 +114,7 @@ class _SparseCoreStep:
     """One call of the layer. The lookup keeps state for the update. If Keras computes shapes only, the activations are zeros."""
 
     def __init__(
-        self, engine: SparseCoreEngine, features: Sequence[FeatureInput], shapes_only: list[Tensor] | None = None
+        self, engine: SparseCoreEngine, features: Sequence[Ids], shapes_only: list[Tensor] | None = None
     ) -> None:
         self._engine, self._features, self._shapes_only = engine, features, shapes_only
         self._preserved: Any = None
@@ -188,14 +177,13 @@ def _limits(table: Any) -> tuple[int | None, int | None]:
     return table.max_ids_per_partition, table.max_unique_ids_per_partition
 
 
-def _check_kinds(features: Sequence[FeatureInput]) -> None:
+def _check_kinds(features: Sequence[Ids]) -> None:
     for feature in features:
-        ids = feature.ids
-        if isinstance(ids, tf.SparseTensor) and ids.shape.rank != 2:
+        if feature.kind == "sparse" and feature.ids.shape.rank != 2:
             raise ConfigError(
-                f"feature {feature.path!r}: sparse ids have rank {ids.shape.rank}. {_HARDWARE} take rank 2. Reshape them to "
-                "[examples, ids] in the input pipeline and set output_shape."
+                f"feature {feature.path!r}: sparse ids have rank {feature.ids.shape.rank}. {_HARDWARE} take rank 2. Reshape them "
+                "to [examples, ids] in the input pipeline and set output_shape."
             )
-        if isinstance(ids, tf.RaggedTensor) and (ids.shape.rank != 2 or ids.ragged_rank != 1):
-            raise ConfigError(f"feature {feature.path!r}: ragged ids must have rank 2, got rank {ids.shape.rank}.")
+        if feature.kind == "ragged":
+            feature.check(0)
         check_ids(feature)

@@ -8,7 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.lookup import DROPPED, Span, outside_texts
+from tpuembed.lookup import Span, outside_texts
+from tpuembed.lookup.ids import DenseIds, RaggedIds, kind_of
+from tpuembed.lookup.pooling import Segments, shares
+from tpuembed.lookup.ranges import DROPPED, is_inside
 
 __all__ = ["ids_inside", "ids_with_room"]
 
@@ -48,7 +51,8 @@ def ids_inside(
         table: the table's name, for messages.
     """
     where = (name, Span(table or name, 0, rows))
-    if isinstance(ids, tf.Tensor):
+    kind = kind_of(ids)
+    if kind is DenseIds:
         if policy != "zeros":
             ids = ids if policy == "error" else _replaced(ids, rows, policy)
             flat = tf.reshape(ids, [-1])
@@ -58,7 +62,7 @@ def ids_inside(
         indices = tf.stack([tf.range(tf.size(values, tf.int64)), tf.zeros_like(values)], 1)
         ids, validate, combiner = tf.SparseTensor(indices, values, [samples, 1]), False, "sum"
     checks = []
-    if isinstance(ids, tf.RaggedTensor):
+    if kind is RaggedIds:
         checks.append(_miscounted(ids, name, samples))
         ids, weights = ids.to_sparse(), None if weights is None else weights.to_sparse()
     if validate and not ids.dtype.is_unsigned:  # the highest unsigned ids would become negative
@@ -77,24 +81,17 @@ def _wide(values: Tensor) -> Tensor:
     return tf.cast(tf.minimum(values, tf.int64.max) if values.dtype == tf.uint64 else values, tf.int64)
 
 
-def _is_inside(wide: Tensor, rows: int) -> Tensor:
-    return (wide >= 0) & (wide < rows)
-
-
 def _replaced(values: Tensor, rows: int, row: str | int) -> Tensor:
     wide = _wide(values)
-    return tf.where(_is_inside(wide, rows), wide, tf.constant(row, tf.int64))
+    return tf.where(is_inside(wide, rows), wide, tf.constant(row, tf.int64))
 
 
 def _without_outside(ids: Any, weights: Any, rows: int, samples: int, combiner: str) -> tuple[Any, Any]:
     """Return the sparse ids inside the table, and the share of each in its example's activation."""
     wide = _wide(ids.values)
     given = tf.ones_like(wide, tf.float32) if weights is None else tf.cast(weights.values, tf.float32)
-    if combiner != "sum":
-        examples = ids.indices[:, 0]
-        total = tf.math.unsorted_segment_sum(given if combiner == "mean" else given * given, examples, samples)
-        given = tf.math.divide_no_nan(given, tf.gather(total if combiner == "mean" else tf.sqrt(total), examples))
-    inside = _is_inside(wide, rows)
+    given = shares(given, Segments(ids.indices[:, 0], tf.constant(samples, tf.int64)), combiner)
+    inside = is_inside(wide, rows)
     kept = tf.sparse.retain(ids.with_values(wide), inside)
     return kept, kept.with_values(tf.boolean_mask(given, inside))
 
@@ -102,7 +99,7 @@ def _without_outside(ids: Any, weights: Any, rows: int, samples: int, combiner: 
 def _outside(values: Tensor, places: Tensor, feature: str, span: Span) -> Any:
     """Return an assertion that fails if a value is outside the table. It checks the ids before TensorFlow casts them to int32."""
     wide = tf.cast(values, tf.int64)
-    outside = ~_is_inside(wide, span.stop)
+    outside = ~is_inside(wide, span.stop)
     found = [tf.boolean_mask(tensor, outside)[:1] for tensor in (values, places)]
     first, row = (tf.strings.reduce_join(tf.strings.as_string(one)) for one in found)
     before, after = outside_texts(feature, span)

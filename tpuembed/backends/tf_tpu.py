@@ -18,6 +18,8 @@ from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replic
 
 from tpuembed.backends.stack_ids import ids_inside, ids_with_room
 from tpuembed.backends.stacked_table import StackLayout, check_shards, check_stacks
+from tpuembed.lookup.ids import PaddedIds
+from tpuembed.lookup.ranges import DROPPED
 
 __all__ = [
     "LAYOUTS",
@@ -55,22 +57,18 @@ def sparse_cores_per_chip(strategy: Any) -> int:
     return int(strategy.extended.tpu_hardware_feature.num_embedding_devices_per_chip) or 4
 
 
-def densify_on_host(ids: Any, weights: Any) -> tuple[Tensor, Tensor | None]:
-    """Return sparse or ragged ids, and float32 weights, as dense tensors padded with -1. The TPU's host makes them.
+def densify_on_host(feature: Any) -> PaddedIds:
+    """Return sparse or ragged ids (`tpuembed.lookup.ids`), and float32 weights, padded. The TPU's host makes the matrices.
 
     The number of ids differs from batch to batch, but a TPU program is compiled for one shape.
     """
-    dense = [tpu_replication.outside_compilation(_densify, ids, -1)]
-    if weights is not None:
-        dense.append(tpu_replication.outside_compilation(_densify, weights, 0.0))
+    dense = [tpu_replication.outside_compilation(feature.to_dense, feature.ids, DROPPED)]
+    if feature.weights is not None:
+        dense.append(tpu_replication.outside_compilation(feature.to_dense, feature.weights, 0.0))
     for tensor in dense:
-        tensor.set_shape(ids.shape)
-    return dense[0], tf.cast(dense[1], tf.float32) if weights is not None else None
-
-
-def _densify(values: Any, padding: float) -> Tensor:
-    default = tf.cast(padding, values.dtype)
-    return values.to_tensor(default) if isinstance(values, tf.RaggedTensor) else tf.sparse.to_dense(values, default)
+        tensor.set_shape(feature.ids.shape)
+    weights = tf.cast(dense[1], tf.float32) if len(dense) > 1 else None
+    return PaddedIds(feature.path, feature.config, dense[0], weights)
 
 
 def tpu_call() -> Any:

@@ -24,12 +24,12 @@ from tpuembed.backends.accelerator import (
     zeros,
 )
 from tpuembed.backends.activation_shapes import Shape, activation_shapes, check_same_shapes
-from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.backend import Backend
 from tpuembed.backends.layer_options import LayerOptions
-from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import HardwareEngine
 from tpuembed.errors import ConfigError, TrainingError
+from tpuembed.lookup import Ids
 
 __all__ = ["AcceleratorTable", "TpuV1Backend"]
 
@@ -82,7 +82,7 @@ class AcceleratorTable:
             begin = end
 
 
-class TpuV1Backend:
+class TpuV1Backend(Backend):
     """Tables in the accelerator. A checkpoint holds them in row order, as slices of one tensor."""
 
     def __init__(self, layer_options: LayerOptions) -> None:
@@ -114,10 +114,6 @@ class TpuV1Backend:
         """Return the hosts' variables by name, and TensorFlow's object, whose save callback fetches them from the accelerator."""
         return {"_engine": self.engine, **saved_variables(self.engine.tables)}
 
-    def layouts(self) -> dict[str, StackLayout]:
-        """Return {}: rows are stored in order."""
-        return {}
-
     def writing(self) -> AbstractContextManager[None]:
         """Return a context. Rows written inside it are in the accelerator when it ends."""
         return self.engine.writing()
@@ -126,27 +122,23 @@ class TpuV1Backend:
         """Fetch the tables from the accelerator to the hosts."""
         self.engine.fetch()
 
-    def weights(self) -> list[tuple[Any, bool]]:
-        """Return []: the accelerator's tables are not Keras weights."""
-        return []
-
-    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]:
+    def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`."""
         entered, shapes = self._guard.enter(features), self._shapes(features)
         if not entered:
             return zeros(shapes, features)
         return self.dequeue(self._enqueue(features, shapes))
 
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> "_TpuV1Step":
+    def begin(self, features: Sequence[Ids], layer: Any) -> "_TpuV1Step":
         """Return a training step of `features`."""
         entered, shapes = self._guard.enter(features, layer), self._shapes(features)
         name = self._enqueue(features, shapes) if entered else None
         return _TpuV1Step(self, name, zeros(shapes, features) if name is None else None)
 
-    def _shapes(self, features: Sequence[FeatureInput]) -> list[Shape]:
+    def _shapes(self, features: Sequence[Ids]) -> list[Shape]:
         return activation_shapes(features, self._batch_size)
 
-    def _enqueue(self, features: Sequence[FeatureInput], shapes: list[Shape]) -> str:
+    def _enqueue(self, features: Sequence[Ids], shapes: list[Shape]) -> str:
         """Enqueue the ids of `features`. Returns the name under which `dequeue` returns their activations.
 
         It always enqueues for training. A graph pass changes that to inference if no gradients are sent under the same
@@ -199,12 +191,12 @@ def _check_policies(layer_options: LayerOptions) -> None:
             )
 
 
-def _check_kinds(features: Sequence[FeatureInput]) -> None:
+def _check_kinds(features: Sequence[Ids]) -> None:
     """Raise ConfigError if some ids are sparse and others ragged. The accelerator takes dense ids with one of these kinds."""
-    kinds = {type(feature.ids).__name__: feature.path for feature in features}
-    if "SparseTensor" in kinds and "RaggedTensor" in kinds:
+    kinds = {feature.kind: feature.path for feature in features}
+    if "sparse" in kinds and "ragged" in kinds:
         raise ConfigError(
-            f"feature {kinds['SparseTensor']!r} has sparse ids, and feature {kinds['RaggedTensor']!r} has ragged ids. "
+            f"feature {kinds['sparse']!r} has sparse ids, and feature {kinds['ragged']!r} has ragged ids. "
             f"{_HARDWARE} takes one of these kinds per call. Convert one in the input pipeline."
         )
     for feature in features:

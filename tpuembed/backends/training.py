@@ -1,43 +1,25 @@
 """One training step of any backend: the gradient trap around its activations, and the count of updates."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.backends.feature_input import FeatureInput
+from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.backends.gradient_trap import TakenGradients, gradient_trap
-from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_config import entry_optimizer, local, unchecked_gathers
 from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import TrainingError
+from tpuembed.lookup import Ids
 
-__all__ = ["TrainingStep", "train", "wait_for_lookups"]
+__all__ = ["interleave", "train", "wait_for_lookups"]
 
 Tensor = Any
 
 
-class TrainingStep(Protocol):
-    """One call of the layer."""
-
-    def lookup(self) -> list[Tensor]:
-        """Return the activations, each [..., dim]."""
-
-    def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
-        """Update the tables by the gradients of the activations, one for each. Returns the update ops."""
-
-
-class _Backend(Protocol):
-    states: Mapping[str, TableState]
-
-    def lookup(self, features: Sequence[FeatureInput]) -> list[Tensor]: ...
-
-    def begin(self, features: Sequence[FeatureInput], layer: Any) -> TrainingStep: ...
-
-
 def train(
-    backend: _Backend,
-    features: Sequence[FeatureInput],
+    backend: Backend,
+    features: Sequence[Ids],
     dummy: Tensor,
     updates: Any,
     taken: TakenGradients,
@@ -50,16 +32,22 @@ def train(
     Raises:
         TrainingError: tables cannot be trained in the loop that the call is part of.
     """
-    free = [feature for feature in features if _is_user_trained(backend, feature)]
-    trapped = [feature for feature in features if not _is_user_trained(backend, feature)]
+    is_free = [backend.states[feature.table].optimizer is None for feature in features]
+    free = [feature for feature, by_user in zip(features, is_free, strict=True) if by_user]
+    trapped = [feature for feature, by_user in zip(features, is_free, strict=True) if not by_user]
     caught: Sequence[Tensor] = []
     if trapped:
         _check_accumulation(entry_optimizer(layer))
         step = backend.begin(trapped, layer)
         caught = gradient_trap(dummy, step.lookup, lambda gradients: _apply(step, gradients, updates), taken)
-    answers = {True: iter(backend.lookup(free) if free else []), False: iter(caught)}
-    activations = [next(answers[_is_user_trained(backend, feature)]) for feature in features]
+    activations = interleave(is_free, backend.lookup(free) if free else [], caught)
     return wait_for_lookups(activations) if trapped else activations
+
+
+def interleave(which: Sequence[bool], first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    """Return the next element of `first` for each True, and of `second` for each False."""
+    parts = {True: iter(first), False: iter(second)}
+    return [next(parts[is_first]) for is_first in which]
 
 
 def wait_for_lookups(activations: Sequence[Tensor]) -> list[Tensor]:
@@ -95,11 +83,6 @@ def _check_accumulation(optimizer: Any) -> None:
             "TPUEmbedding: gradient_accumulation_steps is not supported. The tables would be updated at every micro-batch. "
             "Use a larger batch, or, without an accelerator, optimizer=None to let the model's optimizer train the tables."
         )
-
-
-def _is_user_trained(backend: _Backend, feature: FeatureInput) -> bool:
-    state = backend.states.get(feature.table)
-    return state is not None and state.optimizer is None
 
 
 def _apply(step: TrainingStep, gradients: Sequence[Tensor], updates: Any) -> list[Any]:

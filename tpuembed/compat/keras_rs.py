@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.compat import module
@@ -21,6 +20,7 @@ from tpuembed.config import FeatureConfig as LayerFeature
 from tpuembed.config.structure import check_plain, flatten, map_leaves
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
+from tpuembed.lookup import as_tensors
 from tpuembed.runtime.table_scope import current_source
 
 __all__ = ["DistributedEmbedding", "FeatureConfig", "TableConfig", "layers"]

@@ -3,6 +3,7 @@
 keras-rs combines dense ids [batch, ids]. `TPUEmbedding` combines only sparse and ragged ids.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.compat.keras_rs_config import FeatureConfig
 from tpuembed.errors import ConfigError
+from tpuembed.lookup.ids import Ids, RaggedIds, SparseIds, kind_of
 
 __all__ = ["prepare"]
 
@@ -28,10 +30,11 @@ def prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool
         ConfigError: the shape of ids or weights differs from the config's, or they would have to be changed. The
             message names the feature.
     """
-    if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
-        ids = tf.convert_to_tensor(ids)
-    _check_shape(config, ids)
-    if _is_ready(config, ids, weights):
+    kind = kind_of(ids)
+    ids = ids if kind.is_combined else tf.convert_to_tensor(ids)
+    _check_shape(config, kind, ids)
+    convert = _conversion(config, kind, ids, weights)
+    if convert is None:
         return ids, weights
     if unchanged:
         raise ConfigError(
@@ -39,22 +42,26 @@ def prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool
             "[batch, ids] to a tf.RaggedTensor and cut longer examples. Then set input_shape (batch, None)."
         )
     if tpu_call() is None:
-        return _prepared(config, ids, weights)
-    return tf.compat.v1.tpu.outside_compilation(_prepared, config, ids, weights)  # embedding ids stay on the host
+        return convert(config, ids, weights)
+    return tf.compat.v1.tpu.outside_compilation(convert, config, ids, weights)  # embedding ids stay on the host
 
 
-def _is_ready(config: FeatureConfig, ids: Tensor, weights: Tensor) -> bool:
-    if isinstance(ids, tf.RaggedTensor):
-        return _limit(config) is None
-    if _lacks_an_axis(config, ids):
-        return False
-    return isinstance(ids, tf.SparseTensor) or (not config.combined and weights is None)
+def _conversion(
+    config: FeatureConfig, kind: type[Ids], ids: Tensor, weights: Tensor
+) -> Callable[[FeatureConfig, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return the function that converts ids and weights of a kind. Returns None if they stay as they are."""
+    if kind is RaggedIds:
+        return None if _limit(config) is None else _cut
+    is_ready = kind is SparseIds or not (_lacks_an_axis(config, ids) or config.combined or weights is not None)
+    return None if is_ready else _from_dense
 
 
-def _prepared(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    if isinstance(ids, tf.RaggedTensor):
-        limit = _limit(config)
-        return ids[:, :limit], None if weights is None else weights[:, :limit]
+def _cut(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    limit = _limit(config)
+    return ids[:, :limit], None if weights is None else weights[:, :limit]
+
+
+def _from_dense(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     if _lacks_an_axis(config, ids):
         weights = None if weights is None else _like(config, ids, weights)[:, None]
         ids = ids[:, None]
@@ -82,15 +89,15 @@ def _lacks_an_axis(config: FeatureConfig, ids: Tensor) -> bool:
     return ids.shape.rank == 1 and len(config.input_shape) == 2 and config.input_shape[1] == 1
 
 
-def _check_shape(config: FeatureConfig, ids: Tensor) -> None:
+def _check_shape(config: FeatureConfig, kind: type[Ids], ids: Tensor) -> None:
     """Raise ConfigError if `ids` do not match input_shape. The batch may differ, ids [batch] count as [batch, 1],
     sparse ids may be narrower."""
     shape, wanted = tuple(ids.shape), config.input_shape
     if _lacks_an_axis(config, ids):
         return
-    sizes = () if isinstance(ids, tf.RaggedTensor) else tuple(zip(shape[1:], wanted[1:], strict=False))
-    sparse = isinstance(ids, tf.SparseTensor)
-    wrong = [pair for pair in sizes if None not in pair and (pair[0] > pair[1] if sparse else pair[0] != pair[1])]
+    sizes = () if kind is RaggedIds else tuple(zip(shape[1:], wanted[1:], strict=False))
+    is_sparse = kind is SparseIds
+    wrong = [pair for pair in sizes if None not in pair and (pair[0] > pair[1] if is_sparse else pair[0] != pair[1])]
     if len(shape) != len(wanted) or wrong:
         raise ConfigError(
             f"feature {config.name!r}: its ids have shape {shape}. Its input_shape is {wanted}. Make all sizes but the batch equal."

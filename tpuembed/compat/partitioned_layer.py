@@ -67,7 +67,7 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def _set_parts(self, placement: Places, parts: Mapping[str, TPUEmbedding]) -> None:
         """Set the layers, as place -> layer. Each takes {path: ids} of its features."""
-        self._placement = _Untracked(placement)
+        self._placement = _Placement(placement)
         self._places = tuple(parts)
         for place, layer in parts.items():
             layer.saved_by_another = True
@@ -236,7 +236,7 @@ def _all(contexts: Iterable[Callable[[], contextlib.AbstractContextManager[None]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Untracked:
+class _Placement:
     """A wrapper against Keras' tracking, which would replace dicts and lists with its own classes."""
 
     value: Places

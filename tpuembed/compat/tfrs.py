@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends.checkpoint_keys import children_of
-from tpuembed.backends.feature_input import as_tensors
 from tpuembed.backends.tf_config import (
     features_from,
     features_to_dict,
@@ -30,6 +29,7 @@ from tpuembed.config.checks import check_count
 from tpuembed.config.structure import flatten
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
+from tpuembed.lookup import as_tensors
 
 __all__ = [
     "PartialTPUEmbedding",

@@ -23,7 +23,7 @@ class TableSource(Protocol):
         """
 
     def lookup(self, features: Sequence[Any], tables: Sequence[str]) -> list[Any]:
-        """Return the activations of `features` (`tpuembed.lookup.LookupIds`), each looked up in its table, by name."""
+        """Return the activations of `features` (`tpuembed.lookup.FlatIds`), each looked up in its table, by name."""
 
     def table(self, name: str) -> Any:
         """Return the whole table, float32 [rows, dim], which converts to a tensor."""

@@ -1,4 +1,9 @@
-"""Finds the requests of a batch whose ids may fail it. They run apart, so that other requests do not fail with them."""
+"""Finds the requests of a batch whose ids may fail it. They run apart, so that other requests do not fail with them.
+
+It compares requests before a batch is formed, with the ranges of the manifest. The model checks every id again, and its check
+makes the error (`tpuembed/lookup/ranges.py`): an id that is missed here fails its batch, which is
+then halved until its request is found.
+"""
 
 from collections.abc import Sequence
 

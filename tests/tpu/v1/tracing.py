@@ -97,7 +97,8 @@ def trace(model: Model) -> Traced:
         trained = len(graph.get_operations())
         strategy.run(lambda ids, weights: list(layer(ids, weights).values()), args=arguments)
         ops = graph.get_operations()
-        engine = layer._parts.backend.engine
+        backend: Any = layer._parts.backend
+        engine = backend.engine
         return Traced(
             configuration=engine.configuration,
             given=_configurations(graph),

@@ -36,7 +36,8 @@ def shape_of(hardware: str, ids: Any, build: Any = None, batch_size: int | None 
         shapes: list[Any] = []
         strategy.run(lambda given: shapes.append(layer(given)["x"].shape), args=({"x": ids()},))
         if hardware == "V1":
-            [told] = layer._parts.backend.engine.configuration.feature_descriptor
+            backend: Any = layer._parts.backend
+            [told] = backend.engine.configuration.feature_descriptor
             return tuple(told.input_shape)
         return tuple(shapes[0])[:-1]
 

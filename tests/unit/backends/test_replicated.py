@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.backends import feature_input, tf_tpu
+from tpuembed.backends import host
+from tpuembed.lookup.ids import PaddedIds
 
 ROWS, DIM, BATCH = 20, 3, 6
 TABLE = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
@@ -22,12 +23,14 @@ TABLE = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
 def on_tpu() -> Iterator[None]:
     """Features are flattened as in a TPU's program."""
 
-    def densify(ids: Any, weights: Any) -> Any:
-        return tf_tpu._densify(ids, -1), None if weights is None else tf_tpu._densify(weights, 0.0)
+    def densify(given: Any) -> Any:
+        weights = None if given.weights is None else given.to_dense(given.weights, 0.0)
+        return PaddedIds(given.path, given.config, given.to_dense(given.ids, -1), weights)
 
     with (
-        mock.patch.object(feature_input, "tpu_call", object),
-        mock.patch.object(feature_input, "densify_on_host", densify),
+        mock.patch.object(host, "tpu_call", object),
+        mock.patch.object(host, "check_same_strategy"),
+        mock.patch.object(host, "densify_on_host", densify),
     ):
         yield
 
@@ -82,7 +85,7 @@ def test_equal_to_the_host(on_tpu: None, feature: dict[str, Any], weighted: bool
             return  # sequences are of rank 2
         ids, weights = (tf.sparse.reshape(t, [2, BATCH // 2, t.dense_shape[-1]]) for t in (ids, weights))
     found = train(layer(**feature), ids, weights if weighted else None, jit)
-    with mock.patch.object(feature_input, "tpu_call", return_value=None):
+    with mock.patch.object(host, "tpu_call", return_value=None):
         expected = train(layer(**feature), ids, weights if weighted else None, False)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)

@@ -39,7 +39,7 @@ def _write(path: Path, tables: Tables, count: int = 7, **options: Any) -> str:
     """A checkpoint of a layer with these numbers, by TensorFlow."""
     layer = layer_for(tables, **options)
     for name, state in layer._parts.backend.states.items():
-        for slot, variable in {None: state.variable, **state.slots}.items():
+        for slot, variable in [(None, state.variable), *state.slots.items()]:
             variable.assign(tables[name][slot])
     layer._tpu_embedding.updates.assign(count)
     return str(tf.train.Checkpoint(layer=layer).write(str(path / "ckpt")))

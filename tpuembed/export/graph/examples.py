@@ -66,7 +66,7 @@ def _feature(spec: tf.TensorSpec) -> Any:
 
 
 def _dense(value: Tensor, spec: tf.TensorSpec, padding: Any) -> Tensor:
-    if isinstance(value, tf.SparseTensor):
+    if None in spec.shape.as_list()[1:]:  # read as a VarLenFeature
         default: Any = {tf.int64: -1, tf.float32: 0.0, tf.string: ""}[value.dtype]
         padding = float(padding) if value.dtype == tf.float32 and padding is not None else padding
         value = tf.sparse.to_dense(value, default if padding is None else padding)

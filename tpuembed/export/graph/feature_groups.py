@@ -1,28 +1,35 @@
 """Features that a graph looks up together: of one stack, one kind and one combiner.
 
-A request costs one check, one gather and one sum per group instead of per feature: with few ids, that is most of its time.
+A request costs one check, one gather and one sum per group instead of per feature: with few ids, that is most of its
+time. Many rows are gathered feature by feature. One gather for all of them uses memory that is returned to the system and
+requested again with every request, and it jumps from table to table. (Measured: see `tpuembed.lookup.pooling`.)
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
-from tpuembed.export.graph.conditional import choose
-from tpuembed.export.graph.id_ranges import ZEROED, TableRanges, all_inside, check_policy
-from tpuembed.export.graph.pooling import FEW_ROWS_BYTES, Gather, pool_entries, pool_full, pool_matrix
 from tpuembed.export.graph.signature import ServedFeature
-from tpuembed.export.graph.stacked_tables import StackedTables
-from tpuembed.lookup import DROPPED
+from tpuembed.export.graph.stacked_tables import StackedTables, span_of
+from tpuembed.lookup import check_range, pool
+from tpuembed.lookup.branches import choose
+from tpuembed.lookup.ids import cut
+from tpuembed.lookup.pooling import FullMatrix, SortedSegments
+from tpuembed.lookup.ranges import DROPPED, IdRanges, RangedIds, Spread
 
 __all__ = ["FeatureGroup", "group_features", "kind_of"]
 
 Tensor = Any
 KINDS = ("id", "list", "sequence")
+
+_FEW_ROWS_BYTES: Final = 4 << 20
+"""Up to this many bytes of float32 rows, features are gathered together."""
 
 
 def kind_of(feature: ServedFeature) -> str:
@@ -51,27 +58,34 @@ def group_features(features: Sequence[ServedFeature], tables: StackedTables) -> 
 
 def _group(features: tuple[ServedFeature, ...], tables: StackedTables) -> "FeatureGroup":
     places = [tables.place(feature.table)[1] for feature in features]
-    for feature, place in zip(features, places, strict=True):
-        check_policy(feature.name, feature.policy, place)
-    ranges = TableRanges(
+    ranges = IdRanges(
         features=[feature.name for feature in features],
-        tables=[feature.table for feature in features],
-        rows=np.array([place.rows for place in places], np.int64),
-        first_row=np.array([place.first_row for place in places], np.int64),
-        row_offset=np.array([place.row_offset for place in places], np.int64),
+        spans=[span_of(place) for place in places],
         policies=[feature.policy for feature in features],
     )
-    gather = partial(tables.gather, tables.place(features[0].table)[0])
-    return FeatureGroup(features=features, ranges=ranges, table_rows=gather)
+    return FeatureGroup(
+        features=features,
+        ranges=ranges,
+        offsets=np.array([place.row_offset - place.first_row for place in places], np.int64),
+        table_rows=partial(tables.gather, tables.place(features[0].table)[0]),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureGroup:
-    """F features and where their tables lie; `table_rows` looks up in their stack."""
+    """F features of one stack.
+
+    Attributes:
+        features: the features.
+        ranges: the ids that they accept.
+        offsets: int64 [F], what is added to a feature's ids to get rows of the stack.
+        table_rows: returns float32 [*shape, dim] for int64 rows of the stack.
+    """
 
     features: tuple[ServedFeature, ...]
-    ranges: TableRanges
-    table_rows: Gather
+    ranges: IdRanges
+    offsets: npt.NDArray[np.int64]
+    table_rows: Callable[[Tensor], Tensor]
 
     @cached_property
     def kind(self) -> str:
@@ -112,20 +126,45 @@ class FeatureGroup:
         """Columns of `packed`."""
         return sum(feature.dim * (feature.spec.max_sequence_length or 1) for feature in self.features)
 
+    # ---- rows of the stack
+
+    def _stack_rows(self, ids: Tensor, spread: Spread, *, padded: bool, batch_axis: int = 0) -> Tensor:
+        """Return the rows of the stack for int64 `ids`, DROPPED for rows of zeros. An id outside of its table fails, unless a
+        policy handles it.
+
+        The row of a DROPPED id has no meaning.
+
+        Args:
+            ids: ids of several features, in the layout that `spread` broadcasts over.
+            spread: see `RangedIds`.
+            padded: whether an id may be DROPPED.
+            batch_axis: the axis of `ids` that counts examples.
+        """
+
+        def row_of() -> Tensor:
+            shape = tf.shape(ids, tf.int64)
+            inner = tf.reduce_prod(shape[batch_axis + 1 :])
+            return tf.range(tf.size(ids, tf.int64)) // inner % shape[batch_axis]
+
+        ranged = RangedIds(ids=ids, ranges=self.ranges, spread=spread, droppable=padded, row_of=row_of)
+        kept, zeroed = ranged.within()
+        rows = kept + (spread(self.offsets) + check_range([ranged]))
+        return rows if zeroed is None else tf.where(zeroed, tf.constant(DROPPED, tf.int64), rows)
+
     # ---- one id per example
 
     def _rows(self, ids: Tensor, *, of_rows: bool = False) -> Tensor:
         """float32 [*shape, dim] of ids [batch, F], or [F, batch] with the features as rows."""
         spread = _rows_of if of_rows else _columns_of
-        found = self.ranges.stack_ids(ids, spread, padded=False, batch_axis=int(of_rows))
+        found = self._stack_rows(ids, spread, padded=False, batch_axis=int(of_rows))
         return self._gather(found)
 
     def _gather(self, ids: Tensor) -> Tensor:
-        """Rows of ids of any shape; rows of zeros for those ZEROED."""
-        if not self.ranges.has_zeros and self.kind != "sequence":
+        """Rows of the stack, of any shape; rows of zeros for those DROPPED."""
+        if self.ranges.policy != "zeros" and self.kind != "sequence":
             return self.table_rows(ids)
         flat = tf.reshape(ids, [-1])
-        zeroed = flat == ZEROED
+        zeroed = flat == DROPPED
         rows = self.table_rows(tf.where(zeroed, tf.constant(0, tf.int64), flat))
         # The operation of TensorFlow 1, which takes whole rows: a broadcast condition is several times slower.
         rows = tf.raw_ops.Select(condition=zeroed, x=tf.zeros_like(rows), y=rows)
@@ -133,11 +172,9 @@ class FeatureGroup:
 
     def _sequence(self, ids: Tensor) -> Tensor:
         """float32 [batch, max_sequence_length, dim] of ids [batch, hot]."""
-        length = self.features[0].spec.max_sequence_length
-        padding = tf.fill([tf.shape(ids)[0], length], tf.constant(DROPPED, tf.int64))
-        ids = tf.ensure_shape(tf.concat([ids, padding], 1)[:, :length], [None, length])
-        rows = self.ranges.stack_ids(ids, _columns_of, padded=True)
-        return self._gather(tf.where(ids == DROPPED, tf.constant(ZEROED, tf.int64), rows))
+        ids = cut(ids, self.features[0].spec.max_sequence_length)
+        rows = self._stack_rows(ids, _columns_of, padded=True)
+        return self._gather(tf.where(ids == DROPPED, ids, rows))
 
     # ---- lists of ids
 
@@ -153,10 +190,10 @@ class FeatureGroup:
         """float32 [batch, dim] of each feature's columns of `ids` [batch, sum of widths]."""
         batch, total = tf.unstack(tf.shape(ids, tf.int64))
         feature_of = _feature_of_columns(widths, total)
-        rows = self.ranges.stack_ids(ids, lambda numbers: tf.gather(numbers, feature_of), padded=True)
+        rows = self._stack_rows(ids, lambda numbers: tf.gather(numbers, feature_of), padded=True)
         count = len(self.features)
         segments = tf.reshape(tf.range(batch) * count, [-1, 1]) + feature_of
-        pooled = pool_entries(rows, ids != DROPPED, weights, segments, batch * count, self._combiner, self._gather)
+        pooled = self._pool_present(rows, ids != DROPPED, weights, segments, batch * count)
         return tf.unstack(tf.reshape(pooled, [-1, count, self.dim]), axis=1)
 
     def _lists_one_by_one(self, ids: Tensor, widths: Tensor, weights: Tensor | None = None) -> list[Tensor]:
@@ -166,12 +203,12 @@ class FeatureGroup:
 
     def _packed_lists(self, ids: Tensor) -> Tensor:
         """float32 [batch, F, dim] of ids [batch, F, hot]."""
-        if not self.ranges.are_plain:
+        if self.ranges.policy != "error" or self.ranges.starts.any():
             return self._checked_lists(ids)
-        full = all_inside(ids, self.ranges.rows[:, None])
+        full = tf.reduce_all(RangedIds(ids=ids, ranges=self.ranges, spread=_rows_of).inside())
         return tf.cond(
             full & self._are_few(ids),
-            lambda: pool_full(ids + self.ranges.row_offset[:, None], None, self._combiner, self._gather),
+            lambda: self._pool_full(ids + self.offsets[:, None], None),
             lambda: self._checked_lists(ids),
         )
 
@@ -180,9 +217,10 @@ class FeatureGroup:
         count = len(self.features)
 
         def at_once(ids: Tensor) -> Tensor:
-            rows = self.ranges.stack_ids(ids, _rows_of, padded=True)
-            rows, present = (tf.reshape(tensor, [-1, tf.shape(ids)[2]]) for tensor in (rows, ids != DROPPED))
-            return tf.reshape(pool_matrix(rows, present, None, self._combiner, self._gather), [-1, count, self.dim])
+            rows = self._stack_rows(ids, _rows_of, padded=True)
+            batch, _, hot = tf.unstack(tf.shape(ids))  # `hot` may be 0, and -1 beside it has no meaning
+            rows, present = (tf.reshape(tensor, [batch * count, hot]) for tensor in (rows, ids != DROPPED))
+            return tf.reshape(self._pool_matrix(rows, present, None), [-1, count, self.dim])
 
         def apart(ids: Tensor) -> Tensor:
             return tf.stack(self._one_by_one((ids[:, index],) for index in range(count)), 1)
@@ -204,11 +242,44 @@ class FeatureGroup:
         return done
 
     def _one(self, ids: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-        rows = self.ranges.stack_ids(ids, lambda numbers: tf.gather(numbers, index), padded=True)
-        return pool_matrix(rows, ids != DROPPED, weights, self._combiner, self._gather)
+        rows = self._stack_rows(ids, lambda numbers: tf.gather(numbers, index), padded=True)
+        return self._pool_matrix(rows, ids != DROPPED, weights)
+
+    # ---- pooling
+
+    def _pool_matrix(self, rows: Tensor, present: Tensor, weights: Tensor | None) -> Tensor:
+        """Return float32 [n, dim] for `rows` [n, hot] of the stack. `present` and `weights` have the same shape."""
+
+        def pool_present() -> Tensor:
+            shape = tf.shape(rows, tf.int64)
+            segments = tf.broadcast_to(tf.range(shape[0])[:, None], shape)
+            return self._pool_present(rows, present, weights, segments, shape[0])
+
+        return tf.cond(tf.reduce_all(present), lambda: self._pool_full(rows, weights), pool_present)
+
+    def _pool_full(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """Pool `rows` [..., hot] that are all present into float32 [..., dim]."""
+        return pool(self._gather(rows), weights, FullMatrix(rows), self._combiner)
+
+    def _pool_present(
+        self, rows: Tensor, present: Tensor, weights: Tensor | None, segments: Tensor, count: Tensor
+    ) -> Tensor:
+        """Pool the `rows` that are `present` into float32 [count, dim]. `segments` has the example of each.
+
+        All have one shape. In row-major order, the segments never fall.
+        """
+        entries = tf.reshape(tf.where(tf.reshape(present, [-1])), [-1])
+
+        def present_of(tensor: Tensor, last: Tensor) -> Tensor:
+            return tf.concat([tf.gather(tf.reshape(tensor, [-1]), entries), tf.reshape(last, [1])], 0)
+
+        strategy = SortedSegments(present_of(segments, count), count)
+        values = self._gather(present_of(rows, tf.constant(0, tf.int64)))
+        weights = None if weights is None else present_of(weights, tf.constant(0.0))
+        return pool(values, weights, strategy, self._combiner)
 
     def _are_few(self, ids: Tensor) -> Tensor:
-        return tf.size(ids, tf.int64) <= max(FEW_ROWS_BYTES // (4 * self.dim), 1)
+        return tf.size(ids, tf.int64) <= max(_FEW_ROWS_BYTES // (4 * self.dim), 1)
 
     @property
     def _combiner(self) -> str:

@@ -12,14 +12,15 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.checkpoint import TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
-from tpuembed.export.graph.conditional import choose
-from tpuembed.export.graph.id_ranges import all_inside, check_policy
 from tpuembed.export.graph.signature import find_table
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
-from tpuembed.lookup import LookupIds, Span, gather_grouped, not_inlined, outside_shift
+from tpuembed.lookup import FlatIds, Span, check_range, gather_grouped
+from tpuembed.lookup.branches import not_inlined
+from tpuembed.lookup.pooling import EachRow
+from tpuembed.lookup.ranges import IdRanges, RangedIds
 
-__all__ = ["AnyTables", "StackedTables"]
+__all__ = ["AnyTables", "StackedTables", "span_of"]
 
 Tensor = Any
 
@@ -89,7 +90,7 @@ class StackedTables:
         finally:
             self._are_zeros = False
 
-    def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Tensor]:
+    def lookup(self, features: Sequence[FlatIds], tables: Sequence[str]) -> list[Tensor]:
         """Return the activations of `features`, each in its table, with one gather per stack."""
         if not self._places:
             if tf.executing_eagerly():
@@ -154,13 +155,13 @@ class StackedTables:
                 )
         return self._unbound[table]
 
-    def _lookup(self, stack: str, features: Sequence[LookupIds], places: Sequence[Placement]) -> list[Tensor]:
+    def _lookup(self, stack: str, features: Sequence[FlatIds], places: Sequence[Placement]) -> list[Tensor]:
         """Return the activations of features of one stack."""
-        features = [_within(feature, place) for feature, place in zip(features, places, strict=True)]
+        features = [feature.within(span_of(place)) for feature, place in zip(features, places, strict=True)]
         if len(features) > 1 and all(map(_is_plain, features)) and not any(place.first_row for place in places):
             sizes, ids = _shifted_together(features, places)
             rows = tf.split(self.gather(stack, ids), sizes, num=len(features))
-            return [_as_activations(feature, part) for feature, part in zip(features, rows, strict=True)]
+            return [feature.combine(part) for feature, part in zip(features, rows, strict=True)]
         return gather_grouped(_shifted(features, places), [stack] * len(features), self.gather)
 
     def gather(self, stack: str, ids: Tensor) -> Tensor:
@@ -228,27 +229,17 @@ for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"})
     setattr(_WholeTable, _operator, _as_tensors_do(_operator))
 
 
-def _is_plain(feature: LookupIds) -> bool:
-    """Returns True if row k is activation k, for any id."""
-    return type(feature) is LookupIds and feature.segments is None and feature.scale is None and not feature.droppable
+def span_of(place: Placement) -> Span:
+    """Return the ids of the exported rows of a table."""
+    return Span(place.table, place.first_row, place.first_row + place.rows)
 
 
-def _as_activations(feature: LookupIds, rows: Tensor) -> Tensor:
-    """Return `feature.combine(rows)` of a plain feature, without operations if the ids are a vector."""
-    if len(feature.static_shape) != 1:
-        return feature.combine(rows)
-    rows.set_shape([*feature.static_shape, None])
-    return rows
+def _is_plain(feature: FlatIds) -> bool:
+    """Return True if row k is activation k, for any id."""
+    return type(feature.strategy) is EachRow and feature.shares is None and not feature.droppable
 
 
-def _within(feature: LookupIds, place: Placement) -> LookupIds:
-    """Return `feature` with its policy applied to ids outside of the exported rows of its table."""
-    start, stop = place.first_row, place.first_row + place.rows
-    check_policy(feature.feature, feature.policy, place)
-    return feature.within(start, stop)
-
-
-def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]) -> tuple[Tensor, Tensor]:
+def _shifted_together(features: Sequence[FlatIds], places: Sequence[Placement]) -> tuple[Tensor, Tensor]:
     """Return the number of ids of each plain feature, and all ids concatenated, as ids of the stack.
 
     Features usually have the same length. They then form the rows of a matrix, and the check and shift take a few
@@ -258,7 +249,12 @@ def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]
     sizes, joined = tf.concat(tf.shape_n(ids, tf.int64), 0), tf.concat(ids, 0)
     are_even = tf.reduce_all(sizes == sizes[0])
     matrix = tf.reshape(joined, tf.where(are_even, tf.constant([len(ids), -1], tf.int64), [1, -1]))
-    rows = np.array([[place.rows] for place in places])
+    ranges = IdRanges(
+        features=[feature.feature for feature in features],
+        spans=[span_of(place) for place in places],
+        policies=["error"] * len(features),
+    )
+    are_inside = tf.reduce_all(RangedIds(ids=matrix, ranges=ranges, spread=lambda numbers: numbers[:, None]).inside())
     offsets = tf.constant([[place.row_offset] for place in places], tf.int64)
     # The shape of a vector is its size.
     shapes = [feature.shape for feature in features if len(feature.static_shape) != 1]
@@ -269,7 +265,7 @@ def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]
         *(tf.TensorSpec(shape.shape, shape.dtype) for shape in shapes),
     )
     moved = tf.cond(
-        are_even & all_inside(matrix, rows),
+        are_even & are_inside,
         lambda: tf.reshape(matrix + offsets, [-1]),
         lambda: fail(joined, sizes, *shapes),
     )
@@ -277,56 +273,32 @@ def _shifted_together(features: Sequence[LookupIds], places: Sequence[Placement]
 
 
 def _shifted_apart(
-    features: Sequence[LookupIds], ids: Sequence[Tensor], shapes: Sequence[Tensor], places: Sequence[Placement]
+    features: Sequence[FlatIds], ids: Sequence[Tensor], shapes: Sequence[Tensor], places: Sequence[Placement]
 ) -> Tensor:
     """Shift features of any lengths, one by one. Ids outside of their tables fail here. See `_shifted_together`."""
     given = iter(shapes)
     apart = [
         dataclasses.replace(
-            feature, ids=one, shape=next(given) if len(feature.static_shape) != 1 else tf.shape(one, tf.int64)
+            feature,
+            ids=one,
+            strategy=EachRow(one),
+            shape=next(given) if len(feature.static_shape) != 1 else tf.shape(one, tf.int64),
         )
         for feature, one in zip(features, ids, strict=True)
     ]
     return tf.concat([feature.ids for feature in _shifted(apart, places)], 0)
 
 
-def _shifted(features: Sequence[LookupIds], places: Sequence[Placement]) -> list[LookupIds]:
+def _shifted(features: Sequence[FlatIds], places: Sequence[Placement]) -> list[FlatIds]:
     """Return features of one stack with ids of the stack. An id outside its table fails; it never reads a neighbour's
     row.
     """
-    spans = [Span(place.table, place.first_row, place.first_row + place.rows) for place in places]
-    shift = outside_shift(features, spans)
-    return [
-        _moved(feature, shift + (place.row_offset - place.first_row))
-        for feature, place in zip(features, places, strict=True)
-    ]
+    pairs = list(zip(features, places, strict=True))
+    shift = check_range([feature.ranged(span_of(place)) for feature, place in pairs])
+    return [_moved(feature, shift + (place.row_offset - place.first_row)) for feature, place in pairs]
 
 
-def _moved(feature: LookupIds, offset: Tensor) -> LookupIds:
+def _moved(feature: FlatIds, offset: Tensor) -> FlatIds:
     ids = feature.ids + offset
     ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
-    if type(feature) is not LookupIds or feature.segments is None:
-        return dataclasses.replace(feature, ids=ids)
-    return _InOrder(**{**vars(feature), "ids": ids})
-
-
-class _InOrder(LookupIds):
-    """Ids of which those of one activation are usually adjacent, as in lists. They are then summed twice as fast."""
-
-    def combine(self, rows: Tensor) -> Tensor:
-        """Combine rows as for any ids. An unsorted order, or ids that belong to no activation, are detected at run
-        time.
-        """
-        if self.scale is not None:
-            rows *= self.scale[:, None]
-        count, segments = tf.reduce_prod(self.shape), tf.convert_to_tensor(self.segments)
-        in_order = tf.reduce_all(segments >= tf.concat([tf.zeros_like(segments[:1]), segments[:-1]], 0))
-        (combined,) = choose(in_order, _in_order, tf.math.unsorted_segment_sum, rows, segments, count)
-        return self._shaped(tf.ensure_shape(combined, [None, rows.shape[-1]]))
-
-
-def _in_order(rows: Tensor, segments: Tensor, count: Tensor) -> Tensor:
-    """Compute `unsorted_segment_sum` for sorted segments without negative ones."""
-    found = tf.math.segment_sum(rows, segments)
-    rest = tf.zeros(tf.stack([tf.cast(count, tf.int32) - tf.shape(found)[0], rows.shape[-1]]))
-    return tf.concat([found, rest], 0)
+    return dataclasses.replace(feature, ids=ids, strategy=feature.strategy.of_lists())

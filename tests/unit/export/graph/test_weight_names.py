@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.dense_weights import recorded, restore_dense_weights
-from tpuembed.lookup import LookupIds, gather_grouped
+from tpuembed.lookup import FlatIds, gather_grouped
 from tpuembed.runtime.table_scope import deferred_tables
 
 HEADS = ("click", "like", "watch")
@@ -151,7 +151,7 @@ class Rows:
     def register(self, table: Any) -> None:
         """Any will do."""
 
-    def lookup(self, features: Sequence[LookupIds], tables: Sequence[str]) -> list[Any]:
+    def lookup(self, features: Sequence[FlatIds], tables: Sequence[str]) -> list[Any]:
         """As the protocol says."""
         return gather_grouped(list(features), list(tables), lambda table, ids: tf.gather(self._tables[table], ids))
 

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support.serving.row_graphs import RowGraph
-from tpuembed.lookup import flatten_ids
+from tpuembed import FeatureConfig, TableConfig
+from tpuembed.lookup import ids_of
 
 SPECS = {
     "x": tf.TensorSpec([None, 4], tf.float32),
@@ -718,7 +719,7 @@ def test_the_name_of_a_lookup_proves_nothing_in_a_model_of_somebody_else() -> No
 
 def looked_up(ids: Any) -> Any:
     """As an export looks `ids` up."""
-    flat = flatten_ids(ids, None, path="a", combiner="sum")
+    flat = ids_of("a", FeatureConfig(TableConfig(50, 4, "t", "sum")), ids).flatten()
     return flat.combine(tf.gather(TABLE, flat.row_ids()))
 
 

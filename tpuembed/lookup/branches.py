@@ -1,8 +1,8 @@
 """Branches of a graph that cost nothing in a request that does not take them.
 
 TensorFlow lowers `tf.cond` to operations that are scheduled, dead, with every request. A call of a function that is not
-inlined (`tpuembed.lookup.not_inlined`) is one such operation. The operation `If` runs a function as its own small
-graph, which is cheaper than a call if it is taken.
+inlined (`not_inlined`) is one such operation. The operation `If` runs a function as its own small graph, which is
+cheaper than a call if it is taken.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,16 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["choose"]
+__all__ = ["choose", "not_inlined"]
 
 Tensor = Any
+
+
+def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
+    """Return `function` as one node of the graphs that call it, for a branch that no request is expected to take."""
+    return tf.function(
+        function, input_signature=specs, autograph=False, experimental_attributes={"_noinline": True}
+    ).get_concrete_function()
 
 
 def choose(

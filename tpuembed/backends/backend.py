@@ -1,0 +1,65 @@
+"""The interface of a hardware path: it owns the tables of a layer, looks them up and updates them."""
+
+import abc
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from tpuembed.backends.stacked_table import StackLayout
+from tpuembed.backends.table_state import TableState
+from tpuembed.lookup import Ids
+
+__all__ = ["Backend", "TableStore", "TrainingStep"]
+
+Tensor = Any
+
+
+class TrainingStep(Protocol):
+    """One call of the layer."""
+
+    def lookup(self) -> list[Tensor]:
+        """Return the activations, each [..., dim]."""
+
+    def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
+        """Update the tables by the gradients of the activations, one for each. Returns the update ops."""
+
+
+class TableStore:
+    """The tables of a layer in memory. By default there are none, and rows are read and written in place and in order.
+
+    Attributes:
+        states: table name -> its variables.
+    """
+
+    states: Mapping[str, TableState] = {}
+
+    def checkpoint_children(self) -> dict[str, Any]:
+        """Return the children of the layer's checkpoint node: name -> variable or node."""
+        return {}
+
+    def layouts(self) -> dict[str, StackLayout]:
+        """Return {table: its layout in a stack}. Tables without an entry are saved in row order."""
+        return {}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context in which rows of the tables in `states` may be written."""
+        return nullcontext()
+
+    def fetch(self) -> None:
+        """Copy the tables to the hosts. Called before `table_rows.read_rows` reads rows of the tables in `states`."""
+
+    def weights(self) -> list[tuple[Any, bool]]:
+        """Return (variable, True if the user's optimizer trains it) for every Keras weight of the layer."""
+        return []
+
+
+class Backend(TableStore, abc.ABC):
+    """A hardware path."""
+
+    @abc.abstractmethod
+    def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
+        """Return the activations of `features`, without a gradient trap."""
+
+    @abc.abstractmethod
+    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:
+        """Return a training step of `features`, which `train` runs. Every table of `features` has an optimizer."""
