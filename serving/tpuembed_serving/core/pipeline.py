@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol
 
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
@@ -176,8 +176,10 @@ class Call:
 
     loaded: LoadedVersion
     tasks: list[Task]
-    outcomes: list[Outcome]
+    outputs: list[dict[str, Array]]
     waiting: int
+    elements = 0
+    error: Exception | None = None
     is_over = False
     reserved = 0
     lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
@@ -214,7 +216,8 @@ class Call:
         self.is_over = True
         if self.timer is not None:
             self.timer.cancel()
-        self.end_lease()
+        if self.lease is not None:
+            self.end_lease()
         respond, self._respond = self._respond, None  # without reference cycles, the garbage collector has less to do
         self.runs = ()
         if answer is not None and respond is not None:
@@ -228,20 +231,18 @@ class Call:
 
 
 class _LoopCheck:
-    """The `Check` of work on the event loop, of which there is one at a time."""
+    """The `Check` of work on the event loop, of which there is one at a time.
 
-    def __init__(self) -> None:
-        self._end = 0.0
+    Attributes:
+        end: when the work has to end, by `time.thread_time`. 0 before its first check.
+    """
 
-    def begin(self) -> Self:
-        """Begin a step. Its time counts from its first check."""
-        self._end = 0.0
-        return self
+    end = 0.0
 
     def __call__(self, slow_bytes: int = 0) -> None:
         now = time.thread_time()
-        self._end = self._end or now + _INLINE_SECONDS
-        if slow_bytes > _SLOW_BYTES or now > self._end:
+        self.end = self.end or now + _INLINE_SECONDS
+        if slow_bytes > _SLOW_BYTES or now > self.end:
             raise _SlowError
 
 
@@ -344,8 +345,10 @@ class Pipeline:
 
     def _on_loop(self, call: Call, work: Callable[[Call, Check], Any], then: Callable[[Call, Any], None]) -> None:
         """Do work on the event loop, or in a thread if it turns out to be slow. `then` takes its result."""
+        check = self._loop_check
+        check.end = 0.0
         try:
-            then(call, work(call, self._loop_check.begin()))
+            then(call, work(call, check))
         except _SlowError:
             self._in_thread(call, work, then)
         except Exception as error:
@@ -377,7 +380,8 @@ class Pipeline:
 
     def _prepare(self, call: Call, check: Check) -> list[Task]:
         """Parse the request, lease the version, and decode the inputs."""
-        call.end_lease()  # if the event loop has begun this step
+        if call.lease is not None:  # the event loop has begun this step
+            call.end_lease()
         prediction, record = call.prediction, call.record
         spec = prediction.parse(call.body, check)
         if record is not None:
@@ -392,7 +396,7 @@ class Pipeline:
     def _run(self, call: Call, tasks: list[Task]) -> None:
         for task in tasks:
             self._check(call, task)
-        call.tasks, call.outcomes, call.waiting = tasks, [[]] * len(tasks), len(tasks)
+        call.tasks, call.outputs, call.waiting = tasks, [{}] * len(tasks), len(tasks)
         seconds = call.seconds()
         for index, (signature, inputs) in enumerate(tasks):
             on_outcome = functools.partial(self._ran, call, index)
@@ -409,35 +413,30 @@ class Pipeline:
         """Take the outcome of a run. The lease ends with the last one."""
         if call.is_over:
             return
-        call.outcomes[index] = outcome
+        if isinstance(outcome, Exception):
+            call.error = call.error or outcome
+        else:
+            call.outputs[index] = dict(zip(call.tasks[index].signature.output_dtypes, outcome, strict=True))
+            for array in outcome:
+                call.elements += array.size
         call.waiting -= 1
         if call.waiting:
             return
         call.end_lease()
-        elements = 0
-        for one in call.outcomes:
-            if isinstance(one, Exception):
-                self._end(call, one)
-                return
-            for array in one:
-                elements += array.size
-        if elements <= INLINE_ELEMENTS:
+        if call.error is not None:
+            self._end(call, call.error)
+        elif call.elements <= INLINE_ELEMENTS:
             self._on_loop(call, self._encode, self._end)
-            return
-        try:
-            self._reserve(call, elements * call.prediction.output_bytes)
-        except StatusError as error:
-            self._end(call, error)
         else:
-            self._in_thread(call, self._encode, self._end)
+            try:
+                self._reserve(call, call.elements * call.prediction.output_bytes)
+            except StatusError as error:
+                self._end(call, error)
+            else:
+                self._in_thread(call, self._encode, self._end)
 
     def _encode(self, call: Call, check: Check) -> bytes:
-        outputs = [
-            dict(zip(signature.output_dtypes, outcome, strict=True))
-            for (signature, _), outcome in zip(call.tasks, call.outcomes, strict=True)
-            if not isinstance(outcome, Exception)
-        ]
-        return call.prediction.encode(call.loaded, outputs, check)
+        return call.prediction.encode(call.loaded, call.outputs, check)
 
     def _end(self, call: Call, answer: bytes | Exception | None) -> None:
         """End a call with its answer, or without one if its client has left."""

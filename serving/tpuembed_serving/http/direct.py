@@ -136,13 +136,10 @@ class DirectCycle:
         self.response_started = self.response_complete = True
         if self.disconnected or protocol.transport.is_closing():
             return
-        parts = [STATUS_LINE[reply.status]]
-        for name, value in protocol.server_state.default_headers:
-            parts += (name, b": ", value, b"\r\n")
-        for name, value in reply_headers(reply, self._request_id):
-            parts += (name, b": ", value, b"\r\n")
-        parts += (b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n", reply.body)
-        protocol.transport.write(b"".join(parts))
+        headers = [*protocol.server_state.default_headers, *reply_headers(reply, self._request_id)]
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        protocol.transport.write(b"%b%b%b%b" % (STATUS_LINE[reply.status], lines, end, reply.body))
         if not self.keep_alive:
             protocol.transport.close()
         protocol.on_response_complete()

@@ -4,6 +4,7 @@ Row form writes arrays inside a row on one line. Columnar form writes one line p
 """
 
 import base64
+import functools
 import math
 from collections.abc import Mapping
 
@@ -53,20 +54,30 @@ def _rows(outputs: Mapping[str, Array], dtypes: Mapping[str, str], check: Check)
     batch = _batch_size(outputs)
     if batch == 0:
         return b'{\n    "predictions": []\n}'
-    named = len(outputs) > 1
+    elements = sum([array.size for array in outputs.values()])
+    if elements <= _BLOCK_ELEMENTS:
+        return _to_bytes(f'{{\n    "predictions": [{_row_block(outputs, dtypes)}\n    ]\n}}')
     texts = []
-    for block in _blocks(batch, sum([array.size for array in outputs.values()])):
-        if block.start:
-            check()
-        columns = {alias: _row_values(alias, array[block], dtypes[alias], named) for alias, array in outputs.items()}
-        if named:
-            keys = [f"\n            {quote(alias)}: " for alias in columns]
-            rows = (",".join(map(str.__add__, keys, values)) for values in zip(*columns.values(), strict=True))
-            texts.append(_to_bytes(",".join(f"\n        {{{row}\n        }}" for row in rows)))
-        else:
-            (values,) = columns.values()
-            texts.append(_to_bytes(", ".join(values)))
-    return b'{\n    "predictions": [%b\n    ]\n}' % (b"," if named else b", ").join(texts)
+    for block in _blocks(batch, elements):
+        check()
+        texts.append(_to_bytes(_row_block({alias: array[block] for alias, array in outputs.items()}, dtypes)))
+    return b'{\n    "predictions": [%b\n    ]\n}' % (b"," if len(outputs) > 1 else b", ").join(texts)
+
+
+def _row_block(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
+    named = len(outputs) > 1
+    columns = {alias: _row_values(alias, array, dtypes[alias], named) for alias, array in outputs.items()}
+    if not named:
+        (values,) = columns.values()
+        return ", ".join(values)
+    keys = [_row_key(alias) for alias in columns]
+    rows = (",".join(map(str.__add__, keys, values)) for values in zip(*columns.values(), strict=True))
+    return ",".join([f"\n        {{{row}\n        }}" for row in rows])
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_key(alias: str) -> str:
+    return f"\n            {quote(alias)}: "
 
 
 def _batch_size(outputs: Mapping[str, Array]) -> int:
