@@ -15,7 +15,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     USES_BATCH_SIZE,
     USES_POSITION,
     VALUE_FIELDS,
-    Call,
+    NodeCall,
     as_rows,
     computed_value,
     in_range,
@@ -45,7 +45,7 @@ def _constant(tensor: Any) -> Any:
 
 
 @rule("Const", "HostConst")
-def _const(call: Call) -> list[Value]:
+def _const(call: NodeCall) -> list[Value]:
     tensor = call.node.attr["value"].tensor
     array = _constant(tensor)
     sizes = None
@@ -55,12 +55,12 @@ def _const(call: Call) -> list[Value]:
 
 
 @rule("VarHandleOp")
-def _variable(call: Call) -> list[Value]:
+def _variable(call: NodeCall) -> list[Value]:
     return [Value(Kind.HANDLE, element=same(call.shape()))]
 
 
 @rule("ReadVariableOp")
-def _read(call: Call) -> list[Value]:
+def _read(call: NodeCall) -> list[Value]:
     (handle,) = call.inputs
     if handle.kind is not Kind.HANDLE or handle.element is None:
         raise MixedError("it is not known what is read")
@@ -68,27 +68,27 @@ def _read(call: Call) -> list[Value]:
 
 
 @rule("Variable", "VariableV2", "ImmutableConst")
-def _old_variable(call: Call) -> list[Value]:
+def _old_variable(call: NodeCall) -> list[Value]:
     return [same(call.shape())]
 
 
 @rule("HashTableV2", "HashTable", "MutableHashTableV2", "MutableHashTable")
-def _table(_: Call) -> list[Value]:
+def _table(_: NodeCall) -> list[Value]:
     return [Value(Kind.HANDLE)]
 
 
 @rule("LookupTableFindV2", "LookupTableFind")
-def _find(call: Call) -> list[Value]:
+def _find(call: NodeCall) -> list[Value]:
     table, keys, default = call.inputs
     if table.kind is not Kind.HANDLE or default.kind is not Kind.SAME:
         raise MixedError("it is not known what is looked up")
     if default.shape != ():  # some tables take one default for each key
         raise MixedError("it may have a default for each row")
-    return _elementwise(Call(call.node, [keys], call._symbol))
+    return _elementwise(NodeCall(call.node, [keys], call._symbol))
 
 
 @rule("LookupTableSizeV2")
-def _table_size(_: Call) -> list[Value]:
+def _table_size(_: NodeCall) -> list[Value]:
     return [same(())]
 
 
@@ -142,7 +142,7 @@ _MIRRORED: Final = {
 }
 
 
-def _of_sizes(call: Call) -> list[Value] | None:
+def _of_sizes(call: NodeCall) -> list[Value] | None:
     """Return what arithmetic and comparisons of sizes give, or None if it is not known."""
     one, other = call.inputs
     if one.sizes is None or other.sizes is None or one.shape is None or other.shape is None:
@@ -175,7 +175,7 @@ def _of_sizes(call: Call) -> list[Value] | None:
     return [computed_value(call.dtype(), shape, [number for number in numbers if number is not None])]
 
 
-def _of_bounds(call: Call) -> list[Value] | None:
+def _of_bounds(call: NodeCall) -> list[Value] | None:
     """Comparisons of the lowest and highest of all rows with a constant, and conditions over all rows."""
     kinds = [value.kind for value in call.inputs]
     for every, opposite in ((Kind.EVERY, "LogicalAnd"), (Kind.SOME, "LogicalOr")):
@@ -192,12 +192,12 @@ def _of_bounds(call: Call) -> list[Value] | None:
     return None
 
 
-def _of_all(call: Call) -> tuple[Size, ...] | None:
+def _of_all(call: NodeCall) -> tuple[Size, ...] | None:
     """The shape that inputs without rows are broadcast to."""
     return broadcast([same(value.shape) for value in call.inputs], call.unknown)[0]
 
 
-def _of_lengths(call: Call) -> list[Value] | None:
+def _of_lengths(call: NodeCall) -> list[Value] | None:
     """Lengths of rows, out of where they start and end, and the columns that are within them."""
     if len(call.inputs) != 2:
         return None
@@ -226,7 +226,7 @@ def is_one_width(size: Size) -> bool:
     return number == 1 and len(names) == 1 and names[0][0] == "w"
 
 
-def _of_positions(call: Call) -> list[Value] | None:
+def _of_positions(call: NodeCall) -> list[Value] | None:
     """Return the value of an operation on positions of rows, or None if it is another operation."""
     pointers = [value for value in call.inputs if value.kind is Kind.POINTER]
     others = [value for value in call.inputs if value.kind is not Kind.POINTER]
@@ -251,7 +251,7 @@ def _of_positions(call: Call) -> list[Value] | None:
     return [rows_value(shape, axis or 0)]
 
 
-def _fill(call: Call) -> Any:
+def _fill(call: NodeCall) -> Any:
     """Return the fill behind the rows of an elementwise result, or None if it is not known."""
     fills: list[Any] = []
     for value in call.inputs:
@@ -297,7 +297,7 @@ _ELEMENTWISE: Final = """
 
 
 @rule(*_ELEMENTWISE.split())
-def _elementwise(call: Call) -> list[Value]:
+def _elementwise(call: NodeCall) -> list[Value]:
     inputs = call.inputs
     if len(inputs) == 2 and call.op in _COMPARISONS | _ARITHMETIC:
         found = _of_sizes(call)
@@ -327,17 +327,17 @@ def _elementwise(call: Call) -> list[Value]:
 
 
 @rule("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "_EagerConst")
-def _identity(call: Call) -> list[Value]:
+def _identity(call: NodeCall) -> list[Value]:
     return list(call.inputs)
 
 
 @rule("PlaceholderWithDefault")
-def _default(call: Call) -> list[Value]:
+def _default(call: NodeCall) -> list[Value]:
     return _ensure_shape(call) if call.inputs[0].kind is Kind.ROWS else list(call.inputs)
 
 
 @rule("Cast", "Bitcast")
-def _cast(call: Call) -> list[Value]:
+def _cast(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     source, to = call.dtype("SrcT") or call.dtype("T"), call.dtype("DstT") or call.dtype("type")
     narrow = {3, 9}  # others may lose what a size or a position is
@@ -369,7 +369,7 @@ def _cast(call: Call) -> list[Value]:
 
 
 @rule("ZerosLike", "OnesLike")
-def _like(call: Call) -> list[Value]:
+def _like(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     refuse_width(value)
     if value.kind is Kind.SAME:
@@ -382,7 +382,7 @@ def _refuse(value: Value) -> Value:
 
 
 @rule("Select")
-def _select(call: Call) -> list[Value]:
+def _select(call: NodeCall) -> list[Value]:
     """Takes whole rows where the condition is a vector; else all three have one shape."""
     condition, one, _ = call.inputs
     if condition.shape == ():
@@ -401,7 +401,7 @@ def _select(call: Call) -> list[Value]:
 
 
 @rule("EnsureShape")
-def _ensure_shape(call: Call) -> list[Value]:
+def _ensure_shape(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     wanted = call.shape()
     if wanted is None or value.kind is Kind.SAME:

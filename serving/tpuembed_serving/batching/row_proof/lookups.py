@@ -10,7 +10,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     OUTPUTS,
     STRING,
     USES_BATCH_SIZE,
-    Call,
+    NodeCall,
     as_rows,
     is_all_same,
     known_shape,
@@ -24,7 +24,7 @@ from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, S
 
 
 @rule("GatherV2", "Gather", "ResourceGather")
-def _gather(call: Call) -> list[Value]:
+def _gather(call: NodeCall) -> list[Value]:
     params, indices = call.inputs[:2]
     if call.op == "ResourceGather":
         if params.kind is not Kind.HANDLE or params.element is None:
@@ -108,7 +108,7 @@ def _gathered_beside(params: Value, indices: Value, axis: int, batch_dims: int) 
 
 
 @rule("GatherNd", "ResourceGatherNd")
-def _gather_nd(call: Call) -> list[Value]:
+def _gather_nd(call: NodeCall) -> list[Value]:
     params, indices = call.inputs
     if call.op == "ResourceGatherNd":
         if params.kind is not Kind.HANDLE or params.element is None:
@@ -141,7 +141,7 @@ def _gather_nd(call: Call) -> list[Value]:
 
 
 @rule("Where")
-def _where(call: Call) -> list[Value]:
+def _where(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     if value.kind is Kind.SAME:
         return [same()]
@@ -162,7 +162,7 @@ def _where(call: Call) -> list[Value]:
 
 
 @rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd")
-def _unsorted_segment(call: Call) -> list[Value]:
+def _unsorted_segment(call: NodeCall) -> list[Value]:
     data, segments, count = call.inputs
     if is_all_same(call):
         return [same()]
@@ -178,7 +178,7 @@ def _unsorted_segment(call: Call) -> list[Value]:
 
 
 @rule("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd")
-def _segment(call: Call) -> list[Value]:
+def _segment(call: NodeCall) -> list[Value]:
     data, segments = call.inputs[:2]
     if is_all_same(call):
         return [same()]
@@ -197,7 +197,7 @@ def _segments(data: Value, segments: Value) -> Value:
 
 
 @rule("SparseSegmentSum", "SparseSegmentMean", "SparseSegmentSqrtN")
-def _sparse_segment(call: Call) -> list[Value]:
+def _sparse_segment(call: NodeCall) -> list[Value]:
     data, places, segments = call.inputs[:3]
     if is_all_same(call):
         return [same()]
@@ -216,7 +216,7 @@ def _sparse_segment(call: Call) -> list[Value]:
 
 
 @rule("Unique", "UniqueV2")
-def _unique(call: Call) -> list[Value]:
+def _unique(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if is_all_same(call):
         return [same(), same()]
@@ -235,7 +235,7 @@ named_outputs("UniqueV2", "y", "idx")
 
 
 @rule("SparseReshape")
-def _sparse_reshape(call: Call) -> list[Value]:
+def _sparse_reshape(call: NodeCall) -> list[Value]:
     indices, dims, wanted = call.inputs
     if indices.kind is not Kind.INDICES or dims.sizes is None or dims.sizes != wanted.sizes:
         raise MixedError("entries change their rows")
@@ -246,7 +246,7 @@ named_outputs("SparseReshape", "output_indices", "output_shape")
 
 
 @rule("SparseFillEmptyRows")
-def _fill_rows(call: Call) -> list[Value]:
+def _fill_rows(call: NodeCall) -> list[Value]:
     indices, values, dims, default = call.inputs
     as_rows(default, Kind.SAME)
     as_rows(values)
@@ -265,7 +265,7 @@ named_outputs("SparseFillEmptyRows", "output_indices", "output_values", "empty_r
 
 
 @rule("DenseBincount")
-def _bincount(call: Call) -> list[Value]:
+def _bincount(call: NodeCall) -> list[Value]:
     value, size, weights = call.inputs
     if is_all_same(call):
         return [same()]
@@ -284,7 +284,7 @@ def _bincount(call: Call) -> list[Value]:
 
 
 @rule("SparseToDense")
-def _sparse_to_dense(call: Call) -> list[Value]:
+def _sparse_to_dense(call: NodeCall) -> list[Value]:
     indices, dims, values, default = call.inputs
     if is_all_same(call):
         return [same(dims.sizes)]
@@ -300,7 +300,7 @@ def _sparse_to_dense(call: Call) -> list[Value]:
 
 
 @rule("RaggedTensorToTensor")
-def _ragged_to_tensor(call: Call) -> list[Value]:
+def _ragged_to_tensor(call: NodeCall) -> list[Value]:
     dims, values, default, *parts = call.inputs
     types = [kind.decode() for kind in call.node.attr["row_partition_types"].list.s]
     as_rows(default, Kind.SAME)
@@ -328,7 +328,7 @@ def _ragged_to_tensor(call: Call) -> list[Value]:
     return [rows_value([rows, width, *shape[1:]], 0, fill=fill)]
 
 
-def _parsed_sparse(call: Call, count: int) -> tuple[list[Value], list[Value], list[Value]]:
+def _parsed_sparse(call: NodeCall, count: int) -> tuple[list[Value], list[Value], list[Value]]:
     indices, values, shapes = [], [], []
     for _ in range(count):
         entries, dims = call.entries(), (ROWS, call.width())
@@ -339,7 +339,7 @@ def _parsed_sparse(call: Call, count: int) -> tuple[list[Value], list[Value], li
 
 
 @rule("ParseExampleV2")
-def _parse(call: Call) -> list[Value]:
+def _parse(call: NodeCall) -> list[Value]:
     serialized, *others = call.inputs
     if known_shape(as_rows(serialized).shape) != (ROWS,):
         raise MixedError("its examples are no vector of the rows")
@@ -377,7 +377,7 @@ def _no_names(names: Value) -> None:
 
 
 @rule("ParseExample")
-def _parse_old(call: Call) -> list[Value]:
+def _parse_old(call: NodeCall) -> list[Value]:
     if known_shape(as_rows(call.inputs[0]).shape) != (ROWS,):
         raise MixedError("its examples are no vector of the rows")
     _no_names(call.inputs[1])
@@ -401,7 +401,7 @@ OUTPUTS["ParseExample"] = lambda node: [
 
 
 @rule("DecodeCSV")
-def _decode_csv(call: Call) -> list[Value]:
+def _decode_csv(call: NodeCall) -> list[Value]:
     records, *defaults = call.inputs
     for default in defaults:
         as_rows(default, Kind.SAME)
@@ -409,7 +409,7 @@ def _decode_csv(call: Call) -> list[Value]:
 
 
 @rule("StringSplitV2", "StringSplit")
-def _string_split(call: Call) -> list[Value]:
+def _string_split(call: NodeCall) -> list[Value]:
     if len(known_shape(as_rows(call.inputs[0]).shape)) != 1:
         raise MixedError("what it splits is no vector")
     as_rows(call.inputs[1], Kind.SAME)

@@ -11,7 +11,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     DEPENDS_ON_WIDTH,
     INTEGERS,
     USES_POSITION,
-    Call,
+    NodeCall,
     as_rows,
     computed_value,
     is_all_same,
@@ -25,7 +25,7 @@ from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, V
 
 
 @rule("Sum", "Mean", "Prod", "Max", "Min", "All", "Any", "EuclideanNorm", "ReduceJoin")
-def _reduce(call: Call) -> list[Value]:
+def _reduce(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     keep = call.flag("keep_dims")
     axes = call.inputs[1].numbers() if call.inputs[1].kind is Kind.SAME else None
@@ -78,7 +78,7 @@ def _reduce(call: Call) -> list[Value]:
     return [rows_value(left, axis, counts=counts, fill=value.fill if call.op in ("All", "Any") else None)]
 
 
-def _check_fill(call: Call, value: Value) -> None:
+def _check_fill(call: NodeCall, value: Value) -> None:
     """Raise MixedError where what stands behind a row's values changes the result."""
     neutral = {"Sum": 0, "Any": False, "All": True}
     if value.fill is None or call.op not in neutral or value.fill != neutral[call.op]:
@@ -86,7 +86,7 @@ def _check_fill(call: Call, value: Value) -> None:
 
 
 @rule("ArgMax", "ArgMin")
-def _arg(call: Call) -> list[Value]:
+def _arg(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if is_all_same(call):
         return [same()]
@@ -101,7 +101,7 @@ def _arg(call: Call) -> list[Value]:
 
 
 @rule("Softmax", "LogSoftmax")
-def _softmax(call: Call) -> list[Value]:
+def _softmax(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     if value.kind is Kind.SAME:
         return [value]
@@ -113,12 +113,12 @@ def _softmax(call: Call) -> list[Value]:
 
 
 @rule("L2Normalize", "SparseSoftmaxCrossEntropyWithLogits")
-def _never(_: Call) -> list[Value]:
+def _never(_: NodeCall) -> list[Value]:
     raise MixedError("it is not in the table of operations")
 
 
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
-def _cumulative(call: Call) -> list[Value]:
+def _cumulative(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if value.sizes is not None and value.rank == 1 and call.op in ("Cumsum", "Cumprod"):
         return [_cumulative_sizes(call, value)]
@@ -140,7 +140,7 @@ def _cumulative(call: Call) -> list[Value]:
     return [rows_value(shape, value.axis)]
 
 
-def _cumulative_sizes(call: Call, value: Value) -> Value:
+def _cumulative_sizes(call: NodeCall, value: Value) -> Value:
     sizes = list(value.sizes or ())
     sizes = sizes[::-1] if call.flag("reverse") else sizes
     by, start = (operator.add, 0) if call.op == "Cumsum" else (operator.mul, 1)
@@ -152,7 +152,7 @@ def _cumulative_sizes(call: Call, value: Value) -> Value:
 
 
 @rule("TopKV2", "TopK")
-def _top(call: Call) -> list[Value]:
+def _top(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if is_all_same(call):
         return [same(), same()]
@@ -173,7 +173,7 @@ named_outputs("TopK", "values", "indices")
 
 
 @rule("MatrixBandPart", "MatrixTranspose", "MatrixDiagPartV3", "MatrixDiagV3")
-def _band(call: Call) -> list[Value]:
+def _band(call: NodeCall) -> list[Value]:
     if call.op != "MatrixBandPart":
         raise MixedError("it is not in the table of operations")
     value = call.inputs[0]
@@ -192,7 +192,7 @@ def _band(call: Call) -> list[Value]:
 
 
 @rule("MatMul", "_FusedMatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
-def _matmul(call: Call) -> list[Value]:
+def _matmul(call: NodeCall) -> list[Value]:
     one, other, *more = call.inputs
     if is_all_same(call):
         is_known = one.shape is not None and one.rank == other.rank
@@ -239,7 +239,7 @@ def _matrix(value: Value, turned: bool) -> tuple[tuple[Size, ...], int | None]:
 
 
 @rule("Einsum")
-def _einsum(call: Call) -> list[Value]:
+def _einsum(call: NodeCall) -> list[Value]:
     terms, _, out = call.text("equation").replace(" ", "").partition("->")
     if is_all_same(call):
         return [same()]
@@ -267,7 +267,7 @@ def _einsum(call: Call) -> list[Value]:
 
 
 @rule("Conv2D", "DepthwiseConv2dNative", "MaxPool", "AvgPool", "FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
-def _image(call: Call) -> list[Value]:
+def _image(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     normalizes = call.op.startswith("FusedBatchNorm")
     if normalizes and (call.flag("is_training") or "is_training" not in call.node.attr):

@@ -1,6 +1,6 @@
 """What a rule is called with, and what rules have in common.
 
-A rule is called with a `Call`, none of whose inputs is mixed. It returns the outputs of the operation, or raises `MixedError`.
+A rule is called with a `NodeCall`, none of whose inputs is mixed. It returns the outputs of the operation, or raises `MixedError`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ __all__ = [
     "USES_BATCH_SIZE",
     "USES_POSITION",
     "VALUE_FIELDS",
-    "Call",
+    "NodeCall",
     "as_rows",
     "computed_value",
     "in_range",
@@ -53,7 +53,7 @@ STRING: Final = 7
 ELEMENT_BYTES: Final = {1: 4, 3: 4, 22: 4, 2: 8, 9: 8, 23: 8, 19: 2, 14: 2, 5: 2, 17: 2, 4: 1, 6: 1}
 
 
-class Call:
+class NodeCall:
     """A node and what is known of its inputs."""
 
     def __init__(self, node: Any, inputs: Sequence[Value], symbol: Callable[[str], Size]) -> None:
@@ -118,7 +118,7 @@ class Call:
         return found
 
 
-Rule = Callable[[Call], list[Value]]
+Rule = Callable[[NodeCall], list[Value]]
 RULES: Final[dict[str, Rule]] = {}
 OUTPUTS: Final[dict[str, Callable[[Any], list[tuple[str, int]]]]] = {}
 """Of operations with several named outputs: the names, and how many tensors each is."""
@@ -158,7 +158,7 @@ def as_rows(value: Value, *kinds: Kind) -> Value:
     return value
 
 
-def is_all_same(call: Call) -> bool:
+def is_all_same(call: NodeCall) -> bool:
     """Returns True if every input is the same in every run."""
     return all(value.kind is Kind.SAME for value in call.inputs)
 

@@ -11,7 +11,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     DEPENDS_ON_WIDTH,
     USES_BATCH_SIZE,
     USES_POSITION,
-    Call,
+    NodeCall,
     as_rows,
     is_all_same,
     is_width,
@@ -27,7 +27,7 @@ __all__ = ["inserted_axis", "moved_axis", "one_column"]
 
 
 @rule("Shape", "ShapeN")
-def _shape(call: Call) -> list[Value]:
+def _shape(call: NodeCall) -> list[Value]:
     found = []
     for value in call.inputs:
         if value.kind is Kind.SAME and value.shape is None:
@@ -39,7 +39,7 @@ def _shape(call: Call) -> list[Value]:
 
 
 @rule("Size")
-def _size(call: Call) -> list[Value]:
+def _size(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     if value.kind is Kind.SAME and value.shape is None:
         return [same(())]
@@ -47,7 +47,7 @@ def _size(call: Call) -> list[Value]:
 
 
 @rule("Rank")
-def _rank(call: Call) -> list[Value]:
+def _rank(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     if value.kind is Kind.SAME and value.shape is None:
         return [same(())]
@@ -59,7 +59,7 @@ def _product(sizes: Iterable[Size]) -> Size:
 
 
 @rule("Reshape")
-def _reshape(call: Call) -> list[Value]:
+def _reshape(call: NodeCall) -> list[Value]:
     value, target = call.inputs
     if value.kind in COUNT_KINDS and target.kind is Kind.SAME:
         known = target.numbers()
@@ -120,7 +120,7 @@ def _as(array: Any, shape: Sequence[Size]) -> Any:
     return array.reshape(known) if len(known) == len(numbers) else None
 
 
-def _reshaped(call: Call, value: Value, sizes: Sequence[Size]) -> tuple[Size, ...]:
+def _reshaped(call: NodeCall, value: Value, sizes: Sequence[Size]) -> tuple[Size, ...]:
     """The shape after a reshape, with its -1 worked out."""
     total = _product(known_shape(value.shape))
     shape = list(sizes)
@@ -139,7 +139,7 @@ def _reshaped(call: Call, value: Value, sizes: Sequence[Size]) -> tuple[Size, ..
     return tuple(shape)
 
 
-def _kept_axis(call: Call, value: Value, shape: Sequence[Size]) -> int:
+def _kept_axis(call: NodeCall, value: Value, shape: Sequence[Size]) -> int:
     """Return the axis of rows after a reshape that keeps all axes before it."""
     before = [size for size in known_shape(value.shape)[: value.axis] if size.number != 1]
     axes = [index for index, size in enumerate(shape) if any(name[0] in "nu" for name in size.symbols)]
@@ -157,7 +157,7 @@ def _kept_axis(call: Call, value: Value, shape: Sequence[Size]) -> int:
 
 
 @rule("ExpandDims")
-def _expand(call: Call) -> list[Value]:
+def _expand(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if value.kind is Kind.SAME and value.shape is None:
         return [same()]
@@ -190,7 +190,7 @@ def moved_axis(value: Value, shape: Iterable[Size], axis: int) -> Value:
 
 
 @rule("Squeeze")
-def _squeeze(call: Call) -> list[Value]:
+def _squeeze(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     axes = call.integers("squeeze_dims")
     if value.kind in COUNT_KINDS:
@@ -212,7 +212,7 @@ def _squeeze(call: Call) -> list[Value]:
 
 
 @rule("Transpose")
-def _transpose(call: Call) -> list[Value]:
+def _transpose(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if value.kind is Kind.SAME and (value.shape is None or call.inputs[1].numbers() is None):
         return [same()]
@@ -225,7 +225,7 @@ def _transpose(call: Call) -> list[Value]:
 
 
 @rule("Pack")
-def _pack(call: Call) -> list[Value]:
+def _pack(call: NodeCall) -> list[Value]:
     axis = call.integer("axis")
     if all(value.sizes is not None and value.shape == () for value in call.inputs):
         sizes = [size for value in call.inputs for size in value.sizes or ()]
@@ -254,7 +254,7 @@ def inserted_axis(shape: Sequence[Size], axis: int, size: Size) -> list[Size]:
     return [*shape[:axis], size, *shape[axis:]]
 
 
-def _merged(call: Call, shapes: Sequence[tuple[Size, ...]], but: int | None = None) -> tuple[Size, ...]:
+def _merged(call: NodeCall, shapes: Sequence[tuple[Size, ...]], but: int | None = None) -> tuple[Size, ...]:
     """Return the one shape of tensors that must have equal shapes, except along axis `but`."""
     if len({len(shape) for shape in shapes}) > 1:
         raise MixedError("inputs have different numbers of dimensions")
@@ -273,7 +273,7 @@ def _merged(call: Call, shapes: Sequence[tuple[Size, ...]], but: int | None = No
 
 
 @rule("Unpack")
-def _unpack(call: Call) -> list[Value]:
+def _unpack(call: NodeCall) -> list[Value]:
     (value,) = call.inputs
     axis, count = call.integer("axis"), call.integer("num")
     if value.sizes is not None and value.rank == 1:
@@ -296,7 +296,7 @@ def _unpack(call: Call) -> list[Value]:
 
 
 @rule("ConcatV2", "Concat")
-def _concat(call: Call) -> list[Value]:
+def _concat(call: NodeCall) -> list[Value]:
     at = len(call.inputs) - 1 if call.op == "ConcatV2" else 0
     parts = [value for index, value in enumerate(call.inputs) if index != at]
     (axis,) = call.numbers(at)
@@ -328,7 +328,7 @@ def _concat(call: Call) -> list[Value]:
 
 
 @rule("Split", "SplitV")
-def _split(call: Call) -> list[Value]:
+def _split(call: NodeCall) -> list[Value]:
     value, axis_at = (call.inputs[1], 0) if call.op == "Split" else (call.inputs[0], 2)
     count = call.integer("num_split")
     if is_all_same(call):

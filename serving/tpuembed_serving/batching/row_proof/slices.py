@@ -8,7 +8,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     DEPENDS_ON_WIDTH,
     MOST_KNOWN_NUMBERS,
     USES_BATCH_SIZE,
-    Call,
+    NodeCall,
     as_rows,
     is_all_same,
     is_width,
@@ -23,7 +23,7 @@ from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, V
 
 
 @rule("Slice")
-def _slice(call: Call) -> list[Value]:
+def _slice(call: NodeCall) -> list[Value]:
     value, begin, size = call.inputs
     if is_all_same(call):
         shape = None if value.shape is None else [call.unknown() for _ in value.shape]
@@ -65,7 +65,7 @@ def _slice(call: Call) -> list[Value]:
 
 
 @rule("StridedSlice")
-def _strided_slice(call: Call) -> list[Value]:
+def _strided_slice(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     spec = _slice_spec(call)
     if value.kind in (Kind.SAME, Kind.SIZE) and value.rank == 1 and value.sizes is not None:
@@ -163,7 +163,7 @@ def _columns(value: Value, columns: Any) -> Value:
     return moved_axis(column, [*known_shape(column.shape), Size.of(1)], 0)
 
 
-def _length(call: Call, size: Size, begin: Size | None, end: Size | None, step: int) -> Size:
+def _length(call: NodeCall, size: Size, begin: Size | None, end: Size | None, step: int) -> Size:
     numbers = [None if bound is None else bound.number for bound in (begin, end)]
     is_known = all(bound is None or number is not None for bound, number in zip((begin, end), numbers, strict=True))
     if size.number is not None and is_known and step:
@@ -174,7 +174,7 @@ def _length(call: Call, size: Size, begin: Size | None, end: Size | None, step: 
 _Entry = tuple[str, Size | None, Size | None, int]
 
 
-def _slice_spec(call: Call) -> list[_Entry] | None:
+def _slice_spec(call: NodeCall) -> list[_Entry] | None:
     """(what, begin, end, step) of each entry of a slice: new, ..., shrink or part."""
     _, begin, end, strides = call.inputs
     for bound in (begin, end, strides):
@@ -218,7 +218,7 @@ def _sliced_sizes(sizes: Sequence[Size], spec: list[_Entry] | None) -> Value | N
 
 
 @rule("Fill")
-def _fill_with(call: Call) -> list[Value]:
+def _fill_with(call: NodeCall) -> list[Value]:
     dims, value = call.inputs
     if value.kind is not Kind.SAME:
         raise MixedError(USES_BATCH_SIZE if value.kind is Kind.SIZE else "rows meet here")
@@ -240,7 +240,7 @@ def _spread(dims: Value) -> Value:
 
 
 @rule("BroadcastTo")
-def _broadcast_to(call: Call) -> list[Value]:
+def _broadcast_to(call: NodeCall) -> list[Value]:
     value, dims = call.inputs
     as_rows(value, Kind.ROWS, Kind.SAME, Kind.POINTER)
     if value.kind is Kind.SAME and dims.kind is Kind.SAME:
@@ -261,7 +261,7 @@ def _broadcast_to(call: Call) -> list[Value]:
 
 
 @rule("Tile")
-def _tile(call: Call) -> list[Value]:
+def _tile(call: NodeCall) -> list[Value]:
     value, times = call.inputs
     refuse_width(value)
     as_rows(value, Kind.ROWS, Kind.SAME, Kind.POINTER)
@@ -293,7 +293,7 @@ def _repeated(value: Value, shape: Iterable[Size], axis: int) -> Value:
 
 
 @rule("Range")
-def _range(call: Call) -> list[Value]:
+def _range(call: NodeCall) -> list[Value]:
     start, limit, step = call.inputs
     if any(value.kind not in (Kind.SAME, Kind.SIZE) for value in call.inputs):
         raise MixedError("its bounds depend on rows")
@@ -319,7 +319,7 @@ def _range(call: Call) -> list[Value]:
 
 
 @rule("Pad", "PadV2", "MirrorPad")
-def _pad(call: Call) -> list[Value]:
+def _pad(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if is_all_same(call):
         return [same(None if value.shape is None else [call.unknown() for _ in value.shape])]
@@ -336,7 +336,7 @@ def _pad(call: Call) -> list[Value]:
 
 
 @rule("ReverseV2")
-def _reverse(call: Call) -> list[Value]:
+def _reverse(call: NodeCall) -> list[Value]:
     value = call.inputs[0]
     if is_all_same(call):
         return [same(value.shape)]
@@ -349,7 +349,7 @@ def _reverse(call: Call) -> list[Value]:
 
 
 @rule("LowerBound", "UpperBound")
-def _search(call: Call) -> list[Value]:
+def _search(call: NodeCall) -> list[Value]:
     ordered, values = call.inputs
     if is_all_same(call):
         return [same(values.shape)]
@@ -362,7 +362,7 @@ def _search(call: Call) -> list[Value]:
 
 
 @rule("OneHot")
-def _one_hot(call: Call) -> list[Value]:
+def _one_hot(call: NodeCall) -> list[Value]:
     value, depth = call.inputs[:2]
     for other in call.inputs[1:]:
         as_rows(other, Kind.SAME)

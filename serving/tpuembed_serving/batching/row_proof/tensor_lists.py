@@ -2,7 +2,7 @@
 
 from tpuembed_serving.batching.row_proof.rules import (
     USES_BATCH_SIZE,
-    Call,
+    NodeCall,
     as_rows,
     known_shape,
     refuse_width,
@@ -13,7 +13,7 @@ from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, V
 
 
 @rule("TensorListFromTensor")
-def _list_of(call: Call) -> list[Value]:
+def _list_of(call: NodeCall) -> list[Value]:
     value, wanted = call.inputs
     if value.kind is Kind.SAME:
         element = same(None if value.shape is None else value.shape[1:])
@@ -27,7 +27,7 @@ def _list_of(call: Call) -> list[Value]:
 
 
 @rule("TensorListReserve", "EmptyTensorList")
-def _new_list(call: Call) -> list[Value]:
+def _new_list(call: NodeCall) -> list[Value]:
     if call.inputs[1].kind is not Kind.SAME:
         raise MixedError(USES_BATCH_SIZE)
     return [Value(Kind.LIST, declared=_declared(call.inputs[0]))]
@@ -69,7 +69,7 @@ def _in_shape(element: Value, declared: tuple[Size, ...] | None) -> Value:
 
 
 @rule("TensorListGetItem")
-def _list_item(call: Call) -> list[Value]:
+def _list_item(call: NodeCall) -> list[Value]:
     kept, index = call.inputs[:2]
     if kept.kind is not Kind.LIST or kept.element is None or index.kind is not Kind.SAME:
         raise MixedError("which of its tensors is taken depends on rows")
@@ -77,7 +77,7 @@ def _list_item(call: Call) -> list[Value]:
 
 
 @rule("TensorListSetItem")
-def _set_item(call: Call) -> list[Value]:
+def _set_item(call: NodeCall) -> list[Value]:
     kept, index, value = call.inputs
     if kept.kind is not Kind.LIST or index.kind is not Kind.SAME or call.flag("resize_if_index_out_of_bounds"):
         raise MixedError("which of its tensors is set depends on rows")
@@ -85,7 +85,7 @@ def _set_item(call: Call) -> list[Value]:
 
 
 @rule("TensorListPushBack")
-def _push(call: Call) -> list[Value]:
+def _push(call: NodeCall) -> list[Value]:
     if call.inputs[0].kind is not Kind.LIST:
         raise MixedError("it is not known what it is put into")
     return [_with_element(*call.inputs)]
@@ -104,7 +104,7 @@ def _with_element(kept: Value, value: Value) -> Value:
 
 
 @rule("TensorListStack")
-def _stack_list(call: Call) -> list[Value]:
+def _stack_list(call: NodeCall) -> list[Value]:
     kept = call.inputs[0]
     if kept.kind is not Kind.LIST:
         raise MixedError("what its tensors are is not known")
@@ -115,10 +115,10 @@ def _stack_list(call: Call) -> list[Value]:
 
 
 @rule("TensorListLength")
-def _list_length(_: Call) -> list[Value]:
+def _list_length(_: NodeCall) -> list[Value]:
     return [same(())]
 
 
 @rule("NoOp")
-def _nothing(_: Call) -> list[Value]:
+def _nothing(_: NodeCall) -> list[Value]:
     return []

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpuembed.manifest import LOOKUP_SCOPE
-from tpuembed_serving.batching.row_proof.operations import OUTPUTS, RULES, Call
+from tpuembed_serving.batching.row_proof.operations import OUTPUTS, RULES, NodeCall
 from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
 
 __all__ = ["Verdict", "prove"]
@@ -250,7 +250,7 @@ class _GraphWalk:
         if first is not None:
             known = () if node.op in _SCALARS and all(value.shape == () for value in inputs) else None
             return _all_mixed(node, first.reason, shape=known), ""
-        return rule(Call(node, inputs, self.symbol)), ""
+        return rule(NodeCall(node, inputs, self.symbol)), ""
 
     # ---- functions
 
