@@ -114,7 +114,7 @@ class RestInference:
             raise invalid_argument(f"No signature was found with the name: {self._name}")
         check_signature(loaded.servable, signature, self._method)
         self._signature = signature
-        return [Task(signature, [to_tensor(self._examples)])]
+        return [Task(signature, [to_tensor(self._examples)], sum(map(len, self._examples)))]
 
     def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], __: Check) -> bytes:
         """Write the classes or values."""
