@@ -191,7 +191,7 @@ def _decode(document: Document, signature: Signature, check: Check) -> PredictIn
     try:
         return decode_inputs(document, signature, check)
     except StatusError:
-        padded = pad_ragged(document, signature)
+        padded = pad_ragged(document, signature, check)
         if padded is None:
             raise
     return decode_inputs(padded, signature, check)
