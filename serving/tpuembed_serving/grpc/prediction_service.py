@@ -5,6 +5,7 @@ Importing this module imports TensorFlow, whose package has the classes of the m
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -91,6 +92,8 @@ def _spec(spec: Any) -> ModelSpec:
     )
 
 
+_ELEMENTS_PER_SLOW_BYTE: Final = 16
+"""How many elements of a tensor are filled in the time in which a slow parser reads a byte."""
 _OUTPUT_BYTES: Final = 24
 """About the memory of an element of an output while it is encoded: in the message, and in its bytes."""
 
@@ -117,8 +120,10 @@ class GrpcPredict:
         self._request = parse(predict_pb2.PredictRequest, body)
         return model_spec(self._request)
 
-    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
-        """Convert the inputs to arrays."""
+    def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
+        """Convert the inputs to arrays. A tensor can have many more elements than the message has values."""
+        shapes = [tensor.tensor_shape.dim for tensor in self._request.inputs.values()]
+        check(sum([math.prod([dim.size for dim in shape]) for shape in shapes]) // _ELEMENTS_PER_SLOW_BYTE)
         self._signature = _find_signature(loaded.servable, self._request.model_spec.signature_name)
         inputs = decode_inputs(self._request, loaded.servable, self._signature)
         self._aliases = output_aliases(self._request, self._signature)
