@@ -7,13 +7,16 @@ row of the last request. A tensor is widened with its own first element.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
 from tpuembed_serving.core.servable import Array, Columns
 
 __all__ = ["Merged", "count_rows", "merge", "split", "take", "trailing_shapes"]
+
+_NARROW: Final = 63
+"""Smaller sizes are not told apart: rows of such lists are small in any batch."""
 
 
 def count_rows(inputs: Sequence[Array]) -> int | None:
@@ -26,10 +29,18 @@ def count_rows(inputs: Sequence[Array]) -> int | None:
 
 
 def trailing_shapes(inputs: Sequence[Array], padded: Sequence[bool]) -> tuple[Any, ...]:
-    """Return a key that is equal for inputs that can be merged: all sizes but the first, or the rank of a padded input."""
+    """Return a key that is equal for inputs that can be merged: all sizes but the first, or the magnitudes of padded ones.
+
+    All rows of a batch become as wide as its widest row. So one long list must not widen the rows of other requests much.
+    """
     if not any(padded):
         return tuple([array.shape[1:] for array in inputs])
-    return tuple([array.ndim if pad else array.shape[1:] for array, pad in zip(inputs, padded, strict=True)])
+    pairs = zip(inputs, padded, strict=True)
+    return tuple([_magnitudes(array.shape[1:]) if pad else array.shape[1:] for array, pad in pairs])
+
+
+def _magnitudes(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple([max(_NARROW, size).bit_length() for size in sizes])
 
 
 @dataclasses.dataclass(frozen=True)

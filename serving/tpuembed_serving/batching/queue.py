@@ -10,6 +10,7 @@ import numpy as np
 from tpuembed_serving.batching.concat import count_rows, trailing_shapes
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.runner import BatchRunner, Outcome
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Columns, Merging, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
@@ -86,6 +87,11 @@ class QueuedRequest:
                 self._on_outcome(outcome)
             except Exception:  # the other requests of the batch must still be answered
                 logger.exception("the answer to a request was lost")
+
+    def drop(self) -> None:
+        """Forget the inputs and the caller. Its group keeps the request until the group's next batch, perhaps for long."""
+        self.is_over = True
+        self.inputs, self._on_outcome = (), noop
 
     def postpone(self) -> None:
         """Batch it only with other postponed requests from now on."""

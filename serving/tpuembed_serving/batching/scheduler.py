@@ -160,9 +160,12 @@ class ModelExecutor:
 
     def give_up(self, request: QueuedRequest) -> None:
         """Drop a request whose caller has left."""
-        request.is_over = True
+        was_waiting = request.is_waiting
         self._open.discard(request)
         self._leave(request)
+        request.is_over = True
+        if was_waiting:  # otherwise its batch is about to run
+            request.drop()
 
     def _full(self) -> StatusError:
         return StatusError(
@@ -172,9 +175,12 @@ class ModelExecutor:
         )
 
     def _fail(self, request: QueuedRequest, error: Exception) -> None:
+        was_waiting = request.is_waiting
         self._open.discard(request)
         self._leave(request)
         request.end(error)
+        if was_waiting:
+            request.drop()
 
     # ---- batches
 

@@ -10,15 +10,29 @@ from typing import Final
 
 import numpy as np
 
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, Servable, Signature, TensorInfo
-from tpuembed_serving.core.status import Code, StatusError, invalid_argument
+from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
 
-__all__ = ["Classification", "InferenceResult", "Method", "Regression", "check_signature", "interpret", "to_tensor"]
+__all__ = [
+    "Classification",
+    "InferenceResult",
+    "Method",
+    "Regression",
+    "check_context",
+    "check_signature",
+    "interpret",
+    "to_tensor",
+]
 
 _INPUTS: Final = "inputs"
 _CLASSES: Final = "classes"
 _SCORES: Final = "scores"
 _OUTPUTS: Final = "outputs"
+_COPIED_PER_SLOW: Final = 64
+"""How many bytes are copied in the time in which a slow parser reads one."""
+_MAX_CONTEXT_BYTES: Final = 64 << 20
+"""The limit of the copies of a request's context: each example has one."""
 
 
 class Method(enum.Enum):
@@ -61,6 +75,21 @@ class Regression:
 
 
 InferenceResult = Classification | Regression
+
+
+def check_context(context: bytes, examples: int, check: Check) -> None:
+    """Check the size of the copies of `context`, one for each example, before they are made.
+
+    Raises:
+        StatusError: RESOURCE_EXHAUSTED, they are too large.
+    """
+    size = len(context) * examples
+    if size > _MAX_CONTEXT_BYTES:
+        raise TooLargeError(
+            f"the context takes {size / 2**20:.1f} MiB, because each of the {examples} examples contains it. The limit is "
+            f"{_MAX_CONTEXT_BYTES >> 20} MiB. Send fewer examples per request"
+        )
+    check(size // _COPIED_PER_SLOW)
 
 
 def to_tensor(examples: Sequence[bytes]) -> Array:

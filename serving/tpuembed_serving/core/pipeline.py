@@ -56,10 +56,15 @@ class Check(Protocol):
 
 
 class Task(NamedTuple):
-    """One run of a signature, with its inputs in the signature's order."""
+    """One run of a signature, with its inputs in the signature's order.
+
+    Attributes:
+        string_bytes: the bytes of the strings in the inputs, if they can be more than those of the request.
+    """
 
     signature: Signature
     inputs: Sequence[Array]
+    string_bytes: int = 0
 
 
 class Prediction(Protocol):
@@ -398,7 +403,7 @@ class Pipeline:
             self._check(call, task)
         call.tasks, call.outputs, call.waiting = tasks, [{}] * len(tasks), len(tasks)
         seconds = call.seconds()
-        for index, (signature, inputs) in enumerate(tasks):
+        for index, (signature, inputs, _) in enumerate(tasks):
             on_outcome = functools.partial(self._ran, call, index)
             try:
                 run = self._executor.submit(
@@ -470,7 +475,7 @@ class Pipeline:
             raise invalid_argument(
                 f"the request has {rows} rows. The limit is {self._max_rows}. Send fewer rows per request"
             )
-        size = elements * _ELEMENT_BYTES + rows * signature.row_bytes
+        size = elements * _ELEMENT_BYTES + rows * signature.row_bytes + task.string_bytes
         if size > INLINE_BYTES:
             self._reserve(call, size)
 

@@ -5,6 +5,7 @@ Importing this module imports TensorFlow, whose package has the classes of the m
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from tpuembed_serving.core.classify_regress import (
     Classification,
     InferenceResult,
     Method,
+    check_context,
     check_signature,
     interpret,
     to_tensor,
@@ -90,6 +92,8 @@ def _spec(spec: Any) -> ModelSpec:
     )
 
 
+_ELEMENTS_PER_SLOW_BYTE: Final = 16
+"""How many elements of a tensor are filled in the time in which a slow parser reads a byte."""
 _OUTPUT_BYTES: Final = 24
 """About the memory of an element of an output while it is encoded: in the message, and in its bytes."""
 
@@ -116,8 +120,10 @@ class GrpcPredict:
         self._request = parse(predict_pb2.PredictRequest, body)
         return model_spec(self._request)
 
-    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
-        """Convert the inputs to arrays."""
+    def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
+        """Convert the inputs to arrays. A tensor can have many more elements than the message has values."""
+        shapes = [tensor.tensor_shape.dim for tensor in self._request.inputs.values()]
+        check(sum([math.prod([dim.size for dim in shape]) for shape in shapes]) // _ELEMENTS_PER_SLOW_BYTE)
         self._signature = _find_signature(loaded.servable, self._request.model_spec.signature_name)
         inputs = decode_inputs(self._request, loaded.servable, self._signature)
         self._aliases = output_aliases(self._request, self._signature)
@@ -150,15 +156,15 @@ class _GrpcInference:
         self._request = parse(self._request_class, body)
         return model_spec(self._request)
 
-    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
+    def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
         """Return the run of the examples."""
         name = self._request.model_spec.signature_name or DEFAULT_SIGNATURE
         signature = loaded.servable.signatures.get(name)
         if signature is None:
             raise invalid_argument(f"No signature was found with the name: {name}")
         check_signature(loaded.servable, signature, self._method)
-        self._signature, self._examples = signature, _examples(self._request.input)
-        return [Task(signature, [to_tensor(self._examples)])]
+        self._signature, self._examples = signature, _examples(self._request.input, check)
+        return [Task(signature, [to_tensor(self._examples)], sum(map(len, self._examples)))]
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], _: Check) -> bytes:
         """Return the response with the classes or values."""
@@ -184,12 +190,12 @@ class GrpcMultiInference:
         tasks = self._request.tasks
         return _spec(tasks[0].model_spec) if tasks else ModelSpec("")
 
-    def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
+    def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
         """Return a run for each task. All tasks are checked before the first run."""
         self._chosen = list(_chosen(loaded.servable, self._request.tasks))
-        self._examples = _examples(self._request.input)
-        inputs = [to_tensor(self._examples)]
-        return [Task(signature, inputs) for _, signature in self._chosen]
+        self._examples = _examples(self._request.input, check)
+        inputs, size = [to_tensor(self._examples)], sum(map(len, self._examples))
+        return [Task(signature, inputs, size) for _, signature in self._chosen]
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], _: Check) -> bytes:
         """Return the response with the results of all tasks."""
@@ -265,13 +271,14 @@ def _describe(response: Any, asked: Any, version: int) -> None:
     response.version.value = version
 
 
-def _examples(source: Any) -> list[bytes]:
+def _examples(source: Any, check: Check) -> list[bytes]:
     """Return the serialized tf.Examples of an Input, each with the context before its own features."""
     kind = source.WhichOneof("kind")
     if kind is None:
         return []
     chosen = getattr(source, kind)
     context = chosen.context.SerializeToString() if kind == "example_list_with_context" else b""
+    check_context(context, len(chosen.examples), check)
     return [context + example.SerializeToString() for example in chosen.examples]
 
 

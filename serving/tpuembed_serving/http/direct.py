@@ -14,8 +14,8 @@ from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.pipeline import INLINE_BYTES, Call, Pipeline
 from tpuembed_serving.core.request_record import REQUEST_ID, REST, Headers, RequestRecord, sane_request_id
 from tpuembed_serving.core.service import ModelSpec
-from tpuembed_serving.core.status import StatusError
-from tpuembed_serving.http.endpoint import Reply, refusal, reply_headers
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.http.endpoint import HTTP_STATUS, Reply, refusal, reply_headers
 from tpuembed_serving.http.rest import RestPredict, find_post
 from tpuembed_serving.telemetry.observers import Telemetry
 
@@ -120,16 +120,23 @@ class DirectCycle:
 
     def give_up(self) -> None:
         """Stop the work for a client that has left."""
+        if self.response_complete:
+            return
+        self.response_complete = True
         if self._call is not None:
             self._direct.pipeline.give_up(self._call)
+        self._note(Code.CANCELLED, HTTP_STATUS[Code.CANCELLED], 0)
 
     def _respond(self, answer: bytes | Exception) -> None:
         reply = Reply(200, answer) if isinstance(answer, bytes) else refusal(answer)
+        self._note(reply.code, reply.status, len(reply.body))
+        self._send(reply)
+
+    def _note(self, code: Code, status: int, size: int) -> None:
         record, telemetry = self._record, self._direct.telemetry
         if record is not None and telemetry is not None:
-            record.answered(reply.code, reply.status, len(reply.body))
+            record.answered(code, status, size)
             telemetry.finish(record)
-        self._send(reply)
 
     def _send(self, reply: Reply) -> None:
         protocol: Any = self._protocol

@@ -13,6 +13,7 @@ Only this module and `direct` use internals of uvicorn's protocol classes.
 """
 
 import asyncio
+import collections
 import time
 from collections.abc import Iterable
 from typing import Any, Final
@@ -57,6 +58,7 @@ class _GuardedProtocol(HttpToolsProtocol):
 
     `_since` is when the server began to wait for bytes of the client; None if it does not wait. `_unread` is how many
     bytes of an answer the client had not read at the last check, and `_unread_since` when that number last changed.
+    `_earlier` has the requests before the newest one that are not answered yet, in their order.
     """
 
     limits: ConnectionLimits
@@ -71,6 +73,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._in_headers, self._is_refused = True, False
         self._asks_upgrade = self._has_begun = False
+        self._earlier: collections.deque[Any] = collections.deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Check the number of connections; see asyncio."""
@@ -83,8 +86,12 @@ class _GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the work for the client; see asyncio."""
         super().connection_lost(exc)
-        if type(cycle := self.cycle) is DirectCycle:  # type: ignore[comparison-overlap]
-            cycle.give_up()
+        for cycle in (*self._earlier, self.cycle):
+            if type(cycle) is DirectCycle:
+                cycle.give_up()
+            elif cycle is not None:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio's
         """Answer a client that has closed its side after its request; see asyncio. TLS has no half-closed connections."""
@@ -143,6 +150,7 @@ class _GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Check the headers, and begin the request."""
+        cycle: Any = self.cycle  # None before the first request
         self._in_headers = False
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.header_bytes:
             self._refuse_headers()
@@ -157,6 +165,8 @@ class _GuardedProtocol(HttpToolsProtocol):
             self._asks_upgrade = True
         else:
             if not self._begin_direct():
+                if not (cycle is None or cycle.response_complete):
+                    self._earlier.append(cycle)
                 super().on_headers_complete()
                 if self.parser.get_http_version() == "1.0" and self.parser.should_keep_alive() and not self.is_leaving:
                     self.cycle.keep_alive = True
@@ -205,6 +215,12 @@ class _GuardedProtocol(HttpToolsProtocol):
             cycle.answer()
         else:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Begin the next request; see uvicorn."""
+        if self._earlier:
+            self._earlier.popleft()
+        super().on_response_complete()
 
     def close_if_slow(self, now: float) -> None:
         """Close the connection if the client is too slow to send its request or to read its answer."""

@@ -114,7 +114,7 @@ class RestInference:
             raise invalid_argument(f"No signature was found with the name: {self._name}")
         check_signature(loaded.servable, signature, self._method)
         self._signature = signature
-        return [Task(signature, [to_tensor(self._examples)])]
+        return [Task(signature, [to_tensor(self._examples)], sum(map(len, self._examples)))]
 
     def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], __: Check) -> bytes:
         """Write the classes or values."""
@@ -191,7 +191,7 @@ def _decode(document: Document, signature: Signature, check: Check) -> PredictIn
     try:
         return decode_inputs(document, signature, check)
     except StatusError:
-        padded = pad_ragged(document, signature)
+        padded = pad_ragged(document, signature, check)
         if padded is None:
             raise
     return decode_inputs(padded, signature, check)

@@ -7,6 +7,7 @@ then forwarded over gRPC.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -263,7 +264,9 @@ class RemoteExecutor:
 
             self._predictions = RemotePredictions(self._target)
         seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
-        call = self._predictions.run(servable.model, servable.version, signature, inputs, seconds)
+        call = functools.partial(
+            self._predictions.run, servable.model, servable.version, signature, inputs, seconds
+        )  # not a coroutine yet: a task that is cancelled before it starts would never await it
         self._pending += 1
         task = asyncio.get_running_loop().create_task(self._finish(call, on_outcome, record))
         task.add_done_callback(self._end)
@@ -271,14 +274,14 @@ class RemoteExecutor:
 
     async def _finish(
         self,
-        call: Awaitable[list[Array]],
+        call: Callable[[], Awaitable[list[Array]]],
         on_outcome: Callable[[list[Array] | Exception], None],
         record: RequestRecord | None,
     ) -> None:
         started = time.perf_counter()
         outcome: list[Array] | Exception
         try:
-            outcome = await call
+            outcome = await call()
         except Exception as error:
             outcome = error
         if record is not None:

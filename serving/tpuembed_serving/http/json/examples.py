@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tpuembed.protobuf import bytes_field, varint
-from tpuembed_serving.core.classify_regress import Classification, InferenceResult
+from tpuembed_serving.core.classify_regress import Classification, InferenceResult, check_context
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import invalid_argument
@@ -51,6 +51,7 @@ def decode_examples(document: Document, check: Check = noop) -> list[bytes]:
         raise format_error(members, "Expecting 'examples' value to be an list/array")
     if not examples:
         raise format_error(members, "'examples' value is an empty array")
+    check_context(context, len(examples), check)
     found = []
     for index, value in enumerate(examples):
         if index % _EXAMPLES_BETWEEN_CHECKS == 0:

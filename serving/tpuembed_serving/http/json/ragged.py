@@ -4,25 +4,33 @@ Only inputs that the manifest of an export declares as lists are padded, and onl
 So a rectangular request never changes its meaning.
 """
 
-from typing import Any
+from typing import Any, Final
 
+from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Signature
-from tpuembed_serving.core.status import invalid_argument
+from tpuembed_serving.core.status import TooLargeError, invalid_argument
 from tpuembed_serving.http.json.document import Document
 from tpuembed_serving.http.json.tensors import is_base64_object
 
 __all__ = ["pad_ragged"]
 
 _WEIGHTS = "_weights"
+_MAX_PADDED: Final = 8 * 2**20
+_MAX_TIMES: Final = 8
+"""Padded lists may have `_MAX_PADDED` values, or this many times the values that were sent. One long list widens all rows."""
 
 Padding = int | float | str
 
 
-def pad_ragged(document: Document, signature: Signature) -> Document | None:
+def pad_ragged(document: Document, signature: Signature, check: Check = noop) -> Document | None:
     """Return a request that `decode_inputs` refused with its lists padded, or None if no list can be padded.
 
+    `check` is called before slow work.
+
     Raises:
-        StatusError: INVALID_ARGUMENT, a row has another number of weights than ids.
+        StatusError: INVALID_ARGUMENT, a row has another number of weights than ids; RESOURCE_EXHAUSTED, the padded lists
+            are too large.
     """
     pairs = zip(signature.inputs, signature.padding, strict=False)
     wanted = {info.alias: value for info, value in pairs if value is not None}
@@ -32,47 +40,54 @@ def pad_ragged(document: Document, signature: Signature) -> Document | None:
         return None
     given = members.get(key)
     pad = _pad_rows if key == "instances" else _pad_columns
-    found = pad(given, signature, wanted)
+    found = pad(given, signature, wanted, check)
     return None if found is None else Document({**members, key: found})
 
 
-def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding]) -> Any:
+def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
     if not isinstance(rows, list):
         return None
     if len(signature.inputs) == 1 and not any(isinstance(row, dict) for row in rows):
-        return _pad(rows, wanted[signature.inputs[0].alias])
+        return _pad(rows, wanted[signature.inputs[0].alias], check)
     if not all(type(row) is dict for row in rows):  # a JsonObject has a repeated key, which is an error
         return None
     columns = {alias: [row[alias] for row in rows] for alias in wanted if all(alias in row for row in rows)}
-    padded = _pad_all(columns, wanted)
+    padded = _pad_all(columns, wanted, check)
     if not padded:
         return None
     return [{**row, **{alias: values[index] for alias, values in padded.items()}} for index, row in enumerate(rows)]
 
 
-def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding]) -> Any:
+def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
     if not isinstance(value, dict):
-        return _pad(value, wanted[signature.inputs[0].alias]) if len(signature.inputs) == 1 else None
-    padded = _pad_all({alias: value[alias] for alias in wanted if alias in value}, wanted)
+        return _pad(value, wanted[signature.inputs[0].alias], check) if len(signature.inputs) == 1 else None
+    padded = _pad_all({alias: value[alias] for alias in wanted if alias in value}, wanted, check)
     return {**value, **padded} if padded else None
 
 
-def _pad_all(columns: dict[str, Any], wanted: dict[str, Padding]) -> dict[str, list[list[Any]]]:
+def _pad_all(columns: dict[str, Any], wanted: dict[str, Padding], check: Check) -> dict[str, list[list[Any]]]:
     """Return the ragged ones of `columns`, padded."""
     for alias in columns:
         if f"{alias}{_WEIGHTS}" in columns:
             _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"])
-    padded = {alias: _pad(rows, wanted[alias]) for alias, rows in columns.items()}
+    padded = {alias: _pad(rows, wanted[alias], check) for alias, rows in columns.items()}
     return {alias: rows for alias, rows in padded.items() if rows is not None}
 
 
-def _pad(rows: Any, value: Padding) -> list[list[Any]] | None:
+def _pad(rows: Any, value: Padding, check: Check) -> list[list[Any]] | None:
     """Return `rows` padded with `value`, or None if they are not lists of values or have one length."""
     if not _is_list_of_lists(rows):
         return None
     widest = max(map(len, rows))
     if min(map(len, rows)) == widest:
         return None
+    size = widest * len(rows)
+    if size > _MAX_PADDED and size > _MAX_TIMES * sum(map(len, rows)):
+        raise TooLargeError(
+            f"lists of different lengths are padded to the longest, which makes {len(rows)} rows of {widest} values. The limit "
+            f"is {_MAX_PADDED} values. Send long lists in requests of their own"
+        )
+    check(size)
     return [row + [value] * (widest - len(row)) for row in rows]
 
 

@@ -74,6 +74,14 @@ def test_lists_are_padded_where_padding_changes_nothing() -> None:
     assert merged.inputs[0].tolist() == [[1, -1, -1], [2, -1, -1], [3, 4, 5]]
 
 
+def test_one_long_list_does_not_widen_the_rows_of_others_much() -> None:
+    """A batch of 500 rows and of a list of a million took gigabytes."""
+    many, few, long = np.zeros((500, 3), np.int64), np.zeros((1, 60), np.int64), np.zeros((1, 1_000_000), np.int64)
+    assert trailing_shapes([many], [True]) == trailing_shapes([few], [True])
+    assert trailing_shapes([many], [True]) != trailing_shapes([long], [True])
+    assert trailing_shapes([long], [True]) == trailing_shapes([long[:, :800_000]], [True])
+
+
 def test_inputs_are_widened_by_their_own_first_element_as_theirs_are() -> None:
     one, other = np.array([[[7, 8]]]), np.array([[[1], [2]]])
     merged = merge([[one], [other]], (), True, ())

@@ -56,6 +56,43 @@ def test_a_full_queue_is_unavailable_and_empties_again() -> None:
     executor.close()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_waiting_run_that_is_over_keeps_no_inputs(late: bool) -> None:
+    """Otherwise clients that leave while all threads are busy fill the memory beyond its limit."""
+    entered, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert release.wait(20)
+
+    servable = DoublingServable(wait)
+    signature = servable.signatures["serving_default"]
+    executor = ModelExecutor(threads=1, max_queued=2, timeout_seconds=20)
+
+    async def scenario() -> None:
+        first = asyncio.create_task(run(executor, servable, signature, X))
+        await asyncio.to_thread(entered.wait, 20)
+        array, outcomes = np.zeros(10), list[Any]()
+        inputs, seconds = weakref.ref(array), 0.05 if late else 10.0
+        waiting = executor.submit(servable, signature, [array], outcomes.append, timeout_seconds=seconds)
+        del array
+        await asyncio.sleep(0.2)
+        if not late:
+            executor.give_up(waiting)
+        assert len(outcomes) == late
+        assert inputs() is None
+        release.set()
+        await first
+        await run(executor, servable, signature, X)
+        assert executor.waiting == 0
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        release.set()
+    executor.close()
+
+
 def test_a_late_run_is_a_deadline_and_still_holds_its_place() -> None:
     release = threading.Event()
     servable = DoublingServable(lambda: assert_(release.wait(10)))

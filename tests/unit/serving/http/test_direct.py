@@ -5,6 +5,7 @@ import http.client
 import itertools
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -352,6 +353,46 @@ def test_observers_see_the_same_of_both(guarded: Running, tmp_path: Path) -> Non
         assert {name: direct[name] for name in same} == {name: by_asgi[name] for name in same}
     text = answers(guarded.raw(b"GET /metrics HTTP/1.1\r\nhost: s\r\n%b\r\nconnection: close\r\n\r\n" % key))[0][2]
     assert b'request_count{model_name="m",status="OK"} 6' in text, text.decode()
+
+
+@pytest.mark.parametrize("size", [40, len(BODY)])
+@pytest.mark.parametrize("close", [False, True], ids=["direct", "asgi"])
+def test_observers_see_who_goes_away(tmp_path: Path, gate: Gate, close: bool, size: int) -> None:
+    """A request without an answer has one line, whether it was complete or not."""
+    telemetry = TelemetrySettings(access_log=str(tmp_path / "log"))
+    running = Running(tmp_path, DoublingServable(gate), telemetry=telemetry)
+    gate.open.clear()
+    try:
+        head = b"POST %b HTTP/1.1\r\nhost: s\r\nx-request-id: gone\r\n" % TARGET.encode()
+        with socket.create_connection(("127.0.0.1", running.port), 20) as client:
+            client.sendall(head + CLOSE * close + b"\r\n" * close + b"content-length: %d\r\n\r\n" % size + BODY)
+            if size == len(BODY):
+                assert gate.entered.acquire(timeout=20)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset the connection
+        wait_for(lambda: '"gone"' in (tmp_path / "log").read_text(), 10)
+    finally:
+        gate.open.set()
+        running.close()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(line["request_id"], line["status"]) for line in lines] == [("gone", 499)]
+
+
+def test_who_goes_away_with_several_requests_stops_all(
+    server: Running, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest request of a connection is not the one that runs."""
+    gate.open.clear()
+    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+        chunked = b"POST %b HTTP/1.1\r\nhost: s\r\ntransfer-encoding: chunked\r\n\r\n" % TARGET.encode()
+        client.sendall(chunked + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) + request() + request())
+        assert gate.entered.acquire(timeout=20)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset the connection
+    try:
+        wait_for(lambda: server.users == 0, 10)
+    finally:
+        gate.open.set()
+    assert answers(server.raw(request(BODY, CLOSE)))[0][2] == ANSWER
+    assert "Exception" not in caplog.text
 
 
 def test_answers_that_nobody_reads_do_not_pile_up(steady: Running, monkeypatch: pytest.MonkeyPatch) -> None:

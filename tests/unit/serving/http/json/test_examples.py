@@ -63,6 +63,18 @@ def test_the_context_is_in_every_example_and_yields_to_it() -> None:
     assert found == [{"c": one, "x": three, "y": four}, {"c": one, "x": two}]
 
 
+def test_copies_of_the_context_have_a_limit() -> None:
+    """A body of 230 KB had 1.4 GB of examples."""
+    slow: list[int] = []
+    few = json.dumps({"context": {"c": "x" * 20_000}, "examples": [{}] * 100})
+    assert len(decode_examples(parse_document(few.encode()), lambda size=0: slow.append(size))) == 100
+    assert max(slow) > 16 * 2**10, "in a thread"
+    many = json.dumps({"context": {"c": "x" * 20_000}, "examples": [{}] * 70_000})
+    with pytest.raises(StatusError, match=r"^the context takes 133\d\.\d MiB, .* The limit is 64 MiB\. ") as caught:
+        decode_examples(parse_document(many.encode()))
+    assert caught.value.code is Code.RESOURCE_EXHAUSTED
+
+
 def test_of_equal_features_the_last_counts_and_of_equal_keys_the_first() -> None:
     found = examples('{"examples": [{"x": 1, "x": 2, "y": 3}], "examples": [{"x": 9}]}')
     assert found == [{"x": ("int64_list", [2]), "y": ("int64_list", [3])}]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.servable import Signature
-from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.json import decode_inputs, pad_ragged, parse_document
 
 IDS = signature({"watched": "int64"})
@@ -98,3 +98,18 @@ def test_a_key_twice_is_no_ragged_list() -> None:
 def test_a_value_of_another_type_is_still_an_error() -> None:
     with pytest.raises(StatusError, match="is not of expected type: int64"):
         decoded({"instances": [[1, 2], [1.5]]}, IDS, PADDING["ids"])
+
+
+def test_one_long_list_does_not_fill_the_memory() -> None:
+    """A body of 250 KB became lists of gigabytes, on the event loop."""
+    slow: list[int] = []
+    padded = dataclasses.replace(IDS, padding=PADDING["ids"])
+    document = parse_document(json.dumps({"instances": [[1]] * 3000 + [[1] * 1000]}).encode())
+    assert pad_ragged(document, padded, lambda size=0: slow.append(size)) is not None
+    assert max(slow) > 16 * 2**10, "in a thread"
+    document = parse_document(json.dumps({"instances": [[1]] * 3000 + [[1] * 10_000]}).encode())
+    with pytest.raises(StatusError, match=r"makes 3001 rows of 10000 values\. The limit is 8388608 values") as caught:
+        pad_ragged(document, padded)
+    assert caught.value.code is Code.RESOURCE_EXHAUSTED
+    many = [[1] * 4000, [1] * 1000] * 2000  # mostly values that were sent
+    assert pad_ragged(parse_document(json.dumps({"instances": many}).encode()), padded) is not None
