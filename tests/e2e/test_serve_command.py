@@ -181,7 +181,7 @@ def test_onednn_is_off_unless_it_is_asked_for(
 
 
 def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> None:
-    """It has the drain and ten seconds more."""
+    """It has the drain and ten seconds more. The version is closed, which cancels the run; else SIGALRM ends the process."""
     save_zoo(tmp_path / "zoo" / "1")
     options = ("--drain-seconds", "1", "--rest-timeout-ms", "600000")
     with ServerProcess(tmp_path / "zoo", tmp_path / "log", *options) as server:
@@ -194,7 +194,7 @@ def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> No
             )
             busy = processor_seconds(server) + 1
             wait_for(lambda: processor_seconds(server) > busy)
-            assert server.stop() == -signal.SIGALRM
+            assert server.stop() in (0, -signal.SIGALRM)
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
             assert answer.startswith(b"HTTP/1.1 503 ")
             assert b"the server is stopping. Send this request to another server" in answer

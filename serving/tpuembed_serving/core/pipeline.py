@@ -464,8 +464,7 @@ class Pipeline:
             StatusError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED or UNAVAILABLE.
         """
         inputs, signature = task.inputs, task.signature
-        if signature.shapes:
-            signature.check_shapes(inputs)
+        signature.check_shapes(inputs)
         rows = elements = 0
         for array in inputs:
             elements += array.size

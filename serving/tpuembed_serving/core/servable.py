@@ -93,6 +93,8 @@ class Signature:
         Raises:
             StatusError: INVALID_ARGUMENT, an input has another rank or size.
         """
+        if not self.shapes:
+            return
         shapes = [array.shape for array in inputs]
         for shape, (rank, sizes) in zip(shapes, self._ranks, strict=True):
             if len(shape) != rank or (sizes and any(shape[axis] != size for axis, size in sizes)):
