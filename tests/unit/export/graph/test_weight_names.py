@@ -278,9 +278,9 @@ def test_a_subclassed_model_may_return_some_of_its_heads(tmp_path: Path, outputs
 
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @given(specs(), _FORMS)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 def test_many_factories_compute_the_trained_models_numbers_or_are_refused(
     tmp_path_factory: pytest.TempPathFactory, pair: tuple[Spec, Spec], form: str
 ) -> None:
@@ -451,7 +451,7 @@ def test_a_config_tells_unnamed_layers_apart(tmp_path: Path, first: Head, second
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @given(_heads(), st.data())
 @settings(deadline=None, max_examples=150)
 def test_heads_over_unnamed_layers_in_another_order_are_told_apart_by_the_config_or_refused(
