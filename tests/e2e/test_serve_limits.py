@@ -217,7 +217,9 @@ def test_work_for_a_client_that_has_left_stops(server: ServerProcess) -> None:
     """A second later the server does nothing."""
     body = json.dumps({"signature_name": "wide", "instances": [1.5] * 200_000}).encode()
     with socket.create_connection((server.host, server.port), 20) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset: a FIN may be half a close
+        client.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # a reset: a FIN may be half a close
         client.sendall(post(server, body=body))
         time.sleep(0.3)
     time.sleep(2)
