@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from tpuembed_serving.batching.queue import QueuedRequest
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.status import timed_out
 
 __all__ = ["RequestTimeouts"]
 
@@ -34,7 +34,6 @@ class RequestTimeouts:
         now = self._loop.time()
         for request in list(self._requests):
             if request.deadline <= now:
-                # TensorFlow's text for a Session::Run that outlives RunOptions.timeout_in_ms.
-                self._fail(request, StatusError(Code.DEADLINE_EXCEEDED, "Timed out waiting for notification"))
+                self._fail(request, timed_out())
         if self._requests:
             self.expect(min(request.deadline for request in self._requests))

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from tpuembed_serving.core.pipeline import Check
+from tpuembed_serving.core.pipeline import Check, Task
 from tpuembed_serving.core.servable import Array, Servable, Signature, TensorInfo
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
 
@@ -21,6 +21,8 @@ __all__ = [
     "Regression",
     "check_context",
     "check_signature",
+    "example_task",
+    "find_signature",
     "interpret",
     "to_tensor",
 ]
@@ -103,6 +105,28 @@ def to_tensor(examples: Sequence[bytes]) -> Array:
     tensor = np.empty(len(examples), dtype=object)
     tensor[:] = examples
     return tensor
+
+
+def example_task(signature: Signature, examples: Sequence[bytes]) -> Task:
+    """Return the run of serialized tf.Examples.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, there are none.
+    """
+    return Task(signature, [to_tensor(examples)], sum(map(len, examples)))
+
+
+def find_signature(servable: Servable, name: str, method: Method) -> Signature:
+    """Return the signature that a classify or regress request names. It supports `method`.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, there is no such signature, or it does not support `method`.
+    """
+    signature = servable.signatures.get(name)
+    if signature is None:
+        raise invalid_argument(f"No signature was found with the name: {name}")
+    check_signature(servable, signature, method)
+    return signature
 
 
 def check_signature(servable: Servable, signature: Signature, method: Method) -> None:

@@ -1,4 +1,4 @@
-"""The deadline that a client sets. It is a context variable that follows a request from the port to the run."""
+"""The deadline of a batch: a context variable that the batch's runner sets and the model's session reads."""
 
 import contextvars
 import time

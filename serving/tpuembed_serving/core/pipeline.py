@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
-from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
+from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument, timed_out
 
 __all__ = [
     "INLINE_BYTES",
@@ -203,7 +203,7 @@ class Call:
         if self.is_over:
             raise StatusError(Code.CANCELLED, "the client has left")
         if time.monotonic() > self.deadline:
-            raise late()
+            raise timed_out()
 
     def seconds(self) -> float:
         """Return the seconds until the deadline.
@@ -213,7 +213,7 @@ class Call:
         """
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
-            raise late()
+            raise timed_out()
         return seconds
 
     def end(self, answer: bytes | Exception | None) -> None:
@@ -221,7 +221,7 @@ class Call:
         self.is_over = True
         if self.timer is not None:
             self.timer.cancel()
-        if self.lease is not None:
+        if self.work is None:  # otherwise a thread has the lease until its next check
             self.end_lease()
         respond, self._respond = self._respond, None  # without reference cycles, the garbage collector has less to do
         self.runs = ()
@@ -249,11 +249,6 @@ class _LoopCheck:
         self.end = self.end or now + _INLINE_SECONDS
         if slow_bytes > _SLOW_BYTES or now > self.end:
             raise _SlowError
-
-
-def late() -> StatusError:
-    """Return the error of a call after its deadline: TensorFlow's text for a Session::Run that takes too long."""
-    return StatusError(Code.DEADLINE_EXCEEDED, "Timed out waiting for notification")
 
 
 class Pipeline:
@@ -331,13 +326,8 @@ class Pipeline:
         call = Call(prediction, body, time.monotonic() + seconds, record, respond)
         if len(body) <= INLINE_BYTES:
             self._on_loop(call, self._prepare, self._run)
-            return call
-        try:
-            self._reserve(call, prediction.decoding_bytes(body))
-        except StatusError as error:
-            self._end(call, error)
         else:
-            self._in_thread(call, self._prepare, self._run)
+            self._in_thread(call, self._prepare, self._run, prediction.decoding_bytes(body))
         return call
 
     def give_up(self, call: Call) -> None:
@@ -359,18 +349,25 @@ class Pipeline:
         except Exception as error:
             self._end(call, error)
 
-    def _in_thread(self, call: Call, work: Callable[[Call, Check], Any], then: Callable[[Call, Any], None]) -> None:
-        """Do work in a thread."""
+    def _in_thread(
+        self, call: Call, work: Callable[[Call, Check], Any], then: Callable[[Call, Any], None], memory: int = 0
+    ) -> None:
+        """Do work in a thread, if the `memory` that it takes can be reserved."""
+        try:
+            self._reserve(call, memory)
+        except StatusError as error:
+            self._end(call, error)
+            return
         loop = asyncio.get_running_loop()
         if call.timer is None:
-            call.timer = loop.call_later(call.deadline - time.monotonic(), self._end, call, late())
+            call.timer = loop.call_later(call.deadline - time.monotonic(), self._end, call, timed_out())
         call.work = self._threads.submit(functools.partial(work, call, call.check))
         call.work.add_done_callback(lambda done: _tell(loop, self._take, call, done, then))
 
     def _take(self, call: Call, work: "concurrent.futures.Future[Any]", then: Callable[[Call, Any], None]) -> None:
         """Take the result of a thread."""
         call.work = None
-        if call.is_over:  # the thread had the memory, and perhaps a lease, until now
+        if call.is_over:  # the thread had the memory and the lease until now
             self.memory.release(call.reserved)
             call.end_lease()
             return
@@ -385,8 +382,7 @@ class Pipeline:
 
     def _prepare(self, call: Call, check: Check) -> list[Task]:
         """Parse the request, lease the version, and decode the inputs."""
-        if call.lease is not None:  # the event loop has begun this step
-            call.end_lease()
+        call.end_lease()  # if the event loop has begun this step
         prediction, record = call.prediction, call.record
         spec = prediction.parse(call.body, check)
         if record is not None:
@@ -433,12 +429,7 @@ class Pipeline:
         elif call.elements <= INLINE_ELEMENTS:
             self._on_loop(call, self._encode, self._end)
         else:
-            try:
-                self._reserve(call, call.elements * call.prediction.output_bytes)
-            except StatusError as error:
-                self._end(call, error)
-            else:
-                self._in_thread(call, self._encode, self._end)
+            self._in_thread(call, self._encode, self._end, call.elements * call.prediction.output_bytes)
 
     def _encode(self, call: Call, check: Check) -> bytes:
         return call.prediction.encode(call.loaded, call.outputs, check)

@@ -16,6 +16,7 @@ __all__ = [
     "plain_message",
     "servable_not_found",
     "still_loading",
+    "timed_out",
 ]
 
 _FUNCTION: Final = re.compile(r"\{\{function_node [^}]*\}\} ?")
@@ -97,6 +98,11 @@ def still_loading() -> StatusError:
     """Return the error of requests that arrive before the first load of each configured model has ended."""
     text = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
     return StatusError(Code.UNAVAILABLE, text)
+
+
+def timed_out() -> StatusError:
+    """Return the error of a request after its deadline: TensorFlow's text for a Session::Run that takes too long."""
+    return StatusError(Code.DEADLINE_EXCEEDED, "Timed out waiting for notification")
 
 
 def plain_message(message: str) -> str:

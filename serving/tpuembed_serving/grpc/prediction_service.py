@@ -25,6 +25,8 @@ from tpuembed_serving.core.classify_regress import (
     Method,
     check_context,
     check_signature,
+    example_task,
+    find_signature,
     interpret,
     to_tensor,
 )
@@ -94,26 +96,24 @@ def _spec(spec: Any) -> ModelSpec:
 
 _ELEMENTS_PER_SLOW_BYTE: Final = 16
 """How many elements of a tensor are filled in the time in which a slow parser reads a byte."""
-_OUTPUT_BYTES: Final = 24
-"""About the memory of an element of an output while it is encoded: in the message, and in its bytes."""
 
 
-def _decoding_bytes(body: bytes) -> int:
-    """Return about how many bytes it takes to parse a message: its fields, and the arrays made of them.
+class _GrpcPrediction:
+    """The size of messages; see `core.pipeline.Prediction`."""
 
-    A packed integer of one byte becomes eight bytes of the message and eight of the array.
-    """
-    return 4 * len(body)
-
-
-class GrpcPredict:
-    """A PredictRequest; see `core.pipeline.Prediction`."""
-
-    output_bytes = _OUTPUT_BYTES
+    output_bytes = 24
+    """An element of an output is in the message, and in its bytes."""
 
     def decoding_bytes(self, body: bytes) -> int:
-        """Return about how many bytes it takes to parse and decode `body`."""
-        return _decoding_bytes(body)
+        """Return about how many bytes it takes to parse and decode `body`: its fields, and the arrays made of them.
+
+        A packed integer of one byte becomes eight bytes of the message and eight of the array.
+        """
+        return 4 * len(body)
+
+
+class GrpcPredict(_GrpcPrediction):
+    """A PredictRequest; see `core.pipeline.Prediction`."""
 
     def parse(self, body: bytes, _: Check) -> ModelSpec:
         """Parse the message."""
@@ -139,17 +139,11 @@ class GrpcPredict:
         return bytes(response.SerializeToString())
 
 
-class _GrpcInference:
+class _GrpcInference(_GrpcPrediction):
     """A classify or regress request; see `core.pipeline.Prediction`."""
-
-    output_bytes = _OUTPUT_BYTES
 
     def __init__(self, method: Method, request_class: Any, response_class: Any) -> None:
         self._method, self._request_class, self._response_class = method, request_class, response_class
-
-    def decoding_bytes(self, body: bytes) -> int:
-        """Return about how many bytes it takes to parse and decode `body`."""
-        return _decoding_bytes(body)
 
     def parse(self, body: bytes, _: Check) -> ModelSpec:
         """Parse the message."""
@@ -159,12 +153,9 @@ class _GrpcInference:
     def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
         """Return the run of the examples."""
         name = self._request.model_spec.signature_name or DEFAULT_SIGNATURE
-        signature = loaded.servable.signatures.get(name)
-        if signature is None:
-            raise invalid_argument(f"No signature was found with the name: {name}")
-        check_signature(loaded.servable, signature, self._method)
-        self._signature, self._examples = signature, _examples(self._request.input, check)
-        return [Task(signature, [to_tensor(self._examples)], sum(map(len, self._examples)))]
+        self._signature = find_signature(loaded.servable, name, self._method)
+        self._examples = _examples(self._request.input, check)
+        return [example_task(self._signature, self._examples)]
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], _: Check) -> bytes:
         """Return the response with the classes or values."""
@@ -175,14 +166,8 @@ class _GrpcInference:
         return bytes(response.SerializeToString())
 
 
-class GrpcMultiInference:
+class GrpcMultiInference(_GrpcPrediction):
     """A MultiInferenceRequest: several signatures on the same examples. Its first task selects the version of the model."""
-
-    output_bytes = _OUTPUT_BYTES
-
-    def decoding_bytes(self, body: bytes) -> int:
-        """Return about how many bytes it takes to parse and decode `body`."""
-        return _decoding_bytes(body)
 
     def parse(self, body: bytes, _: Check) -> ModelSpec:
         """Parse the message."""

@@ -183,8 +183,9 @@ class HttpEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; see ASGI."""
         record, allowed = None, self._allows(scope)
+        is_api = allowed and self._is_api(scope)
         if self._telemetry is not None and scope["path"] not in _OPEN_PATHS:
-            entrypoint = REST if allowed and self._is_api(scope) else HTTP
+            entrypoint = REST if is_api else HTTP
             record = self._telemetry.begin(entrypoint, scope["method"], raw_target(scope), scope["headers"])
             receive = _noting(receive, record)
         try:
@@ -192,7 +193,7 @@ class HttpEndpoint:
                 code = Code.UNAUTHENTICATED
                 reply = Reply(HTTP_STATUS[code], encode_error(KEY_REFUSAL), code)
                 await self._send(send, scope, reply, record, (b"www-authenticate", b"Bearer"))
-            elif self._is_api(scope):
+            elif is_api:
                 await self._send(send, scope, await self._reply(scope, receive, record), record)
             else:
                 await self._pages(scope, receive, self._noted(send, record))

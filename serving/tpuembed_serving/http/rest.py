@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpuembed_serving.core.classify_regress import Method, check_signature, interpret, to_tensor
+from tpuembed_serving.core.classify_regress import Method, example_task, find_signature, interpret
 from tpuembed_serving.core.pipeline import Check, Pipeline, Prediction, Task
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature, VersionStatus
@@ -55,10 +55,8 @@ def is_api_request(scope: Scope) -> bool:
     return scope["type"] == "http" and raw_path(scope)[:4].lower() == b"/v1/"
 
 
-class RestPredict:
-    """A predict request; see `core.pipeline.Prediction`."""
-
-    __slots__ = ("_document", "_max_depth", "_name", "_row_form", "_signature", "_spec")
+class _RestPrediction:
+    """The size of JSON; see `core.pipeline.Prediction`."""
 
     output_bytes = 40
     """A number of an answer is text of up to 25 bytes, in a list of 15 more."""
@@ -69,6 +67,10 @@ class RestPredict:
     def decoding_bytes(self, body: bytes) -> int:
         """Return about how many bytes it takes to parse and decode `body`."""
         return decoding_bytes(body)
+
+
+class RestPredict(_RestPrediction):
+    """A predict request; see `core.pipeline.Prediction`."""
 
     def parse(self, body: bytes, check: Check) -> ModelSpec:
         """Parse the JSON."""
@@ -88,17 +90,12 @@ class RestPredict:
         return encode_outputs(outputs[0], self._signature, self._row_form, check)
 
 
-class RestInference:
+class RestInference(_RestPrediction):
     """A classify or regress request; see `core.pipeline.Prediction`."""
 
-    output_bytes = 40
-
     def __init__(self, spec: ModelSpec, max_depth: int | None, method: Method) -> None:
-        self._spec, self._max_depth, self._method = spec, max_depth, method
-
-    def decoding_bytes(self, body: bytes) -> int:
-        """Return about how many bytes it takes to parse and decode `body`."""
-        return decoding_bytes(body)
+        super().__init__(spec, max_depth)
+        self._method = method
 
     def parse(self, body: bytes, check: Check) -> ModelSpec:
         """Parse the JSON. Unlike in predict, the request is decoded before the model is looked up."""
@@ -109,12 +106,8 @@ class RestInference:
 
     def decode(self, loaded: LoadedVersion, _: Check) -> list[Task]:
         """Return the run of the examples."""
-        signature = loaded.servable.signatures.get(self._name)
-        if signature is None:
-            raise invalid_argument(f"No signature was found with the name: {self._name}")
-        check_signature(loaded.servable, signature, self._method)
-        self._signature = signature
-        return [Task(signature, [to_tensor(self._examples)], sum(map(len, self._examples)))]
+        self._signature = find_signature(loaded.servable, self._name, self._method)
+        return [example_task(self._signature, self._examples)]
 
     def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], __: Check) -> bytes:
         """Write the classes or values."""

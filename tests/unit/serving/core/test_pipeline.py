@@ -284,10 +284,39 @@ class TestDeadlines:
             with pytest.raises(asyncio.CancelledError):
                 await work
             assert await asyncio.to_thread(stopped.wait, 10)
+            async with asyncio.timeout(10):
+                while service.leases:
+                    await asyncio.sleep(0.01)
+
+        service: Any = pipe.service
+        asyncio.run(scenario())
+
+    def test_a_thread_keeps_its_lease_until_it_stops(self) -> None:
+        """Two threads that end one lease could end it twice, and unload a version that others use."""
+        entered, gate = threading.Event(), threading.Event()
+
+        def busy(name: str, check: Check) -> None:
+            if name == "decode":
+                check(20_000)
+                entered.set()
+                assert gate.wait(10)
+
+        pipe = pipeline()
+        service: Any = pipe.service
+
+        async def scenario() -> None:
+            work = asyncio.create_task(pipe.answer(Request(ids(1), ids(1), busy=busy), b""))
+            assert await asyncio.to_thread(entered.wait, 10)
+            work.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await work
+            assert service.leases == 1
+            gate.set()
+            async with asyncio.timeout(10):
+                while service.leases:
+                    await asyncio.sleep(0.01)
 
         asyncio.run(scenario())
-        service: Any = pipe.service
-        assert service.leases == 0
 
     def test_a_client_that_leaves_drops_its_runs(self) -> None:
         executor = Echo()
