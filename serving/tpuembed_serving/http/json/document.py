@@ -129,7 +129,8 @@ def _standard_name(match: re.Match[str]) -> str:
 def _reason(error: json.JSONDecodeError) -> str:
     """Return RapidJSON's message."""
     if not error.msg.startswith("Expecting ',' delimiter"):
-        return next((text for start, text in _REASONS.items() if error.msg.startswith(start)), f"{error.msg}.")
+        reason = error.msg.replace("before the end", "before end")  # Python 3.13.0 lacks "the".
+        return next((text for start, text in _REASONS.items() if reason.startswith(start)), f"{reason}.")
     before, after = error.doc[: error.pos], error.doc[error.pos : error.pos + 1]
     if before[-1:].isdigit() and after and after in ".eE":
         return "Miss fraction part in number." if after == "." else "Miss exponent in number."
@@ -198,9 +199,9 @@ _ESCAPES = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]|(u[dD][89a-fA-F])|.)
 """Matches escapes. The group is a surrogate that has no other half."""
 _REASONS = {
     "Expecting value": "Invalid value.",
-    "Illegal trailing comma before the end of array": "Invalid value.",
+    "Illegal trailing comma before end of array": "Invalid value.",
     "Expecting property name": "Missing a name for object member.",
-    "Illegal trailing comma before the end of object": "Missing a name for object member.",
+    "Illegal trailing comma before end of object": "Missing a name for object member.",
     "Expecting ':' delimiter": "Missing a colon after a name of object member.",
     "Unterminated string": "Missing a closing quotation mark in string.",
     "Invalid control character": "Invalid escape character in string.",
