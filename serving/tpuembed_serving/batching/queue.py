@@ -227,6 +227,8 @@ class BatchQueue:
 
     def learn_seconds(self, requests: Sequence[QueuedRequest], seconds: float) -> None:
         """Update the expected duration. Outliers are clipped: they mostly measure other work of the machine."""
+        if not self._is_steady:
+            return
         key = _magnitude(requests)
         before = self._seconds.get(key, seconds)
         self._seconds[key] = 0.8 * before + 0.2 * min(seconds, 4 * before)

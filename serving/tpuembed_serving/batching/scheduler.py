@@ -1,7 +1,8 @@
 """Runs models on a few threads, with bounded queues and deadlines, without blocking the event loop.
 
-Batching has no timer by default: a batch starts as soon as a thread is free, with all requests that wait for the same
-signature. With few requests, each runs at once. With many, more of them are in one batch.
+Batching has no timer by default: a batch starts as soon as a thread is free and a turn of the event loop brings no more
+requests, with all requests that wait for the same signature. A single request runs at once. With many, more of them are in
+one batch.
 """
 
 import asyncio
@@ -29,6 +30,8 @@ _INLINE_SECONDS_OF_MANY: Final = 0.002
 """The same limit if as many processes serve as there are processors: another thread would find none free."""
 _INLINE_SECONDS_OF_ONE: Final = 0.001
 """The same limit for a single request, during which few others arrive."""
+_JOIN_SECONDS: Final = 0.005
+"""The longest time that requests wait for others which arrive in the next turns of the event loop."""
 _BUSY_SECONDS: Final = 0.02
 """How long after an answer more requests are expected."""
 
@@ -188,7 +191,18 @@ class ModelExecutor:
         """Start batches at the end of this turn of the loop, so that other requests of this turn can join."""
         if self._free and not self._will_start and self._loop is not None:
             self._will_start = True
-            self._loop.call_soon(self._start_runs)
+            self._loop.call_soon(self._start_or_wait, self._waiting, self._loop.time() + _JOIN_SECONDS)
+
+    def _start_or_wait(self, waiting: int, latest: float) -> None:
+        """Start batches, unless this turn has brought more requests: then the next turn probably brings more, too.
+
+        Two small batches cost more than a large one, also because their threads and the event loop wait for each other.
+        """
+        assert self._loop is not None
+        if waiting < self._waiting and self._loop.time() < latest:
+            self._loop.call_soon(self._start_or_wait, self._waiting, latest)
+        else:
+            self._start_runs()
 
     def _start_runs(self) -> None:
         self._will_start = False

@@ -190,13 +190,13 @@ class Call:
     lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
     timer: asyncio.TimerHandle | None = None
     work: "concurrent.futures.Future[Any] | None" = None
-    runs: tuple[Any, ...] = ()
 
     def __init__(
         self, prediction: Prediction, body: bytes, deadline: float, record: RequestRecord | None, respond: Respond
     ) -> None:
         self.prediction, self.body, self.deadline, self.record = prediction, body, deadline, record
-        self._respond: Respond | None = respond
+        self.respond: Respond | None = respond
+        self.runs: list[Any] = []
 
     def check(self, slow_bytes: int = 0) -> None:  # noqa: ARG002 - as Check
         """Raise StatusError if nobody waits for the answer any more: work in a thread calls it."""
@@ -215,18 +215,6 @@ class Call:
         if seconds <= 0:
             raise timed_out()
         return seconds
-
-    def end(self, answer: bytes | Exception | None) -> None:
-        """End the call, and respond, unless its client has left (None)."""
-        self.is_over = True
-        if self.timer is not None:
-            self.timer.cancel()
-        if self.work is None:  # otherwise a thread has the lease until its next check
-            self.end_lease()
-        respond, self._respond = self._respond, None  # without reference cycles, the garbage collector has less to do
-        self.runs = ()
-        if answer is not None and respond is not None:
-            respond(answer)
 
     def end_lease(self) -> None:
         """Let the version be unloaded."""
@@ -368,8 +356,7 @@ class Pipeline:
         """Take the result of a thread."""
         call.work = None
         if call.is_over:  # the thread had the memory and the lease until now
-            self.memory.release(call.reserved)
-            call.end_lease()
+            self._give_back(call)
             return
         try:
             then(call, work.result())
@@ -382,7 +369,8 @@ class Pipeline:
 
     def _prepare(self, call: Call, check: Check) -> list[Task]:
         """Parse the request, lease the version, and decode the inputs."""
-        call.end_lease()  # if the event loop has begun this step
+        if call.lease is not None:  # the event loop has begun this step
+            call.end_lease()
         prediction, record = call.prediction, call.record
         spec = prediction.parse(call.body, check)
         if record is not None:
@@ -408,7 +396,7 @@ class Pipeline:
             except StatusError as error:
                 self._ran(call, index, error)
             else:
-                call.runs = (*call.runs, run)
+                call.runs.append(run)
 
     def _ran(self, call: Call, index: int, outcome: Outcome) -> None:
         """Take the outcome of a run. The lease ends with the last one."""
@@ -440,9 +428,21 @@ class Pipeline:
             if isinstance(answer, Exception) and not isinstance(answer, StatusError):
                 logger.error("the answer to a request was lost", exc_info=answer)
             return
-        if call.reserved and call.work is None:  # otherwise a thread has the memory until its next check
+        call.is_over = True
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.work is None:  # otherwise a thread has the memory and the lease until its next check
+            self._give_back(call)
+        respond, call.respond = call.respond, None  # without reference cycles, the garbage collector has less to do
+        call.runs = []
+        if answer is not None and respond is not None:
+            respond(answer)
+
+    def _give_back(self, call: Call) -> None:
+        if call.reserved:
             self.memory.release(call.reserved)
-        call.end(answer)
+        if call.lease is not None:
+            call.end_lease()
 
     def _reserve(self, call: Call, size: int) -> None:
         self.memory.reserve(size, call.reserved)
@@ -455,7 +455,8 @@ class Pipeline:
             StatusError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED or UNAVAILABLE.
         """
         inputs, signature = task.inputs, task.signature
-        signature.check_shapes(inputs)
+        if signature.shapes:
+            signature.check_shapes(inputs)
         rows = elements = 0
         for array in inputs:
             elements += array.size

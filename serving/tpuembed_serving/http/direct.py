@@ -5,6 +5,7 @@ case to this module: a small body of known length on a keep-alive connection. Al
 API key, go through ASGI (`endpoint`). The pipeline and the answers are the same.
 """
 
+import asyncio
 import functools
 from typing import Any, Final
 
@@ -40,6 +41,8 @@ class DirectPredict:
         self.pipeline, self.max_json_depth = pipeline, max_json_depth
         self.telemetry = telemetry if telemetry.observes else None
         self._keys = keys
+        self._in_progress = 0
+        self._unsent: list[tuple[DirectCycle, Reply]] = []
         self._max_bytes = INLINE_BYTES if max_body_bytes is None else min(INLINE_BYTES, max_body_bytes)
 
     def begin(self, protocol: HttpToolsProtocol, target: bytes, headers: Headers) -> "DirectCycle | None":
@@ -63,6 +66,34 @@ class DirectPredict:
             record.model, record.api = spec.name, "predict"
             request_id = record.request_id or request_id
         return DirectCycle(self, protocol, spec, request_id or "", record)
+
+
+    def start(self, cycle: "DirectCycle", prediction: RestPredict, body: bytes, record: RequestRecord | None) -> Call:
+        """Start to answer a request. `cycle.respond` takes the answer."""
+        self._in_progress += 1
+        return self.pipeline.start(prediction, body, cycle.respond, record)
+
+    def end(self, cycle: "DirectCycle", reply: Reply) -> None:
+        """Send an answer, together with the other answers of its batch.
+
+        Between answers that leave one by one a client falls asleep, and to wake it takes longer than to write.
+        """
+        self._in_progress -= 1
+        self._unsent.append((cycle, reply))
+        if not self._in_progress:
+            self._send_all()
+        elif len(self._unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._send_all)
+
+    def give_up(self, call: Call) -> None:
+        """Stop the work for a client that has left. Nothing is sent to it."""
+        self._in_progress -= 1
+        self.pipeline.give_up(call)
+
+    def _send_all(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for cycle, reply in unsent:
+            cycle.send(reply)
 
 
 class _NeverNotified:
@@ -116,7 +147,7 @@ class DirectCycle:
         if record is not None:
             record.body(len(self._body))
         prediction = RestPredict(self._spec, self._direct.max_json_depth)
-        self._call = self._direct.pipeline.start(prediction, bytes(self._body), self._respond, record)
+        self._call = self._direct.start(self, prediction, bytes(self._body), record)
 
     def give_up(self) -> None:
         """Stop the work for a client that has left."""
@@ -124,13 +155,16 @@ class DirectCycle:
             return
         self.response_complete = True
         if self._call is not None:
-            self._direct.pipeline.give_up(self._call)
+            if self._call.is_over:  # its answer is about to be sent
+                return
+            self._direct.give_up(self._call)
         self._note(Code.CANCELLED, HTTP_STATUS[Code.CANCELLED], 0)
 
-    def _respond(self, answer: bytes | Exception) -> None:
+    def respond(self, answer: bytes | Exception) -> None:
+        """Take the answer; see `core.pipeline.Respond`."""
         reply = Reply(200, answer) if isinstance(answer, bytes) else refusal(answer)
         self._note(reply.code, reply.status, len(reply.body))
-        self._send(reply)
+        self._direct.end(self, reply)
 
     def _note(self, code: Code, status: int, size: int) -> None:
         record, telemetry = self._record, self._direct.telemetry
@@ -138,10 +172,11 @@ class DirectCycle:
             record.answered(code, status, size)
             telemetry.finish(record)
 
-    def _send(self, reply: Reply) -> None:
+    def send(self, reply: Reply) -> None:
+        """Write the answer."""
         protocol: Any = self._protocol
         self.response_started = self.response_complete = True
-        if self.disconnected or protocol.transport.is_closing():
+        if protocol.transport.is_closing():
             return
         headers = [*protocol.server_state.default_headers, *reply_headers(reply, self._request_id)]
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])

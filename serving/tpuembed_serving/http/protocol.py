@@ -56,8 +56,9 @@ async def close_slow_connections(connections: Iterable[Any]) -> None:
 class _GuardedProtocol(HttpToolsProtocol):
     """A connection with limits.
 
-    `_since` is when the server began to wait for bytes of the client; None if it does not wait. `_unread` is how many
-    bytes of an answer the client had not read at the last check, and `_unread_since` when that number last changed.
+    `_since` is when the server began to wait for bytes of a request; None if it does not wait. `_idle_since` is when the last
+    answer was written, if no byte came after it. `_unread` is how many bytes of an answer the client had not read at the
+    last check, and `_unread_since` when that number last changed.
     `_earlier` has the requests before the newest one that are not answered yet, in their order.
     """
 
@@ -69,6 +70,7 @@ class _GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._since: float | None = None
+        self._idle_since: float | None = None
         self._unread, self._unread_since = 0, 0.0
         self._header_bytes = 0
         self._in_headers, self._is_refused = True, False
@@ -106,7 +108,7 @@ class _GuardedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._header_bytes += len(data)
-        self._unset_keepalive_if_required()
+        self._idle_since = None
         try:
             self._feed(data)
         except httptools.HttpParserError:
@@ -152,8 +154,11 @@ class _GuardedProtocol(HttpToolsProtocol):
         """Check the headers, and begin the request."""
         cycle: Any = self.cycle  # None before the first request
         self._in_headers = False
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self.limits.header_bytes:
+        if len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers]) > self.limits.header_bytes:
             self._refuse_headers()
+        elif self._begin_direct():
+            if self.is_leaving:
+                self.cycle.keep_alive = False
         elif self.parser.get_method() == b"CONNECT":
             self._refuse_head(501, "CONNECT is not supported: this server is not a proxy")
         elif coding := self._unknown_coding():
@@ -164,13 +169,12 @@ class _GuardedProtocol(HttpToolsProtocol):
         elif self.parser.should_upgrade():
             self._asks_upgrade = True
         else:
-            if not self._begin_direct():
-                if not (cycle is None or cycle.response_complete):
-                    self._earlier.append(cycle)
-                super().on_headers_complete()
-                if self.parser.get_http_version() == "1.0" and self.parser.should_keep_alive() and not self.is_leaving:
-                    self.cycle.keep_alive = True
-                    self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"keep-alive")]
+            if not (cycle is None or cycle.response_complete):
+                self._earlier.append(cycle)
+            super().on_headers_complete()
+            if self.parser.get_http_version() == "1.0" and self.parser.should_keep_alive() and not self.is_leaving:
+                self.cycle.keep_alive = True
+                self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"keep-alive")]
             if self.is_leaving:
                 self.cycle.keep_alive = False
 
@@ -217,14 +221,23 @@ class _GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Begin the next request; see uvicorn."""
+        """Begin the next request; see uvicorn. Without one the connection is idle. It has no timer, unlike uvicorn's."""
         if self._earlier:
             self._earlier.popleft()
-        super().on_response_complete()
+        if self.pipeline:
+            super().on_response_complete()
+        else:
+            self.server_state.total_requests += 1
+            self._idle_since = time.monotonic()
+            if not self.transport.is_closing():
+                self.flow.resume_reading()
 
     def close_if_slow(self, now: float) -> None:
-        """Close the connection if the client is too slow to send its request or to read its answer."""
+        """Close the connection if it is idle for long, or its client too slow to send its request or to read its answer."""
         if self.transport.is_closing():
+            return
+        if self._idle_since is not None and now - self._idle_since > self.timeout_keep_alive:
+            self.transport.close()
             return
         if self._since is not None and now - self._since > self.limits.receive_seconds:
             self._refuse(408, f"the request did not arrive within {self.limits.receive_seconds:g} seconds")
@@ -289,5 +302,4 @@ class _GuardedProtocol(HttpToolsProtocol):
             head = f"HTTP/1.1 {status} {_TEXTS[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
             retry = "retry-after: 1\r\n" if status == 503 else ""
             self.transport.write(f"{head}{retry}content-length: {len(body)}\r\n\r\n".encode() + body)
-        self._unset_keepalive_if_required()
         self.transport.close()

@@ -20,7 +20,7 @@ def float_tokens(array: Array) -> list[str]:
     A token has six significant digits if they read back as the same number of the dtype, else the full precision of the
     dtype. ".0" is added to a token that looks like an integer.
     """
-    if array.size <= _FEW and array.dtype == np.float32:
+    if array.size <= _FEW and array.itemsize == 4:
         return [_float32_token(value) for value in array.ravel().tolist()]
     values = array.ravel()
     tokens = _format("%.6g ", values)

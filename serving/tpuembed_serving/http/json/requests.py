@@ -94,7 +94,7 @@ def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
 
 def _int64_matrix(rows: list[Any], signature: Signature) -> Array | None:
     """Return int64 [rows, inputs] in one call if every value is an int64 scalar, as in lookups of ids. Otherwise None."""
-    if signature.int64_row is None:
+    if signature.int64_row is None or type(rows[0].get(signature.inputs[0].alias)) is not int:
         return None
     values = list(map(signature.int64_row, rows))
     if set(map(type, itertools.chain.from_iterable(values))) != {int}:

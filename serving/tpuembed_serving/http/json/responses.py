@@ -70,14 +70,15 @@ def _row_block(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
     if not named:
         (values,) = columns.values()
         return ", ".join(values)
-    keys = [_row_key(alias) for alias in columns]
-    rows = (",".join(map(str.__add__, keys, values)) for values in zip(*columns.values(), strict=True))
-    return ",".join([f"\n        {{{row}\n        }}" for row in rows])
+    form = _row_form(tuple(columns))
+    return ",".join([form % row for row in zip(*columns.values(), strict=True)])
 
 
 @functools.lru_cache(maxsize=1024)
-def _row_key(alias: str) -> str:
-    return f"\n            {quote(alias)}: "
+def _row_form(aliases: tuple[str, ...]) -> str:
+    """Return a printf-style form of a row, which takes the text of each output."""
+    values = ["\n            " + quote(alias).replace("%", "%%") + ": %s" for alias in aliases]
+    return "\n        {" + ",".join(values) + "\n        }"
 
 
 def _batch_size(outputs: Mapping[str, Array]) -> int:
@@ -141,8 +142,8 @@ def _column_values(alias: str, array: Array, dtype: str, containers: int) -> lis
 
 def _split(texts: list[str], shape: tuple[int, ...], axis: int) -> list[list[str]]:
     """Return the texts of each list at depth `axis` of a tensor, in order."""
-    size = shape[axis]
-    return [texts[start * size : (start + 1) * size] for start in range(math.prod(shape[:axis]))]
+    size, lists = shape[axis], math.prod(shape[:axis])
+    return [texts] if lists == 1 else [texts[start * size : (start + 1) * size] for start in range(lists)]
 
 
 def _tokens(alias: str, array: Array, dtype: str, containers: int) -> list[str]:

@@ -398,13 +398,13 @@ def test_who_goes_away_with_several_requests_stops_all(
 def test_answers_that_nobody_reads_do_not_pile_up(steady: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """At some point no more requests are taken."""
     unread: list[int] = []
-    send = DirectCycle._send
+    send = DirectCycle.send
 
     def measured(cycle: DirectCycle, reply: Reply) -> None:
         send(cycle, reply)
         unread.append(cycle._protocol.transport.get_write_buffer_size())
 
-    monkeypatch.setattr(DirectCycle, "_send", measured)
+    monkeypatch.setattr(DirectCycle, "send", measured)
     rows = b'{"instances": [%b]}' % b", ".join([b"123456789"] * 20_000)
     with socket.create_connection(("127.0.0.1", steady.port), 20) as client:
         for asked in range(1, 200):
