@@ -67,7 +67,6 @@ class DirectPredict:
             request_id = record.request_id or request_id
         return DirectCycle(self, protocol, spec, request_id or "", record)
 
-
     def start(self, cycle: "DirectCycle", prediction: RestPredict, body: bytes, record: RequestRecord | None) -> Call:
         """Start to answer a request. `cycle.respond` takes the answer."""
         self._in_progress += 1

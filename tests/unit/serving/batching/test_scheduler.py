@@ -193,6 +193,37 @@ def test_requests_that_come_together_share_the_first_run() -> None:
     here.play(scenario)
 
 
+def test_requests_of_the_next_turns_join_the_first_run() -> None:
+    """The sockets of several clients become readable in several turns of the loop."""
+    here = scene()
+    here.servable.gate.set()
+
+    async def scenario() -> None:
+        tasks = [here.ask(1), here.ask(2)]
+        for number in range(3, 6):
+            await asyncio.sleep(0)
+            tasks.append(here.ask(number))
+        assert await values(*tasks) == [[2], [4], [6], [8], [10]]
+        assert here.servable.runs == [[1, 2, 3, 4, 5]]
+
+    here.play(scenario)
+
+
+def test_requests_that_never_cease_do_not_delay_the_first() -> None:
+    here = scene()
+    here.servable.gate.set()
+
+    async def scenario() -> None:
+        outcomes, end = list[Any](), time.monotonic() + 10
+        while not here.servable.runs:  # one more in every turn
+            assert time.monotonic() < end
+            here.executor.submit(here.servable, here.signature, [np.array([1])], outcomes.append)
+            await asyncio.sleep(0)
+
+    here.executor._max_queued = 1_000_000
+    here.play(scenario)
+
+
 def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
     here = scene()
     here.servable.gate.set()

@@ -1,5 +1,6 @@
 """Requests that their connection answers without ASGI: over real sockets, beside the same requests by way of ASGI."""
 
+import asyncio
 import contextlib
 import http.client
 import itertools
@@ -8,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -393,6 +395,80 @@ def test_who_goes_away_with_several_requests_stops_all(
         gate.open.set()
     assert answers(server.raw(request(BODY, CLOSE)))[0][2] == ANSWER
     assert "Exception" not in caplog.text
+
+
+class Answers:
+    """A pipeline whose answers the test gives."""
+
+    def __init__(self) -> None:
+        self.responds: list[Callable[[bytes | Exception], None]] = []
+        self.given_up = 0
+
+    def start(self, _: Any, __: bytes, respond: Callable[[bytes | Exception], None], record: Any) -> Any:
+        self.responds.append(respond)
+        return types.SimpleNamespace(is_over=False, record=record)
+
+    def give_up(self, _: Any) -> None:
+        self.given_up += 1
+
+
+class Connection:
+    """uvicorn's connection, as far as a cycle uses it."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.is_closed = False
+        self.transport = types.SimpleNamespace(write=self.written.append, is_closing=lambda: self.is_closed)
+        self.server_state = types.SimpleNamespace(default_headers=[])
+
+    def on_response_complete(self) -> None:
+        """Nothing follows."""
+
+
+SILENT: Any = types.SimpleNamespace(observes=False)
+
+
+def begun(direct: DirectPredict, count: int) -> tuple[list[Connection], list[DirectCycle]]:
+    connections = [Connection() for _ in range(count)]
+    cycles = [direct.begin(one, TARGET.encode(), [(b"content-length", b"0")]) for one in connections]  # type: ignore[arg-type]
+    for cycle in cycles:
+        assert cycle is not None
+        cycle.answer()
+    return connections, cycles  # type: ignore[return-value]
+
+
+def test_answers_of_one_turn_leave_together() -> None:
+    """Each answer that leaves alone wakes a client that sleeps."""
+
+    async def scenario() -> None:
+        pipeline: Any = Answers()
+        connections, _ = begun(DirectPredict(pipeline, SILENT), 3)
+        for respond in pipeline.responds[:2]:
+            respond(b"{}")
+        assert [len(one.written) for one in connections] == [0, 0, 0]
+        await asyncio.sleep(0)
+        assert [len(one.written) for one in connections] == [1, 1, 0]
+        pipeline.responds[2](b"{}")  # nothing else is in progress
+        assert [len(one.written) for one in connections] == [1, 1, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_just_before_its_answer_gets_none() -> None:
+    async def scenario() -> None:
+        pipeline: Any = Answers()
+        direct = DirectPredict(pipeline, SILENT)
+        connections, cycles = begun(direct, 3)
+        pipeline.responds[0](b"{}")
+        cycles[0]._call.is_over = True  # type: ignore[union-attr]
+        connections[0].is_closed = True
+        cycles[0].give_up()
+        cycles[1].give_up()
+        pipeline.responds[2](b"{}")  # the last one in progress
+        assert pipeline.given_up == 1
+        assert [len(one.written) for one in connections] == [0, 0, 1]
+
+    asyncio.run(scenario())
 
 
 def test_answers_that_nobody_reads_do_not_pile_up(steady: Running, monkeypatch: pytest.MonkeyPatch) -> None:

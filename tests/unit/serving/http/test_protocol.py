@@ -99,6 +99,21 @@ def test_a_request_that_does_not_come_whole_is_answered_408_and_closed(server: S
     assert b"did not arrive within 0.5 seconds" in answer
 
 
+def test_an_idle_connection_is_closed_without_an_answer(server: Server) -> None:
+    server.config.timeout_keep_alive = 1
+    request = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc"
+    with connect(server) as idle, connect(server) as busy:
+        idle.sendall(request)
+        assert idle.recv(1 << 16).endswith(b"3")
+        for _ in range(8):
+            busy.sendall(request)
+            assert busy.recv(1 << 16).endswith(b"3")
+            time.sleep(0.2)
+        assert rest_of(idle) == b""
+        assert server.open == 1
+    wait_for(lambda: server.open == 0)
+
+
 def test_a_client_that_drips_is_closed_too(server: Server) -> None:
     """Each byte is in time, the request is not."""
     with connect(server) as slow:
