@@ -1,8 +1,8 @@
 """Runs are bounded in number and time, and what waits for the same shares one."""
 
 import asyncio
-import itertools
 import gc
+import itertools
 import threading
 import time
 import weakref
