@@ -20,10 +20,12 @@ a virtual machine with 2 cores, which also ran the clients. Its disk and its nei
 
 Row = Sequence[object]
 
+_TRAINERS = ("tpuembed", "keras", "keras_rs")
+
 
 def main() -> None:
     """Write the page."""
-    parts = [HEAD, *_chart(), *_exports(), *_loads(), *_lookups(), *_servers()]
+    parts = [HEAD, *_chart(), *_training(), *_exports(), *_loads(), *_lookups(), *_servers()]
     PAGE.write_text("\n".join(parts))
 
 
@@ -58,6 +60,9 @@ def _chart() -> Iterator[str]:
 
 
 def _bars() -> Iterator[tuple[str, float]]:
+    training = _result("train_step")
+    if training:
+        yield "training step, 10 thousand rows / keras-rs", training["adam, vocabulary 10000"]["keras_rs / tpuembed"]
     export = _result("export")
     if export:
         seconds = {one["name"]: one["seconds"] for one in export["streaming"]["contenders"]}
@@ -86,6 +91,25 @@ def _over(case: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 # ---- the tables
+
+
+def _training() -> Iterator[str]:
+    found = _result("train_step")
+    if not found:
+        return
+    yield "## A training step of 4,096 ids, width 32 (`benchmarks/train_step.py`)\n"
+    rows = []
+    for case, one in found.items():
+        optimizer, vocabulary = case.split(", vocabulary ")
+        times = [f"{one[f'{name}_ms']:,.1f}" for name in _TRAINERS]
+        peaks = [f"{one[f'{name}_peak_tables']:.1f}" if f"{name}_peak_tables" in one else "" for name in _TRAINERS]
+        rows.append((optimizer, f"{int(vocabulary):,}", *times, f"{one['keras_rs / tpuembed']:.1f}", *peaks))
+    head = ("optimizer", "rows", "tpuembed, ms", "Keras, ms", "keras-rs, ms", "keras-rs / tpuembed")
+    yield _table((*head, "tpuembed, tables", "Keras, tables", "keras-rs, tables"), rows)
+    yield (
+        "The layer updates the rows of a step. Keras and keras-rs update the whole table. \"Tables\" is the peak of memory, in "
+        "sizes of the table: Adam needs 3 and Adagrad 2 for the table and its slots. It is not measured for small tables.\n"
+    )
 
 
 def _exports() -> Iterator[str]:
