@@ -107,7 +107,7 @@ def _training() -> Iterator[str]:
     head = ("optimizer", "rows", "tpuembed, ms", "Keras, ms", "keras-rs, ms", "keras-rs / tpuembed")
     yield _table((*head, "tpuembed, tables", "Keras, tables", "keras-rs, tables"), rows)
     yield (
-        "The layer updates the rows of a step. Keras and keras-rs update the whole table. \"Tables\" is the peak of memory, in "
+        'The layer updates the rows of a step. Keras and keras-rs update the whole table. "Tables" is the peak of memory, in '
         "sizes of the table: Adam needs 3 and Adagrad 2 for the table and its slots. It is not measured for small tables.\n"
     )
 

@@ -14,10 +14,11 @@ def build():
     joined = keras.ops.concatenate([rows["user"], rows["watched"]], 1)
     return keras.Model(inputs, keras.layers.Dense(1, name="score")(joined))
 
-model = build()
-model.compile(optimizer="adagrad", loss="mse")  # the dense part, with Adagrad
-watched = tf.ragged.constant([[3, 14], [159], [2, 65, 358]], dtype=tf.int64)
-examples = {"user": np.array([1, 2, 3]), "watched": watched}
-model.fit(tf.data.Dataset.from_tensors((examples, np.ones((3, 1)))).repeat(20), verbose=0, shuffle=False)
-checkpoint = tf.train.Checkpoint(model=model).write("quickstart/ckpt")
-print(export_saved_model(checkpoint, "quickstart/recommender", model=build).path)
+if __name__ == "__main__":
+    model = build()
+    model.compile(optimizer="adagrad", loss="mse")  # the dense part, with Adagrad
+    watched = tf.ragged.constant([[3, 14], [159], [2, 65, 358]], dtype=tf.int64)
+    examples = {"user": np.array([1, 2, 3]), "watched": watched}
+    model.fit(tf.data.Dataset.from_tensors((examples, np.ones((3, 1)))).repeat(20), verbose=0, shuffle=False)
+    checkpoint = tf.train.Checkpoint(model=model).write("quickstart/ckpt")
+    print(export_saved_model(checkpoint, "quickstart/recommender", model=build).path)

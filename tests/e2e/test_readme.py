@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,19 @@ import pytest
 from tests.support.serving.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
+CLI = (sys.executable, "-m", "tpuembed_cli.main")
+GUARD = 'if __name__ == "__main__":\n'
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
 def test_the_example_trains_exports_and_serves(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    (tmp_path / "quickstart.py").write_text(code)
+    done = _run(tmp_path, sys.executable, "quickstart.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "quickstart/recommender/1"
 
@@ -30,6 +38,14 @@ def test_the_example_trains_exports_and_serves(tmp_path: Path) -> None:
         status, answer = server.request("POST", "/" + url.split("/", 3)[3], body)
     assert status == 200, answer
     assert len(json.loads(answer)["predictions"]) == 1
+
+    export = (*CLI, "export", "quickstart/ckpt", "again", "--model")
+    assert _run(tmp_path, *export, "quickstart:build").returncode == 0
+    functions, _, script = code.partition(GUARD)
+    (tmp_path / "unguarded.py").write_text(functions + textwrap.dedent(script))
+    refused = _run(tmp_path, *export, "unguarded:build")
+    assert "'unguarded' trains or runs a model while it is imported" in refused.stderr
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["1"]
 
 
 def test_the_example_is_the_file_beside_it() -> None:

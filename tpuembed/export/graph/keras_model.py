@@ -19,7 +19,7 @@ from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partner
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.graph.packing import pack_inputs, unpack
 from tpuembed.export.graph.signature import check_input_names
-from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
 from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
@@ -47,6 +47,11 @@ def import_factory(name: str) -> Factory:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script that runs when it is imported ends with sys.exit
+        if ran_without_rows(error):
+            raise ConfigError(
+                f"model {name!r}: module {module_name!r} trains or runs a model while it is imported. Put that code under "
+                "if __name__ == '__main__':"
+            ) from error
         raise ConfigError(f"model {name!r}: module {module_name!r} cannot be imported: {one_line(error)}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -85,6 +90,10 @@ def _call(factory: str | Factory, output_names: Mapping[str, str] | None) -> "Ke
     except TpuEmbedError:
         raise
     except (Exception, SystemExit) as error:
+        if ran_without_rows(error):
+            raise ConfigError(
+                f"model {name!r}: the factory trains or runs the model. It has no rows yet: only build it"
+            ) from error
         raise ConfigError(f"model {name!r}: the factory failed: {one_line(error)}") from error
     return wrap_model(made, name, output_names)
 

@@ -20,11 +20,13 @@ from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
 
-__all__ = ["AnyTables", "StackedTables", "span_of"]
+__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of"]
 
 Tensor = Any
 
 _MAX_ZERO_BYTES: Final = 64 << 20
+_UNBOUND: Final = "tpuembed_table_without_rows"
+"""The scope of lookups in tables without a value: TensorFlow's error has its name if such a lookup runs."""
 
 
 class StackedTables:
@@ -97,9 +99,10 @@ class StackedTables:
                 raise ExportError(
                     "the model looked up its tables while it was being built. Build it from symbolic inputs."
                 )
-            return gather_grouped(
-                list(features), list(tables), lambda table, ids: tf.gather(self._stand_in(table), ids)
-            )
+            with tf.name_scope(_UNBOUND):
+                return gather_grouped(
+                    list(features), list(tables), lambda table, ids: tf.gather(self._stand_in(table), ids)
+                )
         stacks = [self._places[table][0].name for table in tables]
         activations: list[Tensor] = [None] * len(features)
         for stack in dict.fromkeys(stacks):
@@ -130,7 +133,8 @@ class StackedTables:
         if not self._places:
             if table not in self.read_whole:
                 self.read_whole.append(table)
-            return self._stand_in(table).read_value()
+            with tf.name_scope(_UNBOUND):
+                return self._stand_in(table).read_value()
         if self._are_zeros:
             if 4 * info.rows * info.dim > _MAX_ZERO_BYTES:
                 raise ExportError(
@@ -302,3 +306,8 @@ def _moved(feature: FlatIds, offset: Tensor) -> FlatIds:
     ids = feature.ids + offset
     ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
     return dataclasses.replace(feature, ids=ids, strategy=feature.strategy.of_lists())
+
+
+def ran_without_rows(error: BaseException) -> bool:
+    """Returns True if `error` is TensorFlow's, because a model ran before its tables had rows."""
+    return isinstance(error, tf.errors.OpError) and _UNBOUND in str(error)
