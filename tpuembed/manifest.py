@@ -47,7 +47,7 @@ LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
 _ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}
-"""Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and offset in it)."""
+"""Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and centre in it)."""
 STORAGE_TYPES: Final = tuple(_ROW_BYTES)
 """The types that tables can be stored as."""
 

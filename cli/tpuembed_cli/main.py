@@ -29,7 +29,7 @@ _MOST_LINES = 5
 
 
 class _Commands(click.Group):
-    """Imports commands late, and turns a TpuEmbedError into one line and exit code 1."""
+    """Imports commands late, and turns a TpuEmbedError into one line and exit code 1. Bad usage is click's, and exits with 2."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return sorted(_COMMANDS)

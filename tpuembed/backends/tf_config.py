@@ -358,6 +358,8 @@ def optimizer_to_tf(spec: Optimizer) -> Any:
     Raises:
         ConfigError: no accelerator supports it (FTRL with an initial accumulator of zero).
     """
+    if type(spec) not in _TF_CLASSES:
+        raise ConfigError(f"optimizer {spec.kind}: TensorFlow's embedding accelerators have none of this kind")
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     if isinstance(spec, SGD):
         del fields["slot_variable_creation_fn"]  # TensorFlow's SGD has no slots

@@ -15,7 +15,7 @@ import numpy as np
 from tpuembed_serving.batching.concat import Merged, merge, split, take
 from tpuembed_serving.batching.id_guard import IdGuard, KnownIds, LearntIds
 from tpuembed_serving.batching.parameters import BatchingParameters
-from tpuembed_serving.core.deadlines import wait_until
+from tpuembed_serving.core.batch_deadline import wait_until
 from tpuembed_serving.core.servable import Array, Merging, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError, of_later_rows
 

@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -14,20 +12,16 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline
-from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.service import ModelService
-from tpuembed_serving.core.status import Code, LoadStopped, StatusError
 from tpuembed_serving.http.direct import DirectPredict
 from tpuembed_serving.http.endpoint import BodyReader, HttpEndpoint, Receive, Scope, Send
 from tpuembed_serving.http.openapi import REST_PATHS
 from tpuembed_serving.http.pages import add_pages
 from tpuembed_serving.http.rest import RestApi, is_api_request
 from tpuembed_serving.models.repository import Loader, ModelRepository
-from tpuembed_serving.models.verification import verify_checksums
-from tpuembed_serving.models.warmup import warm_up
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.telemetry.observers import Telemetry
-from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
+from tpuembed_serving.tensorflow.loading import load_version
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
 from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
 from tpuembed_serving.workers.repository import WorkerRepository
@@ -49,7 +43,7 @@ class ServingApp(FastAPI):
         self.worker_group: WorkerGroup = link or SingleProcess()
         self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.worker_group)
         load = load or functools.partial(
-            _load_saved_model, settings=settings, stopping=self.stopping, telemetry=self.telemetry
+            load_version, settings=settings, stopping=self.stopping, warmed_up=self.telemetry.warmed_up
         )
         self.repository = _models(settings, self.telemetry.watching(load), link)
         self.loads_first = load_first or settings.listen_when_loaded
@@ -224,49 +218,3 @@ def create_app(
         load_first: whether startup waits until all versions are loaded or have failed.
     """
     return ServingApp(settings, load, link, load_first)
-
-
-def _load_saved_model(
-    version_dir: Path, *, settings: ServerSettings, stopping: threading.Event, telemetry: Telemetry
-) -> Servable:
-    """Load a version. Imports TensorFlow in the loading thread, so that the port can answer before."""
-    with IMPORTING_TENSORFLOW:
-        from tpuembed_serving.tensorflow import session as runtime
-
-    def give_up(_: int) -> None:
-        if stopping.is_set():
-            raise LoadStopped(Code.CANCELLED, f"version {version_dir.name}: the server is stopping")
-
-    options = runtime.RunOptions(
-        timeout_ms=settings.rest_timeout_ms,
-        threads=settings.run_threads,
-        per_model_batching=settings.batching.per_model,
-    )
-    if settings.verify_on_load:
-        verify_checksums(version_dir, give_up)
-    servable = runtime.load(
-        version_dir,
-        prewarm=settings.prewarm,
-        random_access=settings.random_access,
-        on_read=give_up,
-        options=options,
-    )
-    try:
-        _warm_up(version_dir, servable, lambda: give_up(0), telemetry)
-    except BaseException:
-        servable.close()
-        raise
-    return servable
-
-
-def _warm_up(version_dir: Path, servable: Servable, between: Callable[[], None], telemetry: Telemetry) -> None:
-    started = time.perf_counter()
-    try:
-        records = warm_up(version_dir, servable, between)
-    except LoadStopped:
-        raise
-    except StatusError as error:
-        telemetry.warmed_up(version_dir, time.perf_counter() - started, 0, error)
-        raise
-    if records:
-        telemetry.warmed_up(version_dir, time.perf_counter() - started, records, None)

@@ -181,7 +181,7 @@ class ServedModel:
             self._released()
 
     def statuses(self) -> list[VersionStatus]:
-        """Return the status of every version ever found, newest first."""
+        """Return the status of every version that was ever wanted, newest first."""
         with self._lock:
             newest_first = sorted(self._versions.items(), reverse=True)
             return [VersionStatus(number, record.state, record.error) for number, record in newest_first]

@@ -89,7 +89,7 @@ class ModelRepository:
         raise servable_not_found(name, version)
 
     def statuses(self, name: str) -> list[VersionStatus]:
-        """Return every version ever found of model `name`, newest first. Empty if it was never configured."""
+        """Return every version of model `name` that was ever wanted, newest first. Empty if it was never configured."""
         model = self._models.get(name) or self._removed.get(name)
         return model.statuses() if model else []
 

@@ -24,10 +24,10 @@ from tensorflow.python.saved_model import loader_impl
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import LOOKUP_SCOPE, Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
+from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
-from tpuembed_serving.batching.policy import find_merging, with_padding
 from tpuembed_serving.batching.row_proof import Verdict, prove
-from tpuembed_serving.core.deadlines import remaining_seconds
+from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message

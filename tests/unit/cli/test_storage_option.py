@@ -6,7 +6,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tpuembed.checkpoint.tools import exports
 from tpuembed.export.storage.formats import STORAGES
+from tpuembed.saved_model import mapped_paths
 from tpuembed_cli.options import STORAGE_TYPES, storage_option
 
 
@@ -54,3 +56,9 @@ def test_bad_usage_is_named(values: tuple[str, ...], message: str) -> None:
 
 def test_the_types_are_the_exporters() -> None:
     assert set(STORAGE_TYPES) == set(STORAGES)
+
+
+def test_tools_and_mapped_files_read_every_type() -> None:
+    assert set(exports._DTYPES) == set(STORAGES)
+    assert set(STORAGES) <= set(mapped_paths._DTYPES.values())
+    assert set(mapped_paths._ITEM_BYTES) == set(mapped_paths._DTYPES.values())

@@ -1,4 +1,7 @@
-"""Decides how requests of a SavedModel are batched, from its graph and from the manifest of an export."""
+"""How requests of a signature are concatenated, if they may be: their shapes, padding and accepted ids.
+
+Whether they may be is decided in `queue.BatchQueue.of`.
+"""
 
 import dataclasses
 import math
