@@ -17,9 +17,9 @@ from tests.support.serving.served import BODY, Served
 from tpuembed.errors import ServingError
 from tpuembed_serving import server
 from tpuembed_serving.core.servable import Servable, State
-from tpuembed_serving.http import app
 from tpuembed_serving.http.app import create_app
 from tpuembed_serving.settings import ServerSettings
+from tpuembed_serving.tensorflow import loading
 
 LOADING = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
 SERVICES = ("tensorflow.serving.PredictionService", "PredictionService", "ModelService")
@@ -211,7 +211,7 @@ def test_a_stop_while_a_version_is_read_logs_no_error(
         assert application.stopping.wait(60)
         on_read(1)
 
-    monkeypatch.setattr(app, "verify_checksums", read)
+    monkeypatch.setattr(loading, "verify_checksums", read)
     application.repository.start()
     assert reading.wait(60)
     application.stopping.set()
