@@ -11,6 +11,9 @@ NEWEST_PYTHON ?= 3.13
 OLDEST_TESTS := tests/unit tests/conformance tests/e2e/test_road.py
 NEWEST_TESTS := $(addprefix tests/unit/,cli config files layer live serving) tests/conformance tests/e2e/test_road.py
 
+# Each process that a test starts would compile the project once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-oldest test-newest-python tpu-proof check bench format clean
 

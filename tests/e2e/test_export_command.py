@@ -21,6 +21,7 @@ from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main", "export"]
 DIM = 64
+BLOCK = 1 << 16  # rows that are compared at once
 
 
 @pytest.mark.parametrize("size", [256 << 20, pytest.param(2 << 30, marks=pytest.mark.long)])
@@ -46,12 +47,13 @@ def _assert_equal_rows(prefix: Path, version: Path, table: str) -> None:
     (stack,) = manifest.stacks
     stored = np.memmap(version / stack.file, np.uint32, "r", stack.offset, (stack.rows, stack.dim))
     with open_checkpoint(prefix) as source:
-        for row in np.random.default_rng(0).integers(0, stack.rows, 20_000):
-            np.testing.assert_array_equal(stored[row], source.read(table, row, row + 1)[0].view(np.uint32))
+        for start in range(0, stack.rows, BLOCK):
+            stop = min(start + BLOCK, stack.rows)
+            np.testing.assert_array_equal(stored[start:stop], source.read(table, start, stop).view(np.uint32))
 
 
-def _start(folder: Path, model_dir: str) -> "subprocess.Popen[bytes]":
-    arguments: list[Any] = [*COMMAND, folder / "ckpt", folder / model_dir, "--serving-config", folder / "serving.json"]
+def _start(folder: Path, model_dir: Path) -> "subprocess.Popen[bytes]":
+    arguments: list[Any] = [*COMMAND, folder / "ckpt", model_dir, "--serving-config", folder / "serving.json"]
     arguments += ["--max-memory", "512KiB"]  # small chunks: an export of a second or so, to be killed in
     return subprocess.Popen(
         arguments,
@@ -66,33 +68,42 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_at_a_random_moment_it_leaves_no_version_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
-    (name,) = write_large_table(tmp_path / "ckpt", (64 << 20) // (DIM * 4), DIM)
-    (tmp_path / "serving.json").write_text(json.dumps({"features": {"x": {"table": name}}}))
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float]:
+    """A folder with a checkpoint and a config, the table's name, and the seconds that an export of it takes."""
+    folder = tmp_path_factory.mktemp("killed")
+    (name,) = write_large_table(folder / "ckpt", (64 << 20) // (DIM * 4), DIM)
+    (folder / "serving.json").write_text(json.dumps({"features": {"x": {"table": name}}}))
     started = time.monotonic()
-    assert _start(tmp_path, "whole").wait(120) == 0
-    whole = time.monotonic() - started
+    assert _start(folder, folder / "whole").wait(120) == 0
+    return folder, name, time.monotonic() - started
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_at_a_random_moment_it_leaves_no_version_and_no_process(
+    exported: tuple[Path, str, float], tmp_path: Path, number: signal.Signals
+) -> None:
+    folder, name, whole = exported
     moments = random.Random(int(number))
     kills = 0
     for _ in range(20):
         if kills == 4:
             break
-        process = _start(tmp_path, "m")
+        process = _start(folder, tmp_path / "m")
         time.sleep(moments.uniform(0.2, 0.9) * whole)
         process.send_signal(number)
         process.wait(60)
         wait_for_end(process.pid, 20)
         if _versions(tmp_path):  # it had been committed before the signal came: once more, and sooner
-            _assert_equal_rows(tmp_path / "ckpt", tmp_path / "m" / "1", name)
+            _assert_equal_rows(folder / "ckpt", tmp_path / "m" / "1", name)
             shutil.rmtree(tmp_path / "m")
             whole *= 0.7
         else:
             kills += 1
     assert kills
-    assert _start(tmp_path, "m").wait(120) == 0
+    assert _start(folder, tmp_path / "m").wait(120) == 0
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"], "the litter of the killed is removed"
-    _assert_equal_rows(tmp_path / "ckpt", tmp_path / "m" / "1", name)
+    _assert_equal_rows(folder / "ckpt", tmp_path / "m" / "1", name)
 
 
 def _versions(folder: Path) -> list[str]:

@@ -84,11 +84,16 @@ def test_out_of_vocabulary_policies(checkpoint: Any, tmp_path: Path, form: str) 
     np.testing.assert_array_equal(found["row"], [rows[1], rows[2], rows[2], rows[2]])
 
 
+@pytest.fixture(scope="module", params=["id", "ids"])
+def of_form(request: pytest.FixtureRequest, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A form of lookups, and an export with one of it."""
+    features = {"x": {"table": "users", "input": request.param}, "y": {"table": "videos"}}
+    return request.param, _export(checkpoint, tmp_path_factory.mktemp(request.param), features)
+
+
 @pytest.mark.parametrize("bad", [30, -2, 2**40])
-@pytest.mark.parametrize("form", ["id", "ids"])
-def test_an_id_outside_its_table_fails_by_default(checkpoint: Any, tmp_path: Path, form: str, bad: int) -> None:
-    features = {"x": {"table": "users", "input": form}, "y": {"table": "videos"}}
-    path = _export(checkpoint, tmp_path, features)
+def test_an_id_outside_its_table_fails_by_default(of_form: tuple[str, Path], bad: int) -> None:
+    form, path = of_form
     ids = np.array([1, bad])
     with pytest.raises(capi.TensorFlowError, match=f"feature x: id {bad} of row 1 is not in table users, which has 30"):
         capi.predict(path, {"x": ids if form == "id" else ids[:, None], "y": IDS})

@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from tests.support.memory import GROWTH_BYTES, resident_bytes
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.good_client import GoodClient
-from tests.support.serving.vector_models import save_models
 from tests.support.serving.vector_server import VectorServer, read_vectors
 
 POSTS = [one for one in read_vectors("rest_*.yaml") if one["send"] and one.get("method", "POST") == "POST"]
@@ -25,9 +25,9 @@ ALLOWED = {200, 400, 404, 413, 501, 503, 504}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
+def server(vector_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
     root = tmp_path_factory.mktemp("abuse")
-    with VectorServer(save_models(root), root / "server.log") as running:
+    with VectorServer(vector_models, root / "server.log") as running:
         yield running
 
 

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +26,6 @@ from tensorflow_serving.apis import (
 
 from tests.support.memory import GROWTH_BYTES, resident_bytes
 from tests.support.serving.doubles import wait_for
-from tests.support.serving.vector_models import save_models
 from tests.support.serving.vector_server import VectorServer, read_vectors, with_shapes
 
 REQUESTS = {
@@ -72,9 +72,9 @@ MESSAGES = messages()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
+def server(vector_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
     root = tmp_path_factory.mktemp("abuse_grpc")
-    with VectorServer(save_models(root), root / "server.log") as running:
+    with VectorServer(vector_models, root / "server.log") as running:
         yield running
 
 

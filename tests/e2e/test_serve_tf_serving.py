@@ -12,7 +12,6 @@ import pytest
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
 from tests.support.serving.process import run_command
-from tests.support.serving.vector_models import save_models
 from tests.support.serving.vector_server import VectorServer, ask, read_vectors
 
 VECTORS = [vector for vector in read_vectors("rest_*.yaml") if not vector.get("ragged")]
@@ -20,21 +19,16 @@ VECTORS = [vector for vector in read_vectors("rest_*.yaml") if not vector.get("r
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def behind(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
-    with VectorServer(models, tmp_path_factory.mktemp("behind") / "log") as running:
+def behind(vector_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
+    with VectorServer(vector_models, tmp_path_factory.mktemp("behind") / "log") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def front(
-    models: dict[str, Path], behind: VectorServer, tmp_path_factory: pytest.TempPathFactory
+    vector_models: dict[str, Path], behind: VectorServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VectorServer]:
-    nowhere = dict.fromkeys(models, Path("/nowhere"))
+    nowhere = dict.fromkeys(vector_models, Path("/nowhere"))
     with VectorServer(nowhere, tmp_path_factory.mktemp("front") / "log", behind.grpc_address) as running:
         yield running
 
@@ -83,8 +77,8 @@ def _floats(values: list[float]) -> Any:
     return tf.make_tensor_proto(values, tf.float32)
 
 
-def test_a_server_that_goes_away_is_503_until_it_is_back(models: dict[str, Path], tmp_path: Path) -> None:
-    half = {"half": models["half"]}
+def test_a_server_that_goes_away_is_503_until_it_is_back(vector_models: dict[str, Path], tmp_path: Path) -> None:
+    half = {"half": vector_models["half"]}
     with VectorServer(half, tmp_path / "behind") as behind:
         front = VectorServer(half, tmp_path / "front", behind.grpc_address)
     with front, httpx.Client(base_url=front.url, timeout=60) as client:

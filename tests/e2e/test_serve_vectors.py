@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +21,6 @@ from tensorflow_serving.apis import (
     prediction_service_pb2,
 )
 
-from tests.support.serving.vector_models import save_models
 from tests.support.serving.vector_server import VectorServer, ask, read_vectors, with_shapes
 
 REST = list(read_vectors("rest_*.yaml"))
@@ -28,9 +28,9 @@ GRPC = list(read_vectors("grpc_*.yaml"))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
+def server(vector_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VectorServer]:
     root = tmp_path_factory.mktemp("vectors")
-    with VectorServer(save_models(root), root / "server.log") as running:
+    with VectorServer(vector_models, root / "server.log") as running:
         yield running
 
 

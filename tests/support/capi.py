@@ -4,6 +4,7 @@ Run as a script in a process of its own: reads pickled requests from stdin and w
 `predict` and `Process` are its clients.
 """
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -27,13 +28,18 @@ class TensorFlowError(RuntimeError):
 
 
 def predict(version: Path, inputs: Mapping[str, Any], signature: str = "serving_default") -> dict[str, Array]:
-    """Outputs of `signature` of the SavedModel at `version`, computed in a process without Python's TensorFlow."""
-    with Process() as process:
-        return process.ask(version, {signature: inputs})[signature]
+    """Outputs of `signature` of the SavedModel at `version`, computed in a process without Python's TensorFlow.
+
+    All calls share one process, which loads each SavedModel anew: starting it takes longer than asking it.
+    """
+    if not _SHARED or _SHARED[0].is_over:
+        _SHARED[:] = [Process().__enter__()]
+        atexit.register(_SHARED[0].kill)
+    return _SHARED[0].ask(version, {signature: inputs})[signature]
 
 
 class Process:
-    """One process for many SavedModels, one after another: starting it takes longer than asking it."""
+    """One process for many SavedModels, one after another."""
 
     def __enter__(self) -> Self:
         pipe = subprocess.PIPE
@@ -42,6 +48,16 @@ class Process:
 
     def __exit__(self, *exc_info: object) -> None:
         self._process.communicate(timeout=120)
+
+    def kill(self) -> None:
+        """End it, whoever else holds its pipes."""
+        self._process.kill()
+        self._process.communicate()
+
+    @property
+    def is_over(self) -> bool:
+        """Returns True if it has ended, as by a crash of TensorFlow."""
+        return self._process.poll() is not None
 
     def ask(self, version: Path, calls: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:
         """Outputs by signature, each given its inputs, of the SavedModel at `version`, which is loaded once for them.
@@ -70,6 +86,9 @@ def _signature_names(version: Path, signature: str) -> dict[str, dict[str, str]]
         "input_names": {name: info.name for name, info in definition.inputs.items()},
         "output_names": {name: info.name for name, info in definition.outputs.items()},
     }
+
+
+_SHARED: list[Process] = []  # the process of `predict`, once there is one
 
 
 class Output(ctypes.Structure):

@@ -1,7 +1,7 @@
-"""Train on N logical CPUs and save what came out: `python -m tests.support.layer.replicas N FOLDER`.
+"""Train on N logical CPUs and save what came out: `python -m tests.support.layer.replicas N FOLDER [OPTIMIZERS]`.
 
 A process of its own, because logical devices are made before TensorFlow starts. Per optimizer, FOLDER/<i>.npz holds the table
-before, and the table and slots of every replica after.
+before, and the table and slots of every replica after. With OPTIMIZERS only so many of them, the first ones.
 """
 
 import sys
@@ -95,15 +95,15 @@ def fit_padded(strategy: Any) -> dict[str, Any]:
     return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
 
 
-def main(replicas: int, folder: Path) -> None:
+def main(replicas: int, folder: Path, optimizers: int) -> None:
     cpus = [tf.config.LogicalDeviceConfiguration()] * replicas
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], cpus)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
-    for index, kind in enumerate(OPTIMIZERS):
+    for index, kind in enumerate(list(OPTIMIZERS)[:optimizers]):
         np.savez(folder / f"{index}.npz", **train(strategy, kind))
     np.savez(folder / "fit.npz", **fit(strategy))
     np.savez(folder / "fit_padded.npz", **fit_padded(strategy))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else len(OPTIMIZERS))

@@ -273,7 +273,7 @@ _UNUSED_HEADS = "ignore:`build..` was called on layer 'subclassed:UserWarning"
 
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
 @given(specs(), _FORMS)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 def test_a_factory_computes_the_trained_models_numbers_or_is_refused(
     tmp_path_factory: pytest.TempPathFactory, pair: tuple[Spec, Spec], form: str
 ) -> None:
