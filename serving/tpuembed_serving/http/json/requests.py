@@ -1,7 +1,7 @@
 """Converts a predict request in row form ("instances") or columnar form ("inputs") to the inputs of a signature."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -64,11 +64,11 @@ def _decode_rows(document: Document, signature: Signature, check: Check) -> Sequ
         raise format_error(document.members, "Expecting 'instances' to be an list/array")
     if not rows:
         raise format_error(document.members, "No values in 'instances' array")
-    first = rows[0] if type(rows) is list else next(iter(rows))
+    first = next(iter(rows)) if isinstance(rows, LongList) else rows[0]
     if len(signature.inputs) > 1 and not isinstance(first, dict):
         text = "instances is a plain list, but expecting list of objects as multiple input tensors required as per "
         raise invalid_argument(f"{text}tensorinfo_map")
-    fast = _fast_rows(rows, signature) if type(rows) is list else _fast_pieces(rows, signature, check)
+    fast = _fast_pieces(rows, signature, check) if isinstance(rows, LongList) else _fast_rows(rows, signature)
     return fast or _RowDecoder(signature.inputs).decode(rows, first, check)
 
 
@@ -135,7 +135,7 @@ class _RowDecoder:
         self._leaves: dict[str, list[Any]] = {info.alias: [] for info in inputs}
         self._shapes: dict[str, list[int]] = {}
 
-    def decode(self, rows: Collection[Any], first: Any, check: Check) -> list[Array]:
+    def decode(self, rows: list[Any] | LongList, first: Any, check: Check) -> list[Array]:
         """Return one array per input, batch first."""
         add = self._add_object if _is_row_object(first) else self._add_value
         for index, row in enumerate(rows):
