@@ -36,7 +36,8 @@ _HEAD: Final = re.compile(
 """Matches a body up to its first list. The groups are the names of the member and of the column."""
 _NEXT: Final = re.compile(rb'\]\s*,\s*"([^"\\]*)"\s*:\s*\[')
 """Matches the end of a column and the beginning of the next one."""
-_TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\]\[{},]', re.DOTALL)
+_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\]\[{},]', re.DOTALL)
+"""Matches a string, also one without an end, which is then read only once."""
 _BEFORE: Final = re.compile(rb'[\]}"\s]*\Z')
 _AFTER: Final = re.compile(rb'[\[{"\s]*')
 
@@ -96,7 +97,7 @@ def read_pieces(
     """
     found: dict[tuple[str, ...], LongList] = {}
     seen: set[tuple[str, ...]] = set()
-    match = _HEAD.match(body)
+    match = _HEAD.match(body, 0, _PIECE_BYTES)
     head, start = b"", 0
     member, column = (match[1].decode("ascii"), match[2]) if match else ("", None)
     while match:

@@ -60,15 +60,16 @@ def decode_inputs(document: Document, signature: Signature, check: Check = noop)
 
 def _decode_rows(document: Document, signature: Signature, check: Check) -> Sequence[Array]:
     rows = document.members["instances"]
-    if not isinstance(rows, list | LongList):
+    is_long = isinstance(rows, LongList)
+    if not is_long and not isinstance(rows, list):
         raise format_error(document.members, "Expecting 'instances' to be an list/array")
     if not rows:
         raise format_error(document.members, "No values in 'instances' array")
-    first = next(iter(rows)) if isinstance(rows, LongList) else rows[0]
+    first = next(iter(rows)) if is_long else rows[0]
     if len(signature.inputs) > 1 and not isinstance(first, dict):
         text = "instances is a plain list, but expecting list of objects as multiple input tensors required as per "
         raise invalid_argument(f"{text}tensorinfo_map")
-    fast = _fast_pieces(rows, signature, check) if isinstance(rows, LongList) else _fast_rows(rows, signature)
+    fast = _fast_pieces(rows, signature, check) if is_long else _fast_rows(rows, signature)
     return fast or _RowDecoder(signature.inputs).decode(rows, first, check)
 
 
