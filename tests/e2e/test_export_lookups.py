@@ -249,3 +249,10 @@ def test_a_size_that_disagrees_with_the_checkpoint_is_refused(checkpoint: Any, t
     config = {"features": {"x": {"table": "users"}}, "tables": {"users": size}}
     with pytest.raises(CheckpointMismatchError, match=r"in the serving_config, but .* in the checkpoint"):
         export_saved_model(checkpoint[0], tmp_path / "m", serving_config=config)
+
+
+def test_an_empty_list_is_no_matrix_of_ids(checkpoint: Any, tmp_path: Path) -> None:
+    """JSON's `{"inputs": []}` has the shape [0], also in TensorFlow Serving."""
+    path = _export(checkpoint, tmp_path, {"ids": {"table": "videos", "combiner": "sum"}})
+    with pytest.raises(capi.TensorFlowError, match="out of bounds"):
+        capi.predict(path, {"ids": np.zeros(0, np.int64)})

@@ -102,6 +102,17 @@ def test_a_large_answer_to_a_small_body_stalls_nobody(server: ServerProcess) -> 
     assert len(probe.seconds) > 10
 
 
+def test_a_large_body_stalls_nobody(server: ServerProcess) -> None:
+    """20 MiB of rows that the model refuses, so that only the parsing and decoding take long. It took 700 ms in one call."""
+    body = b'{"instances": [' + b'{"x": 1.25}, ' * 1_600_000 + b'{"x": true}]}'
+    with Probe(server) as probe:
+        status, found = server.predict(body)
+    assert (status, "Failed to process element: 1600000" in found["error"]) == (400, True), found
+    assert len(probe.seconds) > 50
+    assert max(probe.seconds) < 0.5
+    print(f"the longest wait: {max(probe.seconds):.3f} s, the median {statistics.median(probe.seconds):.4f} s")
+
+
 @pytest.mark.parametrize("body", [b"[" * 4_000_000, b'{"instances": [' + b"NaN," * 1_000_000 + b"1"])
 def test_a_body_that_parses_slowly_is_answered_within_the_timeout(model: Path, tmp_path: Path, body: bytes) -> None:
     with ServerProcess(model, tmp_path / "log", "--rest-timeout-ms", "1000") as running:
@@ -232,6 +243,31 @@ def test_work_for_a_client_that_has_left_stops(server: ServerProcess) -> None:
     time.sleep(1)
     assert ticks() - before < 50
     assert server.predict({"instances": [1]})[0] == 200
+
+
+def test_bodies_that_arrive_slowly_are_in_the_budget(model: Path, tmp_path: Path) -> None:
+    """Sixteen clients send 6 MiB of 8 MiB each. Their bodies were not counted before they were complete."""
+    head = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: s\r\ncontent-length: 8388608\r\n\r\n"
+    with ServerProcess(model, tmp_path / "log", "--max-request-memory", "32MiB") as running:
+        running.wait_for(1)
+        head = head.replace(b"/v1/models/m", running.path.encode())
+        clients = [socket.create_connection((running.host, running.port), 20) for _ in range(16)]
+        refused = 0
+        try:
+            for client in clients:
+                client.settimeout(2)
+                try:
+                    client.sendall(head + b" " * (6 << 20))
+                    refused += client.recv(100).startswith(b"HTTP/1.1 503")
+                except TimeoutError:  # no answer yet
+                    pass
+                except ConnectionError:
+                    refused += 1
+        finally:
+            for client in clients:
+                client.close()
+        assert refused >= 10
+        assert running.predict({"instances": [1]})[0] == 200
 
 
 def test_a_drain_ends_when_it_says(model: Path, tmp_path: Path) -> None:

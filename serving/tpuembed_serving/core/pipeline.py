@@ -187,6 +187,7 @@ class Call:
     error: Exception | None = None
     is_over = False
     reserved = 0
+    reserved_before = 0
     lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
     timer: asyncio.TimerHandle | None = None
     work: "concurrent.futures.Future[Any] | None" = None
@@ -263,10 +264,12 @@ class Pipeline:
         self.service, self.memory = service, memory
         self._executor, self._timeout_seconds, self._max_rows = executor, timeout_seconds, max_rows
         self._loop_check = _LoopCheck()
+        self._is_closed = False
         self._threads = concurrent.futures.ThreadPoolExecutor(_CONVERTING_THREADS, thread_name_prefix="convert")
 
     def close(self) -> None:
-        """Stop the threads that convert requests and answers."""
+        """Stop the threads that convert requests and answers. Work that needs one is answered UNAVAILABLE."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def answer(
@@ -275,6 +278,7 @@ class Pipeline:
         body: bytes,
         record: RequestRecord | None = None,
         client_seconds: float | None = None,
+        reserved: int = 0,
     ) -> bytes:
         """Wait for the answer to a request; see `start`. The work stops if this task is cancelled.
 
@@ -288,7 +292,7 @@ class Pipeline:
             if not found.done():
                 found.set_result(answer)
 
-        call = self.start(prediction, body, respond, record, client_seconds)
+        call = self.start(prediction, body, respond, record, client_seconds, reserved)
         try:
             answer = await found
         except asyncio.CancelledError:
@@ -305,17 +309,20 @@ class Pipeline:
         respond: Respond,
         record: RequestRecord | None = None,
         client_seconds: float | None = None,
+        reserved: int = 0,
     ) -> Call:
         """Begin to answer a request, and return its call. A client's own timeout can shorten the server's.
 
-        `respond` is called with the answer's body or with an error, now or later.
+        `respond` is called with the answer's body or with an error, now or later. `reserved` bytes of the memory that it takes
+        to decode the body are reserved by the caller, until the answer.
         """
         seconds = self._timeout_seconds if client_seconds is None else min(client_seconds, self._timeout_seconds)
         call = Call(prediction, body, time.monotonic() + seconds, record, respond)
+        call.reserved_before = reserved
         if len(body) <= INLINE_BYTES:
             self._on_loop(call, self._prepare, self._run)
         else:
-            self._in_thread(call, self._prepare, self._run, prediction.decoding_bytes(body))
+            self._in_thread(call, self._estimate, self._admit)
         return call
 
     def give_up(self, call: Call) -> None:
@@ -342,6 +349,8 @@ class Pipeline:
     ) -> None:
         """Do work in a thread, if the `memory` that it takes can be reserved."""
         try:
+            if self._is_closed:
+                raise _stopping()
             self._reserve(call, memory)
         except StatusError as error:
             self._end(call, error)
@@ -361,11 +370,17 @@ class Pipeline:
         try:
             then(call, work.result())
         except concurrent.futures.CancelledError:
-            self._end(call, StatusError(Code.UNAVAILABLE, "the server is stopping"))
+            self._end(call, _stopping())
         except Exception as error:
             self._end(call, error)
 
     # ---- the steps
+
+    def _estimate(self, call: Call, _: Check) -> int:
+        return call.prediction.decoding_bytes(call.body)
+
+    def _admit(self, call: Call, memory: int) -> None:
+        self._in_thread(call, self._prepare, self._run, max(0, memory - call.reserved_before))
 
     def _prepare(self, call: Call, check: Check) -> list[Task]:
         """Parse the request, lease the version, and decode the inputs."""
@@ -445,7 +460,7 @@ class Pipeline:
             call.end_lease()
 
     def _reserve(self, call: Call, size: int) -> None:
-        self.memory.reserve(size, call.reserved)
+        self.memory.reserve(size, call.reserved + call.reserved_before)
         call.reserved += size
 
     def _check(self, call: Call, task: Task) -> None:
@@ -475,6 +490,10 @@ def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args:
     """Call `function` on the loop, from another thread."""
     with contextlib.suppress(RuntimeError):  # the loop has ended, and its calls with it
         loop.call_soon_threadsafe(function, *args)
+
+
+def _stopping() -> StatusError:
+    return StatusError(Code.UNAVAILABLE, "the server is stopping")
 
 
 def _mebibytes(size: int) -> str:

@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
+from tpuembed_serving.core.pipeline import INLINE_BYTES, INLINE_ELEMENTS
 from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_tensor
@@ -96,16 +97,28 @@ class RemotePredictions:
         Raises:
             StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
-        request = _predict_request(model, version, signature, inputs)
+        if _is_large(inputs):  # the event loop does only short work
+            request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
+        else:
+            request = _predict_request(model, version, signature, inputs)
         try:
             answer = await self._predict(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             raise _status_error(error, self._target) from None
+        if len(answer) > INLINE_BYTES:
+            return await asyncio.to_thread(_outputs, answer, signature, self._target)
         return _outputs(answer, signature, self._target)
 
     def close(self) -> None:
         """Start to close the channel."""
         self._closing = asyncio.ensure_future(self._channel.close())
+
+
+def _is_large(inputs: Sequence[Array]) -> bool:
+    """Returns True if it takes long to encode `inputs`."""
+    if sum([array.size for array in inputs]) > INLINE_ELEMENTS:
+        return True
+    return sum([sum(map(len, array.flat)) for array in inputs if array.dtype == object]) > INLINE_BYTES
 
 
 def _predict_request(model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> bytes:

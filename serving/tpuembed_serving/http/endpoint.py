@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, NamedTuple, Protocol
 
 from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
-from tpuembed_serving.core.pipeline import MemoryBudget
+from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget
 from tpuembed_serving.core.request_record import HTTP, REQUEST_ID, REST, RequestRecord, sane_request_id
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError
 from tpuembed_serving.http.json import LEAST_DECODING_BYTES, encode_error
@@ -17,6 +17,7 @@ from tpuembed_serving.telemetry.observers import Telemetry
 __all__ = [
     "HTTP_STATUS",
     "App",
+    "Body",
     "BodyReader",
     "ClientLeftError",
     "HttpEndpoint",
@@ -84,40 +85,61 @@ class ClientLeftError(Exception):
     """The client disconnected before its answer."""
 
 
+class Body(NamedTuple):
+    """A body. `reserved` bytes are reserved for it, which the caller releases."""
+
+    content: bytes
+    reserved: int
+
+
 class BodyReader:
     """Reads the bodies of requests."""
 
     def __init__(self, max_bytes: int | None, memory: MemoryBudget) -> None:
-        """Create the reader. `max_bytes` limits bodies before and after decompression; None is no limit."""
-        self._max_bytes, self._memory = max_bytes, memory
+        """Create the reader. `max_bytes` limits bodies before and after decompression; None is no limit.
 
-    async def __call__(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body, decompressed if it is gzip.
+        `memory` is reserved for bodies.
+        """
+        self._max_bytes, self.memory = max_bytes, memory
+
+    async def __call__(self, scope: Scope, receive: Receive) -> Body:
+        """Return the body, decompressed if it is gzip. Memory is reserved for a large body while it arrives.
 
         Raises:
-            StatusError: it is too large.
+            StatusError: it is too large, or the other requests use the memory.
             ClientLeftError: the client disconnected.
         """
         length = header(scope, b"content-length")
         if length.isdigit():
             self._check_size(int(length))  # before the body is read
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeftError
-            part, more = message.get("body", b""), message.get("more_body", False)
-            size += len(part)
-            self._check_size(size)
-            parts.append(part)
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
-        return await self._inflate(body) if b"gzip" in header(scope, b"content-encoding") else body
+        parts, size, more, reserved = [], 0, True, 0
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeftError
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                self._check_size(size)
+                if size > INLINE_BYTES:
+                    self.memory.reserve(size - reserved, reserved)
+                    reserved = size
+                parts.append(part)
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            if b"gzip" not in header(scope, b"content-encoding"):
+                return Body(body, reserved)
+            content, needed = await self._inflate(body, reserved)
+            return Body(content, reserved + needed)
+        except BaseException:
+            self.memory.release(reserved)
+            raise
 
     def _check_size(self, size: int) -> None:
         if self._max_bytes is not None and size > self._max_bytes:
             raise TooLargeError(f"the request body is larger than the limit of {self._max_bytes} bytes")
 
-    async def _inflate(self, body: bytes) -> bytes:
+    async def _inflate(self, body: bytes, reserved: int) -> Body:
         """Decompress gzip. A large body is decompressed twice: first only to learn its size.
 
         Invalid or too large bodies become empty, and are refused as such, as in TensorFlow Serving.
@@ -127,19 +149,20 @@ class BodyReader:
             inflated = inflater.decompress(body, _PIECE_BYTES)
             if inflater.eof:
                 self._check_size(len(inflated))
-                return inflated
+                return Body(inflated, 0)
             size = await asyncio.to_thread(_inflated_bytes, body)
             self._check_size(size)
             if size > _MAX_INFLATED_BYTES:
-                return b""
+                return Body(b"", 0)
             needed = size * LEAST_DECODING_BYTES
-            self._memory.reserve(needed)
+            self.memory.reserve(needed, reserved)
             try:
-                return await asyncio.to_thread(zlib.decompress, body, zlib.MAX_WBITS | 16)
-            finally:
-                self._memory.release(needed)
+                return Body(await asyncio.to_thread(zlib.decompress, body, zlib.MAX_WBITS | 16), needed)
+            except BaseException:
+                self.memory.release(needed)
+                raise
         except zlib.error:
-            return b""
+            return Body(b"", 0)
 
 
 def _inflated_bytes(body: bytes) -> int:

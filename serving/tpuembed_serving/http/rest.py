@@ -16,6 +16,7 @@ from tpuembed_serving.core.service import DEFAULT_SIGNATURE, ModelMetadata, Mode
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.http.endpoint import (
     HTTP_STATUS,
+    Body,
     BodyReader,
     ClientLeftError,
     Receive,
@@ -132,9 +133,12 @@ class RestApi:
             if record is not None:
                 record.model, record.api = spec.name, api
             body = await self._read(scope, receive)
-            prediction = self._prediction(spec, api)
-            if prediction is not None:
-                return Reply(200, await self._answer(prediction, body, receive, record))
+            try:
+                prediction = self._prediction(spec, api)
+                if prediction is not None:
+                    return Reply(200, await self._answer(prediction, body, receive, record))
+            finally:
+                self._pipeline.memory.release(body.reserved)
         elif method == "GET" and (match := _GET.fullmatch(target)):
             return Reply(200, self._get(match, record))
         elif method == "OPTIONS":
@@ -143,10 +147,11 @@ class RestApi:
         raise invalid_argument(f"Malformed request: {method} {_text(target)}")
 
     async def _answer(
-        self, prediction: Prediction, body: bytes, receive: Receive, record: RequestRecord | None
+        self, prediction: Prediction, body: Body, receive: Receive, record: RequestRecord | None
     ) -> bytes:
         """Return the answer to a prediction. Its work stops if the client disconnects."""
-        answer = asyncio.ensure_future(self._pipeline.answer(prediction, body, record))
+        work = self._pipeline.answer(prediction, body.content, record, reserved=body.reserved)
+        answer = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)

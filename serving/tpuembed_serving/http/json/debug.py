@@ -2,7 +2,10 @@
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
+
+from tpuembed_serving.http.json.pieces import LongList
 
 __all__ = ["debug_string", "quote", "type_name"]
 
@@ -20,7 +23,7 @@ def type_name(value: Any) -> str:
         return str(value)
     if isinstance(value, dict):
         return "Object"
-    if isinstance(value, list):
+    if isinstance(value, list | LongList):
         return "Array"
     return "String" if isinstance(value, str) else "Number"
 
@@ -55,7 +58,7 @@ class _LimitedWriter:
         """Write `prefix` and `value`, which is inside `depth` containers. Returns True if all of it was written."""
         if isinstance(value, dict):
             return self._object(value, depth, prefix)
-        if isinstance(value, list):
+        if isinstance(value, list | LongList):
             return self._array(value, depth, prefix)
         return self._put(prefix + _scalar(value))
 
@@ -67,7 +70,7 @@ class _LimitedWriter:
             written = written and self.value(member, depth + 1, ": ")
         return written and self._put(("\n" + "    " * depth if value else "") + "}")
 
-    def _array(self, value: list[Any], depth: int, prefix: str) -> bool:
+    def _array(self, value: Iterable[Any], depth: int, prefix: str) -> bool:
         written = self._put(prefix + "[")
         for index, element in enumerate(value):
             written = written and self.value(element, depth + 1, ", " if index else "")

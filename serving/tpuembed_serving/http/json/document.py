@@ -10,9 +10,11 @@ Clients of TensorFlow Serving may send what RapidJSON reads beyond JSON:
 Nesting has a limit of about 1,000 levels, that of both libraries.
 """
 
+import functools
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -21,6 +23,7 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
+from tpuembed_serving.http.json.pieces import LARGE_BYTES, LongList, read_pieces
 
 __all__ = ["LEAST_DECODING_BYTES", "Document", "JsonObject", "decoding_bytes", "format_error", "parse_document"]
 
@@ -41,6 +44,7 @@ class Document(NamedTuple):
 
     Attributes:
         members: the members of the top-level object. Of equal keys the first counts, at every level.
+            The lists of a large body are LongLists.
     """
 
     members: dict[str, Any]
@@ -52,24 +56,38 @@ def parse_document(body: bytes, max_depth: int | None = None, check: Check = noo
     Args:
         body: the body of a request.
         max_depth: the deepest nesting; None is the libraries' limit.
-        check: called before slow work.
+        check: called before slow work, and between the pieces of a large body.
 
     Raises:
         StatusError: the body is not JSON, not an object, or nested too deeply.
     """
-    root = _parse(body, check)
+    rest, cut = body, _NONE_CUT
+    if len(body) >= LARGE_BYTES:
+        rest, cut = read_pieces(body, functools.partial(_parse_list, max_depth=max_depth), check)
+    root = _parse(rest, check)
     if not isinstance(root, dict):
         raise format_error(root, "Is not object")
-    if max_depth is not None and _is_deeper(root, body, max_depth):
+    if max_depth is not None and _is_deeper(root, rest, max_depth):
         raise _too_deep(max_depth)
+    for key, elements in cut.items():
+        parent = root
+        for name in key[:-1]:
+            parent = parent[name]
+        elements.rest = parent[key[-1]][1:]
+        parent[key[-1]] = elements
     return Document(root)
 
 
 def decoding_bytes(body: bytes) -> int:
     """Return about how many bytes it takes to parse and decode `body`, from the number of its values, lists and objects."""
-    values, lists, objects = (body.count(mark) for mark in (b",", b"[", b"{"))
+    values, lists, objects = (_count(body, mark) for mark in (b",", b"[", b"{"))
     estimate = len(body) + values * _VALUE_BYTES + lists * _LIST_BYTES + objects * _OBJECT_BYTES
     return max(estimate, len(body) * LEAST_DECODING_BYTES)
+
+
+def _count(body: bytes, mark: bytes) -> int:
+    """Count a character, in steps: one call would keep other threads waiting."""
+    return sum([body.count(mark, start, start + LARGE_BYTES) for start in range(0, len(body), LARGE_BYTES)])
 
 
 def format_error(value: Any, text: str) -> StatusError:
@@ -90,6 +108,21 @@ def _parse(body: bytes, check: Check) -> Any:
     return root
 
 
+def _parse_list(text: bytes, max_depth: int | None) -> list[Any]:
+    """Parse one list. Raises StatusError for anything else, and if the document may be nested too deeply."""
+    found: list[Any]
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        found = _parse_loosely(text, is_all=True)
+    else:
+        if text.count(b":") > sum([len(row) for row in found if type(row) is dict]):
+            found = _parse_loosely(text, is_all=True)
+    if max_depth is not None and _is_deeper(found, text, max_depth - _LIST_LEVELS):
+        raise _too_deep(max_depth)
+    return found
+
+
 def _count_members(root: dict[str, Any]) -> int:
     """Count the members at the known levels. As many colons in the body prove that no key is repeated."""
     count = len(root)
@@ -101,8 +134,8 @@ def _count_members(root: dict[str, Any]) -> int:
     return count
 
 
-def _parse_loosely(body: bytes) -> Any:
-    """Parse with the standard library, configured to agree with RapidJSON."""
+def _parse_loosely(body: bytes, *, is_all: bool = False) -> Any:
+    """Parse with the standard library, configured to agree with RapidJSON. With `is_all`, bytes after the value are refused."""
     text = body.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape").lstrip(" \t\n\r")
     if not text:
         raise _parse_error("The document is empty." if body else "The document is empty")
@@ -114,6 +147,8 @@ def _parse_loosely(body: bytes) -> Any:
         raise _parse_error(_reason(error)) from None
     except RecursionError:
         raise _too_deep(_LEVELS) from None
+    if is_all and end < len(text):
+        raise _parse_error("The document root must not be followed by other values.")
     if any(match[1] for match in _ESCAPES.finditer(text, 0, end)):
         raise _parse_error("The surrogate pair in string is invalid.")
     return root
@@ -191,6 +226,9 @@ def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _LISTS = frozenset({"instances", "examples"})
 _OBJECTS = frozenset({"inputs", "context"})
 _LEVELS = 1000
+_NONE_CUT: Mapping[tuple[str, ...], LongList] = {}
+_LIST_LEVELS = 2
+"""The most levels around a list that is parsed in pieces."""
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _SPECIAL = re.compile(rf"{_STRING}|-?(?:NaN|Inf(?:inity|(?!i)))", re.DOTALL)

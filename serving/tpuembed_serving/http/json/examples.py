@@ -17,6 +17,7 @@ from tpuembed_serving.core.status import invalid_argument
 from tpuembed_serving.http.json.debug import quote, type_name
 from tpuembed_serving.http.json.document import Document, JsonObject, format_error
 from tpuembed_serving.http.json.floats import float_tokens
+from tpuembed_serving.http.json.pieces import LongList
 from tpuembed_serving.http.json.tensors import base64_decode, is_base64_object
 
 __all__ = ["decode_examples", "encode_result"]
@@ -47,7 +48,7 @@ def decode_examples(document: Document, check: Check = noop) -> list[bytes]:
         # TensorFlow Serving's text names classify for regress too.
         raise format_error(members, "When method is classify, key 'examples' is expected and was not found")
     examples = members["examples"]
-    if not isinstance(examples, list):
+    if not isinstance(examples, list | LongList):
         raise format_error(members, "Expecting 'examples' value to be an list/array")
     if not examples:
         raise format_error(members, "'examples' value is an empty array")

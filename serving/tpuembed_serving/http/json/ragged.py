@@ -11,6 +11,7 @@ from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Signature
 from tpuembed_serving.core.status import TooLargeError, invalid_argument
 from tpuembed_serving.http.json.document import Document
+from tpuembed_serving.http.json.pieces import LongList
 from tpuembed_serving.http.json.tensors import is_base64_object
 
 __all__ = ["pad_ragged"]
@@ -38,10 +39,17 @@ def pad_ragged(document: Document, signature: Signature, check: Check = noop) ->
     key = "instances" if "instances" in members else "inputs"
     if not wanted or (key == "instances" and "inputs" in members):
         return None
-    given = members.get(key)
+    given = _plain(members.get(key))
     pad = _pad_rows if key == "instances" else _pad_columns
     found = pad(given, signature, wanted, check)
     return None if found is None else Document({**members, key: found})
+
+
+def _plain(value: Any) -> Any:
+    """Return a list or an object of lists without LongLists."""
+    if type(value) is LongList:
+        return list(value)
+    return {alias: _plain(column) for alias, column in value.items()} if type(value) is dict else value
 
 
 def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:

@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from tpuembed_serving.core.servable import Array, TensorInfo
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string, type_name
 from tpuembed_serving.http.json.document import format_error
+from tpuembed_serving.http.json.pieces import LongList
 
-__all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "is_base64_object", "to_array"]
+__all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "is_base64_object", "joined", "to_array"]
 
 MAX_RANK = 64
 """The limit of a numpy array; TensorFlow's own limit is 254."""
@@ -39,8 +41,13 @@ _LEAF_TYPES: dict[str, frozenset[type]] = {
 }
 
 
-def fast_tensor(value: Any, info: TensorInfo) -> Array | None:
-    """Convert `value` at once. Returns None if it must be decoded value by value, perhaps to report an error."""
+def fast_tensor(value: Any, info: TensorInfo, check: Check = noop) -> Array | None:
+    """Convert `value` at once. Returns None if it must be decoded value by value, perhaps to report an error.
+
+    `check` is called between the pieces of a LongList.
+    """
+    if type(value) is LongList:
+        return joined(fast_tensor(piece, info) for piece in value.pieces(check))
     types = _leaf_types(value)
     if not types or not types <= _LEAF_TYPES.get(info.dtype, frozenset()):
         return None
@@ -51,6 +58,16 @@ def fast_tensor(value: Any, info: TensorInfo) -> Array | None:
     except (ValueError, OverflowError):  # ragged, too deep, or an integer beyond 64 bits
         return None
     return _cast(array, info)
+
+
+def joined(pieces: Iterable[Array | None]) -> Array | None:
+    """Return the pieces of an array as one. Returns None if one is None, or has another shape."""
+    found: list[Array] = []
+    for piece in pieces:
+        if piece is None or (found and piece.shape[1:] != found[0].shape[1:]):
+            return None
+        found.append(piece)
+    return np.concatenate(found)
 
 
 def _leaf_types(value: Any) -> set[type]:

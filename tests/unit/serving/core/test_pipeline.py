@@ -191,6 +191,18 @@ class TestTheEventLoop:
         answer(pipeline(Echo(ids(20_000), ids(1))), outputs)
         assert outputs.threads["parse"] is threading.main_thread() is not outputs.threads["encode"]
 
+    def test_a_large_body_is_estimated_in_a_thread_too(self) -> None:
+        threads = []
+
+        class Counting(Request):
+            def decoding_bytes(self, body: bytes) -> int:
+                threads.append(threading.current_thread())
+                return super().decoding_bytes(body)
+
+        answer(pipeline(), Counting(ids(1), ids(1)), MANY)
+        assert threads != [threading.main_thread()]
+        assert len(threads) == 1
+
     @pytest.mark.parametrize("step", ["parse", "decode", "encode"])
     def test_work_that_turns_out_slow_moves_to_a_thread(self, step: str) -> None:
         """The loop's other work waits for much less than the step takes."""
@@ -361,3 +373,26 @@ def test_an_answer_that_cannot_be_sent_is_logged(caplog: pytest.LogCaptureFixtur
 
     asyncio.run(scenario())
     assert "broken" in caplog.text
+
+
+def test_what_the_caller_has_reserved_counts_once() -> None:
+    pipe = pipeline(memory=MemoryBudget(10 * len(MANY)))
+    used = []
+    pipe.memory.reserve(len(MANY))
+
+    def busy(name: str, _: Check) -> None:
+        if name == "parse":
+            used.append(pipe.memory._used)
+
+    asyncio.run(pipe.answer(Request(ids(1), ids(1), busy=busy), MANY, reserved=len(MANY)))
+    assert (used, pipe.memory._used) == ([10 * len(MANY)], len(MANY))
+
+
+@pytest.mark.parametrize("outputs", [(), (ids(20_000), ids(1))], ids=["parse", "encode"])
+def test_after_the_close_work_for_a_thread_is_unavailable(outputs: tuple[Array, ...]) -> None:
+    pipe = pipeline(Echo(*outputs))
+    pipe.close()
+    with pytest.raises(StatusError, match="the server is stopping") as refused:
+        answer(pipe, Request(ids(1), ids(1)), b"" if outputs else MANY)
+    assert refused.value.code is Code.UNAVAILABLE
+    assert pipe.memory._used == 0

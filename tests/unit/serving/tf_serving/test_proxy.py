@@ -1,13 +1,18 @@
-"""Calls of another server that are given up."""
+"""Calls of another server: given up, and with large inputs."""
 
 import asyncio
 import gc
+import threading
 import warnings
 from typing import Any
 
 import numpy as np
+import pytest
+from tensorflow_serving.apis import predict_pb2
 
 from tests.support.serving.doubles import signature
+from tpuembed_serving.grpc import remote_calls
+from tpuembed_serving.grpc.tensor_proto import encode_tensor
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteServable
 
 SIGNATURE = signature({"x": "int64"}, {"y": "int64"})
@@ -48,3 +53,42 @@ def test_a_call_that_is_given_up_before_it_begins_leaves_nothing() -> None:
         asyncio.run(scenario())
         gc.collect()
     assert not [str(one.message) for one in found if "never awaited" in str(one.message)]
+
+
+STRINGS = np.array([b"x" * 300_000], dtype=object)
+
+
+@pytest.mark.parametrize(
+    ("array", "in_thread"),
+    [(np.arange(16_384), False), (np.arange(16_385), True), (STRINGS[:0], False), (STRINGS, True)],
+    ids=["few", "many", "no strings", "long strings"],
+)
+def test_large_inputs_and_answers_are_converted_in_a_thread(
+    array: Any, in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    answer = predict_pb2.PredictResponse()
+    encode_tensor(np.arange(300_000 if in_thread else 3), "int64", answer.outputs["y"])
+    for name in ("_predict_request", "_outputs"):
+        convert = getattr(remote_calls, name)
+
+        def noting(*args: Any, convert: Any = convert) -> Any:
+            threads.append(threading.current_thread())
+            return convert(*args)
+
+        monkeypatch.setattr(remote_calls, name, noting)
+
+    async def predict(request: bytes, timeout: float) -> bytes:
+        sent = predict_pb2.PredictRequest.FromString(request).inputs["x"]
+        assert len(sent.int64_val) + len(sent.string_val) == array.size
+        return answer.SerializeToString()
+
+    async def scenario() -> None:
+        predictions: Any = remote_calls.RemotePredictions("127.0.0.1:1")
+        predictions._predict = predict
+        (found,) = await predictions.run("m", 1, SIGNATURE, [array], 10.0)
+        assert found.tolist() == list(range(300_000 if in_thread else 3))
+        await predictions._channel.close()
+
+    asyncio.run(scenario())
+    assert [thread is not threading.main_thread() for thread in threads] == [in_thread] * 2
