@@ -119,6 +119,11 @@ class CheckpointFormatError(CheckpointError):
 class CheckpointCorruptError(CheckpointError):
     """The files contradict themselves: truncated, overwritten or damaged."""
 
+    @classmethod
+    def of(cls, what: str) -> Self:
+        """Return the error with the remedy that all damaged files have."""
+        return cls(f"{what}. Restore it from another copy.")
+
 
 class CheckpointMismatchError(CheckpointError):
     """The checkpoint is sound and disagrees with the caller's arguments."""

@@ -44,10 +44,9 @@ def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str 
     if not found.tables:
         _check_no_holes(bundle)
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: has no table, neither an embedding layer's nor a variable that is a "
-            f"matrix of floats, among {len(bundle.entries)} tensors. Check that the layer was built before the "
-            "checkpoint was saved. (TensorFlow does not save keras_rs.layers.DistributedEmbedding: use "
-            "model.save_weights.)"
+            f"checkpoint {bundle.prefix}: has no table, neither an embedding layer's nor a variable that is a matrix "
+            f"of floats, among {len(bundle.entries)} tensors. Check that the layer was built before the checkpoint was "
+            "saved. (TensorFlow does not save keras_rs.layers.DistributedEmbedding: use model.save_weights.)"
         )
     _check_all_there(bundle, graph)
     return found
@@ -67,16 +66,16 @@ def _check_all_there(bundle: Bundle, graph: ObjectGraph | None) -> None:
     if graph is None:
         for key in bundle.entries:
             if key.endswith(_OBJECT_VALUE):
-                raise CheckpointCorruptError(
-                    f"checkpoint {bundle.prefix}: {key} is the value of an object, but the index has no object "
-                    "graph, which determines the order of its rows. Restore it from another copy."
+                raise CheckpointCorruptError.of(
+                    f"checkpoint {bundle.prefix}: {key} is the value of an object, but the index has no object graph, "
+                    "which determines the order of its rows"
                 )
         return
     for number, node in enumerate(graph.nodes):
         if node.value_key is not None and node.value_key not in bundle.entries:
-            raise CheckpointCorruptError(
-                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, "
-                "which the index does not have. Restore it from another copy."
+            raise CheckpointCorruptError.of(
+                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which "
+                "the index does not have"
             )
 
 

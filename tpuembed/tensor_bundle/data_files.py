@@ -39,9 +39,9 @@ class DataFiles:
         for name, part in ordered:
             path, size, end = self.path(part.shard), found[part.shard].size, part.offset + part.size
             if end > size:
-                raise CheckpointCorruptError(
-                    f"data file {path}: has {size} bytes, but the index puts tensor {name!r} at bytes "
-                    f"[{part.offset}, {end}). It is truncated. Restore it from another copy."
+                raise CheckpointCorruptError.of(
+                    f"data file {path}: has {size} bytes, but the index puts tensor {name!r} at bytes [{part.offset}, "
+                    f"{end}). It is truncated"
                 )
             if part.size and part.offset < ends.get(part.shard, 0):
                 raise CheckpointCorruptError(

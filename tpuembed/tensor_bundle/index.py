@@ -75,7 +75,7 @@ def read_index(path: str | FilePath) -> BundleIndex:
     except UnsupportedError as error:
         raise CheckpointFormatError(f"index {path}: {error}, which is not supported.") from None
     except MalformedError as error:
-        raise CheckpointCorruptError(f"index {path}: {error}. Restore it from another copy.") from None
+        raise CheckpointCorruptError.of(f"index {path}: {error}") from None
 
 
 def _parse(file: BinaryIO) -> BundleIndex:

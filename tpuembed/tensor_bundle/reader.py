@@ -121,9 +121,7 @@ class Bundle:
             raise UnknownTableError(f"bundle {self.prefix}: has no tensor {key!r}; {did_you_mean(key, self.entries)}")
         entry = self.entries[key]
         if entry.holes:
-            raise CheckpointCorruptError(
-                f"index {index_path(self.prefix)}: tensor {key!r}: {entry.holes}. Restore it from another copy."
-            )
+            raise CheckpointCorruptError.of(f"index {index_path(self.prefix)}: tensor {key!r}: {entry.holes}")
         return entry
 
     def read(self, key: str) -> Array:
@@ -276,9 +274,7 @@ class Bundle:
         return numpy_dtype(entry.dtype)
 
     def _corrupt(self, key: str, shard: int, what: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError(
-            f"data file {self.data_path(shard)}: tensor {key!r}: {what}. Restore it from another copy."
-        )
+        return CheckpointCorruptError.of(f"data file {self.data_path(shard)}: tensor {key!r}: {what}")
 
 
 def _check_rows(key: str, entry: Entry, start: int, stop: int) -> None:

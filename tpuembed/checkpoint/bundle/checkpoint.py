@@ -58,9 +58,7 @@ class BundleCheckpoint(Checkpoint):
             self.graph = _below_root(_read_graph(bundle), options.get("root"), f"checkpoint {bundle.prefix}")
             discovery = discover(bundle, self.graph, options.get("partition_strategy"))
         except MalformedError as error:
-            raise CheckpointCorruptError(
-                f"checkpoint {bundle.prefix}: its object graph: {error}. Restore it from another copy."
-            ) from None
+            raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: its object graph: {error}") from None
         self._keys = discovery.tables
         self.format = "+".join(sorted({keys.rows.format for keys in discovery.tables.values()}))
         self.layer_config = discovery.layer_config

@@ -19,10 +19,10 @@ def parse_config(where: str, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{where} does not parse: {error}. Restore it from another copy.") from None
+        raise CheckpointCorruptError.of(f"{where} does not parse: {error}") from None
     tables = config.get("tables") if isinstance(config, dict) else None
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise CheckpointCorruptError(f"{where} has no mapping `tables` of mappings. Restore it from another copy.")
+        raise CheckpointCorruptError.of(f"{where} has no mapping `tables` of mappings")
     return config
 
 
@@ -48,9 +48,8 @@ def check_size(where: str, name: str, table: Mapping[str, Any], found: tuple[int
     """Raise CheckpointCorruptError unless table `name`, `found` on disk as (rows, dim), has the size in its config."""
     expected = [table.get("vocabulary_size"), table.get("dim")]
     if list(found) != expected:
-        raise CheckpointCorruptError(
-            f"{where}: table {name!r} is {expected} in its layer's config, but {list(found)} on disk. Restore it "
-            "from another copy."
+        raise CheckpointCorruptError.of(
+            f"{where}: table {name!r} is {expected} in its layer's config, but {list(found)} on disk"
         )
 
 

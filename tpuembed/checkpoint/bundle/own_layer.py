@@ -151,4 +151,4 @@ def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> st
 
 
 def _corrupt(bundle: Bundle, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"checkpoint {bundle.prefix}: {what}. Restore it from another copy.")
+    return CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: {what}")

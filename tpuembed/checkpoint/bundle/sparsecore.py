@@ -73,16 +73,13 @@ def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mappi
     try:
         return parse_layouts(b"".join(_read(bundle, attribute.checkpoint_key) for attribute in attributes))
     except MalformedError as error:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: {LAYOUTS}: {error}. Restore it from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: {LAYOUTS}: {error}") from None
 
 
 def _read(bundle: Bundle, key: str) -> bytes:
     if key not in bundle.entries:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: its object graph puts {LAYOUTS} at {key}, which the index does not "
-            "have. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {bundle.prefix}: its object graph puts {LAYOUTS} at {key}, which the index does not have"
         )
     return bundle.read_string(key)
 
@@ -98,15 +95,14 @@ def sparse_core_tables(
     """
     if any(_is_stale(graph, node, stack) for stack in layouts):
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: its SparseCore layouts are stale. (It was saved again on CPU after a "
-            "restore from SparseCores. TensorFlow cannot restore it either.) Use the checkpoint it was restored "
-            "from."
+            f"checkpoint {bundle.prefix}: its SparseCore layouts are stale. (It was saved again on CPU after a restore "
+            "from SparseCores. TensorFlow cannot restore it either.) Use the checkpoint it was restored from."
         )
     for stack in mid_level_variables(bundle, graph, node):
         if stack.name not in layouts:
-            raise CheckpointCorruptError(
+            raise CheckpointCorruptError.of(
                 f"checkpoint {bundle.prefix}: has a stack {stack.name!r}, but its SparseCore layouts only have "
-                f"{', '.join(sorted(layouts))}. Restore it from another copy."
+                f"{', '.join(sorted(layouts))}"
             )
         for layout in layouts[stack.name]:
             yield TableKeys(layout.table, stack.key, stack.slots, SparseCoreRows(layout))

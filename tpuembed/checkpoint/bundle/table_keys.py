@@ -76,32 +76,30 @@ def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:
     """
     entry = _entry(bundle, table, table.key)
     if not is_table(entry):
-        raise CheckpointCorruptError(
+        raise CheckpointCorruptError.of(
             f"checkpoint {bundle.prefix}: table {table.name!r} should be a matrix of floats, but {table.key} is "
-            f"{entry.dtype} {list(entry.shape)}. Restore the checkpoint from another copy."
+            f"{entry.dtype} {list(entry.shape)}"
         )
     for slot, key in table.slots.items():
         found = _entry(bundle, table, key)
         if found.shape != entry.shape or not is_table(found):
-            raise CheckpointCorruptError(
+            raise CheckpointCorruptError.of(
                 f"checkpoint {bundle.prefix}: table {table.name!r} is {list(entry.shape)}, but its slot {slot!r} "
-                f"({key}) is {found.dtype} {list(found.shape)}. Restore the checkpoint from another copy."
+                f"({key}) is {found.dtype} {list(found.shape)}"
             )
     try:
         rows, dim = table.rows.shape(entry)
     except MalformedError as error:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: table {table.name!r}: {error}. Restore the checkpoint from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: table {table.name!r}: {error}") from None
     slots = tuple(sorted(table.slots))
     return TableInfo(table.name, rows, dim, numpy_dtype(entry.dtype), slots, table.rows.describe(entry))
 
 
 def _entry(bundle: Bundle, table: TableKeys, key: str) -> Entry:
     if key not in bundle.entries:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: its object graph puts table {table.name!r} at {key}, which the index "
-            "does not have. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {bundle.prefix}: its object graph puts table {table.name!r} at {key}, which the index does "
+            "not have"
         )
     return bundle.entries[key]
 

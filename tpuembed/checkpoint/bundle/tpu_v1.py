@@ -49,9 +49,8 @@ def host_rows(bundle: Bundle, node: Node, table: str, key: str) -> RowLayout:
     if key in bundle.entries and _could_be_sparse_cores(bundle.entries[key]):
         raise CheckpointFormatError(
             f"checkpoint {bundle.prefix}: table {table!r} is in {len(bundle.entries[key].slices)} equal slices. "
-            "TPUEmbedding saves such from TPU hosts and TPUEmbeddingV2 from SparseCores, in different orders of "
-            "rows, and the checkpoint does not record which class wrote it. Save it again with TensorFlow 2.19 "
-            "or later."
+            "TPUEmbedding saves such from TPU hosts and TPUEmbeddingV2 from SparseCores, in different orders of rows, "
+            "and the checkpoint does not record which class wrote it. Save it again with TensorFlow 2.19 or later."
         )
     return DENSE
 

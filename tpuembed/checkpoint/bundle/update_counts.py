@@ -42,8 +42,7 @@ def _in_bundle(checkpoint: BundleCheckpoint) -> dict[str, int]:
 def _checked(path: str, count: Any) -> int:
     found = np.asarray(count)
     if found.shape or found.dtype != np.int64 or found < 0:
-        raise CheckpointCorruptError(
-            f"checkpoint {path}: a layer's count of updates is {found.dtype} {list(found.shape)} {found}. Restore "
-            "it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {path}: a layer's count of updates is {found.dtype} {list(found.shape)} {found}"
         )
     return int(found)

@@ -134,13 +134,9 @@ def parse_config(name: str, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            f"model file {name}: {CONFIG_NAME} does not parse: {error}. Restore it from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} does not parse: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointCorruptError(
-            f"model file {name}: {CONFIG_NAME} is not an object. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} is not an object")
     return config
 
 
@@ -199,7 +195,7 @@ def _read(file: Window, offset: int, out: bytearray) -> None:
 
 
 def _corrupt(file: Window, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"model file {file.name}: {what}. Restore it from another copy.")
+    return CheckpointCorruptError.of(f"model file {file.name}: {what}")
 
 
 class _BoundedFile(io.RawIOBase):

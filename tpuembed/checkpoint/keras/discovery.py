@@ -62,9 +62,9 @@ def _check_slots(weights: Weights, table: Table) -> None:
             table.dataset.dtype,
             table.dataset.stated_dtype,
         ):
-            raise CheckpointCorruptError(
+            raise CheckpointCorruptError.of(
                 f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
-                f"{slot!r} ({dataset.path}) is {dataset.dtype} {dataset.shape}. Restore it from another copy."
+                f"{slot!r} ({dataset.path}) is {dataset.dtype} {dataset.shape}"
             )
 
 
@@ -96,17 +96,17 @@ def _check_config(weights: Weights, config: LayerConfig, tables: Sequence[Table]
         )
     in_order = [table.name for table in sorted(tables, key=lambda table: table.order)]
     if set(in_order) == set(config.tables) and in_order != list(config.tables):
-        raise CheckpointCorruptError(
-            f"weights {weights.path}: layer {config.name!r} has tables {_shown(config.tables)} in its config's "
-            f"order, but {_shown(in_order)} in that of the weights. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"weights {weights.path}: layer {config.name!r} has tables {_shown(config.tables)} in its config's order, "
+            f"but {_shown(in_order)} in that of the weights"
         )
     for table in tables:
         fields = config.tables.get(table.name, {})
         expected = (fields.get("vocabulary_size"), fields.get("dim"))
         if table.shape != expected:
-            raise CheckpointCorruptError(
-                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer "
-                f"{config.name!r}, but {table.shape} in the weights. Restore it from another copy."
+            raise CheckpointCorruptError.of(
+                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer {config.name!r}, "
+                f"but {table.shape} in the weights"
             )
 
 

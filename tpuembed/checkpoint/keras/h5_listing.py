@@ -183,17 +183,14 @@ def _serve(
 
 
 def _gave_up(file: Window) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"weights file {file.name}: the HDF5 library hangs, crashes or needs too much memory on it. Restore it "
-        "from another copy."
+    return CheckpointCorruptError.of(
+        f"weights file {file.name}: the HDF5 library hangs, crashes or needs too much memory on it"
     )
 
 
 def _listing(file: Window, answer: Mapping[str, Any], places: np.ndarray[Any, np.dtype[np.int64]]) -> Listing:
     if answer["trouble"] is not None:
-        raise CheckpointCorruptError(
-            f"weights file {file.name}: cannot be read as HDF5: {answer['trouble']}. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"weights file {file.name}: cannot be read as HDF5: {answer['trouble']}")
     datasets = [_dataset(file, found, places) for found in answer["datasets"]]
     return Listing(answer["groups"], {dataset.path: dataset for dataset in datasets})
 
@@ -222,14 +219,13 @@ def _check_places(file: Window, datasets: Iterable[Dataset], headers: Iterable[S
     end, before = 0, ""
     for offset, size, what in sorted(span for span in spans if span[1]):
         if offset < 0 or size < 0 or offset + size > file.size:
-            raise CheckpointCorruptError(
-                f"weights file {file.name}: {what} is at bytes [{offset}, {offset + size}) of {file.size}. The "
-                "file is truncated or damaged. Restore it from another copy."
+            raise CheckpointCorruptError.of(
+                f"weights file {file.name}: {what} is at bytes [{offset}, {offset + size}) of {file.size}. The file is "
+                "truncated or damaged"
             )
         if offset < end:
-            raise CheckpointCorruptError(
-                f"weights file {file.name}: {what} starts at byte {offset}, inside {before}, which ends at {end}. "
-                "Restore it from another copy."
+            raise CheckpointCorruptError.of(
+                f"weights file {file.name}: {what} starts at byte {offset}, inside {before}, which ends at {end}"
             )
         end, before = offset + size, what
 
@@ -241,8 +237,8 @@ def _spans(file: Window, dataset: Dataset) -> list[tuple[int, int]]:
     if dataset.offset is None:
         return []
     if dataset.element_bytes and dataset.stored_bytes != dataset.bytes:
-        raise CheckpointCorruptError(
-            f"weights file {file.name}: dataset {dataset.path!r} is {dataset.dtype} {dataset.shape}, "
-            f"{dataset.bytes} bytes, but {dataset.stored_bytes} are stored. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"weights file {file.name}: dataset {dataset.path!r} is {dataset.dtype} {dataset.shape}, {dataset.bytes} "
+            f"bytes, but {dataset.stored_bytes} are stored"
         )
     return [(dataset.offset, dataset.stored_bytes)]

@@ -83,7 +83,7 @@ def open_matrix(dataset: Dataset, dtype: np.dtype[Any], cache: ChunkCache) -> Ma
             "again with Keras."
         )
     if dataset.offset is None and dataset.bytes:
-        raise CheckpointCorruptError(f"{_named(dataset)} was never written. Restore the file from another copy.")
+        raise CheckpointCorruptError.of(f"{_named(dataset)} was never written")
     return _Contiguous(dataset)
 
 
@@ -188,9 +188,7 @@ class _Chunks:
             yield bytes(piece)
 
     def _corrupt(self, offset: int, what: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError(
-            f"{_named(self._dataset)}: the chunk at byte {offset} {what}. Restore the file from another copy."
-        )
+        return CheckpointCorruptError.of(f"{_named(self._dataset)}: the chunk at byte {offset} {what}")
 
 
 def _proven_places(dataset: Dataset, dtype: np.dtype[Any], filters: list[int]) -> Places:
@@ -214,9 +212,9 @@ def _proven_places(dataset: Dataset, dtype: np.dtype[Any], filters: list[int]) -
             "from another copy."
         )
     if _DEFLATE not in filters and (places[:, 1] != chunk_bytes).any():
-        raise CheckpointCorruptError(
+        raise CheckpointCorruptError.of(
             f"{_named(dataset)}: its chunks are {chunk_bytes} bytes, but one is stored in "
-            f"{places[places[:, 1] != chunk_bytes][0, 1]}. Restore the file from another copy."
+            f"{places[places[:, 1] != chunk_bytes][0, 1]}"
         )
     return places
 

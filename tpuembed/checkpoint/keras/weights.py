@@ -285,4 +285,4 @@ def _check_index(path: FilePath, index: Mapping[str, tuple[str, ...]], groups: M
 
 
 def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"weights {path}: {what}. Restore it from another copy.")
+    return CheckpointCorruptError.of(f"weights {path}: {what}")

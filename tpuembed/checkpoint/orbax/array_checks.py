@@ -24,18 +24,16 @@ def check_form(leaf: Leaf, handle: Any) -> None:
     shape, order = tuple(handle.shape), tuple(handle.chunk_layout.inner_order or range(handle.rank))
     where = f"checkpoint {leaf.item.folder}: array {leaf.shown}"
     if math.prod(shape) > _MAX_ELEMENTS:
-        raise CheckpointCorruptError(
-            f"{where}: its shape {list(shape)} is far too large. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"{where}: its shape {list(shape)} is far too large")
     if order != tuple(range(len(shape))) or _is_big_endian(handle):
         raise CheckpointFormatError(
             f"{where}: its metadata has column-major (Fortran) or big-endian chunks, which Orbax never writes. "
             "Restore it from another copy, or save it with Orbax."
         )
     if leaf.write_shape is not None and not _is_made_of(shape, leaf.write_shape):
-        raise CheckpointCorruptError(
-            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(leaf.write_shape)}, "
-            "which do not add up to it. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(leaf.write_shape)}, which do "
+            "not add up to it"
         )
 
 

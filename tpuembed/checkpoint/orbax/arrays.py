@@ -137,9 +137,8 @@ class StoredArray(ChunkedArray):
             fail(self.leaf, error)
 
     def _fail_shape(self, problem: str) -> NoReturn:
-        raise CheckpointCorruptError(
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, but "
-            f"{problem}. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, but {problem}"
         )
 
     def check_chunk(self) -> None:

@@ -86,9 +86,7 @@ def find_step(path: FilePath) -> OrbaxStep:
     step = folder if _is_step(folder) else _latest(folder)
     items = tuple(child for child in _folders(step) if _is_item(child))
     if not items:
-        raise CheckpointCorruptError(
-            f"checkpoint {step}: has {STEP_METADATA} but no item with {METADATA}. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"checkpoint {step}: has {STEP_METADATA} but no item with {METADATA}")
     return OrbaxStep(step, items, _protos(step))
 
 

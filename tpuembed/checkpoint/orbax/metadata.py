@@ -95,11 +95,9 @@ def _load(folder: FilePath) -> Any:
     try:
         return json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
-        raise CheckpointCorruptError(
-            f"checkpoint {folder}: has {MANIFEST} but no {METADATA}. Restore it from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"checkpoint {folder}: has {MANIFEST} but no {METADATA}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"file {path}: is not JSON: {error}. Restore it from another copy.") from None
+        raise CheckpointCorruptError.of(f"file {path}: is not JSON: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,9 +116,7 @@ class _Node:
 
     def _fail(self, problem: str) -> NoReturn:
         name, problem = (text if len(text) <= 200 else f"{text[:200]}..." for text in (self._name, problem))
-        raise CheckpointCorruptError(
-            f"file {self._folder / METADATA}: {name!r} {problem}. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"file {self._folder / METADATA}: {name!r} {problem}")
 
     def _get(self, key: str, kind: type, wanted: str, default: Any = _ABSENT) -> Any:
         value = self._value.get(key, default)
@@ -165,9 +161,8 @@ def _leaf(item: Item, node: _Node) -> Leaf:
     value = _Node(item.folder, "value_metadata", node.mapping("value_metadata"))
     leaf = Leaf(item, node.keys(), value.write_shape(), is_array=value.text("value_type") not in _NO_ARRAYS)
     if not item.ocdbt and any(part in {"", ".", ".."} for part in leaf.key.split("/")):
-        raise CheckpointCorruptError(
-            f"file {item.folder / METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint. "
-            "Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"file {item.folder / METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint"
         )
     return leaf
 

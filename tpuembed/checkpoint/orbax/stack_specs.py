@@ -76,7 +76,7 @@ def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
             if message.stacked_table_specs:
                 found[path] = _from_proto(message)
         except (MalformedError, ConfigError) as error:
-            raise CheckpointCorruptError(f"file {path}: {error}. Restore it from another copy.") from None
+            raise CheckpointCorruptError.of(f"file {path}: {error}") from None
     if len(found) > 1:
         shown = " and ".join(str(path) for path in found)
         raise CheckpointFormatError(f"checkpoint: {shown} both describe how tables are stacked. {HOW_TO_SAY}.")

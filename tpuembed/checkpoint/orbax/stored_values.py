@@ -135,9 +135,8 @@ class StoredValue:
 
     def fail(self, problem: str) -> NoReturn:
         """Raise CheckpointCorruptError: the chunk `problem`."""
-        raise CheckpointCorruptError(
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} {problem}. Restore "
-            "it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} {problem}"
         )
 
 

@@ -98,4 +98,4 @@ def fail(leaf: Leaf, error: Exception) -> NoReturn:
     message = f"{where}: {text[:500]}"
     if text.startswith(_SYSTEM):
         raise CheckpointError(message) from None
-    raise CheckpointCorruptError(f"{message}. Restore it from another copy.") from None
+    raise CheckpointCorruptError.of(f"{message}") from None

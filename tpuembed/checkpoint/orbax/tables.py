@@ -138,8 +138,8 @@ def _open_matrix(leaf: Leaf, store: ArrayStore) -> StoredArray:
 def _open_slot(table: Leaf, shape: tuple[int, ...], leaf: Leaf, store: ArrayStore) -> StoredArray:
     slot = _open_matrix(leaf, store)
     if slot.shape != shape:
-        raise CheckpointCorruptError(
+        raise CheckpointCorruptError.of(
             f"checkpoint {leaf.item.folder}: table {table.shown} is {list(shape)}, but its slot {leaf.shown} is "
-            f"{list(slot.shape)}. Restore the checkpoint from another copy."
+            f"{list(slot.shape)}"
         )
     return slot
