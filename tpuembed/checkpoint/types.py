@@ -45,7 +45,7 @@ class PartialChecksum:
     """Partial CRC32C of the pieces of a tensor that were read. Partial checksums of disjoint pieces can be added.
 
     Attributes:
-        checksum: the pieces' contribution to its CRC32C; see `tpuembed.tensor_bundle.crc_pieces`.
+        checksum: the pieces' contribution to its CRC32C; see `tpuembed.tensor_bundle.crc`.
         bytes: number of bytes read.
     """
 

@@ -138,14 +138,7 @@ def _take_slice(key: bytes, whole: Entry, region: SliceRegion, pieces: dict[byte
             f"its slice at {region.starts} should be {whole.dtype} {list(shape)}, but the index has {piece.dtype} "
             f"{list(piece.shape)}"
         )
-    return Slice(
-        start=region.starts,
-        shape=shape,
-        shard=piece.shard,
-        offset=piece.offset,
-        size=piece.size,
-        crc32c=piece.crc32c,
-    )
+    return dataclasses.replace(piece.parts()[0], start=region.starts)
 
 
 def _check_shards(entry: Entry, num_shards: int) -> None:

@@ -13,7 +13,6 @@ from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
 from tpuembed.checkpoint.bundle.rows import read_mod_sharded_rows, recorded_checksum
 from tpuembed.checkpoint.types import Array, PartialChecksum
 from tpuembed.tensor_bundle import Bundle, Entry, crc
-from tpuembed.tensor_bundle.crc_pieces import sum_of_pieces
 
 __all__ = ["ModShardedReader", "matches_checksum"]
 
@@ -55,7 +54,7 @@ class _RunSums:
             return PartialChecksum()
         rows, sizes, checksums = (np.concatenate(column) for column in zip(*self._runs, strict=True))
         after = self._size - rows * self._row_bytes - sizes
-        return PartialChecksum(sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
+        return PartialChecksum(crc.sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
 
 
 def matches_checksum(
