@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -224,6 +223,14 @@ class Checkpoint(abc.ABC):
         """
         raise CheckpointFormatError(f"{self._shown}: weight {weight.key!r}: its format has no weights of layers.")
 
+    def update_counts(self) -> Mapping[str, int]:
+        """Return table name -> the number of updates of the tpuembed layer that has it, if the layer wrote it.
+
+        Raises:
+            CheckpointCorruptError: a count is not one integer, or is negative.
+        """
+        return {}
+
     def policies(self) -> Mapping[str, str]:
         """Return layer -> its dtype policy, if the files have it."""
         return {}
@@ -235,9 +242,7 @@ class Checkpoint(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self, table: str, slot: str | None) -> None:

@@ -8,6 +8,7 @@ tensorflow/core/protobuf and tensorflow/core/framework.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath, PurePosixPath
@@ -152,9 +153,7 @@ def _ends_with(path: str, file: str) -> bool:
 
 
 def _check(tensor: MappedTensor, stack: StackEntry) -> None:
-    size = _ITEM_BYTES.get(tensor.dtype, 0)
-    for dim in tensor.shape:
-        size *= dim
+    size = _ITEM_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
     if tensor.shape[:1] != (stack.rows,) or size != stack.size:
         raise ConfigError(
             f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {stack.file}, but the "

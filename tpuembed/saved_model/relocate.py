@@ -60,7 +60,12 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
     target = PurePosixPath(root) / version_dir.absolute().name
     found = Path(target).is_dir()
     check_sizes(Path(target) if found else version_dir, manifest)
-    graph = _read(version_dir / GRAPH_FILE)
+    try:
+        graph = (version_dir / GRAPH_FILE).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"export {version_dir}: {GRAPH_FILE} cannot be read: {error.strerror}. Export again."
+        ) from None
     moved = mapped_from(graph, manifest, target)
     if moved != graph:
         replace_file(version_dir / GRAPH_FILE, moved)
@@ -90,21 +95,8 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _read(path: Path) -> bytes:
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"export {path.parent}: {path.name} cannot be read: {error.strerror}. Export again."
-        ) from None
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
+        os.fsync(folder)
     finally:
-        os.close(descriptor)
+        os.close(folder)

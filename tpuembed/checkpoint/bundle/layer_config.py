@@ -4,10 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from tpuembed.config import OPTIMIZERS
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
-__all__ = ["check_size", "merge_configs", "parse_config", "slot_names"]
+__all__ = ["check_size", "checked_count", "merge_configs", "parse_config", "slot_names"]
 
 
 def parse_config(where: str, text: bytes) -> dict[str, Any]:
@@ -51,6 +54,15 @@ def check_size(where: str, name: str, table: Mapping[str, Any], found: tuple[int
         raise CheckpointCorruptError.of(
             f"{where}: table {name!r} is {expected} in its layer's config, but {list(found)} on disk"
         )
+
+
+def checked_count(where: str, count: npt.NDArray[Any]) -> int:
+    """Return a layer's count of updates. Raises CheckpointCorruptError if it is not one integer, or is negative."""
+    if count.shape or count.dtype != np.int64 or count < 0:
+        raise CheckpointCorruptError.of(
+            f"{where}: a layer's count of updates is {count.dtype} {list(count.shape)} {count}"
+        )
+    return int(count)
 
 
 def merge_configs(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
@@ -12,7 +12,7 @@ from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, Entry
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
-__all__ = ["Discovery", "TableKeys", "is_table", "merge_tables", "optimizer_slots", "table_info"]
+__all__ = ["TableKeys", "is_table", "merge_tables", "optimizer_slots", "table_info"]
 
 _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
 
@@ -25,16 +25,6 @@ class TableKeys:
     key: str
     slots: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: RowLayout = DENSE
-
-
-@dataclasses.dataclass(frozen=True)
-class Discovery:
-    """The result of a search in a checkpoint: tables by name, and the config of the layers that wrote it, if it has
-    one.
-    """
-
-    tables: Mapping[str, TableKeys]
-    layer_config: dict[str, Any] | None = None
 
 
 def is_table(entry: Entry) -> bool:

@@ -1,7 +1,6 @@
 """`.keras` files: zip archives of a model's config and its weights. The weights are read in place."""
 
 import dataclasses
-import io
 import json
 import struct
 import zipfile
@@ -11,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from tpuembed.checkpoint.keras.h5_listing import Window
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
-from tpuembed.files import FileVersion
+from tpuembed.files import ByteStream, FileVersion
 
 __all__ = [
     "CONFIG_NAME",
@@ -74,7 +73,7 @@ def _in_archive(file: Window, use: Callable[[zipfile.ZipFile], Result]) -> Resul
     if file.size < _MIN_ARCHIVE_BYTES:  # zipfile would look for its end before its beginning
         raise _corrupt(file, f"is no zip archive: it has {file.size} bytes" if file.size else "is empty, 0 bytes")
     try:
-        with zipfile.ZipFile(_BoundedFile(file)) as archive:
+        with zipfile.ZipFile(_BoundedFile(file.read_into, file.size)) as archive:
             return use(archive)
     except (CheckpointError, OSError):
         raise
@@ -198,34 +197,14 @@ def _corrupt(file: Window, what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError.of(f"model file {file.name}: {what}")
 
 
-class _BoundedFile(io.RawIOBase):
+class _BoundedFile(ByteStream):
     """A window with a position. It limits the size of a read, in case the archive's directory is damaged."""
 
-    def __init__(self, file: Window) -> None:
-        self._file, self._position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"it refers to byte {base + offset}")
-        self._position = base + offset
-        return self._position
-
     def read(self, size: int | None = -1) -> bytes:
-        rest = max(0, self._file.size - self._position)
+        rest = max(0, self._size - self._position)
         count = rest if size is None or size < 0 else min(size, rest)
         if count > _MAX_READ_BYTES:
             raise ValueError(f"it requests {count} bytes of directory")
         out = bytearray(count)
-        self._file.read_into(self._position, memoryview(out))
-        self._position += count
+        self.readinto(out)
         return bytes(out)

@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tpuembed.checkpoint.bundle.layer_config import check_size, parse_config, slot_names
+import numpy as np
+
+from tpuembed.checkpoint.bundle.layer_config import check_size, checked_count, parse_config, slot_names
 from tpuembed.checkpoint.keras.h5_listing import Dataset
 from tpuembed.checkpoint.keras.matrices import matrix_dtype
 from tpuembed.checkpoint.keras.weights import Group, Weights
@@ -119,9 +121,7 @@ def _config_bytes(weights: Weights, group: Group) -> bytes:
         )
     if dataset.dtype != "|u1" or dataset.offset is None or dataset.bytes > _MAX_CONFIG_BYTES:
         raise CheckpointCorruptError.of(f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes")
-    out = bytearray(dataset.bytes)
-    dataset.file.read_into(dataset.offset, memoryview(out))
-    return bytes(out)
+    return bytes(dataset.read())
 
 
 def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
@@ -150,25 +150,20 @@ def own_layer_updates(weights: Weights) -> dict[str, int]:
     """Return table name -> the count of updates of the tpuembed layer that has it.
 
     Raises:
-        CheckpointCorruptError: a count is not an integer, or a config does not parse.
+        CheckpointCorruptError: a count is not an integer, or is negative, or a config does not parse.
     """
     counts: dict[str, int] = {}
     for path, config in own_layer_configs(weights).items():
         dataset = weights.groups[path].datasets.get(_UPDATES)
         if dataset is not None:
-            counts.update(dict.fromkeys(config["tables"], _read_count(weights, path, dataset)))
+            where = f"weights {weights.path}: layer {path!r}"
+            if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
+                raise CheckpointCorruptError.of(
+                    f"{where}: its count of updates is {dataset.dtype} {dataset.shape}, not one integer"
+                )
+            count = checked_count(where, np.frombuffer(dataset.read(), "<i8").reshape(()))
+            counts |= dict.fromkeys(config["tables"], count)
     return counts
-
-
-def _read_count(weights: Weights, path: str, dataset: Dataset) -> int:
-    if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
-        raise CheckpointCorruptError.of(
-            f"weights {weights.path}: layer {path!r}: its count of updates is {dataset.dtype} {dataset.shape}, not one "
-            "integer"
-        )
-    out = bytearray(8)
-    dataset.file.read_into(dataset.offset, memoryview(out))
-    return int.from_bytes(out, "little", signed=True)
 
 
 def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:

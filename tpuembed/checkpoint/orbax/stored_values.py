@@ -15,7 +15,7 @@ import google_crc32c
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["ChunkForm", "StoredValue", "chunk_form"]
+__all__ = ["ChunkForm", "StoredValue", "chunk_form", "key_parts"]
 
 _ENTRY: Final = struct.Struct("<QQ")
 """An entry of a shard's index: where a chunk begins, and its number of bytes (zarr v3, sharding codec)."""
@@ -159,6 +159,16 @@ def chunk_form(leaf: Leaf, handle: Any) -> ChunkForm | None:
     return _zarr3(metadata) if "codecs" in metadata else _zarr2(metadata)
 
 
+def key_parts(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the prefix of the keys of an array's chunks, and the separator of the numbers in them."""
+    if "chunk_key_encoding" not in metadata:
+        return "", metadata["dimension_separator"]
+    encoding = metadata["chunk_key_encoding"]
+    is_default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    return f"c{separator}" if is_default else "", separator
+
+
 def _zarr2(metadata: Mapping[str, Any]) -> ChunkForm | None:
     compressor = metadata["compressor"]
     if metadata["order"] != "C" or metadata["filters"] is not None or not isinstance(metadata["dtype"], str):
@@ -166,13 +176,10 @@ def _zarr2(metadata: Mapping[str, Any]) -> ChunkForm | None:
     if compressor is not None and compressor["id"] != "zstd":
         return None
     level = None if compressor is None else int(compressor.get("level", 0))
-    return ChunkForm("", metadata["dimension_separator"], level, None)
+    return ChunkForm(*key_parts(metadata), level, None)
 
 
 def _zarr3(metadata: Mapping[str, Any]) -> ChunkForm | None:
-    encoding = metadata["chunk_key_encoding"]
-    is_default = encoding["name"] == "default"
-    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
     codecs, shard = metadata["codecs"], None
     if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
         how = codecs[0]["configuration"]
@@ -180,13 +187,13 @@ def _zarr3(metadata: Mapping[str, Any]) -> ChunkForm | None:
         shard = (sizes[0] // how["chunk_shape"][0], sizes[1] // how["chunk_shape"][1])
         if how["index_location"] != "end" or [codec["name"] for codec in how["index_codecs"]] != ["bytes", "crc32c"]:
             return None
-        if not all(_is_little(codec) for codec in how["index_codecs"][:1]):
+        if not _is_little(how["index_codecs"][0]):
             return None
         codecs = how["codecs"]
     if not codecs or not _is_little(codecs[0]) or [codec["name"] for codec in codecs[1:]] not in ([], ["zstd"]):
         return None
     level = int(codecs[1]["configuration"].get("level", 0)) if codecs[1:] else None
-    return ChunkForm(f"c{separator}" if is_default else "", separator, level, shard)
+    return ChunkForm(*key_parts(metadata), level, shard)
 
 
 def _is_little(codec: Mapping[str, Any]) -> bool:

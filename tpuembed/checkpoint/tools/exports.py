@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import Array, TableInfo
+from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.files import FilePath, as_path, open_bytes
@@ -23,25 +23,6 @@ _DTYPES: Final = {
     "float16": np.dtype(np.float16),
     "int8": np.dtype(np.int8),
 }
-
-
-class ReadableTables(Protocol):
-    """The interface that `head` and `diff` need of a checkpoint or of an export."""
-
-    @property
-    def path(self) -> str:
-        """The path that was opened."""
-
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name."""
-
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table or slot, [stop - start, dim].
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            RowRangeError: the range is not inside the table.
-        """
 
 
 def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
@@ -60,7 +41,7 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
 
 
 @contextlib.contextmanager
-def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[ReadableTables]:
+def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> "Iterator[ReadableTables]":
     """Open the export, or else the checkpoint, at `path`.
 
     Args:
@@ -84,7 +65,7 @@ def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[Re
     yield _ExportTables(*export)
 
 
-def first_row(tables: ReadableTables, table: str) -> int:
+def first_row(tables: "ReadableTables", table: str) -> int:
     """Return the number of the first existing row: above 0 for an export of some rows of `table`."""
     return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
 
@@ -99,7 +80,7 @@ class _ExportTables:
         self._stacks = {stack.name: stack for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:
-        """See ReadableTables. `rows` ends at the last existing row."""
+        """Return the tables by name. `rows` ends at the last existing row."""
         return {name: self._info(table) for name, table in self._tables.items()}
 
     def first_row(self, table: str) -> int:
@@ -107,7 +88,7 @@ class _ExportTables:
         return self._tables[table].first_row if table in self._tables else 0
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """See ReadableTables."""
+        """Return rows [start, stop) of a table, [stop - start, dim]; as Checkpoint.read."""
         if table not in self._tables:
             raise UnknownTableError(f"export {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}")
         if slot is not None:
@@ -148,6 +129,10 @@ class _ExportTables:
         except OSError as error:
             raise CheckpointError(f"export {self.path}: {path} cannot be read: {error.strerror}.") from None
         return decode_int8(out) if stack.storage == "int8" else out
+
+
+ReadableTables = Checkpoint | _ExportTables
+"""What `head` and `diff` read."""
 
 
 def _version_of(path: FilePath) -> FilePath | None:
