@@ -39,6 +39,7 @@ __all__ = [
     "UnknownObjectError",
     "UnknownTableError",
     "WorkerError",
+    "first_few",
     "one_line",
     "printable",
 ]
@@ -148,6 +149,12 @@ class ServingError(TpuEmbedError):
 def printable(text: str) -> str:
     """Return `text` in one line that is safe for a terminal. Line ends and escapes are written as in Python."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def first_few(names: Iterable[str], most: int = 5) -> str:
+    """Return the first of `names` for a message, and ", ..." if there are more."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
 
 
 def one_line(error: BaseException) -> str:

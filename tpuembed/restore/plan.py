@@ -158,7 +158,11 @@ def _plan_table(
     slots = _checked_slots(checkpoint, where, info, live.layer, state, request.rows_only) if request.slots else ()
     dtypes = {slot: checkpoint.read(info.name, 0, 0, slot).dtype for slot in (None, *slots)}
     for slot, dtype in dtypes.items():
-        _check_dtype(where if slot is None else f"{where}: slot {slot!r}", live.layer, dtype, request.lossy)
+        if dtype.name not in _EXACT and not request.lossy:
+            what = where if slot is None else f"{where}: slot {slot!r}"
+            raise CheckpointMismatchError(
+                f"{what} is {dtype.name}. Layer {live.layer!r} holds float32, which would round it. Pass lossy=True to round."
+            )
     rows = min(info.rows, state.config.vocabulary_size)
     new_rows, skipped_rows = state.config.vocabulary_size - rows, info.rows - rows
     return TablePlan(table, info.name, rows, new_rows, skipped_rows, info.dim, slots, dtypes)
@@ -217,13 +221,6 @@ def _check_linears(checkpoint: Checkpoint, where: str, info: TableInfo, layer: s
             f"{where} was trained by FTRL with {option}={in_checkpoint}. Table {state.config.name!r} of layer {layer!r} has "
             f"{option}={in_layer}, so its linears have another scale. Build the layer with {option}={in_checkpoint}, or pass "
             "slots=False."
-        )
-
-
-def _check_dtype(where: str, layer: str, dtype: np.dtype[Any], lossy: bool) -> None:
-    if dtype.name not in _EXACT and not lossy:
-        raise CheckpointMismatchError(
-            f"{where} is {dtype.name}. Layer {layer!r} holds float32, which would round it. Pass lossy=True to round."
         )
 
 

@@ -30,7 +30,7 @@ def with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Tabl
     return [_with_slots(weights, table, tables, optimizer.slots, kept) for table in tables]
 
 
-def _kept(weights: Weights, optimizer: OptimizerConfig) -> list[Sequence[Dataset]]:
+def _kept(weights: Weights, optimizer: OptimizerConfig) -> list[list[Dataset]]:
     """Return the slots of each trainable variable, in the model's order; [] if the file has anything unexpected."""
     group = weights.groups.get(_OPTIMIZER)
     datasets = {} if group is None else group.datasets

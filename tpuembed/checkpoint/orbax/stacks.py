@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, check_stack
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, TableSpec, short_stack_name
-from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError
+from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, first_few
 from tpuembed.protobuf import MalformedError
 
 __all__ = ["Stack", "find_stacks", "match_specs", "place_tables"]
@@ -125,8 +125,7 @@ def match_specs(where: str, stacks: Iterable[Stack], specs: Sequence[StackSpec])
 
 
 def _shown(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return (", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")) or "none"
+    return first_few(sorted(names)) or "none"
 
 
 def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[TableLayout]:

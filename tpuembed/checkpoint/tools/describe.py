@@ -78,15 +78,8 @@ def describe_checkpoint(
 
 
 def _describe(info: TableInfo) -> TableDescription:
-    return TableDescription(
-        name=info.name,
-        rows=info.rows,
-        dim=info.dim,
-        dtype=str(info.dtype),
-        slots=info.slots,
-        layout=info.layout,
-        bytes=info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots)),
-    )
+    held = info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots))
+    return TableDescription(**dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": held})
 
 
 def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:
