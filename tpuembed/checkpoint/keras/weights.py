@@ -83,7 +83,7 @@ class Weights:
             for part in parts:
                 windows.append(open_window(part))
                 opened.callback(windows[-1].file.close)
-            files = (path,) if index is None else (path, *parts)
+            files: tuple[FilePath, ...] = (path,) if index is None else (path, *parts)
             config: dict[str, Any] | None = None
             crc32: int | None = None
             if path.suffix == _ARCHIVE_ENDING:
