@@ -101,12 +101,7 @@ class Lister:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the chunks."""
-        return {
-            "groups": self.groups,
-            "datasets": self.datasets,
-            "headers": self.headers,
-            "trouble": self.trouble,
-        }
+        return {"groups": self.groups, "datasets": self.datasets, "headers": self.headers, "trouble": self.trouble}
 
     def _walk(self, h5py: Any, root: Any) -> None:
         pending = [("", root)]

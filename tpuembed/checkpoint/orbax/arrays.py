@@ -189,7 +189,10 @@ class StoredArray(ChunkedArray):
                     self._read_group(pool, group, out)
                 return
             if self._is_streamed(is_spread):
-                wasted = self._stream(groups, out, apart=not self._decoders(runs, out.shape[1]))
+                self.store.memory.clear()
+                apart = not self._decoders(runs, out.shape[1])
+                places = (place for group in groups for place in group.items())
+                wasted = sum(self._stream_chunk(*place, out, apart=apart) for place in places)
             else:
                 wasted = self._read_singly(groups, out)
             if is_spread:
@@ -219,14 +222,8 @@ class StoredArray(ChunkedArray):
             return False
         return is_spread or not self.store.memory.takes(self, _ALONE_FROM_BYTES)
 
-    def _stream(self, groups: Iterable[_Group], out: Array, *, apart: bool) -> int:
-        """Stream the rows and return the number of decoded bytes that were dropped on the way."""
-        self.store.memory.clear()
-        return sum(
-            self._stream_chunk(place, runs, out, apart=apart) for group in groups for place, runs in group.items()
-        )
-
     def _stream_chunk(self, place: tuple[int, int], runs: Sequence[Run], out: Array, *, apart: bool) -> int:
+        """Stream the rows of a chunk and return the number of decoded bytes that were dropped on the way."""
         assert self.form is not None
         band, first = place
         chunk = StreamedChunk(self, self.form, self.handle.kvstore, band, first // self.chunk[1])

@@ -2,9 +2,8 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
@@ -14,15 +13,9 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
 from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
+from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = ["ReadableTables", "find_export", "first_row", "open_tables"]
-
-_DTYPES: Final = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "int8": np.dtype(np.int8),
-}
 
 
 def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
@@ -107,13 +100,13 @@ class _ExportTables:
 
     def _info(self, table: TableEntry) -> TableInfo:
         stored = self._stacks[table.stack].storage
-        dtype = _DTYPES["float32" if stored == "int8" else stored]
+        dtype = numpy_dtype("float32" if stored == "int8" else stored)
         return TableInfo(table.name, table.first_row + table.rows, table.dim, dtype, layout=f"stored as {stored}")
 
     def _read(self, table: TableEntry, stack: StackEntry, start: int, count: int) -> Array:
         """Return `count` rows from row `start` of those that the stack holds of `table`."""
         columns = stack.dim + (PARAMETER_BYTES if stack.storage == "int8" else 0)
-        out = np.empty((count, columns), _DTYPES[stack.storage])
+        out = np.empty((count, columns), numpy_dtype(stack.storage))
         offset = stack.offset + (table.row_offset + start) * columns * out.itemsize
         path = self._version / stack.file
         try:

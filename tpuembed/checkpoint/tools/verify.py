@@ -27,10 +27,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def verify_files(
-    path: str | FilePath,
-    *,
-    checkpoint_options: Mapping[str, Any] | None = None,
-    on_progress: Progress | None = None,
+    path: str | FilePath, *, checkpoint_options: Mapping[str, Any] | None = None, on_progress: Progress | None = None
 ) -> VerifyReport:
     """Read everything at `path` and compare it with its checksums.
 
