@@ -137,7 +137,8 @@ def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, StackEntry]
     """Yield (path, the stack mapped from it), for every stack of the manifest at least once."""
     tensors = mapped_tensors(graph)
     for stack in manifest.stacks:
-        mapped = [tensor for tensor in tensors if _ends_with(tensor.path, stack.file)]
+        parts = PurePosixPath(stack.file).parts
+        mapped = [tensor for tensor in tensors if PurePosixPath(tensor.path).parts[-len(parts) :] == parts]
         if not mapped:
             raise ConfigError(
                 f"saved_model.pb: the graph does not map {stack.file}, the file of stack {stack.name!r}. Export again."
@@ -145,11 +146,6 @@ def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, StackEntry]
         for tensor in mapped:
             _check(tensor, stack)
             yield tensor.path, stack
-
-
-def _ends_with(path: str, file: str) -> bool:
-    parts = PurePosixPath(file).parts
-    return PurePosixPath(path).parts[-len(parts) :] == parts
 
 
 def _check(tensor: MappedTensor, stack: StackEntry) -> None:

@@ -51,6 +51,7 @@ class BundleCheckpoint(Checkpoint):
 
     kind: Final = "a TensorFlow checkpoint"
     accepted_options: Final = frozenset({"partition_strategy", "root"})
+    held_in = staticmethod(find_index)
 
     def __init__(self, bundle: Bundle, options: Mapping[str, Any]) -> None:
         self.bundle = bundle
@@ -72,11 +73,6 @@ class BundleCheckpoint(Checkpoint):
     def recognises(cls, path: FilePath) -> bool:
         """Returns True if `path` leads to a tensor bundle."""
         return find_bundle(path) is not None
-
-    @classmethod
-    def held_in(cls, directory: FilePath) -> FilePath | None:
-        """Return the index of a bundle that `directory` may stand for; see Format."""
-        return find_index(directory)
 
     @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:

@@ -200,16 +200,12 @@ def _find_file(path: FilePath) -> FilePath | None:
         raise CheckpointFormatError(
             f"weights file {path}: is one of several that belong together. Give {shard['base']}{INDEX_ENDING}."
         )
-    if path.name.endswith((INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)) or _starts_with(path, _H5_SIGNATURE):
+    if path.name.endswith((INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)):
         return path
+    if isinstance(path, Path):
+        with open(path, "rb") as file:
+            return path if file.read(len(_H5_SIGNATURE)) == _H5_SIGNATURE else None
     return None
-
-
-def _starts_with(path: FilePath, signature: bytes) -> bool:
-    if not isinstance(path, Path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(signature)) == signature
 
 
 def open_window(path: FilePath) -> Window:

@@ -25,11 +25,6 @@ _OUT_OF_RANGE: Final = "OUT_OF_RANGE"
 """TensorStore's status code for a range that is not inside a value."""
 
 
-def _largest_stored(size: int) -> int:
-    """Return the most bytes that `size` bytes can take when compressed."""
-    return size + size // 64 + 4096
-
-
 @dataclasses.dataclass(frozen=True)
 class ChunkForm:
     """The storage of a matrix' chunks: row after row, little endian, uncompressed or as one frame of zstd.
@@ -45,24 +40,20 @@ class ChunkForm:
     level: int | None
     shard: tuple[int, int] | None
 
-    def key(self, row: int, column: int) -> str:
-        """Return the key of the value with the chunk of these numbers."""
-        down, across = self.shard or (1, 1)
-        return f"{self.prefix}{row // down}{self.separator}{column // across}"
-
     def find(self, leaf: Leaf, kvstore: Any, row: int, column: int, size: int) -> "StoredValue | None":
         """Return the stored bytes of the chunk of these numbers, `size` bytes when decoded; None if it is not stored.
 
         Raises:
             CheckpointCorruptError: it is larger than it can be, or its shard's index is damaged.
         """
-        most = size if self.level is None else _largest_stored(size)
-        chunks = 1 if self.shard is None else self.shard[0] * self.shard[1]
+        most = size if self.level is None else size + size // 64 + 4096  # compression makes it this much larger
+        down, across = self.shard or (1, 1)
+        chunks = down * across
         bound = most if self.shard is None else chunks * most + chunks * _ENTRY.size + _CRC_BYTES
-        value = StoredValue.find(leaf, kvstore, self.key(row, column), bound)
+        key = f"{self.prefix}{row // down}{self.separator}{column // across}"
+        value = StoredValue.find(leaf, kvstore, key, bound)
         if value is None or self.shard is None:
             return value
-        down, across = self.shard
         return value.chunk(chunks, row % down * across + column % across)
 
 
