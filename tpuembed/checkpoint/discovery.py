@@ -25,10 +25,7 @@ Found = tuple[dict[str, TableKeys], dict[str, Any] | None]
 def discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None = None) -> Found:
     """Return the tables of embedding layers. If the checkpoint has no such layer, return all matrices of floats.
 
-    Args:
-        bundle: the checkpoint.
-        graph: its object graph; None for a TensorFlow 1 checkpoint, which has none.
-        partition_strategy: how ids were assigned to the parts of a TensorFlow 1 checkpoint's partitioned variables.
+    A TensorFlow 1 checkpoint has no `graph`, and may need the `partition_strategy` of its partitioned variables.
 
     Raises:
         ConfigError: a partition strategy is given for a checkpoint with an object graph, whose rows are in order.

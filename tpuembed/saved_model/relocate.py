@@ -40,12 +40,8 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
     """Make the export at `version_dir` map its tables from `root`/<name of version_dir>/.
 
     saved_model.pb is replaced by one rename. If the new folder exists on this machine, the data files must be in it.
-    Otherwise it is on another machine, and they must be in `version_dir`.
-
-    Args:
-        version_dir: the version.
-        manifest: its manifest.
-        root: MODEL_DIR as the serving machine or container sees it; absolute.
+    Otherwise it is on another machine, and they must be in `version_dir`. `root` is the absolute MODEL_DIR as the
+    serving machine or container sees it.
 
     Raises:
         ConfigError: the export is not of layout mmap, its graph or data files do not match the manifest, or `root` is

@@ -64,9 +64,6 @@ class Bundle:
     def open(cls, prefix: str | FilePath) -> Self:
         """Read the index and check it against itself and the data files' sizes. No payload byte is read.
 
-        Args:
-            prefix: a path or URL.
-
         Raises:
             CheckpointNotFoundError: `prefix`.index does not exist.
             CheckpointCorruptError: the index contradicts itself or the data files.

@@ -62,11 +62,8 @@ def matches_checksum(
 ) -> bool | None:
     """Returns True if tensor `key` has the checksum in its entry; None if `read` does not cover enough to tell.
 
-    Bytes beside the tables, which are padding and other tables of the stack, are read here.
-
-    Args:
-        tables: the mod-sharding and the number of rows of each table whose rows were all read, at least one.
-        read: the partial checksum of these tables.
+    `tables` has the mod-sharding and the number of rows of each table of which all rows were read, with the checksum
+    `read`. Bytes beside them, which are padding and other tables of the stack, are read here.
     """
     entry = bundle.entries[key]
     recorded = recorded_checksum(entry)

@@ -125,12 +125,9 @@ class ChunkMemory:
             )
 
     def pool(self, array: ChunkedArray, chunks: int, *, spread: bool) -> Any:
-        """Return a handle to read through that keeps `chunks` chunks for the next read; None if they do not fit.
+        """Return a handle to read through that keeps the `chunks` chunks of the next read; None if they do not fit.
 
-        Args:
-            array: the array of the chunks.
-            chunks: number of chunks that the next read begins with.
-            spread: whether they have rows far apart; without it, the default memory keeps none.
+        The default memory keeps only chunks that have rows far apart, `spread`.
         """
         room = self._room(array, spread=spread)
         if chunks * array.kept_bytes > room:

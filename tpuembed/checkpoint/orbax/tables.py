@@ -39,11 +39,7 @@ def open_tables(
 ) -> dict[str, StoredTable]:
     """Return all tables by name: stacks and embedding layers, or else all matrices of floats.
 
-    Args:
-        where: the checkpoint, for messages.
-        leaves: of all its items.
-        specs: how its tables are stacked; () if not known.
-        store: opens its arrays.
+    `specs` say how tables are stacked; () if that is not known.
 
     Raises:
         CheckpointFormatError: there is no table, or two have the same name.
