@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -11,9 +11,10 @@ from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
+    from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader
     from tpuembed.checkpoint.saved_objects import Objects, Weight
 
-__all__ = ["Array", "Checkpoint", "PartialChecksum", "SummedReader", "TableInfo"]
+__all__ = ["Array", "Checkpoint", "PartialChecksum", "TableInfo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -53,16 +54,6 @@ class PartialChecksum:
 
     def __add__(self, other: "PartialChecksum") -> "PartialChecksum":
         return PartialChecksum(self.checksum ^ other.checksum, self.bytes + other.bytes)
-
-
-class SummedReader(Protocol):
-    """Reads one table, each row once, and adds up the checksums."""
-
-    def read_into(self, start: int, out: Array) -> None:
-        """Fill `out`; see Checkpoint.read_into."""
-
-    def sums(self) -> Mapping[str, PartialChecksum]:
-        """Return the checksums of what it has read so far, by tensor."""
 
 
 class Checkpoint(abc.ABC):
@@ -190,7 +181,7 @@ class Checkpoint(abc.ABC):
         self._check(table, None)
         return None
 
-    def summed(self, table: str) -> SummedReader | None:
+    def summed(self, table: str) -> "ModShardedReader | None":
         """Return a reader of `table` if the checksums cover bytes in another order than its rows. None if `checksum`
         covers it, or if it has no checksum.
 

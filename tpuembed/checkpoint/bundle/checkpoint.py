@@ -18,7 +18,7 @@ from tpuembed.checkpoint.bundle.table_keys import table_info
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
-from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum, SummedReader
+from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import CheckpointCorruptError, ConfigError
 from tpuembed.files import FilePath
@@ -99,7 +99,7 @@ class BundleCheckpoint(Checkpoint):
         entry = self.bundle.entries[self._key(table, slot)]
         return self._keys[table].rows.checksum(entry)
 
-    def summed(self, table: str) -> SummedReader | None:
+    def summed(self, table: str) -> ModShardedReader | None:
         """Return a reader of a mod-sharded table; None for others."""
         key = self._key(table, None)
         sharding = self._keys[table].rows.mod_sharding

@@ -20,7 +20,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class ModShardedReader:
-    """Reads a mod-sharded table in tensor `key`, placed as `source` describes; see SummedReader."""
+    """Reads a mod-sharded table in tensor `key`, placed as `source` describes, each row once, and adds up the checksums."""
 
     def __init__(self, source: ModSharded, bundle: Bundle, key: str) -> None:
         self._source, self._bundle, self._key, self._runs = source, bundle, key, _RunSums(bundle, key)
