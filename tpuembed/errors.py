@@ -39,6 +39,7 @@ __all__ = [
     "UnknownObjectError",
     "UnknownTableError",
     "WorkerError",
+    "first_few",
     "one_line",
     "printable",
 ]
@@ -119,6 +120,11 @@ class CheckpointFormatError(CheckpointError):
 class CheckpointCorruptError(CheckpointError):
     """The files contradict themselves: truncated, overwritten or damaged."""
 
+    @classmethod
+    def of(cls, what: str) -> Self:
+        """Return the error with the remedy that all damaged files have."""
+        return cls(f"{what}. Restore it from another copy.")
+
 
 class CheckpointMismatchError(CheckpointError):
     """The checkpoint is sound and disagrees with the caller's arguments."""
@@ -143,6 +149,12 @@ class ServingError(TpuEmbedError):
 def printable(text: str) -> str:
     """Return `text` in one line that is safe for a terminal. Line ends and escapes are written as in Python."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def first_few(names: Iterable[str], most: int = 5) -> str:
+    """Return the first of `names` for a message, and ", ..." if there are more."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
 
 
 def one_line(error: BaseException) -> str:

@@ -566,6 +566,15 @@ def test_own_file_without_config(tmp_path: Path) -> None:
     assert "is <f8 (2,), not bytes" in refused(path)
 
 
+@pytest.mark.parametrize("count", [np.int64(-3), np.int32(3), np.zeros(2, np.int64)])
+def test_counts_of_updates(count: Any, tmp_path: Path) -> None:
+    with open_checkpoint(own_file(tmp_path / "right.weights.h5")) as checkpoint:
+        assert checkpoint.update_counts() == {"user": 3}
+    wrong = own_file(tmp_path / "wrong.weights.h5", **{"|updates": count})
+    with open_checkpoint(wrong) as checkpoint, pytest.raises(CheckpointCorruptError, match="count of updates"):
+        checkpoint.update_counts()
+
+
 def test_in_memory_archive_is_what_the_tests_think(tmp_path: Path) -> None:
     """The lister reads a member where it lies: the offsets of its arrays are those in the archive."""
     path = write_tables(tmp_path / "m.weights.h5", {"user": TABLE})

@@ -10,13 +10,7 @@ from typing import Any, Protocol
 
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.config.checks import check_keys
-from tpuembed.errors import (
-    CheckpointError,
-    CheckpointFormatError,
-    CheckpointNotFoundError,
-    ConfigError,
-    TpuEmbedError,
-)
+from tpuembed.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, ConfigError, TpuEmbedError
 from tpuembed.files import FilePath, MissingBucketError, as_path
 
 __all__ = ["Checkpoint", "Format", "TableInfo", "find_format", "formats", "open_checkpoint"]
@@ -117,15 +111,11 @@ def _open(path: FilePath, options: Mapping[str, Any]) -> Checkpoint:
     reader = find_format(path)
     if reader is None:
         raise CheckpointNotFoundError(f"checkpoint {path}: {_nothing_there(path)}.")
-    _check_options(path, reader, options)
-    return reader.open(path, options)
-
-
-def _check_options(path: FilePath, reader: Format, options: Mapping[str, Any]) -> None:
     for name in sorted(options.keys() - reader.accepted_options):
         raise ConfigError(
             f"checkpoint {path}: option {name!r} is not supported for this checkpoint format. Leave it out."
         )
+    return reader.open(path, options)
 
 
 def _nothing_there(path: FilePath) -> str:

@@ -5,7 +5,13 @@ import os
 import re
 from pathlib import Path
 
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    first_few,
+)
 from tpuembed.files import FilePath, as_path
 from tpuembed.tensor_bundle import index_path
 
@@ -56,21 +62,17 @@ def find_index(directory: FilePath) -> FilePath | None:
 def _find_in_directory(directory: FilePath) -> FilePath | None:
     if (directory / "saved_model.pb").is_file():
         prefix = directory / "variables" / "variables"
-        return _only(directory, prefix) if index_path(prefix).is_file() else None
+        if not index_path(prefix).is_file():
+            return None
+        if others := _prefixes(directory):
+            raise CheckpointFormatError(
+                f"directory {directory}: contains a SavedModel ({index_path(prefix)}) and a checkpoint "
+                f"({index_path(others[0])}). Give the path of one of them."
+            )
+        return prefix
     if (directory / _STATE_FILE).is_file():
         return _named_by(directory / _STATE_FILE)
     return _highest(directory)
-
-
-def _only(directory: FilePath, saved_model: FilePath) -> FilePath:
-    """Return the SavedModel's prefix. Raises CheckpointFormatError if `directory` has other bundles too."""
-    others = _prefixes(directory)
-    if others:
-        raise CheckpointFormatError(
-            f"directory {directory}: contains a SavedModel ({index_path(saved_model)}) and a checkpoint "
-            f"({index_path(others[0])}). Give the path of one of them."
-        )
-    return saved_model
 
 
 def _prefixes(directory: FilePath) -> list[FilePath]:
@@ -106,7 +108,7 @@ def _named_by(state_file: FilePath) -> FilePath:
         _refuse_v1(candidate)
     raise CheckpointNotFoundError(
         f"checkpoint state {state_file}: names {named!r} as the latest, but there is no "
-        f"{_in_one_line(index_path(candidates[0]))}. Give the path of an existing checkpoint."
+        f"{index_path(candidates[0])}. Give the path of an existing checkpoint."
     )
 
 
@@ -138,10 +140,6 @@ def _candidates(state_file: FilePath, named: str) -> list[FilePath]:
     return [base] if "://" in named or Path(named).is_absolute() else [folder / named, base]
 
 
-def _in_one_line(path: FilePath) -> str:
-    return str(path) if str(path).isprintable() else repr(str(path))
-
-
 def _unescape(text: str) -> str:
     """Decode a string of protocol buffers' text format."""
 
@@ -159,8 +157,7 @@ def _highest(directory: FilePath) -> FilePath | None:
         return directory / names[0] if names else None
     numbered = [match for match in map(_NUMBERED.fullmatch, names) if match]
     if len(numbered) < len(names) or len({match["stem"] for match in numbered}) > 1:
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise CheckpointFormatError(
-            f"directory {directory}: contains several checkpoints ({shown}). Give the path of one."
+            f"directory {directory}: contains several checkpoints ({first_few(names)}). Give the path of one."
         )
     return directory / max(numbered, key=lambda match: int(match["number"]))[0]

@@ -157,14 +157,9 @@ def objects_of_graph(
     configs: Mapping[int, Collection[str]],
     root: str | None = None,
 ) -> Objects:
-    """The layers of a TensorFlow checkpoint.
+    """Return the layers of a TensorFlow checkpoint, below `root` if the user named one.
 
-    Args:
-        bundle: has the values.
-        graph: the objects.
-        table_keys: of what is no weight: tables and their slots.
-        configs: numbers of objects that hold tables -> names of these.
-        root: the path of the graph's root, where the user named one.
+    `table_keys` are no weights: tables and their slots. `configs` has the tables that each object holds.
     """
     closed = {*configs, *mid_level_nodes(graph)}
     reached = list(_reached(graph, closed))

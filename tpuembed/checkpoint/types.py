@@ -3,8 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -12,9 +11,10 @@ from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
+    from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader
     from tpuembed.checkpoint.saved_objects import Objects, Weight
 
-__all__ = ["Array", "Checkpoint", "PartialChecksum", "SummedReader", "TableInfo"]
+__all__ = ["Array", "Checkpoint", "PartialChecksum", "TableInfo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -45,7 +45,7 @@ class PartialChecksum:
     """Partial CRC32C of the pieces of a tensor that were read. Partial checksums of disjoint pieces can be added.
 
     Attributes:
-        checksum: the pieces' contribution to its CRC32C; see `tpuembed.tensor_bundle.crc_pieces`.
+        checksum: the pieces' contribution to its CRC32C; see `tpuembed.tensor_bundle.crc`.
         bytes: number of bytes read.
     """
 
@@ -54,16 +54,6 @@ class PartialChecksum:
 
     def __add__(self, other: "PartialChecksum") -> "PartialChecksum":
         return PartialChecksum(self.checksum ^ other.checksum, self.bytes + other.bytes)
-
-
-class SummedReader(Protocol):
-    """Reads one table, each row once, and adds up the checksums."""
-
-    def read_into(self, start: int, out: Array) -> None:
-        """Fill `out`; see Checkpoint.read_into."""
-
-    def sums(self) -> Mapping[str, PartialChecksum]:
-        """Return the checksums of what it has read so far, by tensor."""
 
 
 class Checkpoint(abc.ABC):
@@ -191,7 +181,7 @@ class Checkpoint(abc.ABC):
         self._check(table, None)
         return None
 
-    def summed(self, table: str) -> SummedReader | None:
+    def summed(self, table: str) -> "ModShardedReader | None":
         """Return a reader of `table` if the checksums cover bytes in another order than its rows. None if `checksum`
         covers it, or if it has no checksum.
 
@@ -224,6 +214,14 @@ class Checkpoint(abc.ABC):
         """
         raise CheckpointFormatError(f"{self._shown}: weight {weight.key!r}: its format has no weights of layers.")
 
+    def update_counts(self) -> Mapping[str, int]:
+        """Return table name -> the number of updates of the tpuembed layer that has it, if the layer wrote it.
+
+        Raises:
+            CheckpointCorruptError: a count is not one integer, or is negative.
+        """
+        return {}
+
     def policies(self) -> Mapping[str, str]:
         """Return layer -> its dtype policy, if the files have it."""
         return {}
@@ -235,9 +233,7 @@ class Checkpoint(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self, table: str, slot: str | None) -> None:

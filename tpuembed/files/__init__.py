@@ -5,7 +5,7 @@ Every failure raises an OSError with one line as its `strerror`, or EOFError if 
 
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -17,6 +17,7 @@ from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, fini
 __all__ = [
     "IN_FLIGHT_BYTES",
     "ByteFile",
+    "ByteStream",
     "FilePath",
     "FileVersion",
     "MissingBucketError",
@@ -69,41 +70,53 @@ def open_stream(path: FilePath) -> BinaryIO:
     """Open a file for sequential and seeking reads, as `open(path, "rb")` does."""
     if isinstance(path, Path):
         return open(path, "rb")
-    return cast(BinaryIO, io.BufferedReader(_Stream(open_bytes(path)), _STREAM_BUFFER_BYTES))
+    file = open_bytes(path)
+    return cast(
+        BinaryIO, io.BufferedReader(ByteStream(file.read_into, file.version.size, file.close), _STREAM_BUFFER_BYTES)
+    )
 
 
-class _Stream(io.RawIOBase):
-    """A ByteFile with a position."""
+class ByteStream(io.RawIOBase):
+    """Bytes that are read by range, with a position."""
 
-    def __init__(self, file: ByteFile) -> None:
-        self._file, self._position = file, 0
+    def __init__(
+        self, read_into: Callable[[int, memoryview], None], size: int, close: Callable[[], None] = lambda: None
+    ) -> None:
+        """Read from `size` bytes with `read_into`, and end with `close`."""
+        self._read_into, self._size, self._close, self._position = read_into, size, close, 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.version.size}[whence]
+        """Move to a position, which may be behind the end, and return it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"negative seek position {base + offset}")
         self._position = base + offset
         return self._position
 
     def readall(self) -> bytes:
-        out = bytearray(max(0, self._file.version.size - self._position))
+        """Return the bytes from the position to the end."""
+        out = bytearray(max(0, self._size - self._position))
         self.readinto(out)
         return bytes(out)
 
     def readinto(self, buffer: "memoryview | bytearray") -> int:  # type: ignore[override]
+        """Fill `buffer` as far as there are bytes, and return their number."""
         view = memoryview(buffer).cast("B")
-        view = view[: max(0, self._file.version.size - self._position)]
+        view = view[: max(0, self._size - self._position)]
         if len(view):
-            self._file.read_into(self._position, view)
+            self._read_into(self._position, view)
             self._position += len(view)
         return len(view)
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file."""
+        self._close()
         super().close()

@@ -152,10 +152,7 @@ class Bucket:
         """Return the names directly below `prefix`, of objects and of folders. `prefix` ends in a slash or is empty."""
         names = list[str]()
         with self._failing(prefix):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.name, Prefix=prefix, Delimiter="/"
-            )
-            for page in pages:
+            for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
                 names += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
                 names += [entry["Key"] for entry in page.get("Contents", ())]
         return [name.removeprefix(prefix).rstrip("/") for name in names if name != prefix]
@@ -163,7 +160,7 @@ class Bucket:
     def keys(self, prefix: str) -> list[str]:
         """Return the keys of all objects that start with `prefix`."""
         with self._failing(prefix):
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+            pages = self._pages("list_objects_v2", Prefix=prefix)
             return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -182,14 +179,14 @@ class Bucket:
     def uploads(self, prefix: str) -> list[tuple[str, str]]:
         """Return (key, id) of the unfinished uploads whose keys start with `prefix`."""
         with self._failing(prefix):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.name, Prefix=prefix)
+            pages = self._pages("list_multipart_uploads", Prefix=prefix)
             found = [(entry["Key"], entry["UploadId"]) for page in pages for entry in page.get("Uploads", ())]
         return [(key, upload) for key, upload in found if key.startswith(prefix)]
 
     def parts(self, key: str, upload: str) -> Mapping[int, Part] | None:
         """Return the finished parts of an upload by number, or None if the upload does not exist any more."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
-            pages = self._client.get_paginator("list_parts").paginate(Bucket=self.name, Key=key, UploadId=upload)
+            pages = self._pages("list_parts", Key=key, UploadId=upload)
             found = [entry for page in pages for entry in page.get("Parts", ())]
             return {entry["PartNumber"]: Part(entry["ETag"], entry["Size"]) for entry in found}
         return None
@@ -214,6 +211,9 @@ class Bucket:
         """Abort an upload, if it exists, and remove its parts."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
             self._client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload)
+
+    def _pages(self, operation: str, **request: str) -> Any:
+        return self._client.get_paginator(operation).paginate(Bucket=self.name, **request)
 
     def _url(self, key: str) -> str:
         return f"s3://{self.name}/{key}".rstrip("/")

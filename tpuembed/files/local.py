@@ -36,8 +36,8 @@ class LocalFile:
                 raise EOFError(f"{self._path}: ends at byte {offset}, {len(out)} bytes early")
             out, offset = out[count:], offset + count
 
-    def read_ranges(self, ranges: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill every buffer with the bytes at its offset, one after another."""
+    def begin(self, ranges: Iterable[tuple[int, memoryview]]) -> Pending:
+        """Fill every buffer with the bytes at its offset now, one after another. Nothing is pending afterwards."""
         # Many ranges are short. The usual case makes one call each; `read_into` handles all other cases.
         preadv, descriptor = os.preadv, self._descriptor
         for offset, out in ranges:
@@ -47,10 +47,6 @@ class LocalFile:
                 done = False
             if not done:
                 self.read_into(offset, out)
-
-    def begin(self, ranges: Iterable[tuple[int, memoryview]]) -> Pending:
-        """Read the ranges now. Nothing is pending afterwards."""
-        self.read_ranges(ranges)
         return ()
 
     def close(self) -> None:

@@ -64,12 +64,8 @@ class RemoteFile:
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out`, contiguous bytes, with the bytes at `offset`."""
-        self.read_ranges([(offset, out)])
-
-    def read_ranges(self, ranges: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill every buffer with the bytes at its offset, in parallel."""
         with finish() as pending:
-            pending += self.begin(ranges)
+            pending += self.begin([(offset, out)])
 
     def begin(self, ranges: Iterable[tuple[int, memoryview]]) -> Pending:
         """Request the bytes of every range. The buffers are full when all returned futures are done."""

@@ -1,6 +1,6 @@
 """Formats a store's refusal as one short line: its status, code and message, and nothing else of the body."""
 
-import http
+import http.client
 import re
 from typing import Final
 
@@ -17,17 +17,10 @@ def refusal(status: int, body: str = "", code: str = "", message: str = "") -> s
     """
     code, message = code or _field("Code", body), message or _field("Message", body)
     if not code or code == str(status):
-        return f"the store answers {status} {_phrase(status)}".rstrip().rstrip()
+        return f"the store answers {status} {http.client.responses.get(status, '')}".rstrip()
     return f"the store answers {status} {code}: {message[:_MAX_MESSAGE]}".rstrip(":. ")
 
 
 def _field(name: str, body: str) -> str:
     found = re.search(rf"<{name}>([^<]*)", body)
     return " ".join(found[1].split()) if found else ""
-
-
-def _phrase(status: int) -> str:
-    try:
-        return http.HTTPStatus(status).phrase
-    except ValueError:
-        return ""

@@ -45,11 +45,11 @@ class ByteFile(Protocol):
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out`, contiguous bytes, with the bytes at `offset`."""
 
-    def read_ranges(self, ranges: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill every buffer with the bytes at its offset: sequentially on a disk, in parallel in a store."""
-
     def begin(self, ranges: Iterable[tuple[int, memoryview]]) -> Pending:
-        """Start `read_ranges`. The buffers are full when all returned futures are done; on a disk, that is at once."""
+        """Fill every buffer with the bytes at its offset: on a disk at once, in a store in parallel.
+
+        The buffers are full when all returned futures are done.
+        """
 
     def close(self) -> None:
         """Close the file."""

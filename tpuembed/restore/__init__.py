@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.checkpoint.bundle.update_counts import update_counts
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
@@ -94,7 +93,7 @@ def _restore(
     live = layer.live_tables("restore_tables")
     with open_checkpoint(path, **options) as checkpoint:
         plans = plan_tables(checkpoint, live, request)
-        updates = _updates(checkpoint.path, update_counts(checkpoint), live, plans) if request.slots else None
+        updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans) if request.slots else None
         _verify(checkpoint, plans)
         with live.writing():
             for plan in plans:

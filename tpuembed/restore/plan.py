@@ -18,6 +18,7 @@ __all__ = ["RestoreRequest", "TablePlan", "plan_tables"]
 
 _GROW, _SHRINK = "grow", "shrink"
 _EXACT: Final = ("float32", "float16", "bfloat16")
+_SHOWN: Final = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +61,11 @@ class RestoreRequest:
             )
         if resize is not None and not isinstance(resize, Mapping):
             raise ConfigError(f"restore_tables: resize must be a mapping such as {{'videos': 'grow'}}, got {resize!r}.")
-        named = (
-            None
-            if tables is None
-            else dict(tables if isinstance(tables, Mapping) else ((name, name) for name in tables))
-        )
-        if named is not None and not named:
+        if tables is not None:
+            tables = dict(tables if isinstance(tables, Mapping) else ((name, name) for name in tables))
+        if tables == {}:
             raise ConfigError("restore_tables: tables is empty. Name at least one, or leave it out to restore all.")
-        return cls(named, slots, dict(resize or {}), lossy)
+        return cls(tables, slots, dict(resize or {}), lossy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +158,11 @@ def _plan_table(
     slots = _checked_slots(checkpoint, where, info, live.layer, state, request.rows_only) if request.slots else ()
     dtypes = {slot: checkpoint.read(info.name, 0, 0, slot).dtype for slot in (None, *slots)}
     for slot, dtype in dtypes.items():
-        _check_dtype(where if slot is None else f"{where}: slot {slot!r}", live.layer, dtype, request.lossy)
+        if dtype.name not in _EXACT and not request.lossy:
+            what = where if slot is None else f"{where}: slot {slot!r}"
+            raise CheckpointMismatchError(
+                f"{what} is {dtype.name}. Layer {live.layer!r} holds float32, which would round it. Pass lossy=True to round."
+            )
     rows = min(info.rows, state.config.vocabulary_size)
     new_rows, skipped_rows = state.config.vocabulary_size - rows, info.rows - rows
     return TablePlan(table, info.name, rows, new_rows, skipped_rows, info.dim, slots, dtypes)
@@ -196,8 +198,9 @@ def _checked_slots(
             )
         return ()
     if set(info.slots) != set(state.slots):
+        kind = "optimizer=None" if state.optimizer is None else state.optimizer.kind
         raise CheckpointMismatchError(
-            f"{where} has {_slots_of(info.slots)}. Table {state.config.name!r} of layer {layer!r} ({_kind(state)}) has "
+            f"{where} has {_slots_of(info.slots)}. Table {state.config.name!r} of layer {layer!r} ({kind}) has "
             f"{_slots_of(state.slots)}. Build the layer with the optimizer that trained it, or pass slots=False to restore "
             "the rows only."
         )
@@ -221,21 +224,10 @@ def _check_linears(checkpoint: Checkpoint, where: str, info: TableInfo, layer: s
         )
 
 
-def _check_dtype(where: str, layer: str, dtype: np.dtype[Any], lossy: bool) -> None:
-    if dtype.name not in _EXACT and not lossy:
-        raise CheckpointMismatchError(
-            f"{where} is {dtype.name}. Layer {layer!r} holds float32, which would round it. Pass lossy=True to round."
-        )
-
-
-def _kind(state: TableState) -> str:
-    return "optimizer=None" if state.optimizer is None else state.optimizer.kind
-
-
 def _slots_of(slots: Iterable[str]) -> str:
     return f"slots {_shown(sorted(slots))}" if slots else "no slots"
 
 
-def _shown(names: list[str], most: int = 8) -> str:
-    left = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {left} more" if left > 0 else "")
+def _shown(names: list[str]) -> str:
+    left = len(names) - _SHOWN
+    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {left} more" if left > 0 else "")

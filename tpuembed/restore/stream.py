@@ -52,9 +52,9 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
     stated = checkpoint.checksum(plan.source, slot) if is_checked_while_read(checkpoint, plan, slot) else None
     if stated is not None and stated != checksum:
         what = f"table {plan.source!r}" if slot is None else f"table {plan.source!r}: slot {slot!r}"
-        raise CheckpointCorruptError(
+        raise CheckpointCorruptError.of(
             f"checkpoint {checkpoint.path}: {what}: its index says CRC32C {stated:#010x}. The CRC32C of its bytes is "
-            f"{checksum:#010x}. Restore it from another copy."
+            f"{checksum:#010x}"
         )
 
 

@@ -8,6 +8,7 @@ tensorflow/core/protobuf and tensorflow/core/framework.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath, PurePosixPath
@@ -136,7 +137,8 @@ def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, StackEntry]
     """Yield (path, the stack mapped from it), for every stack of the manifest at least once."""
     tensors = mapped_tensors(graph)
     for stack in manifest.stacks:
-        mapped = [tensor for tensor in tensors if _ends_with(tensor.path, stack.file)]
+        parts = PurePosixPath(stack.file).parts
+        mapped = [tensor for tensor in tensors if PurePosixPath(tensor.path).parts[-len(parts) :] == parts]
         if not mapped:
             raise ConfigError(
                 f"saved_model.pb: the graph does not map {stack.file}, the file of stack {stack.name!r}. Export again."
@@ -146,15 +148,8 @@ def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, StackEntry]
             yield tensor.path, stack
 
 
-def _ends_with(path: str, file: str) -> bool:
-    parts = PurePosixPath(file).parts
-    return PurePosixPath(path).parts[-len(parts) :] == parts
-
-
 def _check(tensor: MappedTensor, stack: StackEntry) -> None:
-    size = _ITEM_BYTES.get(tensor.dtype, 0)
-    for dim in tensor.shape:
-        size *= dim
+    size = _ITEM_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
     if tensor.shape[:1] != (stack.rows,) or size != stack.size:
         raise ConfigError(
             f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {stack.file}, but the "

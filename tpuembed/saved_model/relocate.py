@@ -40,12 +40,8 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
     """Make the export at `version_dir` map its tables from `root`/<name of version_dir>/.
 
     saved_model.pb is replaced by one rename. If the new folder exists on this machine, the data files must be in it.
-    Otherwise it is on another machine, and they must be in `version_dir`.
-
-    Args:
-        version_dir: the version.
-        manifest: its manifest.
-        root: MODEL_DIR as the serving machine or container sees it; absolute.
+    Otherwise it is on another machine, and they must be in `version_dir`. `root` is the absolute MODEL_DIR as the
+    serving machine or container sees it.
 
     Raises:
         ConfigError: the export is not of layout mmap, its graph or data files do not match the manifest, or `root` is
@@ -60,7 +56,12 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
     target = PurePosixPath(root) / version_dir.absolute().name
     found = Path(target).is_dir()
     check_sizes(Path(target) if found else version_dir, manifest)
-    graph = _read(version_dir / GRAPH_FILE)
+    try:
+        graph = (version_dir / GRAPH_FILE).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"export {version_dir}: {GRAPH_FILE} cannot be read: {error.strerror}. Export again."
+        ) from None
     moved = mapped_from(graph, manifest, target)
     if moved != graph:
         replace_file(version_dir / GRAPH_FILE, moved)
@@ -90,21 +91,8 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _read(path: Path) -> bytes:
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"export {path.parent}: {path.name} cannot be read: {error.strerror}. Export again."
-        ) from None
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
+        os.fsync(folder)
     finally:
-        os.close(descriptor)
+        os.close(folder)

@@ -1,19 +1,22 @@
-"""CRC32C as the tensor bundle stores it, and the CRC of a concatenation from the CRCs of its parts.
+"""CRC32C as the tensor bundle stores it, and the CRC of a concatenation from the CRCs of its pieces.
 
-Source: tensorflow/core/lib/hash/crc32c.h (the mask); RFC 3720 appendix B (the polynomial).
+The CRC of a concatenation is the XOR of its pieces' CRCs, each multiplied by x^8 for every byte after it, modulo P. A
+piece's product does not depend on the other pieces. So each reader of pieces can add up its own, and the sums can be
+added too.
+
+Source: tensorflow/core/lib/hash/crc32c.h (the mask); RFC 3720 appendix B (the polynomial P).
 """
 
+import functools
 from typing import Any, Final
 
 import google_crc32c
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["combine", "extend", "mask", "unmask", "value"]
+__all__ = ["combine", "extend", "mask", "sum_of_pieces", "unmask", "value"]
 
 _MASK_DELTA: Final = 0xA282EAD8
-_POLYNOMIAL: Final = 0x82F63B78  # Castagnoli, bit-reflected: bit 31 is the coefficient of x^0
-_ONE: Final = 1 << 31
-_X_TO_THE_8: Final = 1 << 23
 
 
 def mask(crc: int) -> int:
@@ -41,31 +44,44 @@ def value(data: bytes | bytearray | memoryview | np.ndarray[Any, Any]) -> int:
 
 
 def combine(crc1: int, crc2: int, len2: int) -> int:
-    """Return the CRC32C of A + B, given `crc1` of A, `crc2` of B and B's length in bytes. O(log len2).
+    """Return the CRC32C of A + B, given `crc1` of A, `crc2` of B and B's length in bytes. O(log len2)."""
+    return sum_of_pieces(np.array([crc1, crc2]), np.array([len2, 0]))
 
-    Source: a CRC is the message as a polynomial modulo P, so A shifts by x^(8 len2) and the parts add; the initial
-    value and the
-    final inversion cancel.
+
+def sum_of_pieces(checksums: npt.NDArray[Any], bytes_after: npt.NDArray[Any]) -> int:
+    """Return the contribution of pieces to the CRC32C of the bytes they belong to; 0 for no pieces.
+
+    The XOR of the contributions of all pieces is that CRC.
+
+    Args:
+        checksums: uint32 [n], of each piece.
+        bytes_after: int64 [n], the number of bytes after it.
     """
-    return _multiply(crc1, _power_of_x8(len2)) ^ crc2
+    products, left = checksums.astype(np.uint32), bytes_after.astype(np.int64)
+    power = 0
+    while left.any():
+        odd = np.flatnonzero(left & 1)
+        products[odd] = _multiply(products[odd], power)
+        left >>= 1
+        power += 1
+    return int(np.bitwise_xor.reduce(products)) if len(products) else 0
 
 
-def _multiply(a: int, b: int) -> int:
-    """Return a times b modulo P over GF(2)."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
+def _multiply(values: npt.NDArray[np.uint32], power: int) -> npt.NDArray[np.uint32]:
+    """Return `values` times x^(8 * 2^power) modulo P, with four table look-ups per value."""
+    tables = _tables(power)
+    found = tables[0][values & 255]
+    for number in (1, 2, 3):
+        found ^= tables[number][values >> np.uint32(8 * number) & 255]
+    return found
 
 
-def _power_of_x8(exponent: int) -> int:
-    """Return x^(8 exponent) modulo P, by repeated squaring."""
-    result, square = _ONE, _X_TO_THE_8
-    while exponent:
-        if exponent & 1:
-            result = _multiply(result, square)
-        square = _multiply(square, square)
-        exponent >>= 1
-    return result
+@functools.cache
+def _tables(power: int) -> npt.NDArray[np.uint32]:
+    """Return uint32 [4, 256]: for each byte of a word, the product of each value of that byte."""
+    words = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32)[:, None])
+    if power:
+        return _multiply(_multiply(words, power - 1), power - 1)
+    # A byte after a message multiplies its CRC by x^8. The CRC of the byte itself is added.
+    zero = extend(0, b"\0")
+    return np.array([[extend(word, b"\0") ^ zero for word in row] for row in words.tolist()], np.uint32)

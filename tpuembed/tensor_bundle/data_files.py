@@ -39,9 +39,9 @@ class DataFiles:
         for name, part in ordered:
             path, size, end = self.path(part.shard), found[part.shard].size, part.offset + part.size
             if end > size:
-                raise CheckpointCorruptError(
-                    f"data file {path}: has {size} bytes, but the index puts tensor {name!r} at bytes "
-                    f"[{part.offset}, {end}). It is truncated. Restore it from another copy."
+                raise CheckpointCorruptError.of(
+                    f"data file {path}: has {size} bytes, but the index puts tensor {name!r} at bytes [{part.offset}, "
+                    f"{end}). It is truncated"
                 )
             if part.size and part.offset < ends.get(part.shard, 0):
                 raise CheckpointCorruptError(
@@ -88,18 +88,15 @@ class DataFiles:
             if self._closed:
                 raise CheckpointError(f"bundle {self._prefix}: is closed. Open it again.")
             if shard not in self._files:
-                self._files[shard] = self._as_checked(shard, open_bytes(self.path(shard)))
+                file = open_bytes(self.path(shard))
+                if file.version != self._checked.get(shard, file.version):
+                    file.close()
+                    raise CheckpointError(
+                        f"data file {self.path(shard)}: has changed since the checkpoint was opened, so it may not "
+                        "match the index. Open the checkpoint again."
+                    )
+                self._files[shard] = file
             return self._files[shard]
-
-    def _as_checked(self, shard: int, file: ByteFile) -> ByteFile:
-        """Return `file`. Raises CheckpointError if it has replaced the file that the index was checked against."""
-        if file.version == self._checked.get(shard, file.version):
-            return file
-        file.close()
-        raise CheckpointError(
-            f"data file {self.path(shard)}: has changed since the checkpoint was opened, so it may not match the "
-            "index. Open the checkpoint again."
-        )
 
     def close(self) -> None:
         """Close the open data files."""

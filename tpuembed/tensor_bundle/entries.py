@@ -7,14 +7,7 @@ import dataclasses
 import math
 from typing import Final
 
-from tpuembed.protobuf import (
-    MalformedError,
-    Message,
-    UnsupportedError,
-    bytes_field,
-    fixed32_field,
-    varint_field,
-)
+from tpuembed.protobuf import MalformedError, Message, UnsupportedError, bytes_field, fixed32_field, varint_field
 from tpuembed.tensor_bundle import crc
 from tpuembed.tensor_bundle.dtypes import OPAQUE, STRING, dtype_name, dtype_number, numpy_dtype
 from tpuembed.tensor_bundle.ordered_code import FULL_EXTENT, slice_key
@@ -176,7 +169,7 @@ def encode_entries(name: str, entry: Entry) -> dict[bytes, bytes]:
     for piece in entry.parts():
         if (
             piece.shape == entry.shape
-        ):  # TensorFlow reads a slice that covers the whole tensor only as a tensor in one piece
+        ):  # TensorFlow reads one that covers the whole tensor only as a tensor in one piece
             return {key: _encode_entry(entry.dtype, entry.shape, piece, [])}
     regions = [_region(entry.shape, piece) for piece in entry.slices]
     encoded = {key: _encode_entry(entry.dtype, entry.shape, None, regions)}
@@ -201,11 +194,9 @@ def _encode_entry(dtype: str, shape: tuple[int, ...], piece: Slice | None, regio
 
 
 def _encode_region(region: SliceRegion) -> bytes:
-    return b"".join(bytes_field(1, _encode_extent(*pair)) for pair in zip(region.starts, region.lengths, strict=True))
-
-
-def _encode_extent(start: int, length: int) -> bytes:
-    if length == FULL_EXTENT:
-        return b""
-    # Field 2 is a oneof: it is written even if it is 0.
-    return varint_field(1, start) + (varint_field(2, length) or b"\x10\x00")
+    encoded = b""
+    for start, length in zip(region.starts, region.lengths, strict=True):
+        # Field 2 is a oneof: it is written even if it is 0.
+        extent = b"" if length == FULL_EXTENT else varint_field(1, start) + (varint_field(2, length) or b"\x10\x00")
+        encoded += bytes_field(1, extent)
+    return encoded

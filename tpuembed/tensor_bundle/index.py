@@ -75,7 +75,7 @@ def read_index(path: str | FilePath) -> BundleIndex:
     except UnsupportedError as error:
         raise CheckpointFormatError(f"index {path}: {error}, which is not supported.") from None
     except MalformedError as error:
-        raise CheckpointCorruptError(f"index {path}: {error}. Restore it from another copy.") from None
+        raise CheckpointCorruptError.of(f"index {path}: {error}") from None
 
 
 def _parse(file: BinaryIO) -> BundleIndex:
@@ -138,14 +138,7 @@ def _take_slice(key: bytes, whole: Entry, region: SliceRegion, pieces: dict[byte
             f"its slice at {region.starts} should be {whole.dtype} {list(shape)}, but the index has {piece.dtype} "
             f"{list(piece.shape)}"
         )
-    return Slice(
-        start=region.starts,
-        shape=shape,
-        shard=piece.shard,
-        offset=piece.offset,
-        size=piece.size,
-        crc32c=piece.crc32c,
-    )
+    return dataclasses.replace(piece.parts()[0], start=region.starts)
 
 
 def _check_shards(entry: Entry, num_shards: int) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -64,9 +64,6 @@ class Bundle:
     def open(cls, prefix: str | FilePath) -> Self:
         """Read the index and check it against itself and the data files' sizes. No payload byte is read.
 
-        Args:
-            prefix: a path or URL.
-
         Raises:
             CheckpointNotFoundError: `prefix`.index does not exist.
             CheckpointCorruptError: the index contradicts itself or the data files.
@@ -81,9 +78,7 @@ class Bundle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -121,9 +116,7 @@ class Bundle:
             raise UnknownTableError(f"bundle {self.prefix}: has no tensor {key!r}; {did_you_mean(key, self.entries)}")
         entry = self.entries[key]
         if entry.holes:
-            raise CheckpointCorruptError(
-                f"index {index_path(self.prefix)}: tensor {key!r}: {entry.holes}. Restore it from another copy."
-            )
+            raise CheckpointCorruptError.of(f"index {index_path(self.prefix)}: tensor {key!r}: {entry.holes}")
         return entry
 
     def read(self, key: str) -> Array:
@@ -149,24 +142,20 @@ class Bundle:
             CheckpointFormatError: the tensor is not numeric.
         """
         entry = self.entry(key)
-        dtype = self._dtype(key, entry)
+        dtype, rows = self._dtype(key, entry), entry.shape[0] if entry.shape else 0
+        if not 0 <= start <= stop <= rows:
+            raise RowRangeError(f"tensor {key!r}: rows [{start}, {stop}) are not inside its {rows} rows.")
+        shape = (stop - start, *entry.shape[1:])
         if out is None:
-            _check_rows(key, entry, start, stop)
-            out = np.empty((stop - start, *entry.shape[1:]), dtype)
-        elif len(out) != stop - start:
-            raise ConfigError(f"tensor {key!r}: out must have {stop - start} rows, got {out.dtype} {out.shape}.")
-        _check_rows(key, entry, start, stop)
-        if out.shape[1:] != entry.shape[1:] or out.dtype != dtype:
-            shape = (len(out), *entry.shape[1:])
+            out = np.empty(shape, dtype)
+        elif out.shape != shape or out.dtype != dtype:
             raise ConfigError(f"tensor {key!r}: out must be {dtype} {shape}, got {out.dtype} {out.shape}.")
-        self._read_targets(list(_targets(entry, start, out)))
+        targets = list(_targets(entry, start, out))
+        self._files.read_ranges(target for target in targets if target[2].flags.c_contiguous)
+        for shard, offset, target in targets:
+            if not target.flags.c_contiguous:
+                self._read_strided(shard, offset, target)
         return out
-
-    def _read_targets(self, targets: Sequence[tuple[int, int, Array]]) -> None:
-        self._files.read_ranges((shard, offset, out) for shard, offset, out in targets if out.flags.c_contiguous)
-        for shard, offset, out in targets:
-            if not out.flags.c_contiguous:
-                self._read_strided(shard, offset, out)
 
     def read_runs(self, key: str, rows: Array, views: Sequence[memoryview]) -> None:
         """Fill every view with the bytes of whole rows of tensor `key`. `rows` (int64) has the first row of each view.
@@ -250,14 +239,9 @@ class Bundle:
         for part in entry.parts():
             actual = self._crc(part, chunk_bytes)
             if actual != part.crc32c:
-                raise self._corrupt(
-                    key,
-                    part.shard,
-                    (
-                        f"bytes [{part.offset}, {part.offset + part.size}) have CRC32C {actual:#010x}, but the index "
-                        f"has {part.crc32c:#010x}"
-                    ),
-                )
+                place = f"bytes [{part.offset}, {part.offset + part.size})"
+                fault = f"{place} have CRC32C {actual:#010x}, but the index has {part.crc32c:#010x}"
+                raise self._corrupt(key, part.shard, fault)
 
     def _crc(self, part: Slice, chunk_bytes: int) -> int:
         buffer = np.empty(min(chunk_bytes, part.size), np.uint8)
@@ -276,15 +260,7 @@ class Bundle:
         return numpy_dtype(entry.dtype)
 
     def _corrupt(self, key: str, shard: int, what: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError(
-            f"data file {self.data_path(shard)}: tensor {key!r}: {what}. Restore it from another copy."
-        )
-
-
-def _check_rows(key: str, entry: Entry, start: int, stop: int) -> None:
-    rows = entry.shape[0] if entry.shape else 0
-    if not 0 <= start <= stop <= rows:
-        raise RowRangeError(f"tensor {key!r}: rows [{start}, {stop}) are not inside its {rows} rows.")
+        return CheckpointCorruptError.of(f"data file {self.data_path(shard)}: tensor {key!r}: {what}")
 
 
 def _targets(entry: Entry, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:

@@ -6,6 +6,7 @@ each length as four little-endian bytes (eight if necessary) instead of the vari
 Source: WriteStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from tpuembed.protobuf import MalformedError, read_varint, varint
@@ -39,21 +40,14 @@ def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
         raise MalformedError(
             f"{count} strings take {position + 4 + sum(lengths)} bytes, but the index has {len(payload)}"
         )
-    _check_crcs(payload, lengths, position, crc32c)
-    out, position = [], position + 4
-    for length in lengths:
-        out.append(payload[position : position + length])
-        position += length
-    return out
-
-
-def _check_crcs(payload: bytes, lengths: Sequence[int], position: int, crc32c: int) -> None:
     lengths_crc = _lengths_crc(lengths)
     checksum = payload[position : position + 4]
     if checksum != crc.mask(lengths_crc).to_bytes(4, "little"):
         raise MalformedError("the CRC of its lengths is wrong")
     if crc.extend(crc.extend(lengths_crc, checksum), payload[position + 4 :]) != crc32c:
         raise MalformedError("its CRC is wrong")
+    ends = itertools.accumulate(lengths, initial=position + 4)
+    return [payload[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _lengths_crc(lengths: Sequence[int]) -> int:

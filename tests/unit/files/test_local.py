@@ -24,7 +24,7 @@ def test_exact_ranges(path: Path) -> None:
         file.read_into(offset, memoryview(out))
         assert out == DATA[offset : offset + size]
     outs = [bytearray(10), bytearray(20)]
-    file.read_ranges([(30, memoryview(outs[0])), (5, memoryview(outs[1]))])
+    read_all([(file, [(30, memoryview(outs[0])), (5, memoryview(outs[1]))])])
     assert outs == [DATA[30:40], DATA[5:25]]
     read_all([(file, [(1, memoryview(outs[0]))]), (file, [(0, memoryview(outs[1]))])])
     assert outs == [DATA[1:11], DATA[:20]]

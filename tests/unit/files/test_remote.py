@@ -67,7 +67,7 @@ def test_exact_ranges(store: Store) -> None:
         assert read(file, offset, size) == DATA[offset : offset + size]
     outs = [bytearray(size) for size in (5, 5_000_000, 0, 9)]
     offsets = [1_000_000, 4_000_000, 3, 0]
-    file.read_ranges([(offset, memoryview(out)) for offset, out in zip(offsets, outs, strict=True)])
+    read_all([(file, [(offset, memoryview(out)) for offset, out in zip(offsets, outs, strict=True)])])
     for offset, out in zip(offsets, outs, strict=True):
         assert out == DATA[offset : offset + len(out)]
     other = [bytearray(7), bytearray(8)]

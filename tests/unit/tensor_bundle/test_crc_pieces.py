@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.crc_pieces import sum_of_pieces
+from tpuembed.tensor_bundle.crc import sum_of_pieces
 
 
 @pytest.mark.parametrize("cuts", [0, 1, 7, 500])
@@ -25,10 +25,29 @@ def test_shuffled_pieces_have_the_crc_of_the_whole(cuts: int) -> None:
 
 
 def test_places_past_four_terabytes() -> None:
-    """Against the scalar way, which other tests compare with TensorFlow's own files."""
+    """Against products of polynomials, bit by bit."""
     checksums, after = np.array([0xDEADBEEF, 7], np.uint32), np.array([2**42 + 12345, 2**43 - 1], np.int64)
-    expected = [crc.combine(value, 0, size) for value, size in zip(checksums.tolist(), after.tolist(), strict=True)]
+    expected = [shifted(value, size) for value, size in zip(checksums.tolist(), after.tolist(), strict=True)]
     assert sum_of_pieces(checksums, after) == expected[0] ^ expected[1]
+    assert crc.combine(0xDEADBEEF, 7, 2**42 + 12345) == expected[0] ^ 7
+
+
+def shifted(value: int, count: int) -> int:
+    """Return `value` times x^(8 count) modulo Castagnoli's polynomial, bit-reflected (RFC 3720 appendix B)."""
+    square = 1 << 23
+    while count:
+        value = times(value, square) if count & 1 else value
+        square = times(square, square)
+        count >>= 1
+    return value
+
+
+def times(a: int, b: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        product ^= b if a >> bit & 1 else 0
+        b = b >> 1 ^ (0x82F63B78 if b & 1 else 0)
+    return product
 
 
 def test_no_pieces_have_the_sum_0() -> None:

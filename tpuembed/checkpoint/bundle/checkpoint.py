@@ -1,11 +1,13 @@
 """Checkpoints whose tables are in a tensor bundle. The `RowLayout` of each table knows the order of its rows."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 
+from tpuembed.checkpoint.bundle.layer_config import checked_count
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
@@ -16,7 +18,7 @@ from tpuembed.checkpoint.bundle.table_keys import table_info
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
-from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum, SummedReader
+from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import CheckpointCorruptError, ConfigError
 from tpuembed.files import FilePath
@@ -30,6 +32,8 @@ _DISK_PIECE_BYTES: Final = 1 << 20
 """A piece of this size stays in a processor's cache between the read and the checksum."""
 _STORE_PIECE_BYTES: Final = 64 << 20
 """The total size of the parallel requests."""
+_UPDATES: Final = "tpuembed_iterations"
+"""The attribute of tpuembed's layers with their count of updates."""
 
 
 class BundleCheckpoint(Checkpoint):
@@ -47,6 +51,7 @@ class BundleCheckpoint(Checkpoint):
 
     kind: Final = "a TensorFlow checkpoint"
     accepted_options: Final = frozenset({"partition_strategy", "root"})
+    held_in = staticmethod(find_index)
 
     def __init__(self, bundle: Bundle, options: Mapping[str, Any]) -> None:
         self.bundle = bundle
@@ -55,26 +60,19 @@ class BundleCheckpoint(Checkpoint):
         if "partition_strategy" in options:
             check_choice("partition_strategy", options["partition_strategy"], PARTITION_STRATEGIES)
         try:
-            self.graph = _below_root(_read_graph(bundle), options.get("root"), f"checkpoint {bundle.prefix}")
-            discovery = discover(bundle, self.graph, options.get("partition_strategy"))
+            has_graph = OBJECT_GRAPH_KEY in bundle.entries
+            graph = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY)) if has_graph else None
+            self.graph = _below_root(graph, options.get("root"), f"checkpoint {bundle.prefix}")
+            self._keys, self.layer_config = discover(bundle, self.graph, options.get("partition_strategy"))
         except MalformedError as error:
-            raise CheckpointCorruptError(
-                f"checkpoint {bundle.prefix}: its object graph: {error}. Restore it from another copy."
-            ) from None
-        self._keys = discovery.tables
-        self.format = "+".join(sorted({keys.rows.format for keys in discovery.tables.values()}))
-        self.layer_config = discovery.layer_config
+            raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: its object graph: {error}") from None
+        self.format = "+".join(sorted({keys.rows.format for keys in self._keys.values()}))
         self._tables = {name: table_info(bundle, keys) for name, keys in sorted(self._keys.items())}
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
         """Returns True if `path` leads to a tensor bundle."""
         return find_bundle(path) is not None
-
-    @classmethod
-    def held_in(cls, directory: FilePath) -> FilePath | None:
-        """Return the index of a bundle that `directory` may stand for; see Format."""
-        return find_index(directory)
 
     @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:
@@ -101,7 +99,7 @@ class BundleCheckpoint(Checkpoint):
         entry = self.bundle.entries[self._key(table, slot)]
         return self._keys[table].rows.checksum(entry)
 
-    def summed(self, table: str) -> SummedReader | None:
+    def summed(self, table: str) -> ModShardedReader | None:
         """Return a reader of a mod-sharded table; None for others."""
         key = self._key(table, None)
         sharding = self._keys[table].rows.mod_sharding
@@ -110,7 +108,10 @@ class BundleCheckpoint(Checkpoint):
     def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
         """Compare `tables` with their checksums by the sums of readers that `summed` returned."""
         found: dict[str, bool] = {}
-        for key, names in _grouped(tables, lambda table: self._key(table, None)).items():
+        groups: defaultdict[str, list[str]] = defaultdict(list)
+        for table in tables:
+            groups[self._key(table, None)].append(table)
+        for key, names in groups.items():
             shardings = [(self._keys[name].rows.mod_sharding, self._tables[name].rows) for name in names]
             answer = matches_checksum(self.bundle, key, shardings, sums.get(key, PartialChecksum()))
             found |= {} if answer is None else dict.fromkeys(names, answer)
@@ -122,12 +123,8 @@ class BundleCheckpoint(Checkpoint):
         if not isinstance(self.bundle.prefix, Path):
             return None
         runs = 1 if self._keys[table].rows.mod_sharding is None else 2  # a piece may contain rows of every SparseCore
-        return max(
-            1,
-            runs
-            * _DISK_PIECE_BYTES
-            // (self._tables[table].dim * numpy_dtype(self.bundle.entries[key].dtype).itemsize),
-        )
+        row_bytes = self._tables[table].dim * numpy_dtype(self.bundle.entries[key].dtype).itemsize
+        return max(1, runs * _DISK_PIECE_BYTES // row_bytes)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See Checkpoint.read_buffer_bytes."""
@@ -168,6 +165,18 @@ class BundleCheckpoint(Checkpoint):
         self.bundle.verify(weight.key)
         return self.bundle.read(weight.key)
 
+    def update_counts(self) -> Mapping[str, int]:
+        """See Checkpoint.update_counts."""
+        if self.graph is None:
+            return {}
+        counts: dict[str, int] = {}
+        for number, config in own_layer_configs(self.bundle, self.graph).items():
+            attribute = self.graph.nodes[number].attributes.get(_UPDATES)
+            if attribute is not None and attribute.checkpoint_key in self.bundle.entries:
+                count = checked_count(f"checkpoint {self.path}", self.bundle.read(attribute.checkpoint_key))
+                counts |= dict.fromkeys(config["tables"], count)
+        return counts
+
     def fingerprint(self) -> str:
         """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""
         return self.bundle.fingerprint()
@@ -186,12 +195,6 @@ class BundleCheckpoint(Checkpoint):
         return about_missing_table(self.bundle, self.graph, self._keys, table)
 
 
-def _read_graph(bundle: Bundle) -> ObjectGraph | None:
-    if OBJECT_GRAPH_KEY not in bundle.entries:
-        return None
-    return ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY))
-
-
 def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:
     """Return the objects below the one that the option `root` names; all objects without the option."""
     if root is None:
@@ -201,10 +204,3 @@ def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph
     if graph is None:
         raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects. Leave it out.")
     return graph.below(find_root(graph, root, where))
-
-
-def _grouped(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(key(name), []).append(name)
-    return groups

@@ -21,7 +21,7 @@ from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import own_layer_configs
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
-from tpuembed.errors import CheckpointFormatError
+from tpuembed.errors import CheckpointFormatError, first_few
 from tpuembed.tensor_bundle import Bundle
 
 __all__ = ["check_keras_model", "keras_rs_tables", "may_lack_tables"]
@@ -31,7 +31,6 @@ _TRAP: Final = "_gradient_trap_dummy"
 _TABLE_VARIABLE: Final = re.compile(r"(?P<layer>.+)/(?P<table>[^/]+)/embeddings")
 _SLOT_REST: Final = re.compile(r"embeddings_(?!.*embeddings_)[a-z_]+")
 _NUMBER: Final = re.compile(r"_\d+$")
-_SHOWN: Final = 5
 
 
 def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
@@ -86,7 +85,7 @@ def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
     if len(weights) > len(mid_level_nodes(graph)):
         layers = sorted(weight.full_name.rpartition("/")[0] or str(weight.value_key) for weight in weights)
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {_shown(layers)} are "
+            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {first_few(layers)} are "
             "on SparseCores, and TensorFlow does not save them with the model. Save them with "
             "tf.train.Checkpoint(emb=layer._tpu_embedding)."
         )
@@ -127,8 +126,8 @@ def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
         return
     empty = [graph.path(number) for number in graph.parents if _is_empty_layer(graph, number)]
     raise CheckpointFormatError(
-        f"checkpoint {bundle.prefix}: has no embedding table. Of a Keras 3 model it has {_shown(names)}, and "
-        f"nothing of {_shown(empty)}. TensorFlow saves a keras_rs.layers.DistributedEmbedding only in the "
+        f"checkpoint {bundle.prefix}: has no embedding table. Of a Keras 3 model it has {first_few(names) or 'no variable'}, and "
+        f"nothing of {first_few(empty) or 'no variable'}. TensorFlow saves a keras_rs.layers.DistributedEmbedding only in the "
         "optimizer of a compiled and trained model. Save with model.save_weights('model.weights.h5'), or from "
         "SparseCores with tf.train.Checkpoint(emb=layer._tpu_embedding)."
     )
@@ -157,8 +156,3 @@ def _is_empty_layer(graph: ObjectGraph, number: int) -> bool:
     is_operation = parent != 0 and graph.parents[parent][1] == "_operations"
     is_attribute = "_operations" not in graph.nodes[parent].children and not name.startswith("_")
     return not node.children and not node.attributes and (is_operation or is_attribute)
-
-
-def _shown(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return shown or "no variable"

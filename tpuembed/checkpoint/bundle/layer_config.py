@@ -4,10 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from tpuembed.config import OPTIMIZERS
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
-__all__ = ["check_size", "merge_configs", "parse_config", "slot_names"]
+__all__ = ["check_size", "checked_count", "merge_configs", "parse_config", "slot_names"]
 
 
 def parse_config(where: str, text: bytes) -> dict[str, Any]:
@@ -19,10 +22,10 @@ def parse_config(where: str, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{where} does not parse: {error}. Restore it from another copy.") from None
+        raise CheckpointCorruptError.of(f"{where} does not parse: {error}") from None
     tables = config.get("tables") if isinstance(config, dict) else None
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise CheckpointCorruptError(f"{where} has no mapping `tables` of mappings. Restore it from another copy.")
+        raise CheckpointCorruptError.of(f"{where} has no mapping `tables` of mappings")
     return config
 
 
@@ -48,10 +51,18 @@ def check_size(where: str, name: str, table: Mapping[str, Any], found: tuple[int
     """Raise CheckpointCorruptError unless table `name`, `found` on disk as (rows, dim), has the size in its config."""
     expected = [table.get("vocabulary_size"), table.get("dim")]
     if list(found) != expected:
-        raise CheckpointCorruptError(
-            f"{where}: table {name!r} is {expected} in its layer's config, but {list(found)} on disk. Restore it "
-            "from another copy."
+        raise CheckpointCorruptError.of(
+            f"{where}: table {name!r} is {expected} in its layer's config, but {list(found)} on disk"
         )
+
+
+def checked_count(where: str, count: npt.NDArray[Any]) -> int:
+    """Return a layer's count of updates. Raises CheckpointCorruptError if it is not one integer, or is negative."""
+    if count.shape or count.dtype != np.int64 or count < 0:
+        raise CheckpointCorruptError.of(
+            f"{where}: a layer's count of updates is {count.dtype} {list(count.shape)} {count}"
+        )
+    return int(count)
 
 
 def merge_configs(configs: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:

@@ -30,18 +30,13 @@ def mid_level_variables(bundle: Bundle, graph: ObjectGraph, node: Node) -> Itera
     """
     variables = graph.nodes[node.children["_variables"]] if "_variables" in node.children else None
     for name, child in variables.children.items() if variables is not None else ():
-        yield _variable(bundle, graph, name, graph.nodes[child])
-
-
-def _variable(bundle: Bundle, graph: ObjectGraph, name: str, roles: Node) -> TableKeys:
-    """Return the table of a node with a child `parameters`, and a child per slot of its own optimizer."""
-    keys = {role: graph.nodes[child].value_key for role, child in roles.children.items()}
-    key = keys.pop(_PARAMETERS, None)
-    slots = {slot: value for slot, value in keys.items() if value is not None}
-    if key is None or len(slots) < len(keys):
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: table {name!r} has no value for {_PARAMETERS!r} or a slot, only for "
-            f"{', '.join(sorted(slots)) or 'nothing'}. Save it again."
-        )
-    slots = {**optimizer_slots(bundle, graph, roles.children[_PARAMETERS]), **slots}
-    return TableKeys(name, key, slots)
+        roles = graph.nodes[child].children  # `parameters`, and each slot of its own optimizer
+        keys = {role: graph.nodes[number].value_key for role, number in roles.items()}
+        key = keys.pop(_PARAMETERS, None)
+        slots = {slot: value for slot, value in keys.items() if value is not None}
+        if key is None or len(slots) < len(keys):
+            raise CheckpointCorruptError(
+                f"checkpoint {bundle.prefix}: table {name!r} has no value for {_PARAMETERS!r} or a slot, only for "
+                f"{', '.join(sorted(slots)) or 'nothing'}. Save it again."
+            )
+        yield TableKeys(name, key, {**optimizer_slots(bundle, graph, roles[_PARAMETERS]), **slots})

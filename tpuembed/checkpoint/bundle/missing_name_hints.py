@@ -6,6 +6,7 @@ from typing import Final
 from tpuembed.checkpoint.bundle.keras_graph import may_lack_tables
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.table_keys import TableKeys
+from tpuembed.errors import first_few
 from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle
 
@@ -58,5 +59,5 @@ def about_missing_slot(bundle: Bundle, graph: ObjectGraph | None, tables: Mappin
     )
     if not alike:
         return ""
-    shown = ", ".join(alike[:_SHOWN]) + (", ..." if len(alike) > _SHOWN else "")
+    shown = first_few(alike, _SHOWN)
     return f" (optimizers have {shown}, but it cannot be proven that it is that slot of this table)"

@@ -4,7 +4,6 @@ Tables on SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and a
 stacks.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -58,13 +57,19 @@ def own_layer_tables(
     for number, config in configs.items():
         node = graph.nodes[number]
         stacked = _stacked_tables(bundle, graph, node, config)
-        roles: dict[str, _Role] = {}
+        roles: dict[str, str] = {}
         for name, table in config["tables"].items():
             rows = stacked.get(name)
             stem = name if rows is None else rows.layout.stack
+            home = f"table {name!r}" if rows is None else f"stack {stem!r}"
             slots = {slot: f"{stem}/{slot}" for slot in slot_names(where, name, table)}
             for slot, child in ((None, stem), *slots.items()):
-                _assign_role(bundle, roles, child, _Role(name if rows is None else None, stem, slot))
+                role = home if slot is None else f"slot {slot!r} of {home}"
+                other = roles.setdefault(child, role)
+                if other != role:  # tables of one stack share a child; any other would read another table's rows
+                    raise _corrupt(
+                        bundle, f"its layer's config uses {child!r} as {other} and {role}, which are not the same rows"
+                    )
             keys = {slot: _value_key(bundle, graph, node, child) for slot, child in slots.items()}
             found = TableKeys(name, _value_key(bundle, graph, node, stem), keys, rows or DENSE)
             info = table_info(bundle, found)
@@ -74,28 +79,6 @@ def own_layer_tables(
         if unknown:
             raise _corrupt(bundle, f"it has {unknown[0]!r}, which is not a table or slot of its layer's config")
         _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Role:
-    """The role of a child: the rows (slot None) or a slot, of `table`, or of all tables in a stack if `table` is None."""
-
-    table: str | None
-    stem: str
-    slot: str | None
-
-
-def _assign_role(bundle: Bundle, roles: dict[str, _Role], child: str, role: _Role) -> None:
-    """Record the role of `child`. Tables of one stack share it. Any other second role would read another table's rows."""
-    other = roles.setdefault(child, role)
-    if other != role:
-        names = " and ".join(_shown(one) for one in (other, role))
-        raise _corrupt(bundle, f"its layer's config uses {child!r} as {names}, which are not the same rows")
-
-
-def _shown(role: _Role) -> str:
-    home = f"stack {role.stem!r}" if role.table is None else f"table {role.table!r}"
-    return home if role.slot is None else f"slot {role.slot!r} of {home}"
 
 
 def _stacked_tables(
@@ -133,13 +116,8 @@ def _check_layouts(bundle: Bundle, layouts: Iterable[TableLayout], config: Mappi
     }
     for table in sorted(found.keys() | set(repeated)):
         if found.get(table) != repeated.get(table):
-            raise _corrupt(
-                bundle,
-                (
-                    f"table {table!r} is at {repeated.get(table)} by its layer's config, but at {found.get(table)} by "
-                    f"its {LAYOUTS}"
-                ),
-            )
+            by_config = f"table {table!r} is at {repeated.get(table)} by its layer's config"
+            raise _corrupt(bundle, f"{by_config}, but at {found.get(table)} by its {LAYOUTS}")
 
 
 def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> str:
@@ -151,4 +129,4 @@ def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> st
 
 
 def _corrupt(bundle: Bundle, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"checkpoint {bundle.prefix}: {what}. Restore it from another copy.")
+    return CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: {what}")

@@ -13,7 +13,6 @@ from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
 from tpuembed.checkpoint.bundle.rows import read_mod_sharded_rows, recorded_checksum
 from tpuembed.checkpoint.types import Array, PartialChecksum
 from tpuembed.tensor_bundle import Bundle, Entry, crc
-from tpuembed.tensor_bundle.crc_pieces import sum_of_pieces
 
 __all__ = ["ModShardedReader", "matches_checksum"]
 
@@ -21,7 +20,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class ModShardedReader:
-    """Reads a mod-sharded table in tensor `key`, placed as `source` describes; see SummedReader."""
+    """Reads a mod-sharded table in tensor `key`, placed as `source` describes, each row once, and adds up the checksums."""
 
     def __init__(self, source: ModSharded, bundle: Bundle, key: str) -> None:
         self._source, self._bundle, self._key, self._runs = source, bundle, key, _RunSums(bundle, key)
@@ -55,7 +54,7 @@ class _RunSums:
             return PartialChecksum()
         rows, sizes, checksums = (np.concatenate(column) for column in zip(*self._runs, strict=True))
         after = self._size - rows * self._row_bytes - sizes
-        return PartialChecksum(sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
+        return PartialChecksum(crc.sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
 
 
 def matches_checksum(
@@ -63,11 +62,8 @@ def matches_checksum(
 ) -> bool | None:
     """Returns True if tensor `key` has the checksum in its entry; None if `read` does not cover enough to tell.
 
-    Bytes beside the tables, which are padding and other tables of the stack, are read here.
-
-    Args:
-        tables: the mod-sharding and the number of rows of each table whose rows were all read, at least one.
-        read: the partial checksum of these tables.
+    `tables` has the mod-sharding and the number of rows of each table of which all rows were read, with the checksum
+    `read`. Bytes beside them, which are padding and other tables of the stack, are read here.
     """
     entry = bundle.entries[key]
     recorded = recorded_checksum(entry)

@@ -8,12 +8,11 @@ tensorflow/python/ops/variable_scope.py.
 """
 
 import dataclasses
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
-from tpuembed.checkpoint.bundle.rows import DENSE, DenseRows, RowLayout, mod_sharded_bytes, read_mod_sharded_rows
+from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle, Entry
@@ -23,19 +22,9 @@ __all__ = ["PARTITION_STRATEGIES", "partitioned_rows"]
 PARTITION_STRATEGIES: Final = ("mod", "div")
 
 
-class DivRows(DenseRows):
-    """Rows in the order of their ids: the parts one after another."""
-
-    format: ClassVar[str] = "partitioned"
-
-    def describe(self, entry: Entry, /) -> str:
-        """Return the number of parts, and the strategy."""
-        return f"{len(entry.slices)} partitions, div"
-
-
 @dataclasses.dataclass(frozen=True)
-class ModRows(DenseRows):
-    """Mod-sharded rows: row i is row `i // parts` of part `i % parts`.
+class _Partitions:
+    """Mod-sharded rows: row i is row `i // parts` of part `i % parts`; see `mod_sharded.ModSharded`.
 
     Attributes:
         starts: the row of the variable with which each part begins.
@@ -44,36 +33,13 @@ class ModRows(DenseRows):
 
     starts: tuple[int, ...]
     stored_dim: int
-    format: ClassVar[str] = "partitioned"
 
     @property
     def count(self) -> int:
-        """Return the number of parts; see `mod_sharded.ModSharded`."""
         return len(self.starts)
 
     def first_rows(self, parts: Array) -> Array:
-        """Return the rows of the variable with which `parts` begin."""
         return np.array(self.starts)[parts]
-
-    def describe(self, _: Entry, /) -> str:
-        """Return the number of parts, and the strategy."""
-        return f"{self.count} partitions, mod"
-
-    def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
-        """Read one run of bytes per part."""
-        read_mod_sharded_rows(self, bundle, key, start, out)
-
-    def checksum(self, entry: Entry) -> None:
-        """Return None: the parts' checksums cover rows in another order."""
-
-    @property
-    def mod_sharding(self) -> ModSharded:
-        """Return the rows themselves."""
-        return self
-
-    def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
-        """Return the bytes of a block of the runs of some parts."""
-        return mod_sharded_bytes(self, bundle, entry, rows, self.stored_dim)
 
 
 def partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayout:
@@ -92,7 +58,8 @@ def partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayo
             "does not record how ids were assigned to the parts (div or mod). Give partition_strategy, the one "
             "that the model gave to tf.nn.embedding_lookup (its default is mod)."
         )
-    return DivRows() if strategy == "div" else ModRows(starts, entry.shape[1])
+    mod_sharding = _Partitions(starts, entry.shape[1]) if strategy == "mod" else None
+    return RowLayout("partitioned", f"partitions, {strategy}", mod_sharding)
 
 
 def _even_starts(bundle: Bundle, name: str, entry: Entry) -> tuple[int, ...]:

@@ -42,9 +42,7 @@ def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]
     A tensor with holes is left out. TensorFlow 1 writes such for a partitioned variable's slots, if the optimizer was
     created in a variable_scope; see `Entry.holes`.
 
-    Args:
-        bundle: the checkpoint.
-        strategy: "mod" or "div", by which ids were assigned to the parts of partitioned variables; None for not stated.
+    `strategy`, "mod" or "div", assigned ids to the parts of partitioned variables; None if the user did not state it.
 
     Raises:
         CheckpointFormatError: a variable is partitioned, and no strategy was stated or its parts are uneven.

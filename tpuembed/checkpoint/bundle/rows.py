@@ -1,82 +1,69 @@
-"""The order of a table's rows in its tensor: one class per on-disk format, chosen once per table."""
+"""The order of a table's rows in its tensor, chosen once per table."""
 
 from functools import partial, reduce
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
+from typing import Final
 
-from tpuembed.checkpoint.bundle.mod_sharded import DISK, STORE, ModSharded, ReadRuns, buffer_bytes, read_mod_sharded
+from tpuembed.checkpoint.bundle.mod_sharded import (
+    DISK,
+    STORE,
+    BufferSizes,
+    ModSharded,
+    ReadRuns,
+    buffer_bytes,
+    read_mod_sharded,
+)
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import IN_FLIGHT_BYTES
 from tpuembed.tensor_bundle import Bundle, Entry, crc
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.tensor_bundle.reader import strided_bytes
 
-__all__ = ["DENSE", "DenseRows", "RowLayout", "mod_sharded_bytes", "read_mod_sharded_rows", "recorded_checksum"]
+__all__ = ["DENSE", "RowLayout", "read_mod_sharded_rows", "recorded_checksum"]
 
 
-class RowLayout(Protocol):
-    """Finds the rows of one table, and of its slots, in a tensor of a bundle."""
+class RowLayout:
+    """Finds the rows of one table, and of its slots, in a tensor of a bundle: in the order of their ids, or mod-sharded.
 
-    @property
-    def format(self) -> str:
-        """Return the name of the on-disk format."""
+    Attributes:
+        format: the name of the on-disk format.
+        mod_sharding: of the rows, or None. If there is one, the tensor's checksums cover runs of rows in another order.
+    """
 
-    def shape(self, entry: Entry) -> tuple[int, int]:
-        """Return (rows, dim) of the table in a tensor, which is a matrix.
-
-        Raises:
-            MalformedError: the tensor cannot hold it.
-        """
-
-    def describe(self, entry: Entry, /) -> str:
-        """Return a short description of the layout; empty for rows in order in one piece."""
-
-    def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
-        """Fill `out`, [n, dim], with the existing rows [start, start + n) of the table, from tensor `key`."""
-
-    def checksum(self, entry: Entry) -> int | None:
-        """Return the CRC32C, unmasked, of the table's rows in order; None if the tensor's entry does not have it."""
-
-    @property
-    def mod_sharding(self) -> ModSharded | None:
-        """Return the mod-sharding of the rows, or None. If they are, the tensor's checksums cover runs of rows in
-        another order.
-        """
-
-    def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
-        """Return the most bytes that reading `rows` rows holds beside them. It does not decrease with more rows."""
-
-
-class DenseRows:
-    """Rows in the order of their ids, in any slices and data files."""
-
-    format: ClassVar[str] = "dense"
-
-    @property
-    def mod_sharding(self) -> ModSharded | None:
-        """Return None: the rows are in order."""
-        return None
+    def __init__(self, format: str, pieces: str, mod_sharding: ModSharded | None = None) -> None:  # noqa: A002
+        """Take the words for the tensor's slices as `pieces`."""
+        self.format, self._pieces, self.mod_sharding = format, pieces, mod_sharding
 
     def shape(self, entry: Entry) -> tuple[int, int]:
-        """Return the shape of the tensor."""
+        """Return (rows, dim) of the table in a tensor, which is a matrix. Raises MalformedError if it cannot hold it."""
         rows, dim = entry.shape
         return rows, dim
 
-    def describe(self, entry: Entry, /) -> str:
-        """Return the number of slices as text."""
-        return f"{len(entry.slices)} slices" if entry.slices else ""
+    def describe(self, entry: Entry) -> str:
+        """Return a short description of the layout; empty for rows in order in one piece."""
+        return f"{len(entry.slices)} {self._pieces}" if entry.slices else ""
 
     def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
-        """Read the rows straight into `out`."""
-        bundle.read_rows(key, start, start + len(out), out)
+        """Fill `out`, [n, dim], with the existing rows [start, start + n) of the table, from tensor `key`."""
+        if self.mod_sharding is None:
+            bundle.read_rows(key, start, start + len(out), out)
+        else:
+            read_mod_sharded_rows(self.mod_sharding, bundle, key, start, out)
 
     def checksum(self, entry: Entry) -> int | None:
-        """Return the CRC32C of the tensor's slices in order, if they are runs of rows; None if they also cut columns."""
-        return recorded_checksum(entry)
+        """Return the CRC32C, unmasked, of the table's rows in order; None if the tensor's entry does not have it."""
+        return recorded_checksum(entry) if self.mod_sharding is None else None
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
-        """Return the bytes of the small buffer that rows pass through if slices cut columns."""
-        return _transfer_bytes(bundle) + strided_bytes(entry, rows)
+        """Return the most bytes that reading `rows` rows holds beside them. It does not decrease with more rows."""
+        held = strided_bytes(entry, rows) + (0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES)
+        if self.mod_sharding is None:
+            return held
+        itemsize = numpy_dtype(entry.dtype).itemsize
+        return held + buffer_bytes(self.mod_sharding, rows, self.shape(entry)[1], itemsize, _sizes(bundle))
+
+
+DENSE: Final = RowLayout("dense", "slices")
 
 
 def recorded_checksum(entry: Entry) -> int | None:
@@ -87,21 +74,6 @@ def recorded_checksum(entry: Entry) -> int | None:
     return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
 
 
-DENSE: Final = DenseRows()
-
-
-def mod_sharded_bytes(source: ModSharded, bundle: Bundle, entry: Entry, rows: int, dim: int) -> int:
-    """Return the most bytes that `read_mod_sharded_rows` of [rows, dim] holds beside them."""
-    sizes = DISK if isinstance(bundle.prefix, Path) else STORE
-    buffer = buffer_bytes(source, rows, dim, numpy_dtype(entry.dtype).itemsize, sizes)
-    return _transfer_bytes(bundle) + strided_bytes(entry, rows) + buffer
-
-
-def _transfer_bytes(bundle: Bundle) -> int:
-    """Return the most bytes in transfer from a store."""
-    return 0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES
-
-
 def read_mod_sharded_rows(
     source: ModSharded, bundle: Bundle, key: str, start: int, out: Array, read: ReadRuns | None = None
 ) -> None:
@@ -109,5 +81,8 @@ def read_mod_sharded_rows(
 
     `read` reads the tensor; None for the bundle itself.
     """
-    sizes = DISK if isinstance(bundle.prefix, Path) else STORE
-    read_mod_sharded(source, start, out, read or partial(bundle.read_runs, key), sizes)
+    read_mod_sharded(source, start, out, read or partial(bundle.read_runs, key), _sizes(bundle))
+
+
+def _sizes(bundle: Bundle) -> BufferSizes:
+    return DISK if isinstance(bundle.prefix, Path) else STORE

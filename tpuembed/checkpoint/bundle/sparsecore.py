@@ -3,17 +3,14 @@
 Source: tensorflow/python/tpu/tpu_embedding_v3.py, tpu_embedding_for_serving.py.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_variables
-from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
-from tpuembed.checkpoint.bundle.rows import mod_sharded_bytes, read_mod_sharded_rows
+from tpuembed.checkpoint.bundle.rows import RowLayout
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, parse_layouts
 from tpuembed.checkpoint.bundle.table_keys import TableKeys
-from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, Entry
@@ -24,12 +21,12 @@ LAYOUTS: Final = "_sparse_core_table_layouts"
 """The child with the places of the tables in their stacks."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SparseCoreRows:
-    """The rows of one table of a stack."""
+class SparseCoreRows(RowLayout):
+    """The rows of one table of a stack, at the places in its `layout`."""
 
-    layout: TableLayout
-    format: ClassVar[str] = "sparsecore"
+    def __init__(self, layout: TableLayout) -> None:
+        super().__init__("sparsecore", "", layout)
+        self.layout = layout
 
     def shape(self, entry: Entry) -> tuple[int, int]:
         """Return the table's shape. Raises MalformedError unless the stack has the shape in the layout."""
@@ -40,25 +37,9 @@ class SparseCoreRows:
             )
         return self.layout.shape
 
-    def describe(self, _: Entry, /) -> str:
+    def describe(self, entry: Entry) -> str:  # noqa: ARG002 - the layout says it
         """Return the stack, SparseCores and rotation as text."""
         return self.layout.words
-
-    def read_into(self, bundle: Bundle, key: str, start: int, out: Array) -> None:
-        """Read one run of bytes per SparseCore."""
-        read_mod_sharded_rows(self.layout, bundle, key, start, out)
-
-    def checksum(self, entry: Entry) -> None:
-        """Return None: the stack's checksums cover rows in another order."""
-
-    @property
-    def mod_sharding(self) -> ModSharded:
-        """Return the layout."""
-        return self.layout
-
-    def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
-        """Return the bytes of a block of the runs of some SparseCores."""
-        return mod_sharded_bytes(self.layout, bundle, entry, rows, self.layout.shape[1])
 
 
 def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mapping[str, Sequence[TableLayout]]:
@@ -73,16 +54,13 @@ def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mappi
     try:
         return parse_layouts(b"".join(_read(bundle, attribute.checkpoint_key) for attribute in attributes))
     except MalformedError as error:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: {LAYOUTS}: {error}. Restore it from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: {LAYOUTS}: {error}") from None
 
 
 def _read(bundle: Bundle, key: str) -> bytes:
     if key not in bundle.entries:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: its object graph puts {LAYOUTS} at {key}, which the index does not "
-            "have. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {bundle.prefix}: its object graph puts {LAYOUTS} at {key}, which the index does not have"
         )
     return bundle.read_string(key)
 
@@ -98,15 +76,14 @@ def sparse_core_tables(
     """
     if any(_is_stale(graph, node, stack) for stack in layouts):
         raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: its SparseCore layouts are stale. (It was saved again on CPU after a "
-            "restore from SparseCores. TensorFlow cannot restore it either.) Use the checkpoint it was restored "
-            "from."
+            f"checkpoint {bundle.prefix}: its SparseCore layouts are stale. (It was saved again on CPU after a restore "
+            "from SparseCores. TensorFlow cannot restore it either.) Use the checkpoint it was restored from."
         )
     for stack in mid_level_variables(bundle, graph, node):
         if stack.name not in layouts:
-            raise CheckpointCorruptError(
+            raise CheckpointCorruptError.of(
                 f"checkpoint {bundle.prefix}: has a stack {stack.name!r}, but its SparseCore layouts only have "
-                f"{', '.join(sorted(layouts))}. Restore it from another copy."
+                f"{', '.join(sorted(layouts))}"
             )
         for layout in layouts[stack.name]:
             yield TableKeys(layout.table, stack.key, stack.slots, SparseCoreRows(layout))

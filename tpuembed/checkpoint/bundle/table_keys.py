@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
@@ -12,7 +12,7 @@ from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, Entry
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
-__all__ = ["Discovery", "TableKeys", "is_table", "merge_tables", "optimizer_slots", "table_info"]
+__all__ = ["TableKeys", "is_table", "merge_tables", "optimizer_slots", "table_info"]
 
 _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
 
@@ -25,16 +25,6 @@ class TableKeys:
     key: str
     slots: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: RowLayout = DENSE
-
-
-@dataclasses.dataclass(frozen=True)
-class Discovery:
-    """The result of a search in a checkpoint: tables by name, and the config of the layers that wrote it, if it has
-    one.
-    """
-
-    tables: Mapping[str, TableKeys]
-    layer_config: dict[str, Any] | None = None
 
 
 def is_table(entry: Entry) -> bool:
@@ -76,32 +66,30 @@ def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:
     """
     entry = _entry(bundle, table, table.key)
     if not is_table(entry):
-        raise CheckpointCorruptError(
+        raise CheckpointCorruptError.of(
             f"checkpoint {bundle.prefix}: table {table.name!r} should be a matrix of floats, but {table.key} is "
-            f"{entry.dtype} {list(entry.shape)}. Restore the checkpoint from another copy."
+            f"{entry.dtype} {list(entry.shape)}"
         )
     for slot, key in table.slots.items():
         found = _entry(bundle, table, key)
         if found.shape != entry.shape or not is_table(found):
-            raise CheckpointCorruptError(
+            raise CheckpointCorruptError.of(
                 f"checkpoint {bundle.prefix}: table {table.name!r} is {list(entry.shape)}, but its slot {slot!r} "
-                f"({key}) is {found.dtype} {list(found.shape)}. Restore the checkpoint from another copy."
+                f"({key}) is {found.dtype} {list(found.shape)}"
             )
     try:
         rows, dim = table.rows.shape(entry)
     except MalformedError as error:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: table {table.name!r}: {error}. Restore the checkpoint from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: table {table.name!r}: {error}") from None
     slots = tuple(sorted(table.slots))
     return TableInfo(table.name, rows, dim, numpy_dtype(entry.dtype), slots, table.rows.describe(entry))
 
 
 def _entry(bundle: Bundle, table: TableKeys, key: str) -> Entry:
     if key not in bundle.entries:
-        raise CheckpointCorruptError(
-            f"checkpoint {bundle.prefix}: its object graph puts table {table.name!r} at {key}, which the index "
-            "does not have. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {bundle.prefix}: its object graph puts table {table.name!r} at {key}, which the index does "
+            "not have"
         )
     return bundle.entries[key]
 

@@ -6,10 +6,10 @@ Source: TPUEmbeddingVariable in tensorflow/python/tpu/tpu_embedding_v2.py; DIV_D
 tensorflow/core/protobuf/tpu/tpu_embedding_configuration.proto.
 """
 
-from typing import ClassVar, Final
+from typing import Final
 
 from tpuembed.checkpoint.bundle.object_graph import Node
-from tpuembed.checkpoint.bundle.rows import DENSE, DenseRows, RowLayout
+from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle, Entry
 
@@ -20,17 +20,7 @@ _ROW_ALIGNMENT: Final = 8
 """SparseCores pad rows and columns to a multiple of this."""
 
 
-class HostRows(DenseRows):
-    """Rows in the order of their ids; each host has saved one piece."""
-
-    format: ClassVar[str] = "tpu_v1"
-
-    def describe(self, entry: Entry, /) -> str:
-        """Return the number of hosts that kept rows, as text."""
-        return f"{len(entry.slices)} row slices" if entry.slices else ""
-
-
-_HOSTS: Final = HostRows()
+_HOSTS: Final = RowLayout("tpu_v1", "row slices")
 
 
 def saved_by_hosts(node: Node) -> bool:
@@ -49,9 +39,8 @@ def host_rows(bundle: Bundle, node: Node, table: str, key: str) -> RowLayout:
     if key in bundle.entries and _could_be_sparse_cores(bundle.entries[key]):
         raise CheckpointFormatError(
             f"checkpoint {bundle.prefix}: table {table!r} is in {len(bundle.entries[key].slices)} equal slices. "
-            "TPUEmbedding saves such from TPU hosts and TPUEmbeddingV2 from SparseCores, in different orders of "
-            "rows, and the checkpoint does not record which class wrote it. Save it again with TensorFlow 2.19 "
-            "or later."
+            "TPUEmbedding saves such from TPU hosts and TPUEmbeddingV2 from SparseCores, in different orders of rows, "
+            "and the checkpoint does not record which class wrote it. Save it again with TensorFlow 2.19 or later."
         )
     return DENSE
 

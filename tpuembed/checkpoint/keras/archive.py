@@ -1,17 +1,17 @@
 """`.keras` files: zip archives of a model's config and its weights. The weights are read in place."""
 
+import contextlib
 import dataclasses
-import io
 import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from tpuembed.checkpoint.keras.h5_listing import Window
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
-from tpuembed.files import FileVersion
+from tpuembed.files import ByteStream, FileVersion
 
 __all__ = [
     "CONFIG_NAME",
@@ -37,8 +37,6 @@ _MIN_ARCHIVE_BYTES: Final = 22
 _PIECE_BYTES: Final = 1 << 20
 _CRC_PIECE_BYTES: Final = 2 << 20
 _MAX_SOUND: Final = 64
-
-Result = TypeVar("Result")
 
 _sound: dict[tuple[str, FileVersion, int, int, int], None] = {}
 """What `check_crc32` has found sound, oldest first."""
@@ -66,16 +64,30 @@ def open_archive(file: Window) -> Archive:
         CheckpointFormatError: the weights are compressed, or not HDF5.
         CheckpointCorruptError: it is not a zip archive, contradicts itself, or lacks a part.
     """
-    return _in_archive(file, lambda archive: _open(file, archive))
+    with _opened(file) as archive:
+        names = archive.namelist()
+        if len(set(names)) != len(names):
+            raise _corrupt(file, f"has two files of the same name, among {len(names)}")
+        if WEIGHTS_NAME not in names:
+            other = next((name for name in _OTHER_WEIGHTS if name in names), None)
+            if other is not None:
+                raise CheckpointFormatError(
+                    f"model file {file.name}: its weights are {other}, which is not supported. Save it again with "
+                    "model.save(path), or its weights with model.save_weights('model.weights.h5')."
+                )
+            raise _corrupt(file, f"has no {WEIGHTS_NAME}, only {', '.join(sorted(names)[:5]) or 'nothing'}")
+        member = archive.getinfo(WEIGHTS_NAME)
+        return Archive(_stored_member(file, member), member.CRC, _config(file, archive))
 
 
-def _in_archive(file: Window, use: Callable[[zipfile.ZipFile], Result]) -> Result:
-    """Return the result of `use` for the archive. Every error of a damaged one becomes a CheckpointCorruptError."""
+@contextlib.contextmanager
+def _opened(file: Window) -> Iterator[zipfile.ZipFile]:
+    """Return a context with the archive. Every error of a damaged one becomes a CheckpointCorruptError."""
     if file.size < _MIN_ARCHIVE_BYTES:  # zipfile would look for its end before its beginning
         raise _corrupt(file, f"is no zip archive: it has {file.size} bytes" if file.size else "is empty, 0 bytes")
     try:
-        with zipfile.ZipFile(_BoundedFile(file)) as archive:
-            return use(archive)
+        with zipfile.ZipFile(_BoundedFile(file.read_into, file.size)) as archive:
+            yield archive
     except (CheckpointError, OSError):
         raise
     except (ValueError, RuntimeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error) as error:
@@ -88,19 +100,16 @@ def member_sizes(file: Window) -> dict[str, int]:
     Raises:
         CheckpointCorruptError: it is not a zip archive.
     """
-    return _in_archive(file, lambda archive: {member.filename: member.file_size for member in archive.infolist()})
+    with _opened(file) as archive:
+        return {member.filename: member.file_size for member in archive.infolist()}
 
 
 def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> str | None:
     """Return the reason why the bytes of member `name` do not match its CRC32, or None if they do."""
-
-    def read_through(archive: zipfile.ZipFile) -> None:
-        with archive.open(name) as member:
+    try:
+        with _opened(file) as archive, archive.open(name) as member:
             while piece := member.read(_PIECE_BYTES):
                 on_read(len(piece))
-
-    try:
-        _in_archive(file, read_through)
     except CheckpointCorruptError as error:
         return str(error)
     return None
@@ -134,30 +143,10 @@ def parse_config(name: str, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            f"model file {name}: {CONFIG_NAME} does not parse: {error}. Restore it from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} does not parse: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointCorruptError(
-            f"model file {name}: {CONFIG_NAME} is not an object. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} is not an object")
     return config
-
-
-def _open(file: Window, archive: zipfile.ZipFile) -> Archive:
-    names = archive.namelist()
-    if len(set(names)) != len(names):
-        raise _corrupt(file, f"has two files of the same name, among {len(names)}")
-    if WEIGHTS_NAME not in names:
-        other = next((name for name in _OTHER_WEIGHTS if name in names), None)
-        if other is not None:
-            raise CheckpointFormatError(
-                f"model file {file.name}: its weights are {other}, which is not supported. Save it again with "
-                "model.save(path), or its weights with model.save_weights('model.weights.h5')."
-            )
-        raise _corrupt(file, f"has no {WEIGHTS_NAME}, only {', '.join(sorted(names)[:5]) or 'nothing'}")
-    member = archive.getinfo(WEIGHTS_NAME)
-    return Archive(_stored_member(file, member), member.CRC, _config(file, archive))
 
 
 def _config(file: Window, archive: zipfile.ZipFile) -> dict[str, Any]:
@@ -181,7 +170,9 @@ def _stored_member(file: Window, member: zipfile.ZipInfo) -> Window:
             f"do. Unpack it (unzip {file.name} {member.filename}) and give that file."
         )
     header = bytearray(_LOCAL_HEADER.size)
-    _read(file, member.header_offset, header)
+    if member.header_offset < 0 or member.header_offset + len(header) > file.size:
+        raise _corrupt(file, f"puts a file at byte {member.header_offset} of {file.size}")
+    file.read_into(member.header_offset, memoryview(header))
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
     start = member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
     if signature != _SIGNATURE or member.file_size != member.compress_size or start + member.file_size > file.size:
@@ -192,44 +183,18 @@ def _stored_member(file: Window, member: zipfile.ZipInfo) -> Window:
     return dataclasses.replace(file, name=name, start=file.start + start, size=member.file_size)
 
 
-def _read(file: Window, offset: int, out: bytearray) -> None:
-    if offset < 0 or offset + len(out) > file.size:
-        raise _corrupt(file, f"puts a file at byte {offset} of {file.size}")
-    file.read_into(offset, memoryview(out))
-
-
 def _corrupt(file: Window, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"model file {file.name}: {what}. Restore it from another copy.")
+    return CheckpointCorruptError.of(f"model file {file.name}: {what}")
 
 
-class _BoundedFile(io.RawIOBase):
+class _BoundedFile(ByteStream):
     """A window with a position. It limits the size of a read, in case the archive's directory is damaged."""
 
-    def __init__(self, file: Window) -> None:
-        self._file, self._position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"it refers to byte {base + offset}")
-        self._position = base + offset
-        return self._position
-
     def read(self, size: int | None = -1) -> bytes:
-        rest = max(0, self._file.size - self._position)
+        rest = max(0, self._size - self._position)
         count = rest if size is None or size < 0 else min(size, rest)
         if count > _MAX_READ_BYTES:
             raise ValueError(f"it requests {count} bytes of directory")
         out = bytearray(count)
-        self._file.read_into(self._position, memoryview(out))
-        self._position += count
+        self.readinto(out)
         return bytes(out)

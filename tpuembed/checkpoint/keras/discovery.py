@@ -1,7 +1,7 @@
 """Finds the tables of a weight file, and checks them against the model's config if the file has it."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from tpuembed.checkpoint.keras.model_config import LayerConfig, layer_configs
 from tpuembed.checkpoint.keras.slots import with_optimizer_slots
 from tpuembed.checkpoint.keras.tables import Table, keras_rs_tables, own_layer_configs, own_layer_tables
 from tpuembed.checkpoint.keras.weights import Weights
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, first_few
 
 __all__ = ["discover"]
 
@@ -57,14 +57,12 @@ def _by_name(weights: Weights, tables: Sequence[Table]) -> dict[str, Table]:
 
 
 def _check_slots(weights: Weights, table: Table) -> None:
+    form = (table.shape, table.dataset.dtype, table.dataset.stated_dtype)
     for slot, dataset in table.slots.items():
-        if dataset.shape != table.shape or (dataset.dtype, dataset.stated_dtype) != (
-            table.dataset.dtype,
-            table.dataset.stated_dtype,
-        ):
-            raise CheckpointCorruptError(
+        if (dataset.shape, dataset.dtype, dataset.stated_dtype) != form:
+            raise CheckpointCorruptError.of(
                 f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
-                f"{slot!r} ({dataset.path}) is {dataset.dtype} {dataset.shape}. Restore it from another copy."
+                f"{slot!r} ({dataset.path}) is {dataset.dtype} {dataset.shape}"
             )
 
 
@@ -96,23 +94,18 @@ def _check_config(weights: Weights, config: LayerConfig, tables: Sequence[Table]
         )
     in_order = [table.name for table in sorted(tables, key=lambda table: table.order)]
     if set(in_order) == set(config.tables) and in_order != list(config.tables):
-        raise CheckpointCorruptError(
-            f"weights {weights.path}: layer {config.name!r} has tables {_shown(config.tables)} in its config's "
-            f"order, but {_shown(in_order)} in that of the weights. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"weights {weights.path}: layer {config.name!r} has tables {first_few(map(repr, config.tables))} in its "
+            f"config's order, but {first_few(map(repr, in_order))} in that of the weights"
         )
     for table in tables:
         fields = config.tables.get(table.name, {})
         expected = (fields.get("vocabulary_size"), fields.get("dim"))
         if table.shape != expected:
-            raise CheckpointCorruptError(
-                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer "
-                f"{config.name!r}, but {table.shape} in the weights. Restore it from another copy."
+            raise CheckpointCorruptError.of(
+                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer {config.name!r}, "
+                f"but {table.shape} in the weights"
             )
-
-
-def _shown(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(map(repr, listed[:5])) + (", ..." if len(listed) > 5 else "")
 
 
 def _why_none(weights: Weights) -> str:

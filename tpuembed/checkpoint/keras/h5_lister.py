@@ -48,9 +48,6 @@ class _RemoteFile(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         done = 0
@@ -104,12 +101,7 @@ class Lister:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the chunks."""
-        return {
-            "groups": self.groups,
-            "datasets": self.datasets,
-            "headers": self.headers,
-            "trouble": self.trouble,
-        }
+        return {"groups": self.groups, "datasets": self.datasets, "headers": self.headers, "trouble": self.trouble}
 
     def _walk(self, h5py: Any, root: Any) -> None:
         pending = [("", root)]

@@ -1,8 +1,10 @@
 """The content of HDF5 files, listed by the HDF5 library in a separate process and checked against the files' sizes."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -16,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpuembed.checkpoint.keras import h5_lister
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, MissingExtraError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
 from tpuembed.files import ByteFile
 
 __all__ = ["Dataset", "Listing", "Window", "list_files"]
@@ -87,6 +89,11 @@ class Dataset:
     places: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     @property
+    def shown(self) -> str:
+        """Return the name for messages."""
+        return f"weights file {self.file.name}: dataset {self.path!r}"
+
+    @property
     def element_bytes(self) -> int:
         """Return the bytes of one element; 0 for a dtype that numpy does not know."""
         try:
@@ -97,10 +104,27 @@ class Dataset:
     @property
     def bytes(self) -> int:
         """Return the bytes of all elements."""
-        count = self.element_bytes
-        for size in self.shape or ():
-            count *= size
-        return count if self.shape is not None else 0
+        return 0 if self.shape is None else self.element_bytes * math.prod(self.shape)
+
+    def check_contiguous(self) -> None:
+        """Raise an error unless the bytes of the dataset are in one piece.
+
+        Raises:
+            CheckpointFormatError: HDF5 stores it in another layout.
+            CheckpointCorruptError: it was never written.
+        """
+        if self.layout != "contiguous" or self.shape is None:
+            raise CheckpointFormatError(
+                f"{self.shown} has HDF5's {self.layout} layout, which is not supported. Save the weights again with Keras."
+            )
+        if self.offset is None and self.bytes:
+            raise CheckpointCorruptError.of(f"{self.shown} was never written")
+
+    def read(self) -> bytearray:
+        """Return the bytes of all elements, which are in one piece."""
+        out = bytearray(self.bytes)
+        self.file.read_into(self.offset or 0, memoryview(out))
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +156,10 @@ def list_files(files: Sequence[Window]) -> list[Listing]:
 
 
 def _require_h5py() -> None:
-    try:
-        found = importlib.util.find_spec("h5py") is not None
-    except ValueError:  # set to None in sys.modules
-        found = False
-    if not found:
-        raise MissingExtraError("reading Keras weight files", "h5py", "hdf5")
+    with contextlib.suppress(ValueError):  # set to None in sys.modules
+        if importlib.util.find_spec("h5py"):
+            return
+    raise MissingExtraError("reading Keras weight files", "h5py", "hdf5")
 
 
 def _run_lister(files: Sequence[Window]) -> tuple[list[dict[str, Any]], np.ndarray[Any, np.dtype[np.int64]]]:
@@ -179,21 +201,14 @@ def _serve(
         places = np.frombuffer(connection.recv_bytes(_MAX_ANSWER_BYTES), "<i8").reshape(-1, 2)
         return message["files"], places
     except (EOFError, OSError, ValueError, TypeError, LookupError):  # it died, or sent an invalid message
-        raise _gave_up(file) from None
-
-
-def _gave_up(file: Window) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"weights file {file.name}: the HDF5 library hangs, crashes or needs too much memory on it. Restore it "
-        "from another copy."
-    )
+        raise CheckpointCorruptError.of(
+            f"weights file {file.name}: the HDF5 library hangs, crashes or needs too much memory on it"
+        ) from None
 
 
 def _listing(file: Window, answer: Mapping[str, Any], places: np.ndarray[Any, np.dtype[np.int64]]) -> Listing:
     if answer["trouble"] is not None:
-        raise CheckpointCorruptError(
-            f"weights file {file.name}: cannot be read as HDF5: {answer['trouble']}. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"weights file {file.name}: cannot be read as HDF5: {answer['trouble']}")
     datasets = [_dataset(file, found, places) for found in answer["datasets"]]
     return Listing(answer["groups"], {dataset.path: dataset for dataset in datasets})
 
@@ -222,14 +237,13 @@ def _check_places(file: Window, datasets: Iterable[Dataset], headers: Iterable[S
     end, before = 0, ""
     for offset, size, what in sorted(span for span in spans if span[1]):
         if offset < 0 or size < 0 or offset + size > file.size:
-            raise CheckpointCorruptError(
-                f"weights file {file.name}: {what} is at bytes [{offset}, {offset + size}) of {file.size}. The "
-                "file is truncated or damaged. Restore it from another copy."
+            raise CheckpointCorruptError.of(
+                f"weights file {file.name}: {what} is at bytes [{offset}, {offset + size}) of {file.size}. The file is "
+                "truncated or damaged"
             )
         if offset < end:
-            raise CheckpointCorruptError(
-                f"weights file {file.name}: {what} starts at byte {offset}, inside {before}, which ends at {end}. "
-                "Restore it from another copy."
+            raise CheckpointCorruptError.of(
+                f"weights file {file.name}: {what} starts at byte {offset}, inside {before}, which ends at {end}"
             )
         end, before = offset + size, what
 
@@ -241,8 +255,8 @@ def _spans(file: Window, dataset: Dataset) -> list[tuple[int, int]]:
     if dataset.offset is None:
         return []
     if dataset.element_bytes and dataset.stored_bytes != dataset.bytes:
-        raise CheckpointCorruptError(
-            f"weights file {file.name}: dataset {dataset.path!r} is {dataset.dtype} {dataset.shape}, "
-            f"{dataset.bytes} bytes, but {dataset.stored_bytes} are stored. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"weights file {file.name}: dataset {dataset.path!r} is {dataset.dtype} {dataset.shape}, {dataset.bytes} "
+            f"bytes, but {dataset.stored_bytes} are stored"
         )
     return [(dataset.offset, dataset.stored_bytes)]

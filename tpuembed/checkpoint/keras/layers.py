@@ -12,7 +12,6 @@ from tpuembed.checkpoint.keras.tables import Table
 from tpuembed.checkpoint.keras.weights import Weights
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.checkpoint.types import Array
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
 __all__ = ["config_below", "layer_policies", "objects_of_weights", "read_array"]
 
@@ -78,17 +77,9 @@ def read_array(dataset: Dataset) -> Array:
         CheckpointFormatError: it is not stored in one piece.
         CheckpointCorruptError: it was never written.
     """
-    named = f"weights file {dataset.file.name}: dataset {dataset.path!r}"
-    if dataset.layout != "contiguous" or dataset.shape is None:
-        raise CheckpointFormatError(
-            f"{named} has HDF5's {dataset.layout} layout, which is not read for layers; save the weights again with Keras"
-        )
-    if dataset.offset is None and dataset.bytes:
-        raise CheckpointCorruptError(f"{named} was never written; restore the file from another copy")
+    dataset.check_contiguous()
     dtype = np.dtype(ml_dtypes.bfloat16) if dataset.stated_dtype == "bfloat16" else np.dtype(dataset.dtype)
-    data = bytearray(dataset.bytes)
-    dataset.file.read_into(dataset.offset or 0, memoryview(data))
-    return np.frombuffer(data, dtype).reshape(dataset.shape)
+    return np.frombuffer(dataset.read(), dtype).reshape(dataset.shape or ())
 
 
 def config_below(weights: Weights, root: str) -> Mapping[str, Any] | None:

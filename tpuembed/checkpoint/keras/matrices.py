@@ -6,7 +6,7 @@ The need: h5py would parse the file in this process, which a hostile file can cr
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -28,18 +28,37 @@ _DTYPES: Final = {"<f4": "float32", "<f8": "float64", "<f2": "float16"}
 _DEFLATE, _SHUFFLE = 1, 2
 
 
-class Matrix(Protocol):
-    """The rows of a matrix in a file."""
+class Matrix:
+    """The rows of a matrix in a file: contiguous ones.
 
-    @property
-    def layout(self) -> str:
-        """Return a short description of the layout; empty if rows are contiguous."""
+    Attributes:
+        layout: a short description; empty if rows are contiguous.
+    """
 
-    def buffer_bytes(self, rows: int) -> int:
+    layout = ""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - no buffer, or one chunk
         """Return the most bytes that a read of `rows` rows holds beside them. It does not decrease with more rows."""
+        return 0
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, columns] of the matrix' dtype, with the existing rows [start, start + n)."""
+        if not out.size:
+            return
+        file, row_bytes = self._dataset.file, out.shape[1] * out.itemsize
+        first = (self._dataset.offset or 0) + start * row_bytes
+        if out.flags.c_contiguous:
+            file.read_into(first, _bytes(out))
+            return
+        step = max(1, _PIECE_BYTES // row_bytes)
+        buffer = np.empty((min(step, len(out)), out.shape[1]), out.dtype)
+        for row in range(0, len(out), step):
+            piece = buffer[: len(out) - row]
+            file.read_into(first + row * row_bytes, _bytes(piece))
+            out[row : row + step] = piece
 
 
 class ChunkCache:
@@ -77,59 +96,20 @@ def open_matrix(dataset: Dataset, dtype: np.dtype[Any], cache: ChunkCache) -> Ma
     """
     if dataset.layout == "chunked":
         return _Chunks(dataset, dtype, cache)
-    if dataset.layout != "contiguous":
-        raise CheckpointFormatError(
-            f"{_named(dataset)} has HDF5's {dataset.layout} layout, which is not supported. Save the weights "
-            "again with Keras."
-        )
-    if dataset.offset is None and dataset.bytes:
-        raise CheckpointCorruptError(f"{_named(dataset)} was never written. Restore the file from another copy.")
-    return _Contiguous(dataset)
+    dataset.check_contiguous()
+    return Matrix(dataset)
 
 
-def _named(dataset: Dataset) -> str:
-    return f"weights file {dataset.file.name}: dataset {dataset.path!r}"
-
-
-class _Contiguous:
-    """Contiguous rows."""
-
-    layout: Final = ""
-
-    def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - the signature of Matrix
-        return 0
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._file = dataset.file
-        self._offset = dataset.offset or 0
-
-    def read_into(self, start: int, out: Array) -> None:
-        if not out.size:
-            return
-        row_bytes = out.shape[1] * out.itemsize
-        if out.flags.c_contiguous:
-            self._file.read_into(self._offset + start * row_bytes, _bytes(out))
-            return
-        step = max(1, _PIECE_BYTES // row_bytes)
-        buffer = np.empty((min(step, len(out)), out.shape[1]), out.dtype)
-        for row in range(0, len(out), step):
-            piece = buffer[: len(out) - row]
-            self._file.read_into(self._offset + (start + row) * row_bytes, _bytes(piece))
-            out[row : row + step] = piece
-
-
-class _Chunks:
+class _Chunks(Matrix):
     """Rows in chunks, which may be compressed."""
 
     def __init__(self, dataset: Dataset, dtype: np.dtype[Any], cache: ChunkCache) -> None:
-        self._dataset, self._dtype, self._cache = dataset, dtype, cache
+        super().__init__(dataset)
+        self._dtype, self._cache = dtype, cache
         self._filters = [code for code, _ in dataset.filters]
         self._places = _proven_places(dataset, dtype, self._filters)
-
-    @property
-    def layout(self) -> str:
         packed = ", deflated" if _DEFLATE in self._filters else ""
-        return f"chunks of {self._dataset.chunk[0]} x {self._dataset.chunk[1]}{packed}"
+        self.layout = f"chunks of {dataset.chunk[0]} x {dataset.chunk[1]}{packed}"
 
     def buffer_bytes(self, rows: int) -> int:  # noqa: ARG002 - the signature of Matrix
         """Return the bytes of a decoded chunk and of the pieces held while it is decoded."""
@@ -188,35 +168,33 @@ class _Chunks:
             yield bytes(piece)
 
     def _corrupt(self, offset: int, what: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError(
-            f"{_named(self._dataset)}: the chunk at byte {offset} {what}. Restore the file from another copy."
-        )
+        return CheckpointCorruptError.of(f"{self._dataset.shown}: the chunk at byte {offset} {what}")
 
 
 def _proven_places(dataset: Dataset, dtype: np.dtype[Any], filters: list[int]) -> Places:
     """Return the places of the chunks. Checks that all of them were written and that their size is supported."""
     if filters not in ([], [_SHUFFLE], [_DEFLATE], [_SHUFFLE, _DEFLATE]):
         raise CheckpointFormatError(
-            f"{_named(dataset)} has HDF5 filters {filters}, but only {_SHUFFLE} (shuffle) and {_DEFLATE} "
+            f"{dataset.shown} has HDF5 filters {filters}, but only {_SHUFFLE} (shuffle) and {_DEFLATE} "
             "(deflate) are supported. Save the weights again with Keras."
         )
     chunk_bytes = dataset.chunk[0] * dataset.chunk[1] * dtype.itemsize
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise CheckpointFormatError(
-            f"{_named(dataset)} has chunks of {chunk_bytes} bytes, but at most {MAX_CHUNK_BYTES} can be held at a "
+            f"{dataset.shown} has chunks of {chunk_bytes} bytes, but at most {MAX_CHUNK_BYTES} can be held at a "
             "time. Save the weights again with Keras, which does not cut them."
         )
     places = np.empty((0, 2), np.int64) if dataset.places is None else dataset.places
     unwritten = int((places[:, 0] < 0).sum())
     if unwritten:
         raise CheckpointCorruptError(
-            f"{_named(dataset)}: {unwritten} of its {len(places)} chunks were never written. Restore the file "
+            f"{dataset.shown}: {unwritten} of its {len(places)} chunks were never written. Restore the file "
             "from another copy."
         )
     if _DEFLATE not in filters and (places[:, 1] != chunk_bytes).any():
-        raise CheckpointCorruptError(
-            f"{_named(dataset)}: its chunks are {chunk_bytes} bytes, but one is stored in "
-            f"{places[places[:, 1] != chunk_bytes][0, 1]}. Restore the file from another copy."
+        raise CheckpointCorruptError.of(
+            f"{dataset.shown}: its chunks are {chunk_bytes} bytes, but one is stored in "
+            f"{places[places[:, 1] != chunk_bytes][0, 1]}"
         )
     return places
 

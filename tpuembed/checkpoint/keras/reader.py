@@ -98,11 +98,7 @@ class KerasCheckpoint(Checkpoint):
             self._weights.verify()
 
     def update_counts(self) -> dict[str, int]:
-        """Return table name -> the number of updates of the tpuembed layer that has it.
-
-        Raises:
-            CheckpointCorruptError: a count is not an integer.
-        """
+        """See Checkpoint.update_counts."""
         return own_layer_updates(self._weights)
 
     def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups

@@ -69,4 +69,4 @@ def shard_path(index: FilePath, name: str) -> FilePath:
 
 
 def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"weights index {path}: {what}. Restore it from another copy.")
+    return CheckpointCorruptError.of(f"weights index {path}: {what}")

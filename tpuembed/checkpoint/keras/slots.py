@@ -6,7 +6,7 @@ Source: keras/src/optimizers/base_optimizer.py (`build`, `add_optimizer_variable
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from tpuembed.checkpoint.keras.h5_listing import Dataset
 from tpuembed.checkpoint.keras.model_config import OptimizerConfig, optimizer_config
@@ -25,20 +25,13 @@ def with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Tabl
     that share a shape with no other variable, because layer and optimizer number them in the same order.
     """
     optimizer = optimizer_config(weights.config)
-    kept = [] if optimizer is None else list(_kept(weights, optimizer))
-    return [_with_slots(weights, table, tables, kept) for table in tables] if kept else list(tables)
+    if optimizer is None or not (kept := _kept(weights, optimizer)):
+        return list(tables)
+    return [_with_slots(weights, table, tables, optimizer.slots, kept) for table in tables]
 
 
-@dataclasses.dataclass(frozen=True)
-class _VariableSlots:
-    """The slots that the optimizer keeps for one variable."""
-
-    shape: tuple[int, ...] | None
-    slots: dict[str, Dataset]
-
-
-def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_VariableSlots]:
-    """Yield the slots in the order of the model's trainable variables; nothing if the file has anything unexpected."""
+def _kept(weights: Weights, optimizer: OptimizerConfig) -> list[list[Dataset]]:
+    """Return the slots of each trainable variable, in the model's order; [] if the file has anything unexpected."""
     group = weights.groups.get(_OPTIMIZER)
     datasets = {} if group is None else group.datasets
     numbered = [datasets.get(str(number)) for number in range(len(datasets))]
@@ -46,25 +39,24 @@ def _kept(weights: Weights, optimizer: OptimizerConfig) -> Iterator[_VariableSlo
     own, rest = variables[: optimizer.scalars], variables[optimizer.scalars :]
     step = len(optimizer.slots)
     if len(variables) < len(datasets) or any(dataset.shape != () for dataset in own) or len(rest) % step:
-        return
+        return []
     found = [rest[first : first + step] for first in range(0, len(rest), step)]
-    if any(dataset.shape != slots[0].shape for slots in found for dataset in slots):
-        return
-    for slots in found:
-        yield _VariableSlots(slots[0].shape, dict(zip(optimizer.slots, slots, strict=True)))
+    return [] if any(dataset.shape != slots[0].shape for slots in found for dataset in slots) else found
 
 
-def _with_slots(weights: Weights, table: Table, tables: Sequence[Table], kept: Sequence[_VariableSlots]) -> Table:
+def _with_slots(
+    weights: Weights, table: Table, tables: Sequence[Table], names: Sequence[str], kept: Sequence[Sequence[Dataset]]
+) -> Table:
     alike = sorted((other for other in tables if other.shape == table.shape), key=lambda other: other.order)
-    candidates = [one for one in kept if one.shape == table.shape]
-    if (
-        {other.layer for other in alike} != {table.layer}
-        or len(candidates) != len(alike)
-        or _variables_of_shape(weights, table) != len(alike)
-    ):
+    candidates = [slots for slots in kept if slots[0].shape == table.shape]
+    layers = {other.layer for other in alike}
+    if layers != {table.layer} or not len(candidates) == len(alike) == _variables_of_shape(weights, table):
         return table
-    slots = candidates[alike.index(table)].slots
-    return dataclasses.replace(table, slots=slots) if _same_dtype(table, slots.values()) else table
+    slots = candidates[alike.index(table)]
+    form = (table.dataset.dtype, table.dataset.stated_dtype)
+    if any((slot.dtype, slot.stated_dtype) != form for slot in slots):
+        return table
+    return dataclasses.replace(table, slots=dict(zip(names, slots, strict=True)))
 
 
 def _variables_of_shape(weights: Weights, table: Table) -> int:
@@ -75,7 +67,3 @@ def _variables_of_shape(weights: Weights, table: Table) -> int:
         if group.path.partition("/")[0] != _OPTIMIZER
         for dataset in group.datasets.values()
     )
-
-
-def _same_dtype(table: Table, slots: Iterable[Dataset]) -> bool:
-    return all((slot.dtype, slot.stated_dtype) == (table.dataset.dtype, table.dataset.stated_dtype) for slot in slots)

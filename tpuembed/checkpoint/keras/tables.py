@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tpuembed.checkpoint.bundle.layer_config import check_size, parse_config, slot_names
+import numpy as np
+
+from tpuembed.checkpoint.bundle.layer_config import check_size, checked_count, parse_config, slot_names
 from tpuembed.checkpoint.keras.h5_listing import Dataset
 from tpuembed.checkpoint.keras.matrices import matrix_dtype
 from tpuembed.checkpoint.keras.weights import Group, Weights
@@ -72,18 +74,16 @@ def keras_rs_tables(weights: Weights) -> Iterator[Table]:
 
 def _table_name(weights: Weights, group: Group) -> str:
     if not group.name or not group.name.isprintable() or "/" in group.name:
-        raise CheckpointCorruptError(
-            f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, which is not a valid "
-            "name in keras-rs. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, which is not a valid name "
+            "in keras-rs"
         )
     return group.name
 
 
 def _only_matrix(weights: Weights, group: Group) -> Dataset:
     if not group.datasets:
-        raise CheckpointCorruptError(
-            f"weights {weights.path}: table {group.name!r} has no rows. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"weights {weights.path}: table {group.name!r} has no rows")
     dataset = group.datasets.get("0")
     if set(group.datasets) != {"0"} or dataset is None or matrix_dtype(dataset) is None:
         shown = ", ".join(f"{name}: {one.dtype} {one.shape}" for name, one in sorted(group.datasets.items())[:5])
@@ -116,17 +116,12 @@ def _config_bytes(weights: Weights, group: Group) -> bytes:
     dataset = group.datasets.get(_CONFIG)
     if dataset is None:
         raise CheckpointFormatError(
-            f"weights {weights.path}: layer {group.name or group.path!r} has tables but no config, which "
-            "distinguishes them from slots. Load it into the layer and save it again with this version of "
-            "tpuembed."
+            f"weights {weights.path}: layer {group.name or group.path!r} has tables but no config, which distinguishes "
+            "them from slots. Load it into the layer and save it again with this version of tpuembed."
         )
     if dataset.dtype != "|u1" or dataset.offset is None or dataset.bytes > _MAX_CONFIG_BYTES:
-        raise CheckpointCorruptError(
-            f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes. Restore it from another copy."
-        )
-    out = bytearray(dataset.bytes)
-    dataset.file.read_into(dataset.offset, memoryview(out))
-    return bytes(out)
+        raise CheckpointCorruptError.of(f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes")
+    return bytes(dataset.read())
 
 
 def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
@@ -148,34 +143,27 @@ def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) ->
             check_size(where, name, fields, table.shape)
             yield table
         if left:
-            raise CheckpointCorruptError(
-                f"{where} has {min(left)!r}, which is not a table or slot of its config. Restore it from another copy."
-            )
+            raise CheckpointCorruptError.of(f"{where} has {min(left)!r}, which is not a table or slot of its config")
 
 
 def own_layer_updates(weights: Weights) -> dict[str, int]:
     """Return table name -> the count of updates of the tpuembed layer that has it.
 
     Raises:
-        CheckpointCorruptError: a count is not an integer, or a config does not parse.
+        CheckpointCorruptError: a count is not an integer, or is negative, or a config does not parse.
     """
     counts: dict[str, int] = {}
     for path, config in own_layer_configs(weights).items():
         dataset = weights.groups[path].datasets.get(_UPDATES)
         if dataset is not None:
-            counts.update(dict.fromkeys(config["tables"], _read_count(weights, path, dataset)))
+            where = f"weights {weights.path}: layer {path!r}"
+            if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
+                raise CheckpointCorruptError.of(
+                    f"{where}: its count of updates is {dataset.dtype} {dataset.shape}, not one integer"
+                )
+            count = checked_count(where, np.frombuffer(dataset.read(), "<i8").reshape(()))
+            counts |= dict.fromkeys(config["tables"], count)
     return counts
-
-
-def _read_count(weights: Weights, path: str, dataset: Dataset) -> int:
-    if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
-        raise CheckpointCorruptError(
-            f"weights {weights.path}: layer {path!r}: its count of updates is {dataset.dtype} {dataset.shape}, "
-            "not one integer. Restore it from another copy."
-        )
-    out = bytearray(8)
-    dataset.file.read_into(dataset.offset, memoryview(out))
-    return int.from_bytes(out, "little", signed=True)
 
 
 def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
@@ -183,7 +171,5 @@ def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
     dataset = left.pop(child.replace("/", "|"), None)
     if dataset is None or matrix_dtype(dataset) is None:
         found = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
-        raise CheckpointCorruptError(
-            f"{where}: its config needs a matrix {child!r}, but {found}. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"{where}: its config needs a matrix {child!r}, but {found}")
     return dataset

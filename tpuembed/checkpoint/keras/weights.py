@@ -3,6 +3,7 @@
 Source: keras/src/saving/saving_lib.py (H5IOStore, ShardedH5IOStore, `_save_state`).
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -12,7 +13,13 @@ from typing import Any, Final, Self
 from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, check_crc32, open_archive, parse_config
 from tpuembed.checkpoint.keras.h5_listing import Dataset, Listing, Window, list_files
 from tpuembed.checkpoint.keras.shards import INDEX_ENDING, read_index, shard_path
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnknownObjectError
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    UnknownObjectError,
+    first_few,
+)
 from tpuembed.files import FilePath, open_bytes, versions
 
 __all__ = ["Group", "Weights", "find_weights", "open_window", "weights_in"]
@@ -68,54 +75,32 @@ class Weights:
             CheckpointFormatError: they are of a kind that is not supported.
             MissingExtraError: h5py is not installed.
         """
-        if path.name.endswith(INDEX_ENDING):
-            return cls._open_shards(path)
-        window = open_window(path)
-        try:
+        index = read_index(path) if path.name.endswith(INDEX_ENDING) else None
+        names = sorted({name for names in (index or {}).values() for name in names})
+        parts = [path] if index is None else [shard_path(path, name) for name in names]
+        with contextlib.ExitStack() as opened:
+            windows: list[Window] = []
+            for part in parts:
+                windows.append(open_window(part))
+                opened.callback(windows[-1].file.close)
+            files: tuple[FilePath, ...] = (path,) if index is None else (path, *parts)
+            config: dict[str, Any] | None = None
+            crc32: int | None = None
             if path.suffix == _ARCHIVE_ENDING:
-                archive = open_archive(window)
-                weights = cls._of(path, (path,), (archive.weights,), None, archive.config)
-                return dataclasses.replace(weights, crc32=archive.weights_crc32)
-            config = _config_beside(path)
-            files = (path,) if config is None else (path, path.parent / CONFIG_NAME)
-            return cls._of(path, files, (window,), None, config)
-        except BaseException:
-            window.file.close()
-            raise
-
-    @classmethod
-    def _open_shards(cls, path: FilePath) -> Self:
-        index = read_index(path)
-        names = sorted({name for names in index.values() for name in names})
-        files = [shard_path(path, name) for name in names]
-        windows: list[Window] = []
-        try:
-            for file in files:
-                windows.append(open_window(file))
-            return cls._of(path, (path, *files), tuple(windows), index, None)
-        except BaseException:
-            for window in windows:
-                window.file.close()
-            raise
-
-    @classmethod
-    def _of(
-        cls,
-        path: FilePath,
-        files: tuple[FilePath, ...],
-        windows: tuple[Window, ...],
-        index: Mapping[str, tuple[str, ...]] | None,
-        config: dict[str, Any] | None,
-    ) -> Self:
-        listings = list_files(windows)
-        groups = _merge_groups(path, listings)
-        if index is not None:
-            _check_index(path, index, groups)
-        inside = {dataset.path for group in groups.values() for dataset in group.datasets.values()}
-        loose = [name for listing in listings for name in listing.datasets if name not in inside]
-        if groups and loose:
-            raise _corrupt(path, f"has {loose[0]!r} outside of the groups that Keras writes")
-        return cls(path, files, windows, groups, config)
+                archive = open_archive(windows[0])
+                windows, config, crc32 = [archive.weights], archive.config, archive.weights_crc32
+            elif (config := _config_beside(path)) is not None:
+                files = (path, path.parent / CONFIG_NAME)
+            listings = list_files(windows)
+            groups = _merge_groups(path, listings)
+            if index is not None:
+                _check_index(path, index, groups)
+            inside = {dataset.path for group in groups.values() for dataset in group.datasets.values()}
+            loose = [name for listing in listings for name in listing.datasets if name not in inside]
+            if groups and loose:
+                raise _corrupt(path, f"has {loose[0]!r} outside of the groups that Keras writes")
+            opened.pop_all()
+            return cls(path, files, tuple(windows), groups, config, crc32)
 
     def below(self, root: Any) -> Self:
         """Return the groups of the object at `root`, such as layers/functional_1, and of everything below it.
@@ -177,7 +162,7 @@ def find_weights(path: FilePath) -> FilePath | None:
     if latest is not None:
         return path / latest
     if len(found) > 1:
-        shown = ", ".join(file.name for file in found[:5]) + (", ..." if len(found) > 5 else "")
+        shown = first_few(file.name for file in found)
         raise CheckpointFormatError(f"directory {path}: contains several weight files ({shown}). Give the path of one.")
     return found[0] if found else None
 
@@ -215,16 +200,12 @@ def _find_file(path: FilePath) -> FilePath | None:
         raise CheckpointFormatError(
             f"weights file {path}: is one of several that belong together. Give {shard['base']}{INDEX_ENDING}."
         )
-    if path.name.endswith((INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)) or _starts_with(path, _H5_SIGNATURE):
+    if path.name.endswith((INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)):
         return path
+    if isinstance(path, Path):
+        with open(path, "rb") as file:
+            return path if file.read(len(_H5_SIGNATURE)) == _H5_SIGNATURE else None
     return None
-
-
-def _starts_with(path: FilePath, signature: bytes) -> bool:
-    if not isinstance(path, Path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(signature)) == signature
 
 
 def open_window(path: FilePath) -> Window:
@@ -285,4 +266,4 @@ def _check_index(path: FilePath, index: Mapping[str, tuple[str, ...]], groups: M
 
 
 def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"weights {path}: {what}. Restore it from another copy.")
+    return CheckpointCorruptError.of(f"weights {path}: {what}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from tpuembed.checkpoint.orbax.metadata import Leaf
+from tpuembed.checkpoint.orbax.stored_values import key_parts
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
 __all__ = ["check_form", "is_complete", "is_compressed", "keys_beyond"]
@@ -24,18 +25,16 @@ def check_form(leaf: Leaf, handle: Any) -> None:
     shape, order = tuple(handle.shape), tuple(handle.chunk_layout.inner_order or range(handle.rank))
     where = f"checkpoint {leaf.item.folder}: array {leaf.shown}"
     if math.prod(shape) > _MAX_ELEMENTS:
-        raise CheckpointCorruptError(
-            f"{where}: its shape {list(shape)} is far too large. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"{where}: its shape {list(shape)} is far too large")
     if order != tuple(range(len(shape))) or _is_big_endian(handle):
         raise CheckpointFormatError(
             f"{where}: its metadata has column-major (Fortran) or big-endian chunks, which Orbax never writes. "
             "Restore it from another copy, or save it with Orbax."
         )
     if leaf.write_shape is not None and not _is_made_of(shape, leaf.write_shape):
-        raise CheckpointCorruptError(
-            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(leaf.write_shape)}, "
-            "which do not add up to it. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(leaf.write_shape)}, which do "
+            "not add up to it"
         )
 
 
@@ -78,13 +77,9 @@ def is_compressed(handle: Any) -> bool:
 def keys_beyond(handle: Any) -> Iterator[str]:
     """Yield the keys of the first chunk after the end of each dimension. If one exists, the array was larger."""
     metadata = handle.spec().to_json()["metadata"]
-    if "chunk_grid" in metadata:
-        chunks, encoding = metadata["chunk_grid"]["configuration"]["chunk_shape"], metadata["chunk_key_encoding"]
-        is_default = encoding["name"] == "default"
-        separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
-        prefix = f"c{separator}" if is_default else ""
-    else:
-        chunks, separator, prefix = metadata["chunks"], metadata["dimension_separator"], ""
+    prefix, separator = key_parts(metadata)
+    is_zarr3 = "chunk_grid" in metadata
+    chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"] if is_zarr3 else metadata["chunks"]
     for axis, size in enumerate(handle.shape):
         place = ["0"] * len(chunks)
         place[axis] = str(-(-size // chunks[axis]))

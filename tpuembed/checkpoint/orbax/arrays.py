@@ -39,15 +39,20 @@ class ArrayStore:
     """Opens arrays; all share one bound on the memory for chunks.
 
     Attributes:
+        tensorstore: the module, which is imported when a store is made.
         memory: the bound, and the chunks that are kept.
         streams: the chunks that are being decoded.
     """
 
     def __init__(self, memory_bytes: int | None) -> None:
         """Create a store with `memory_bytes` for chunks; see ChunkMemory."""
-        self._tensorstore = _import_tensorstore()
+        try:
+            import tensorstore
+        except ImportError:
+            raise MissingExtraError("reading an Orbax checkpoint", "tensorstore", "jax") from None
+        self.tensorstore: Any = tensorstore
         threads = 1 if memory_bytes is None else _THREADS
-        self._context = self._tensorstore.Context(
+        self._context = self.tensorstore.Context(
             {
                 "cache_pool": {"total_bytes_limit": 0},
                 "cache_pool#nodes": {"total_bytes_limit": _NODE_CACHE_BYTES},
@@ -85,11 +90,11 @@ class ArrayStore:
 
     def _open(self, leaf: Leaf, context: Any, *, is_complete: bool) -> Any:
         spec = array_spec(leaf) | {"fill_missing_data_reads": not is_complete}
-        return wait(leaf, self._tensorstore.open(spec, context=context, read=True, open=True), OPEN_SECONDS)
+        return wait(leaf, self.tensorstore.open(spec, context=context, read=True, open=True), OPEN_SECONDS)
 
     def cache(self, size: int) -> Any:
         """Return a context with a cache for `size` bytes of chunks."""
-        return self._tensorstore.Context({"cache_pool": {"total_bytes_limit": size}}, self._context)
+        return self.tensorstore.Context({"cache_pool": {"total_bytes_limit": size}}, self._context)
 
     def open_in(self, array: ChunkedArray, context: Any) -> Any:
         """Return `array`, opened again in `context`."""
@@ -99,14 +104,6 @@ class ArrayStore:
         """Drop the chunks that are kept."""
         self.memory.clear()
         self.streams.clear()
-
-    def assign(self, out: Array, source: Any, batch: Any) -> Any:
-        """Start to copy `source` into `out`, which may be strided, without an intermediate array."""
-        return self._tensorstore.array(out, copy=False, write=True).write(source, batch=batch)
-
-    def batch(self) -> Any:
-        """Return a batch of reads that decodes a chunk once for all of them."""
-        return self._tensorstore.Batch()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +134,8 @@ class StoredArray(ChunkedArray):
             fail(self.leaf, error)
 
     def _fail_shape(self, problem: str) -> NoReturn:
-        raise CheckpointCorruptError(
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, but "
-            f"{problem}. Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, but {problem}"
         )
 
     def check_chunk(self) -> None:
@@ -164,14 +160,12 @@ class StoredArray(ChunkedArray):
         """
         at_once = max(2 * _IN_FLIGHT_BYTES, self.decoding_bytes)
         if self.store.streams.can_read(self, self.form):
-            held = max(
-                self.store.streams.limit_bytes, self.store.memory.limit_bytes(min(at_once, 2 * _ALONE_FROM_BYTES))
-            )
+            whole = self.store.memory.limit_bytes(min(at_once, 2 * _ALONE_FROM_BYTES))
+            held = max(self.store.streams.limit_bytes, whole)
         else:
             held = self.store.memory.limit_bytes(at_once)
-        everything = (
-            self.total_bytes // self.chunk_bytes * self.kept_bytes + self.decoding_bytes if self.chunk_bytes else 0
-        )
+        chunks = self.total_bytes // self.chunk_bytes if self.chunk_bytes else 0
+        everything = chunks * self.kept_bytes + self.decoding_bytes if self.chunk_bytes else 0
         return min(held, everything) + _NODE_CACHE_BYTES
 
     def read_runs(self, runs: Iterable[Run], out: Array) -> None:
@@ -195,7 +189,10 @@ class StoredArray(ChunkedArray):
                     self._read_group(pool, group, out)
                 return
             if self._is_streamed(is_spread):
-                wasted = self._stream(groups, out, apart=not self._decoders(runs, out.shape[1]))
+                self.store.memory.clear()
+                apart = not self._decoders(runs, out.shape[1])
+                places = (place for group in groups for place in group.items())
+                wasted = sum(self._stream_chunk(*place, out, apart=apart) for place in places)
             else:
                 wasted = self._read_singly(groups, out)
             if is_spread:
@@ -225,14 +222,8 @@ class StoredArray(ChunkedArray):
             return False
         return is_spread or not self.store.memory.takes(self, _ALONE_FROM_BYTES)
 
-    def _stream(self, groups: Iterable[_Group], out: Array, *, apart: bool) -> int:
-        """Stream the rows and return the number of decoded bytes that were dropped on the way."""
-        self.store.memory.clear()
-        return sum(
-            self._stream_chunk(place, runs, out, apart=apart) for group in groups for place, runs in group.items()
-        )
-
     def _stream_chunk(self, place: tuple[int, int], runs: Sequence[Run], out: Array, *, apart: bool) -> int:
+        """Stream the rows of a chunk and return the number of decoded bytes that were dropped on the way."""
         assert self.form is not None
         band, first = place
         chunk = StreamedChunk(self, self.form, self.handle.kvstore, band, first // self.chunk[1])
@@ -254,9 +245,10 @@ class StoredArray(ChunkedArray):
         """Read chunk by chunk and return the number of decoded bytes beyond those of `out`."""
         self.store.streams.clear()
         count = 0
-        for group, is_last in _with_last(groups):
+        groups = list(groups)
+        for group in groups:
             alone = len(group) == 1
-            handle = self.store.memory.single(self, next(iter(group)), keep=is_last) if alone else None
+            handle = self.store.memory.single(self, next(iter(group)), keep=group is groups[-1]) if alone else None
             self._read_group(self.handle if handle is None else handle, group, out)
             count += len(group)
         return max(0, count * self.chunk_bytes - out.nbytes)
@@ -286,34 +278,13 @@ class StoredArray(ChunkedArray):
         return out[run.target : run.target + run.rows * run.step : run.step, first : first + self.chunk[1]]
 
     def _read_group(self, handle: Any, group: _Group, out: Array) -> None:
-        with self.store.batch() as batch:
-            copies = [
-                self.store.assign(
-                    self._target(run, first, out),
-                    handle[run.source : run.source + run.rows, first : min(first + self.chunk[1], out.shape[1])],
-                    batch,
-                )
-                for (_, first), runs in group.items()
-                for run in runs
-            ]
+        tensorstore = self.store.tensorstore
+        copies = []
+        with tensorstore.Batch() as batch:  # decodes a chunk once for all runs
+            for (_, first), runs in group.items():
+                for run in runs:
+                    target = tensorstore.array(self._target(run, first, out), copy=False, write=True)
+                    columns = slice(first, min(first + self.chunk[1], out.shape[1]))
+                    copies.append(target.write(handle[run.source : run.source + run.rows, columns], batch=batch))
         for copy in copies:
             wait(self.leaf, copy, READ_SECONDS)
-
-
-def _with_last(groups: Iterable[_Group]) -> Iterator[tuple[_Group, bool]]:
-    """Yield each group, and whether it is the last."""
-    ahead = None
-    for group in groups:
-        if ahead is not None:
-            yield ahead, False
-        ahead = group
-    if ahead is not None:
-        yield ahead, True
-
-
-def _import_tensorstore() -> Any:
-    try:
-        import tensorstore
-    except ImportError:
-        raise MissingExtraError("reading an Orbax checkpoint", "tensorstore", "jax") from None
-    return tensorstore

@@ -119,19 +119,15 @@ class ChunkMemory:
         if not self.fits(array):
             stored = f" beside up to {array.stored_bytes} as stored, {need} together" if array.stored_bytes else ""
             raise CheckpointFormatError(
-                f"checkpoint {array.leaf.item.folder}: array {array.leaf.shown} has chunks of "
-                f"{list(array.chunk)}, {array.chunk_bytes} bytes, which are decoded whole{stored}, over the "
-                f"{self._bytes} allowed. Give the option chunk_memory_bytes={need}, or save it with "
-                "orbax.checkpoint.SaveArgs(chunk_byte_size=...)."
+                f"checkpoint {array.leaf.item.folder}: array {array.leaf.shown} has chunks of {list(array.chunk)}, "
+                f"{array.chunk_bytes} bytes, which are decoded whole{stored}, over the {self._bytes} allowed. Give the "
+                f"option chunk_memory_bytes={need}, or save it with orbax.checkpoint.SaveArgs(chunk_byte_size=...)."
             )
 
     def pool(self, array: ChunkedArray, chunks: int, *, spread: bool) -> Any:
-        """Return a handle to read through that keeps `chunks` chunks for the next read; None if they do not fit.
+        """Return a handle to read through that keeps the `chunks` chunks of the next read; None if they do not fit.
 
-        Args:
-            array: the array of the chunks.
-            chunks: number of chunks that the next read begins with.
-            spread: whether they have rows far apart; without it, the default memory keeps none.
+        The default memory keeps only chunks that have rows far apart, `spread`.
         """
         room = self._room(array, spread=spread)
         if chunks * array.kept_bytes > room:

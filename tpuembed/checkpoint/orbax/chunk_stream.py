@@ -7,7 +7,7 @@ A frame of zstd is fed to the decoder block by block. No block, even of a damage
 than 128 KiB (RFC 8878, 3.1.1.2.3). So memory is a window, a piece of the stored bytes, and a block.
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from tpuembed.checkpoint.orbax.stored_values import StoredValue
 
@@ -33,8 +33,8 @@ _UNKNOWN: Final = (1 << 64) - 1
 """The content size in a frame that does not record it."""
 
 
-class ChunkStream(Protocol):
-    """The decoded bytes of a chunk, in order.
+class ChunkStream:
+    """The decoded bytes of a chunk, in order. Here the chunk is not compressed.
 
     Attributes:
         position: of the next byte.
@@ -42,22 +42,23 @@ class ChunkStream(Protocol):
         cost: bytes of memory that it holds.
     """
 
-    position: int
-    value: StoredValue
-    cost: int
+    def __init__(self, value: StoredValue, size: int, cost: int = 0) -> None:
+        self.value, self.position, self.cost, self._size = value, 0, cost, size
 
     def fill(self, out: memoryview) -> None:
-        """Fill `out` with the next bytes.
-
-        Raises:
-            CheckpointCorruptError: they cannot be decoded.
-        """
+        """Fill `out` with the next bytes. Raises CheckpointCorruptError if they cannot be decoded."""
+        for done in range(0, len(out), _PLAIN_BYTES):
+            part = out[done : done + _PLAIN_BYTES]
+            part[:] = self.value.read(self.position, self.position + len(part))
+            self.position += len(part)
 
     def skip(self, size: int) -> None:
         """Drop the next `size` bytes. Raises as `fill`."""
+        self.position += size
 
     def finish(self) -> None:
         """Decode to the end, and check its position. Raises as `fill`."""
+        self.position = self._size
 
 
 def is_available(level: int | None) -> bool:
@@ -83,7 +84,9 @@ def open_stream(value: StoredValue, size: int, level: int | None) -> ChunkStream
         CheckpointCorruptError: it has another size, or is not a frame of zstd.
     """
     if level is None:
-        return _PlainStream(value, size)
+        if value.size != size:
+            value.fail(f"has {value.size} bytes, but should have {size}")
+        return ChunkStream(value, size)
     zstandard = _zstandard()
     head = value.read(0, min(value.size, _HEADER_BYTES))
     try:
@@ -94,54 +97,20 @@ def open_stream(value: StoredValue, size: int, level: int | None) -> ChunkStream
         return None
     if frame.content_size not in {size, _UNKNOWN}:
         value.fail(f"should decode to {size} bytes, but its header has {frame.content_size}")
-    decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
-    decoder.decompress(head[:header_bytes])
     cost = frame.window_size + _PIECE_BYTES + _BLOCK_BYTES + _DECODER_BYTES
-    return _ZstdStream(value, size, decoder, zstandard.ZstdError, header_bytes, cost, has_checksum=frame.has_checksum)
+    return _ZstdStream(value, size, cost, head[:header_bytes], has_checksum=frame.has_checksum)
 
 
-class _PlainStream:
-    def __init__(self, value: StoredValue, size: int) -> None:
-        if value.size != size:
-            value.fail(f"has {value.size} bytes, but should have {size}")
-        self.value = value
-        self._size = size
-        self.position = 0
-        self.cost = 0
+class _ZstdStream(ChunkStream):
+    """A chunk that is one frame of zstd."""
 
-    def fill(self, out: memoryview) -> None:
-        for done in range(0, len(out), _PLAIN_BYTES):
-            part = out[done : done + _PLAIN_BYTES]
-            part[:] = self.value.read(self.position, self.position + len(part))
-            self.position += len(part)
-
-    def skip(self, size: int) -> None:
-        self.position += size
-
-    def finish(self) -> None:
-        self.position = self._size
-
-
-class _ZstdStream:
-    def __init__(
-        self,
-        value: StoredValue,
-        size: int,
-        decoder: Any,
-        damage: type[Exception],
-        header_bytes: int,
-        cost: int,
-        *,
-        has_checksum: bool,
-    ) -> None:
-        self.position = 0
-        self.cost = cost
-        self.value = value
-        self._size = size
-        self._decoder = decoder
-        self._damage = damage
+    def __init__(self, value: StoredValue, size: int, cost: int, header: bytes, *, has_checksum: bool) -> None:
+        super().__init__(value, size, cost)
+        self._zstandard = _zstandard()
+        self._decoder = self._zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
+        self._decoder.decompress(header)
         self._checksum_bytes = _CHECKSUM_BYTES if has_checksum else 0
-        self._read = header_bytes  # bytes read of the value
+        self._read = len(header)  # bytes read of the value
         self._stored = memoryview(b"")  # bytes that were read and not decoded yet
         self._decoded = memoryview(b"")  # bytes that were decoded and not requested yet
         self._produced = 0  # number of all decoded bytes
@@ -179,7 +148,7 @@ class _ZstdStream:
         blocks, is_last = self._take(max(1, min(wanted, _DECODED_BYTES) // _BLOCK_BYTES))
         try:
             self._decoded = memoryview(self._decoder.decompress(blocks))
-        except self._damage as error:
+        except self._zstandard.ZstdError as error:
             self.value.fail(f"cannot be decoded: {error}")
         self._produced += len(self._decoded)
         if self._produced > self._size:

@@ -105,12 +105,8 @@ class ChunkStreams:
     def read(self, chunk: StreamedChunk, rows: Sequence[ChunkRows], *, apart: bool) -> int | None:
         """Fill `rows`, which are sorted, and return the number of decoded bytes that were dropped on the way.
 
-        Returns None, and fills nothing, if the chunk is not stored or needs another decoder.
-
-        Args:
-            chunk: to read.
-            rows: to fill.
-            apart: whether memory allows a separate stream for each of them that continues the last read.
+        Returns None, and fills nothing, if the chunk is not stored or needs another decoder. If memory allows it,
+        `apart`, all of them that continue the last read have separate streams.
 
         Raises:
             CheckpointCorruptError: the chunk is damaged.

@@ -51,11 +51,6 @@ for other quantities: RMSprop's velocity, Lion's momentum.
 """
 
 
-def _keras_slot_name(optimizer: str, name: str) -> str:
-    kind = optimizer.rstrip("0123456789").removesuffix("_")
-    return slot_name(name) if name in _OF_KERAS.get(kind, ()) else name
-
-
 def slot_name(name: str) -> str:
     """Return TensorFlow's name of the slot that Keras or JAX calls `name`."""
     return _SLOTS.get(name, name)
@@ -91,7 +86,8 @@ def _optimizer_slots(leaves: Iterable[Leaf], variables: Iterable[Leaf]) -> dict[
     for leaf in leaves:
         prefix = _longest_prefix(leaf.path[-1], prefixes)
         if prefix is not None:
-            name = _keras_slot_name(leaf.path[1], leaf.path[-1][len(prefix) + 1 :])
+            optimizer, name = leaf.path[1].rstrip("0123456789").removesuffix("_"), leaf.path[-1][len(prefix) + 1 :]
+            name = slot_name(name) if name in _OF_KERAS.get(optimizer, ()) else name
             _refuse_ambiguous(leaf, name, prefixes[prefix], kept[prefixes[prefix][0].path].get(name))
             kept[prefixes[prefix][0].path][name] = leaf
     return kept

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, first_few
 from tpuembed.files import FilePath
 
 __all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "OrbaxStep", "find_step", "is_orbax", "orbax_in"]
@@ -75,7 +75,10 @@ def find_step(path: FilePath) -> OrbaxStep:
         CheckpointCorruptError: a step has no item.
     """
     folder = path.parent if path.is_file() else path
-    _refuse_unfinished(folder)
+    if _UNFINISHED in folder.name:
+        raise CheckpointFormatError(
+            f"checkpoint {folder}: was never finished (Orbax renames a finished one). Give the path of a finished one."
+        )
     if _is_old(folder):
         raise CheckpointFormatError(
             f"checkpoint {folder}: was written by a version of Orbax that saved no {METADATA}, which is not "
@@ -86,9 +89,7 @@ def find_step(path: FilePath) -> OrbaxStep:
     step = folder if _is_step(folder) else _latest(folder)
     items = tuple(child for child in _folders(step) if _is_item(child))
     if not items:
-        raise CheckpointCorruptError(
-            f"checkpoint {step}: has {STEP_METADATA} but no item with {METADATA}. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"checkpoint {step}: has {STEP_METADATA} but no item with {METADATA}")
     return OrbaxStep(step, items, _protos(step))
 
 
@@ -127,13 +128,6 @@ def _protos(step: FilePath) -> tuple[FilePath, ...]:
     return tuple(child / _PROTO for child in _folders(step) if (child / _PROTO).is_file())
 
 
-def _refuse_unfinished(folder: FilePath) -> None:
-    if _UNFINISHED in folder.name:
-        raise CheckpointFormatError(
-            f"checkpoint {folder}: was never finished (Orbax renames a finished one). Give the path of a finished one."
-        )
-
-
 def _latest(folder: FilePath) -> FilePath:
     """Return the step of the highest number."""
     names = [step.name for step in _steps(folder) if _UNFINISHED not in step.name]
@@ -144,8 +138,7 @@ def _latest(folder: FilePath) -> FilePath:
         )
     numbers = {name: _NUMBERED.fullmatch(name) for name in names}
     if len({match["prefix"] for match in numbers.values() if match}) > 1:
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise CheckpointFormatError(
-            f"directory {folder}: contains several checkpoints ({shown}). Give the path of one."
+            f"directory {folder}: contains several checkpoints ({first_few(names)}). Give the path of one."
         )
     return folder / max(names, key=lambda name: int((numbers[name] or {"number": 0})["number"]))

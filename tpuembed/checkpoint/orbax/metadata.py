@@ -79,13 +79,15 @@ def read_item(folder: FilePath) -> Item:
         CheckpointCorruptError: its metadata is missing, or not what Orbax writes, or two arrays share their files.
     """
     data = _Node(folder, "metadata", _load(folder))
+    flag = "true or false as"
     item = Item(
         folder,
-        ocdbt=data.flag("use_ocdbt", default=(folder / MANIFEST).is_file()),
-        zarr3=data.flag("use_zarr3", default=False),
-        complete=data.flag("store_array_data_equal_to_fill_value", default=False),
+        ocdbt=data.get("use_ocdbt", bool, flag, (folder / MANIFEST).is_file()),
+        zarr3=data.get("use_zarr3", bool, flag, False),
+        complete=data.get("store_array_data_equal_to_fill_value", bool, flag, False),
     )
-    leaves = tuple(_leaf(item, _Node(folder, name, value)) for name, value in data.mapping("tree_metadata").items())
+    tree = data.get("tree_metadata", dict, "an object")
+    leaves = tuple(_leaf(item, _Node(folder, name, value)) for name, value in tree.items())
     _check_apart(folder, leaves)
     return dataclasses.replace(item, leaves=leaves)
 
@@ -95,11 +97,9 @@ def _load(folder: FilePath) -> Any:
     try:
         return json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
-        raise CheckpointCorruptError(
-            f"checkpoint {folder}: has {MANIFEST} but no {METADATA}. Restore it from another copy."
-        ) from None
+        raise CheckpointCorruptError.of(f"checkpoint {folder}: has {MANIFEST} but no {METADATA}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"file {path}: is not JSON: {error}. Restore it from another copy.") from None
+        raise CheckpointCorruptError.of(f"file {path}: is not JSON: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,36 +118,21 @@ class _Node:
 
     def _fail(self, problem: str) -> NoReturn:
         name, problem = (text if len(text) <= 200 else f"{text[:200]}..." for text in (self._name, problem))
-        raise CheckpointCorruptError(
-            f"file {self._folder / METADATA}: {name!r} {problem}. Restore it from another copy."
-        )
+        raise CheckpointCorruptError.of(f"file {self._folder / METADATA}: {name!r} {problem}")
 
-    def _get(self, key: str, kind: type, wanted: str, default: Any = _ABSENT) -> Any:
+    def get(self, key: str, kind: type, wanted: str, default: Any = _ABSENT) -> Any:
+        """Return the value of `key`, of the type `kind`. Raises CheckpointCorruptError if it is another one."""
         value = self._value.get(key, default)
         return value if isinstance(value, kind) else self._fail(f"should have {wanted} {key!r}")
 
-    def flag(self, key: str, *, default: bool) -> bool:
-        value: bool = self._get(key, bool, "true or false as", default)
-        return value
-
-    def text(self, key: str) -> str:
-        value: str = self._get(key, str, "a string")
-        return value
-
-    def mapping(self, key: str) -> Mapping[str, Any]:
-        value: Mapping[str, Any] = self._get(key, dict, "an object")
-        return value
-
-    def integer(self, key: str) -> int:
-        value: int = self._get(key, int, "an integer")
-        return value
-
     def keys(self) -> tuple[str, ...]:
         """Return the keys of mappings and sequences from the root. The name of the node must agree with them."""
-        parts = [_Node(self._folder, self._name, part) for part in self._get("key_metadata", list, "a list")]
-        keys = tuple(part.text("key") for part in parts)
+        parts = [_Node(self._folder, self._name, part) for part in self.get("key_metadata", list, "a list")]
+        keys = tuple(part.get("key", str, "a string") for part in parts)
         places = tuple(
-            int(key) if part.integer("key_type") == _SEQUENCE and key.isdecimal() and len(key) < 20 else key
+            int(key)
+            if part.get("key_type", int, "an integer") == _SEQUENCE and key.isdecimal() and len(key) < 20
+            else key
             for key, part in zip(keys, parts, strict=True)
         )
         if not keys or any("\0" in key for key in keys) or self._name not in {str(keys), str(places)}:
@@ -162,12 +147,13 @@ class _Node:
 
 
 def _leaf(item: Item, node: _Node) -> Leaf:
-    value = _Node(item.folder, "value_metadata", node.mapping("value_metadata"))
-    leaf = Leaf(item, node.keys(), value.write_shape(), is_array=value.text("value_type") not in _NO_ARRAYS)
+    value = _Node(item.folder, "value_metadata", node.get("value_metadata", dict, "an object"))
+    leaf = Leaf(
+        item, node.keys(), value.write_shape(), is_array=value.get("value_type", str, "a string") not in _NO_ARRAYS
+    )
     if not item.ocdbt and any(part in {"", ".", ".."} for part in leaf.key.split("/")):
-        raise CheckpointCorruptError(
-            f"file {item.folder / METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint. "
-            "Restore it from another copy."
+        raise CheckpointCorruptError.of(
+            f"file {item.folder / METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint"
         )
     return leaf
 

@@ -45,6 +45,8 @@ class OrbaxCheckpoint(Checkpoint):
     format = "orbax"
     kind: Final = "an Orbax checkpoint"
     accepted_options: Final = frozenset({_SPEC, _MEMORY})
+    recognises = staticmethod(is_orbax)
+    held_in = staticmethod(orbax_in)
 
     def __init__(self, step: OrbaxStep, options: Mapping[str, Any]) -> None:
         memory = _byte_count(options.get(_MEMORY))
@@ -61,16 +63,6 @@ class OrbaxCheckpoint(Checkpoint):
         self._store = ArrayStore(memory)
         self._stored = open_tables(self.path, leaves, specs, self._store)
         self._tables = {name: stored.info for name, stored in self._stored.items()}
-
-    @classmethod
-    def recognises(cls, path: FilePath) -> bool:
-        """Returns True if `path` leads to a checkpoint that Orbax wrote."""
-        return is_orbax(path)
-
-    @classmethod
-    def held_in(cls, directory: FilePath) -> FilePath | None:
-        """Return a step, or a file of the step that `directory` is; see Format."""
-        return orbax_in(directory)
 
     @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:

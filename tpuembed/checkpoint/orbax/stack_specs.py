@@ -76,7 +76,7 @@ def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
             if message.stacked_table_specs:
                 found[path] = _from_proto(message)
         except (MalformedError, ConfigError) as error:
-            raise CheckpointCorruptError(f"file {path}: {error}. Restore it from another copy.") from None
+            raise CheckpointCorruptError.of(f"file {path}: {error}") from None
     if len(found) > 1:
         shown = " and ".join(str(path) for path in found)
         raise CheckpointFormatError(f"checkpoint: {shown} both describe how tables are stacked. {HOW_TO_SAY}.")
@@ -109,9 +109,8 @@ def to_mapping(specs: Iterable[StackSpec]) -> dict[str, Any]:
     """Return the mapping that `given_specs` turns into `specs` again."""
     mapping: dict[str, Any] = {}
     for spec in specs:
-        stack = {key: value for key in _STACK_NUMBERS if (value := getattr(spec, key))}
-        tables = {table.name: dataclasses.asdict(table) for table in spec.tables}
-        mapping[spec.name] = {**stack, "tables": {name: _without_name(table) for name, table in tables.items()}}
+        tables = {table.name: _numbers(table, _TABLE_NUMBERS) for table in spec.tables}
+        mapping[spec.name] = {**_numbers(spec, _STACK_NUMBERS), "tables": tables}
     return mapping
 
 
@@ -121,10 +120,6 @@ def short_stack_name(name: str) -> str:
     Source: jax_tpu_embedding/sparsecore/lib/nn/table_stacking.py (_get_stack_name).
     """
     return name if len(name) <= 50 else f"{name[:50]}...{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-
-
-def _without_name(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key != "name" and value}
 
 
 def _read(path: FilePath) -> str:
@@ -195,7 +190,8 @@ def _from_proto(message: Any) -> tuple[StackSpec, ...]:
 
 
 def _numbers(message: Any, names: Sequence[str]) -> dict[str, int]:
-    return {name: getattr(message, name) for name in names}
+    """Return the numbers of a spec, or of its proto, that are not missing."""
+    return {name: number for name in names if (number := getattr(message, name))}
 
 
 def _spec(
@@ -203,12 +199,11 @@ def _spec(
 ) -> StackSpec:
     inside = f"{where}: stack {name!r}"
     numbers = _counts(inside, stack, _STACK_NUMBERS, required=("num_sparsecores",))
-    return StackSpec(name, tables=tuple(_table(inside, table, values) for table, values in tables), **numbers)
-
-
-def _table(inside: str, name: str, values: Mapping[str, Any]) -> TableSpec:
-    where = f"{inside}: table {name!r}"
-    return TableSpec(name, **_counts(where, values, _TABLE_NUMBERS, required=("vocab_size", "embedding_dim")))
+    found = []
+    for table, values in tables:
+        where = f"{inside}: table {table!r}"
+        found.append(TableSpec(table, **_counts(where, values, _TABLE_NUMBERS, ("vocab_size", "embedding_dim"))))
+    return StackSpec(name, tables=tuple(found), **numbers)
 
 
 def _counts(where: str, values: Mapping[str, Any], names: Sequence[str], required: Sequence[str]) -> dict[str, int]:

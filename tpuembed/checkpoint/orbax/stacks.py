@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, check_stack
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, TableSpec, short_stack_name
-from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError
+from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, first_few
 from tpuembed.protobuf import MalformedError
 
 __all__ = ["Stack", "find_stacks", "match_specs", "place_tables"]
@@ -118,16 +118,14 @@ def match_specs(where: str, stacks: Iterable[Stack], specs: Sequence[StackSpec])
     missing = sorted(set(found) ^ set(by_name))
     if missing:
         raise CheckpointMismatchError(
-            f"checkpoint {where}: has the stacks {_shown(found)}, but the embedding spec describes "
-            f"{_shown(by_name)}. {missing[0]!r} is in only one of them. Give the spec that the model was trained "
-            "with."
+            f"checkpoint {where}: has the stacks {_shown(found)}, but the embedding spec describes {_shown(by_name)}. "
+            f"{missing[0]!r} is in only one of them. Give the spec that the model was trained with."
         )
     return by_name
 
 
 def _shown(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return (", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")) or "none"
+    return first_few(sorted(names)) or "none"
 
 
 def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[TableLayout]:

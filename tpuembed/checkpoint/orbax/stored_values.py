@@ -15,7 +15,7 @@ import google_crc32c
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["ChunkForm", "StoredValue", "chunk_form"]
+__all__ = ["ChunkForm", "StoredValue", "chunk_form", "key_parts"]
 
 _ENTRY: Final = struct.Struct("<QQ")
 """An entry of a shard's index: where a chunk begins, and its number of bytes (zarr v3, sharding codec)."""
@@ -23,11 +23,6 @@ _CRC_BYTES: Final = 4
 _ABSENT: Final = (1 << 64) - 1
 _OUT_OF_RANGE: Final = "OUT_OF_RANGE"
 """TensorStore's status code for a range that is not inside a value."""
-
-
-def _largest_stored(size: int) -> int:
-    """Return the most bytes that `size` bytes can take when compressed."""
-    return size + size // 64 + 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +40,20 @@ class ChunkForm:
     level: int | None
     shard: tuple[int, int] | None
 
-    def key(self, row: int, column: int) -> str:
-        """Return the key of the value with the chunk of these numbers."""
-        down, across = self.shard or (1, 1)
-        return f"{self.prefix}{row // down}{self.separator}{column // across}"
-
     def find(self, leaf: Leaf, kvstore: Any, row: int, column: int, size: int) -> "StoredValue | None":
         """Return the stored bytes of the chunk of these numbers, `size` bytes when decoded; None if it is not stored.
 
         Raises:
             CheckpointCorruptError: it is larger than it can be, or its shard's index is damaged.
         """
-        most = size if self.level is None else _largest_stored(size)
-        chunks = 1 if self.shard is None else self.shard[0] * self.shard[1]
+        most = size if self.level is None else size + size // 64 + 4096  # compression makes it this much larger
+        down, across = self.shard or (1, 1)
+        chunks = down * across
         bound = most if self.shard is None else chunks * most + chunks * _ENTRY.size + _CRC_BYTES
-        value = StoredValue.find(leaf, kvstore, self.key(row, column), bound)
+        key = f"{self.prefix}{row // down}{self.separator}{column // across}"
+        value = StoredValue.find(leaf, kvstore, key, bound)
         if value is None or self.shard is None:
             return value
-        down, across = self.shard
         return value.chunk(chunks, row % down * across + column % across)
 
 
@@ -135,9 +126,8 @@ class StoredValue:
 
     def fail(self, problem: str) -> NoReturn:
         """Raise CheckpointCorruptError: the chunk `problem`."""
-        raise CheckpointCorruptError(
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} {problem}. Restore "
-            "it from another copy."
+        raise CheckpointCorruptError.of(
+            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: chunk {self.key!r} {problem}"
         )
 
 
@@ -160,6 +150,16 @@ def chunk_form(leaf: Leaf, handle: Any) -> ChunkForm | None:
     return _zarr3(metadata) if "codecs" in metadata else _zarr2(metadata)
 
 
+def key_parts(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the prefix of the keys of an array's chunks, and the separator of the numbers in them."""
+    if "chunk_key_encoding" not in metadata:
+        return "", metadata["dimension_separator"]
+    encoding = metadata["chunk_key_encoding"]
+    is_default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    return f"c{separator}" if is_default else "", separator
+
+
 def _zarr2(metadata: Mapping[str, Any]) -> ChunkForm | None:
     compressor = metadata["compressor"]
     if metadata["order"] != "C" or metadata["filters"] is not None or not isinstance(metadata["dtype"], str):
@@ -167,13 +167,10 @@ def _zarr2(metadata: Mapping[str, Any]) -> ChunkForm | None:
     if compressor is not None and compressor["id"] != "zstd":
         return None
     level = None if compressor is None else int(compressor.get("level", 0))
-    return ChunkForm("", metadata["dimension_separator"], level, None)
+    return ChunkForm(*key_parts(metadata), level, None)
 
 
 def _zarr3(metadata: Mapping[str, Any]) -> ChunkForm | None:
-    encoding = metadata["chunk_key_encoding"]
-    is_default = encoding["name"] == "default"
-    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
     codecs, shard = metadata["codecs"], None
     if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
         how = codecs[0]["configuration"]
@@ -181,13 +178,13 @@ def _zarr3(metadata: Mapping[str, Any]) -> ChunkForm | None:
         shard = (sizes[0] // how["chunk_shape"][0], sizes[1] // how["chunk_shape"][1])
         if how["index_location"] != "end" or [codec["name"] for codec in how["index_codecs"]] != ["bytes", "crc32c"]:
             return None
-        if not all(_is_little(codec) for codec in how["index_codecs"][:1]):
+        if not _is_little(how["index_codecs"][0]):
             return None
         codecs = how["codecs"]
     if not codecs or not _is_little(codecs[0]) or [codec["name"] for codec in codecs[1:]] not in ([], ["zstd"]):
         return None
     level = int(codecs[1]["configuration"].get("level", 0)) if codecs[1:] else None
-    return ChunkForm(f"c{separator}" if is_default else "", separator, level, shard)
+    return ChunkForm(*key_parts(metadata), level, shard)
 
 
 def _is_little(codec: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from tpuembed.checkpoint.orbax.metadata import Item, Leaf
+from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 from tpuembed.files import FilePath
 
@@ -35,18 +35,14 @@ _SYSTEM: Final = (
 
 def array_spec(leaf: Leaf) -> dict[str, Any]:
     """Return TensorStore's spec of the array of `leaf`."""
+    item, path = leaf.item, f"{leaf.key}/"
+    # The files of one array are in a folder, or they are keys with a common prefix in the item's database.
+    database = {"driver": "ocdbt", "base": _folder(item.folder), "path": path, "cache_pool": "cache_pool#nodes"}
     return {
-        "driver": "zarr3" if leaf.item.zarr3 else "zarr",
-        "kvstore": _kvstore(leaf.item, leaf.key),
+        "driver": "zarr3" if item.zarr3 else "zarr",
+        "kvstore": database if item.ocdbt else _folder(item.folder, path),
         "recheck_cached_data": "open",
     }
-
-
-def _kvstore(item: Item, key: str) -> dict[str, Any]:
-    """Return the place of the files of one array: a folder, or keys with a common prefix in the item's database."""
-    if not item.ocdbt:
-        return _folder(item.folder, f"{key}/")
-    return {"driver": "ocdbt", "base": _folder(item.folder), "path": f"{key}/", "cache_pool": "cache_pool#nodes"}
 
 
 def _folder(folder: FilePath, key: str = "") -> dict[str, Any]:
@@ -98,4 +94,4 @@ def fail(leaf: Leaf, error: Exception) -> NoReturn:
     message = f"{where}: {text[:500]}"
     if text.startswith(_SYSTEM):
         raise CheckpointError(message) from None
-    raise CheckpointCorruptError(f"{message}. Restore it from another copy.") from None
+    raise CheckpointCorruptError.of(f"{message}") from None

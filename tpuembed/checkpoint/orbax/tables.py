@@ -39,11 +39,7 @@ def open_tables(
 ) -> dict[str, StoredTable]:
     """Return all tables by name: stacks and embedding layers, or else all matrices of floats.
 
-    Args:
-        where: the checkpoint, for messages.
-        leaves: of all its items.
-        specs: how its tables are stacked; () if not known.
-        store: opens its arrays.
+    `specs` say how tables are stacked; () if that is not known.
 
     Raises:
         CheckpointFormatError: there is no table, or two have the same name.
@@ -138,8 +134,8 @@ def _open_matrix(leaf: Leaf, store: ArrayStore) -> StoredArray:
 def _open_slot(table: Leaf, shape: tuple[int, ...], leaf: Leaf, store: ArrayStore) -> StoredArray:
     slot = _open_matrix(leaf, store)
     if slot.shape != shape:
-        raise CheckpointCorruptError(
+        raise CheckpointCorruptError.of(
             f"checkpoint {leaf.item.folder}: table {table.shown} is {list(shape)}, but its slot {leaf.shown} is "
-            f"{list(slot.shape)}. Restore the checkpoint from another copy."
+            f"{list(slot.shape)}"
         )
     return slot

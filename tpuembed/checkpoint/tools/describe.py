@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its metadata alone."""
+"""Describes a checkpoint from its metadata alone, and an export from its manifest alone."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,8 +7,9 @@ from typing import Any
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import TableInfo
 from tpuembed.files import FilePath
+from tpuembed.manifest import Manifest
 
-__all__ = ["CheckpointDescription", "TableDescription", "describe_checkpoint"]
+__all__ = ["CheckpointDescription", "TableDescription", "describe_checkpoint", "describe_export"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,12 +78,24 @@ def describe_checkpoint(
 
 
 def _describe(info: TableInfo) -> TableDescription:
-    return TableDescription(
-        name=info.name,
-        rows=info.rows,
-        dim=info.dim,
-        dtype=str(info.dtype),
-        slots=info.slots,
-        layout=info.layout,
-        bytes=info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots)),
-    )
+    held = info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots))
+    return TableDescription(**dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": held})
+
+
+def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:
+    """Return the manifest of `version` as JSON values, with the bytes and the storage of every table, and the total
+    bytes.
+    """
+    stacks = {stack.name: stack for stack in manifest.stacks}
+    tables = []
+    for table in manifest.tables:
+        stack = stacks[table.stack]
+        held = {"storage": stack.storage, "bytes": table.rows * (stack.size // stack.rows)}
+        tables.append({**dataclasses.asdict(table), **held})
+    return {
+        "path": str(version),
+        "format": "export",
+        **dataclasses.asdict(manifest),
+        "tables": tables,
+        "bytes": sum(stack.size for stack in manifest.stacks),
+    }

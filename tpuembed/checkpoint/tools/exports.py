@@ -2,46 +2,20 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import Array, TableInfo
+from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
 from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
+from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = ["ReadableTables", "find_export", "first_row", "open_tables"]
-
-_DTYPES: Final = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "int8": np.dtype(np.int8),
-}
-
-
-class ReadableTables(Protocol):
-    """The interface that `head` and `diff` need of a checkpoint or of an export."""
-
-    @property
-    def path(self) -> str:
-        """The path that was opened."""
-
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name."""
-
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table or slot, [stop - start, dim].
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            RowRangeError: the range is not inside the table.
-        """
 
 
 def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
@@ -60,7 +34,7 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
 
 
 @contextlib.contextmanager
-def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[ReadableTables]:
+def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> "Iterator[ReadableTables]":
     """Open the export, or else the checkpoint, at `path`.
 
     Args:
@@ -84,7 +58,7 @@ def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Iterator[Re
     yield _ExportTables(*export)
 
 
-def first_row(tables: ReadableTables, table: str) -> int:
+def first_row(tables: "ReadableTables", table: str) -> int:
     """Return the number of the first existing row: above 0 for an export of some rows of `table`."""
     return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
 
@@ -99,7 +73,7 @@ class _ExportTables:
         self._stacks = {stack.name: stack for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:
-        """See ReadableTables. `rows` ends at the last existing row."""
+        """Return the tables by name. `rows` ends at the last existing row."""
         return {name: self._info(table) for name, table in self._tables.items()}
 
     def first_row(self, table: str) -> int:
@@ -107,7 +81,7 @@ class _ExportTables:
         return self._tables[table].first_row if table in self._tables else 0
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """See ReadableTables."""
+        """Return rows [start, stop) of a table, [stop - start, dim]; as Checkpoint.read."""
         if table not in self._tables:
             raise UnknownTableError(f"export {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}")
         if slot is not None:
@@ -126,13 +100,13 @@ class _ExportTables:
 
     def _info(self, table: TableEntry) -> TableInfo:
         stored = self._stacks[table.stack].storage
-        dtype = _DTYPES["float32" if stored == "int8" else stored]
+        dtype = numpy_dtype("float32" if stored == "int8" else stored)
         return TableInfo(table.name, table.first_row + table.rows, table.dim, dtype, layout=f"stored as {stored}")
 
     def _read(self, table: TableEntry, stack: StackEntry, start: int, count: int) -> Array:
         """Return `count` rows from row `start` of those that the stack holds of `table`."""
         columns = stack.dim + (PARAMETER_BYTES if stack.storage == "int8" else 0)
-        out = np.empty((count, columns), _DTYPES[stack.storage])
+        out = np.empty((count, columns), numpy_dtype(stack.storage))
         offset = stack.offset + (table.row_offset + start) * columns * out.itemsize
         path = self._version / stack.file
         try:
@@ -148,6 +122,10 @@ class _ExportTables:
         except OSError as error:
             raise CheckpointError(f"export {self.path}: {path} cannot be read: {error.strerror}.") from None
         return decode_int8(out) if stack.storage == "int8" else out
+
+
+ReadableTables = Checkpoint | _ExportTables
+"""What `head` and `diff` read."""
 
 
 def _version_of(path: FilePath) -> FilePath | None:

@@ -1,6 +1,5 @@
 """Verifies every checksum of a checkpoint or export, in bounded memory."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +11,10 @@ from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
-from tpuembed.checkpoint.tools.verify_export import total_bytes, verify_export
+from tpuembed.checkpoint.tools.verify_export import VerifyReport, total_bytes, verify_export
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.errors import CheckpointError
 from tpuembed.files import FilePath, as_path, versions
-from tpuembed.manifest import Manifest
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
 
@@ -28,34 +26,8 @@ Progress = Callable[[int, int], None]
 _PIECE_BYTES = 16 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyReport:
-    """The result of a verification.
-
-    Attributes:
-        path: the bundle's prefix, the export's version, or the checkpoint's path.
-        entries: number of tensors, or stacks and tables, that were checked.
-        bytes: number of bytes that were read.
-        damaged: what differs from what was written; empty for intact files.
-        unchecked: parts without a known checksum, in sentences; damage to their bytes is not noticed.
-    """
-
-    path: str
-    entries: int
-    bytes: int
-    damaged: tuple[Damage, ...]
-    unchecked: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return dataclasses.asdict(self)
-
-
 def verify_files(
-    path: str | FilePath,
-    *,
-    checkpoint_options: Mapping[str, Any] | None = None,
-    on_progress: Progress | None = None,
+    path: str | FilePath, *, checkpoint_options: Mapping[str, Any] | None = None, on_progress: Progress | None = None
 ) -> VerifyReport:
     """Read everything at `path` and compare it with its checksums.
 
@@ -74,7 +46,8 @@ def verify_files(
     counter = _Counter(on_progress)
     export = find_export(path)
     if export:
-        return _verify_export(*export, counter)
+        counter.total = total_bytes(export[1])
+        return verify_export(*export, counter)
     prefix = _bundle_of(as_path(path))
     if prefix is not None:
         with Bundle.open(prefix) as bundle:
@@ -136,18 +109,6 @@ def _bytes_of_no_tensor(bundle: Bundle) -> list[str]:
     ]
 
 
-def _verify_export(version: FilePath, manifest: Manifest, counter: _Counter) -> VerifyReport:
-    counter.total = total_bytes(manifest)
-    found = verify_export(version, manifest, counter)
-    return VerifyReport(
-        path=str(version),
-        entries=found.entries,
-        bytes=found.bytes,
-        damaged=found.damaged,
-        unchecked=found.unchecked,
-    )
-
-
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
     """Verify a `.keras` file: a zip archive has a CRC32 of every file in it."""
     window = open_window(as_path(path))
@@ -164,33 +125,33 @@ def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
 def _read_through(checkpoint: Checkpoint, counter: _Counter) -> VerifyReport:
     """Read every row of a format without checksums."""
     tables = checkpoint.tables()
-    counter.total = sum(_table_bytes(info) * (1 + len(info.slots)) for info in tables.values())
+    counter.total = sum(info.rows * _row_bytes(info) * (1 + len(info.slots)) for info in tables.values())
     damaged = []
     for info in tables.values():
         for slot in (None, *info.slots):
             try:
                 _read_table(checkpoint, info, slot, counter)
             except CheckpointError as error:
-                damaged.append(
-                    Damage(info.name if slot is None else f"{info.name}/{slot}", checkpoint.path, str(error))
-                )
+                name = info.name if slot is None else f"{info.name}/{slot}"
+                damaged.append(Damage(name, checkpoint.path, str(error)))
+    unchecked = (
+        f"format {checkpoint.format} has no checksums of rows: they were read, but damage to them is not noticed"
+    )
     return VerifyReport(
         path=checkpoint.path,
         entries=sum(1 + len(info.slots) for info in tables.values()),
         bytes=counter.done,
         damaged=tuple(damaged),
-        unchecked=(
-            f"format {checkpoint.format} has no checksums of rows: they were read, but damage to them is not noticed",
-        ),
+        unchecked=(unchecked,),
     )
 
 
-def _table_bytes(info: TableInfo) -> int:
-    return info.rows * info.dim * info.dtype.itemsize
+def _row_bytes(info: TableInfo) -> int:
+    return info.dim * info.dtype.itemsize
 
 
 def _read_table(checkpoint: Checkpoint, info: TableInfo, slot: str | None, counter: _Counter) -> None:
-    step = max(1, _PIECE_BYTES // max(1, info.dim * info.dtype.itemsize))
+    step = max(1, _PIECE_BYTES // max(1, _row_bytes(info)))
     buffer = np.empty((min(step, info.rows), info.dim), info.dtype)
     for start in range(0, info.rows, step):
         piece = buffer[: info.rows - start]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tpuembed.errors import CheckpointError, ConfigError
 from tpuembed.files import FilePath, names_below, open_stream, versions
@@ -11,7 +12,7 @@ from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, size_fau
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.verification import Damage, damaged_parts, stream_crc
 
-__all__ = ["ExportFindings", "verify_export"]
+__all__ = ["VerifyReport", "total_bytes", "verify_export"]
 
 _VARIABLES = Path("variables") / "variables"
 _FREE = MANIFEST_PATH.parent.name
@@ -20,17 +21,30 @@ _FREE = MANIFEST_PATH.parent.name
 OnRead = Callable[[int], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportFindings:
-    """The result for an export; see `VerifyReport`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """The result of a verification.
 
+    Attributes:
+        path: the bundle's prefix, the export's version, or the checkpoint's path.
+        entries: number of tensors, or stacks and tables, that were checked.
+        bytes: number of bytes that were read.
+        damaged: what differs from what was written; empty for intact files.
+        unchecked: parts without a known checksum, in sentences; damage to their bytes is not noticed.
+    """
+
+    path: str
     entries: int
     bytes: int
     damaged: tuple[Damage, ...]
-    unchecked: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return dataclasses.asdict(self)
 
 
-def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> ExportFindings:
+def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> VerifyReport:
     """Read all of `version` and compare it with `manifest`, which lists all files of the export."""
     stacks = list(_damaged_stacks(version, manifest, on_read))
     files = list(_damaged_files(version, manifest, on_read))
@@ -38,7 +52,8 @@ def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> Exp
     unlisted = sorted(_unlisted_files(version, manifest))
     free = [name for name in unlisted if name.startswith(f"{_FREE}/")]
     extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
-    return ExportFindings(
+    return VerifyReport(
+        path=str(version),
         entries=len(manifest.stacks) + len(manifest.files),
         bytes=total_bytes(manifest),
         damaged=(*stacks, *files, *tensors, *extra),
