@@ -142,9 +142,7 @@ class FeatureGroup:
         """
 
         def row_of() -> Tensor:
-            shape = tf.shape(ids, tf.int64)
-            inner = tf.reduce_prod(shape[batch_axis + 1 :])
-            return tf.range(tf.size(ids, tf.int64)) // inner % shape[batch_axis]
+            return tf.where(tf.ones_like(ids, tf.bool))[:, batch_axis]
 
         ranged = RangedIds(ids=ids, ranges=self.ranges, spread=spread, droppable=padded, row_of=row_of)
         kept, zeroed = ranged.within()
