@@ -30,7 +30,17 @@ __all__ = ["doctor"]
 @click.option("--optimizer", help="For tables without their own: sgd, adagrad, adagrad_momentum, adam or ftrl.")
 @click.option("--no-stacking", is_flag=True, help="As disable_table_stacking=True.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def doctor(config: str, sample: str, as_json: bool, **options: Any) -> None:
+def doctor(
+    config: str,
+    sample: str,
+    chips: int,
+    batch_size: int,
+    sparse_cores_per_chip: int,
+    margin: float,
+    optimizer: str | None,
+    no_stacking: bool,
+    as_json: bool,
+) -> None:
     """Estimate limits of ids, padding and memory on SparseCores for the tables in CONFIG, from the ids in SAMPLE.
 
     CONFIG is a YAML or JSON feature config, or a serving_config with the shapes of its tables. SAMPLE is a .npz (an
@@ -41,29 +51,15 @@ def doctor(config: str, sample: str, as_json: bool, **options: Any) -> None:
         # TensorFlow warns about --no-stacking, through a function that Python has deprecated.
         warnings.filterwarnings("ignore", "The 'warn' function is deprecated", DeprecationWarning)
         logging.getLogger("absl").setLevel(logging.ERROR)
-        report = _estimate(config, sample, **options)
+        from tpuembed.sizing import Topology, estimate, load_features, read_sample
+
+        topology = Topology(chips, batch_size, sparse_cores_per_chip)
+        features, ids = load_features(config), read_sample(sample)
+        report = estimate(features, ids, topology, margin=margin, optimizer=optimizer, stacking=not no_stacking)
     if as_json:
         print_json(report.to_dict())
     else:
         _print(report)
-
-
-def _estimate(
-    config: str,
-    sample: str,
-    chips: int,
-    batch_size: int,
-    sparse_cores_per_chip: int,
-    margin: float,
-    optimizer: str | None,
-    no_stacking: bool,
-) -> "SizingReport":
-    from tpuembed.sizing import Topology, estimate, load_features, read_sample
-
-    topology = Topology(chips, batch_size, sparse_cores_per_chip)
-    features = load_features(config)
-    ids = read_sample(sample)
-    return estimate(features, ids, topology, margin=margin, optimizer=optimizer, stacking=not no_stacking)
 
 
 def _print(report: "SizingReport") -> None:

@@ -23,29 +23,29 @@ def import_tensorflow() -> None:
     if "tensorflow" in sys.modules:
         return
     sys.stderr.flush()
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as notices:
-        os.dup2(notices.fileno(), 2)
+    with tempfile.TemporaryFile() as notices, _redirected(2, notices.fileno()):
         try:
             import tensorflow  # noqa: F401, ICN001 - imported for its messages
         except ModuleNotFoundError as error:
             if error.name != "tensorflow":
                 raise
             raise MissingExtraError("this command", "tensorflow", "tf") from None
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
 
 
 @contextlib.contextmanager
 def stdout_on_stderr() -> Iterator[None]:
     """Redirect stdout to stderr, including the output of other languages and child processes on file descriptor 1."""
     sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
+    with _redirected(1, 2), contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def _redirected(descriptor: int, to: int) -> Iterator[None]:
+    saved = os.dup(descriptor)
+    os.dup2(to, descriptor)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        yield
     finally:
-        os.dup2(saved, 1)
+        os.dup2(saved, descriptor)
         os.close(saved)

@@ -65,11 +65,7 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--workers", type=_POSITIVE, default=1, show_default=True, help="Processes that share the ports.")
 @click.option(
-    "--poll-seconds",
-    type=_POSITIVE_FLOAT,
-    default=1.0,
-    show_default=True,
-    help="How often to look for a new version.",
+    "--poll-seconds", type=_POSITIVE_FLOAT, default=1.0, show_default=True, help="How often to look for a new version."
 )
 @click.option(
     "--rest-timeout-ms",

@@ -75,15 +75,11 @@ def _twice() -> AbstractContextManager[Any]:
 
 
 def _lookup(change: Callable[[Any, Callable[[], Any]], Any]) -> AbstractContextManager[Any]:
-    """SparseCores' `lookup()` with `change(step, lookup)` in its place, but where Keras only asks for shapes."""
+    """SparseCores' `lookup()` with `change(step, lookup)` in its place."""
     from tpuembed.backends import sparsecore
 
     real = sparsecore._SparseCoreStep.lookup
-
-    def lookup(step: Any) -> Any:
-        return real(step) if step._shapes_only is not None else change(step, lambda: real(step))
-
-    return mock.patch.object(sparsecore._SparseCoreStep, "lookup", lookup)
+    return mock.patch.object(sparsecore._SparseCoreStep, "lookup", lambda step: change(step, lambda: real(step)))
 
 
 def _looked_up_twice() -> AbstractContextManager[Any]:

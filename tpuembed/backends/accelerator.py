@@ -21,13 +21,13 @@ from tpuembed.lookup import Ids
 
 __all__ = [
     "MAX_VOCABULARY_SIZE",
+    "ShapesOnly",
     "StepGuard",
     "bind_features",
     "check_ids",
     "check_tables",
     "given_weights",
     "saved_variables",
-    "zeros",
 ]
 
 Tensor = Any
@@ -58,12 +58,11 @@ def bind_features(layer_options: LayerOptions) -> tuple[list[Any], dict[str, Opt
             )
         specs[table.name] = resolve_optimizer(chosen)
         if id(chosen) not in bound:
-            bound[id(chosen)] = _with_checked_slots(_bind_rate(specs[table.name], layer_options.updates))
+            bound[id(chosen)] = _bound(specs[table.name], layer_options.updates)
         initializer = ShardInitializer(table_initializer(table))
         tables[table.name] = dataclasses.replace(table, optimizer=bound[id(chosen)], initializer=initializer)
-    check_saved_names(
-        {name: spec.slots for name, spec in specs.items()}
-    )  # TensorFlow's own error does not name the table
+    # TensorFlow's own error does not name the table.
+    check_saved_names({name: spec.slots for name, spec in specs.items()})
     features = [
         dataclasses.replace(
             config, table=tables[config.table.name], name=config.name or path or "feature", output_shape=None
@@ -73,15 +72,13 @@ def bind_features(layer_options: LayerOptions) -> tuple[list[Any], dict[str, Opt
     return list(features_to_tf(features)), specs
 
 
-def _bind_rate(spec: Optimizer, updates: Any) -> Optimizer:
-    if not callable(spec.learning_rate):
-        return spec
-    return dataclasses.replace(spec, learning_rate=lambda: learning_rate(spec, updates.read_value()))
-
-
-def _with_checked_slots(spec: Optimizer) -> Optimizer:
-    create = spec.slot_variable_creation_fn
-    return spec if create is None else dataclasses.replace(spec, slot_variable_creation_fn=CheckedSlots(create))
+def _bound(spec: Optimizer, updates: Any) -> Optimizer:
+    changes: dict[str, Any] = {}
+    if callable(spec.learning_rate):
+        changes["learning_rate"] = lambda: learning_rate(spec, updates.read_value())
+    if spec.slot_variable_creation_fn is not None:
+        changes["slot_variable_creation_fn"] = CheckedSlots(spec.slot_variable_creation_fn)
+    return dataclasses.replace(spec, **changes) if changes else spec
 
 
 class ShardInitializer:
@@ -168,9 +165,21 @@ class StepGuard:
         return True
 
 
-def zeros(shapes: Sequence[Shape], features: Sequence[Ids]) -> list[Tensor]:
-    """Return zeros of the activations' shapes, for calls in which Keras computes shapes only."""
-    return [tf.zeros((*shape, feature.config.table.dim)) for shape, feature in zip(shapes, features, strict=True)]
+@dataclasses.dataclass(frozen=True)
+class ShapesOnly:
+    """A call in which Keras computes shapes only. The activations are zeros."""
+
+    shapes: Sequence[Shape]
+    features: Sequence[Ids]
+
+    def lookup(self) -> list[Tensor]:
+        """Return zeros of the activations' shapes."""
+        pairs = zip(self.shapes, self.features, strict=True)
+        return [tf.zeros((*shape, feature.config.table.dim)) for shape, feature in pairs]
+
+    def apply(self, gradients: Sequence[Tensor]) -> list[Any]:  # noqa: ARG002 - there are no tables
+        """Update nothing."""
+        return []
 
 
 def given_weights(features: Sequence[Ids]) -> list[Any] | None:

@@ -33,20 +33,20 @@ def activation_shapes(features: Sequence[Ids], batch_size: int | None) -> list[S
     Raises:
         ConfigError: a shape is unknown, or arguments and ids contradict each other.
     """
-    return [_activation_shape(feature, batch_size) for feature in features]
-
-
-def _activation_shape(feature: Ids, batch_size: int | None) -> Shape:
-    known = feature.known_shape()
-    with_batch = _with_batch(known, feature.config, batch_size)
-    merged = merged_shape(known, with_batch, f"feature {feature.path!r}: batch_size={batch_size} (of one replica)")
-    whole = _whole(merged)
-    if whole is None:
-        raise ConfigError(
-            f"feature {feature.path!r}: the shape {merged} of its activations is not known while tracing. An accelerator needs it. "
-            "Give the FeatureConfig an output_shape (of one replica) or the layer a batch_size, or batch with drop_remainder=True."
-        )
-    return whole
+    shapes = []
+    for feature in features:
+        known = feature.known_shape()
+        with_batch = _with_batch(known, feature.config, batch_size)
+        merged = merged_shape(known, with_batch, f"feature {feature.path!r}: batch_size={batch_size} (of one replica)")
+        whole = _whole(merged)
+        if whole is None:
+            raise ConfigError(
+                f"feature {feature.path!r}: the shape {merged} of its activations is not known while tracing. An accelerator needs "
+                "it. Give the FeatureConfig an output_shape (of one replica) or the layer a batch_size, or batch with "
+                "drop_remainder=True."
+            )
+        shapes.append(whole)
+    return shapes
 
 
 def _with_batch(shape: tuple[int | None, ...], config: FeatureConfig, batch_size: int | None) -> tuple[int | None, ...]:

@@ -96,7 +96,10 @@ class HostBackend(Backend):
             rows = tf.raw_ops.ResourceGather(resource=variable.handle, indices=ids, dtype=tf.float32, name=name)
         else:  # `tf.gather` records which variable it reads. An export of the graph needs that
             rows = tf.gather(variable, ids, name=name)
-        return _nan_outside(rows, ids, state.config.vocabulary_size) if unchecked_gathers() else rows
+        if not unchecked_gathers():
+            return rows
+        # Without NaN, the lookup of an id outside would return another row silently.
+        return tf.where(is_inside(ids, state.config.vocabulary_size)[:, None], rows, float("nan"))
 
     def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool) -> list[Any]:
         """Apply the table's optimizer to ids [n] and their gradients [n, dim]. Duplicate ids are allowed, negative ones
@@ -161,8 +164,3 @@ def _check_supported(state: TableState) -> None:
             f"table {state.config.name!r}: use_gradient_accumulation=False is supported on an embedding accelerator only. "
             "This backend always sums the gradients of duplicate ids. Leave it True."
         )
-
-
-def _nan_outside(rows: Tensor, ids: Tensor, vocabulary_size: int) -> Tensor:
-    """Return `rows` with NaN for ids outside the table. Without NaN, the lookup would return another row silently."""
-    return tf.where(is_inside(ids, vocabulary_size)[:, None], rows, float("nan"))

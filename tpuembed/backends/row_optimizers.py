@@ -96,7 +96,9 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
     rate = spec.learning_rate
     if not callable(rate):
         return tf.constant(rate, tf.float32)
-    if isinstance(rate, _schedule_class()):
+    import keras
+
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return tf.cast(rate(step), tf.float32)
     value = rate()
     if not (tf.is_tensor(value) or tf.executing_eagerly()):
@@ -106,12 +108,6 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
             "Return a tensor, or keep the rate in a tf.Variable."
         )
     return tf.cast(tf.convert_to_tensor(value), tf.float32)
-
-
-def _schedule_class() -> Any:
-    import keras
-
-    return keras.optimizers.schedules.LearningRateSchedule
 
 
 def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) -> tuple[Tensor, Tensor]:

@@ -12,16 +12,16 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.accelerator import (
+    ShapesOnly,
     StepGuard,
     bind_features,
     check_ids,
     check_tables,
     given_weights,
     saved_variables,
-    zeros,
 )
 from tpuembed.backends.activation_shapes import activation_shapes, check_same_shapes, configured_shape
-from tpuembed.backends.backend import Backend
+from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.stacked_table import StackedTable, StackLayout
 from tpuembed.backends.table_state import TableState
@@ -57,7 +57,8 @@ class SparseCoreBackend(Backend):
         Raises:
             ConfigError: SparseCores do not support a table, a feature or an optimizer.
         """
-        check_tables(layer_options.tables, _HARDWARE)
+        tables = layer_options.tables
+        check_tables(tables, _HARDWARE)
         features, specs = bind_features(layer_options)
         _check_optimizers(specs)
         strategy = tf.distribute.get_strategy()
@@ -69,10 +70,9 @@ class SparseCoreBackend(Backend):
             tf_feature.output_shape = tf.TensorShape(shape)
             tf_feature.out_of_vocabulary = config.out_of_vocabulary
         self.engine = SparseCoreEngine(features, layer_options.pipelining, layer_options.sparse_core_config)
-        self.engine.limit_ids({table.name: _limits(table) for table in layer_options.tables})
-        self.states: Mapping[str, TableState] = {
-            table.name: self._state(table, specs[table.name]) for table in layer_options.tables
-        }
+        limits = {table.name: (table.max_ids_per_partition, table.max_unique_ids_per_partition) for table in tables}
+        self.engine.limit_ids(limits)
+        self.states: Mapping[str, TableState] = {table.name: self._state(table, specs[table.name]) for table in tables}
         self._batch_size, self._pipelining = layer_options.batch_size, layer_options.pipelining
         self._guard = StepGuard([path for path, _ in layer_options.features], _HARDWARE)
 
@@ -92,36 +92,27 @@ class SparseCoreBackend(Backend):
 
     def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`."""
-        entered = self._guard.enter(features)
-        return _SparseCoreStep(self.engine, features, self._shapes_only(features, entered)).lookup()
+        return self.begin(features, None).lookup()
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> "_SparseCoreStep":
-        """Return a training step of `features`."""
-        entered = self._guard.enter(features, layer)
-        return _SparseCoreStep(self.engine, features, self._shapes_only(features, entered))
-
-    def _shapes_only(self, features: Sequence[Ids], entered: bool) -> list[Tensor] | None:
-        """Return zeros if Keras computes shapes only. Returns None in a step, after checking that the activations have
-        the built shapes."""
-        shapes = activation_shapes(features, self._batch_size)
+    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:
+        """Return a training step of `features`, after checking that the activations have the built shapes."""
+        entered, shapes = self._guard.enter(features, layer), activation_shapes(features, self._batch_size)
         check_same_shapes(features, shapes, self._built_for)
-        if entered and self._pipelining:
+        if not entered:
+            return ShapesOnly(shapes, features)
+        if self._pipelining:
             check_loop()
-        return None if entered else zeros(shapes, features)
+        return _SparseCoreStep(self.engine, features)
 
 
 class _SparseCoreStep:
-    """One call of the layer. The lookup keeps state for the update. If Keras computes shapes only, the activations are zeros."""
+    """One call of the layer. The lookup keeps state for the update."""
 
-    def __init__(
-        self, engine: SparseCoreEngine, features: Sequence[Ids], shapes_only: list[Tensor] | None = None
-    ) -> None:
-        self._engine, self._features, self._shapes_only = engine, features, shapes_only
+    def __init__(self, engine: SparseCoreEngine, features: Sequence[Ids]) -> None:
+        self._engine, self._features = engine, features
         self._preserved: Any = None
 
     def lookup(self) -> list[Tensor]:
-        if self._shapes_only is not None:
-            return self._shapes_only
         _check_kinds(self._features)
         ids = [feature.ids for feature in self._features]
         activations, self._preserved = self._engine(ids, given_weights(self._features))
@@ -171,10 +162,6 @@ def _check_optimizers(specs: Mapping[str, Optimizer]) -> None:
                     f"table {table!r}: {type(spec).__name__}({option}={value!r}) is not supported by {_HARDWARE}. Leave it "
                     f"{default!r}, or set size_threshold to replicate the table."
                 )
-
-
-def _limits(table: Any) -> tuple[int | None, int | None]:
-    return table.max_ids_per_partition, table.max_unique_ids_per_partition
 
 
 def _check_kinds(features: Sequence[Ids]) -> None:

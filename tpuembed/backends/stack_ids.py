@@ -63,7 +63,10 @@ def ids_inside(
         ids, validate, combiner = tf.SparseTensor(indices, values, [samples, 1]), False, "sum"
     checks = []
     if kind is RaggedIds:
-        checks.append(_miscounted(ids, name, samples))
+        message = (
+            f"feature {name!r}: ragged ids must have {samples} examples, one per activation of one replica. They have"
+        )
+        checks.append(tf.debugging.Assert(tf.equal(ids.nrows(), samples), [message, ids.nrows()]))
         ids, weights = ids.to_sparse(), None if weights is None else weights.to_sparse()
     if validate and not ids.dtype.is_unsigned:  # the highest unsigned ids would become negative
         keep = tf.cast(ids.values, tf.int64) >= 0 if policy == "error" else tf.not_equal(_wide(ids.values), DROPPED)
@@ -104,11 +107,6 @@ def _outside(values: Tensor, places: Tensor, feature: str, span: Span) -> Any:
     first, row = (tf.strings.reduce_join(tf.strings.as_string(one)) for one in found)
     before, after = outside_texts(feature, span)
     return tf.debugging.Assert(~tf.reduce_any(outside), [tf.strings.join([before, first, " of row ", row, after])])
-
-
-def _miscounted(ids: Any, name: str, samples: int) -> Any:
-    message = f"feature {name!r}: ragged ids must have {samples} examples, one per activation of one replica. They have"
-    return tf.debugging.Assert(tf.equal(ids.nrows(), samples), [message, ids.nrows()])
 
 
 def _checked(values: Tensor, *checks: Any) -> Tensor:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -16,9 +16,9 @@ from tensorflow.python.saved_model.save_context import in_save_context
 
 from tpuembed.config import (
     FTRL,
+    OPTIMIZERS,
     SGD,
     Adagrad,
-    AdagradMomentum,
     Adam,
     FeatureConfig,
     Optimizer,
@@ -279,12 +279,14 @@ def sparse_core_config_from_dict(value: Mapping[str, Any] | None) -> Any:
 
 # ---- optimizers
 
-_TF_CLASSES: Mapping[type[Optimizer], Any] = {
-    SGD: _embedding.SGD,
-    Adagrad: _embedding.Adagrad,
-    AdagradMomentum: _embedding.AdagradMomentum,
-    Adam: _embedding.Adam,
-    FTRL: _embedding.FTRL,
+_TF_CLASSES: Mapping[type[Optimizer], Any] = {spec: getattr(_embedding, spec.__name__) for spec in OPTIMIZERS.values()}
+_OF_FTRL = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
+# Keras 3 class -> the spec, and the hyper-parameters that both have, besides the learning rate and clipvalue.
+_KERAS_CLASSES: Mapping[str, tuple[type[Optimizer], tuple[str, ...]]] = {
+    "SGD": (SGD, ()),
+    "Adagrad": (Adagrad, ("initial_accumulator_value",)),
+    "Adam": (Adam, ("beta_1", "beta_2", "epsilon")),
+    "Ftrl": (FTRL, (*_OF_FTRL, "initial_accumulator_value")),
 }
 # Options that a row-wise rule does not support, or that Keras applies to every row.
 _KERAS_REFUSED = (
@@ -375,48 +377,18 @@ def optimizer_to_tf(spec: Optimizer) -> Any:
 
 def _from_keras(value: Any) -> Optimizer:
     kind = type(value).__name__
-    if kind not in _KERAS_TRANSLATORS:
-        raise ConfigError(f"Keras optimizer {kind}: not supported. Pass one of {', '.join(_KERAS_TRANSLATORS)}.")
+    if kind not in _KERAS_CLASSES:
+        raise ConfigError(f"Keras optimizer {kind}: not supported. Pass one of {', '.join(_KERAS_CLASSES)}.")
     for name in _KERAS_REFUSED:
         given = getattr(value, name, None)
         if given:
             raise ConfigError(f"Keras {kind}: {name}={given!r} cannot be applied to table rows. Leave it unset.")
-    return _KERAS_TRANSLATORS[kind](value, learning_rate=_live_rate(value), clipvalue=value.clipvalue)
-
-
-def _live_rate(optimizer: Any) -> Any:
-    """Return the optimizer's schedule, or a callable that reads its learning rate when an update runs."""
-    rate = optimizer._learning_rate
-    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        return rate
-    return lambda: optimizer.learning_rate
-
-
-def _keras_sgd(_: Any, **common: Any) -> Optimizer:
-    return SGD(**common)
-
-
-def _keras_adagrad(value: Any, **common: Any) -> Optimizer:
-    if value.epsilon != _KERAS_ADAGRAD_EPSILON:
+    if kind == "Adagrad" and value.epsilon != _KERAS_ADAGRAD_EPSILON:
         raise ConfigError(
             f"Keras Adagrad: epsilon={value.epsilon!r} is not supported, because the table rule has none. Leave the default."
         )
-    return Adagrad(initial_accumulator_value=value.initial_accumulator_value, **common)
-
-
-def _keras_adam(value: Any, **common: Any) -> Optimizer:
-    return Adam(beta_1=value.beta_1, beta_2=value.beta_2, epsilon=value.epsilon, **common)
-
-
-def _keras_ftrl(value: Any, **common: Any) -> Optimizer:
-    names = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
-    fields = {name: getattr(value, name) for name in (*names, "initial_accumulator_value")}
-    return FTRL(**fields, **common)
-
-
-_KERAS_TRANSLATORS: Mapping[str, Callable[..., Optimizer]] = {
-    "SGD": _keras_sgd,
-    "Adagrad": _keras_adagrad,
-    "Adam": _keras_adam,
-    "Ftrl": _keras_ftrl,
-}
+    rate = value._learning_rate
+    if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        rate = lambda: value.learning_rate  # noqa: E731 - read when an update runs
+    spec_class, names = _KERAS_CLASSES[kind]
+    return spec_class(learning_rate=rate, clipvalue=value.clipvalue, **{name: getattr(value, name) for name in names})

@@ -236,12 +236,9 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
     ) -> Any:
         """Check that the ids fit, then write them into a buffer of `per_sample` times the samples of a TPU. Runs on the host."""
         if not self._sparse_core_embedding_config.allow_id_dropping:
-            coos = {stack: self._with_room(stack, per_sample, *coo) for stack, coo in coos.items()}
+            sizes = {stack: per_sample * self._table_to_sample_count[stack] for stack in coos}
+            coos = {stack: (*coo, ids_with_room(ends, stack, sizes[stack])) for stack, (*coo, ends) in coos.items()}
         return super()._get_csr_wrapped_coo_from_sorted_coo_tensor(replicas, per_sample, minibatches, coos, *others)
-
-    def _with_room(self, stack: str, per_sample: int, rows: Any, columns: Any, gains: Any, ends: Any) -> Any:
-        size = per_sample * self._table_to_sample_count[stack]
-        return rows, columns, gains, ids_with_room(ends, stack, size)
 
     def limit_ids(self, limits: Mapping[str, tuple[int | None, int | None]]) -> None:
         """Set how many ids and unique ids a SparseCore takes from another one per step, by table.
@@ -250,10 +247,7 @@ class SparseCoreEngine(tpu_embedding_v3.TPUEmbeddingV2):
         takes precedence.
         """
         targets = (self._table_to_max_ids_per_sparse_core, self._table_to_max_unique_ids_per_sparse_core)
-        given = (
-            getattr(self._given, "max_ids_per_table", None),
-            getattr(self._given, "max_unique_ids_per_table", None),
-        )
+        given = [getattr(self._given, name, None) for name in ("max_ids_per_table", "max_unique_ids_per_table")]
         for which, (target, config) in enumerate(zip(targets, given, strict=True)):
             for stack, tables in self._stacked_table_to_tables.items():
                 of_tables = [limits[table.name][which] for table in tables]

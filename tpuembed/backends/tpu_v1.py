@@ -15,16 +15,16 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.accelerator import (
+    ShapesOnly,
     StepGuard,
     bind_features,
     check_ids,
     check_tables,
     given_weights,
     saved_variables,
-    zeros,
 )
 from tpuembed.backends.activation_shapes import Shape, activation_shapes, check_same_shapes
-from tpuembed.backends.backend import Backend
+from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_tpu import HardwareEngine
@@ -124,52 +124,37 @@ class TpuV1Backend(Backend):
 
     def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`."""
-        entered, shapes = self._guard.enter(features), self._shapes(features)
-        if not entered:
-            return zeros(shapes, features)
-        return self.dequeue(self._enqueue(features, shapes))
+        return self.begin(features, None).lookup()
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> "_TpuV1Step":
-        """Return a training step of `features`."""
-        entered, shapes = self._guard.enter(features, layer), self._shapes(features)
-        name = self._enqueue(features, shapes) if entered else None
-        return _TpuV1Step(self, name, zeros(shapes, features) if name is None else None)
-
-    def _shapes(self, features: Sequence[Ids]) -> list[Shape]:
-        return activation_shapes(features, self._batch_size)
-
-    def _enqueue(self, features: Sequence[Ids], shapes: list[Shape]) -> str:
-        """Enqueue the ids of `features`. Returns the name under which `dequeue` returns their activations.
+    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:
+        """Enqueue the ids of `features`, and return their training step.
 
         It always enqueues for training. A graph pass changes that to inference if no gradients are sent under the same
         name.
         """
+        entered, shapes = self._guard.enter(features, layer), activation_shapes(features, self._batch_size)
+        if not entered:
+            return ShapesOnly(shapes, features)
         _check_kinds(features)
         self._first_shapes = self._first_shapes or shapes
         check_same_shapes(features, shapes, self._first_shapes)
         self.engine.start(shapes)
         name = str(next(self._names))
         self.engine.enqueue([feature.ids for feature in features], given_weights(features), training=True, name=name)
-        return name
-
-    def dequeue(self, name: str) -> list[Tensor]:
-        """Return the activations of the features that were enqueued under `name`."""
-        return list(self.engine.dequeue(name=name))
+        return _TpuV1Step(self.engine, name)
 
 
 class _TpuV1Step:
-    """One call of the layer. `name` connects its three parts. It is None if Keras computes shapes only."""
+    """One call of the layer. `name` connects its three parts: enqueue, dequeue, and the gradients."""
 
-    def __init__(self, backend: TpuV1Backend, name: str | None, shapes_only: list[Tensor] | None) -> None:
-        self._backend, self._name, self._shapes_only = backend, name, shapes_only
+    def __init__(self, engine: HardwareEngine, name: str) -> None:
+        self._engine, self._name = engine, name
 
     def lookup(self) -> list[Tensor]:
-        if self._name is None:
-            return self._shapes_only or []
-        return self._backend.dequeue(self._name)
+        return list(self._engine.dequeue(name=self._name))
 
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
-        self._backend.engine.apply_gradients([tf.cast(g, tf.float32) for g in gradients], name=self._name)
+        self._engine.apply_gradients([tf.cast(g, tf.float32) for g in gradients], name=self._name)
         return []
 
 

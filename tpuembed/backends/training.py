@@ -18,12 +18,7 @@ Tensor = Any
 
 
 def train(
-    backend: Backend,
-    features: Sequence[Ids],
-    dummy: Tensor,
-    updates: Any,
-    taken: TakenGradients,
-    layer: Any,
+    backend: Backend, features: Sequence[Ids], dummy: Tensor, updates: Any, taken: TakenGradients, layer: Any
 ) -> list[Tensor]:
     """Return the activations of `features`. The gradient of `dummy` updates the tables once and adds one to `updates`.
 

@@ -142,9 +142,6 @@ class FeatureConfig:
             )
         for field in ("input_shape", "output_shape"):
             object.__setattr__(self, field, _shape(f"feature {self.name!r}: {field}", getattr(self, field)))
-        self._check_shapes()
-
-    def _check_shapes(self) -> None:
         given, out, dim = self.input_shape, self.output_shape, self.table.embedding_dim
         if len(given) not in (1, 2):
             raise ConfigError(f"feature {self.name!r}: input_shape must be (batch,) or (batch, ids), got {given}")

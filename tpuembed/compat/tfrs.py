@@ -256,9 +256,7 @@ def _per_replica(batch_size: int | None) -> int | None:
 # The modules of TensorFlow Recommenders, by their names.
 _EMBEDDING = f"{__name__}.layers.embedding"
 tpu_embedding_layer = module(
-    f"{_EMBEDDING}.tpu_embedding_layer",
-    TPUEmbedding=TPUEmbedding,
-    translate_keras_optimizer=translate_keras_optimizer,
+    f"{_EMBEDDING}.tpu_embedding_layer", TPUEmbedding=TPUEmbedding, translate_keras_optimizer=translate_keras_optimizer
 )
 layers = module(
     f"{__name__}.layers",

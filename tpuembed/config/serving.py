@@ -76,9 +76,6 @@ class ServingFeature:
             raise ConfigError(f"serving feature: weighted must be true or false, got {self.weighted!r}")
         if self.out_of_vocabulary is not None:
             check_out_of_vocabulary("serving feature", self.out_of_vocabulary)
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
         clashes = {
             "input: id with weighted: true": self.input == "id" and self.weighted,
             "input: id with max_sequence_length": self.input == "id" and self.max_sequence_length > 0,
@@ -119,12 +116,10 @@ class ServingConfig:
         """
         if isinstance(source, cls):
             return source
-        if isinstance(source, str | Path) or _is_plain_mapping(source):
-            return cls._from_mapping(load_mapping(source, "serving_config"))
-        return cls.from_features(source)
-
-    @classmethod
-    def _from_mapping(cls, mapping: Mapping[str, Any]) -> "ServingConfig":
+        holds_features = any(isinstance(leaf, FeatureConfig) for _, leaf in flatten(source))
+        if not isinstance(source, str | Path | Mapping) or holds_features:
+            return cls.from_features(source)
+        mapping = load_mapping(source, "serving_config")
         check_keys("serving_config", mapping, ("features", "tables"))
         features = _section(mapping, "features", ServingFeature)
         return cls(features=features, tables=_section(mapping, "tables", ServingTable))
@@ -182,11 +177,6 @@ class ServingConfig:
             "features": {name: _non_default(feature) for name, feature in self.features.items()},
             "tables": {name: _non_default(table) for name, table in self.tables.items()},
         }
-
-
-def _is_plain_mapping(source: Any) -> bool:
-    """Return True if `source` is a mapping without a FeatureConfig in it."""
-    return isinstance(source, Mapping) and not any(isinstance(leaf, FeatureConfig) for _, leaf in flatten(source))
 
 
 def _section(mapping: Mapping[str, Any], key: str, cls: Any) -> dict[str, Any]:

@@ -116,8 +116,14 @@ class TableConfig:
         for limit in ("max_ids_per_partition", "max_unique_ids_per_partition"):
             if getattr(self, limit) is not None:
                 check_count(f"table {self.name!r}: {limit}", getattr(self, limit))
-        self._check_optimizer()
-        self._check_initializer()
+        if isinstance(self.optimizer, str | Mapping):
+            try:
+                optimizer_from(self.optimizer)
+            except ConfigError as error:
+                raise ConfigError(f"table {self.name!r}: {error}") from None
+        value = self.initializer
+        if value is not None and not isinstance(value, str | Mapping) and not callable(value):
+            raise ConfigError(f"table {self.name!r}: initializer must be a name, a dict or a callable, got {value!r}")
         quantization = self.quantization_config
         if quantization is not None and not isinstance(quantization, QuantizationConfig):
             raise ConfigError(
@@ -128,18 +134,6 @@ class TableConfig:
         """Hash the fields that are always hashable. Equality compares all fields."""
         return hash((self.name, self.vocabulary_size, self.dim))
 
-    def _check_optimizer(self) -> None:
-        if isinstance(self.optimizer, str | Mapping):
-            try:
-                optimizer_from(self.optimizer)
-            except ConfigError as error:
-                raise ConfigError(f"table {self.name!r}: {error}") from None
-
-    def _check_initializer(self) -> None:
-        value = self.initializer
-        if value is not None and not isinstance(value, str | Mapping) and not callable(value):
-            raise ConfigError(f"table {self.name!r}: initializer must be a name, a dict or a callable, got {value!r}")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values. The layer writes initializers as Keras dicts."""
         out: dict[str, Any] = {"vocabulary_size": int(self.vocabulary_size), "dim": int(self.dim), "name": self.name}
@@ -148,21 +142,18 @@ class TableConfig:
             if not isinstance(self.initializer, str | Mapping):
                 raise ConfigError(f"table {self.name!r}: initializer {self.initializer!r} cannot be written as a dict")
             out["initializer"] = self.initializer
-        if self.optimizer is not None:
-            out["optimizer"] = self._optimizer_to_dict()
+        if isinstance(self.optimizer, Optimizer):
+            out["optimizer"] = self.optimizer.to_dict()
+        elif self.optimizer is not None:
+            if not isinstance(self.optimizer, str | Mapping):
+                raise ConfigError(f"table {self.name!r}: optimizer {self.optimizer!r} cannot be written as a dict")
+            out["optimizer"] = self.optimizer
         if self.quantization_config is not None:
             out["quantization_config"] = dataclasses.asdict(self.quantization_config)
         if self.out_of_vocabulary != "error":
             out["out_of_vocabulary"] = _plain_policy(self.out_of_vocabulary)
         limits = ("max_ids_per_partition", "max_unique_ids_per_partition")
         return out | {limit: getattr(self, limit) for limit in limits if getattr(self, limit) is not None}
-
-    def _optimizer_to_dict(self) -> Any:
-        if isinstance(self.optimizer, Optimizer):
-            return self.optimizer.to_dict()
-        if isinstance(self.optimizer, str | Mapping):
-            return self.optimizer
-        raise ConfigError(f"table {self.name!r}: optimizer {self.optimizer!r} cannot be written as a dict")
 
 
 @dataclasses.dataclass(frozen=True)

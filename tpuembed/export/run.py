@@ -108,7 +108,12 @@ def run_export(
         naming_model_dir(writer.model_dir),
         contextlib.nullcontext() if writer.is_shared else engine.starting(source, len(plan.shards)),
     ):
-        _warn_of_kept(writer)
+        for unfinished in writer.kept:
+            warnings.warn(
+                f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
+                "to resume it, or delete it. It is deleted automatically after 7 days.",
+                stacklevel=3,
+            )
         graph = request.save_graph(plan, writer.path)  # while the workers start
         bound = ErrorBound(plan.shards, options.max_error)
         on_progress = on_progress or ignore
@@ -132,15 +137,6 @@ def run_export(
         peak_rss_bytes=peak_rss_bytes(),
         worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
     )
-
-
-def _warn_of_kept(writer: VersionWriter) -> None:
-    for unfinished in writer.kept:
-        warnings.warn(
-            f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
-            "to resume it, or delete it. It is deleted automatically after 7 days.",
-            stacklevel=4,
-        )
 
 
 def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:

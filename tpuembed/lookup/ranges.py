@@ -219,7 +219,7 @@ def _outside_message(groups: Sequence[RangedIds]) -> Tensor:
         features.append(tf.reshape(tf.broadcast_to(numbers, tf.shape(group.ids)), [-1]))
         rows.append(group.row_of())
     first = tf.where(tf.concat(outside, 0))[0, 0]
-    which, found, row = (tf.concat(parts, 0)[first] for parts in (features, ids, rows))
+    which, found, row = (tf.gather(tf.concat(parts, 0), first) for parts in (features, ids, rows))
     texts = [pair for group in groups for pair in map(outside_texts, group.ranges.features, group.ranges.spans)]
     before, after = zip(*texts, strict=True)
     parts = [

@@ -4,7 +4,8 @@
 the counts with the layout that TensorFlow would choose and with the tables' limits.
 """
 
-from tpuembed.sizing.report import SizingReport, StackSize, TableSize, Topology, estimate, load_features
+from tpuembed.sizing.counting import Topology
+from tpuembed.sizing.report import SizingReport, StackSize, TableSize, estimate, load_features
 from tpuembed.sizing.sample import FeatureIds, read_sample
 
 __all__ = [

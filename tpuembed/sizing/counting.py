@@ -11,32 +11,51 @@ from typing import Any
 
 import numpy as np
 
+from tpuembed.config.checks import check_count
+from tpuembed.errors import ConfigError
 from tpuembed.sizing.sample import FeatureIds
 
-__all__ = ["Counts", "Lookup", "Partitions", "count"]
+__all__ = ["Counts", "Lookup", "Topology", "count"]
 
 Array = np.ndarray[Any, Any]
 _PADDING = 8  # the ids of one partition are padded to a multiple of it in the buffer of a chip
 
 
 @dataclasses.dataclass(frozen=True)
-class Partitions:
-    """The division of a step's examples and rows among SparseCores.
+class Topology:
+    """The TPUs that a step runs on.
 
     Attributes:
-        batch_size: examples of one step of all chips.
         chips: the number of chips.
-        cores_per_chip: the SparseCores of each chip.
+        batch_size: examples of one step of all chips.
+        sparse_cores_per_chip: 4 on v5p, 2 on v6e.
+
+    Raises:
+        ConfigError: TensorFlow's ops refuse these numbers.
     """
 
-    batch_size: int
     chips: int
-    cores_per_chip: int
+    batch_size: int
+    sparse_cores_per_chip: int = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_count(f"topology: {field.name}", getattr(self, field.name))
+        cores = self.cores
+        if cores & (cores - 1):
+            raise ConfigError(
+                f"topology: {self.chips} chips with {self.sparse_cores_per_chip} SparseCores have {cores} SparseCores in all. "
+                "TensorFlow needs a power of two."
+            )
+        if self.batch_size % cores:
+            raise ConfigError(
+                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores. Make it a multiple."
+            )
 
     @property
     def cores(self) -> int:
         """Return the number of SparseCores of all chips."""
-        return self.chips * self.cores_per_chip
+        return self.chips * self.sparse_cores_per_chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +88,9 @@ class Counts:
     ids_per_chip: int
 
 
-def count(lookups: Sequence[Lookup], partitions: Partitions, steps: int) -> Counts:
+def count(lookups: Sequence[Lookup], topology: Topology, steps: int) -> Counts:
     """Return the counts of the lookups of one stack (or of one table of it) over the first `steps` batches of the sample."""
-    parts = [_of_lookup(lookup, partitions, steps) for lookup in lookups]
+    parts = [_of_lookup(lookup, topology, steps) for lookup in lookups]
     where = np.concatenate([part for part, _ in parts])
     rows = np.concatenate([row for _, row in parts])
     if not len(where):
@@ -79,18 +98,20 @@ def count(lookups: Sequence[Lookup], partitions: Partitions, steps: int) -> Coun
     names, ids = np.unique(where, return_counts=True)
     _, unique_ids = np.unique(_distinct(where, rows)[0], return_counts=True)
     padded = -(-ids // _PADDING) * _PADDING
-    chips = names // (partitions.cores * partitions.cores_per_chip)  # the chip of each partition: step * chips + chip
+    chips = names // (
+        topology.cores * topology.sparse_cores_per_chip
+    )  # the chip of each partition: step * chips + chip
     _, positions = np.unique(chips, return_inverse=True)
     return Counts(int(ids.max()), int(unique_ids.max()), int(np.bincount(positions, padded).max()))
 
 
-def _of_lookup(lookup: Lookup, partitions: Partitions, steps: int) -> tuple[Array, Array]:
+def _of_lookup(lookup: Lookup, topology: Topology, steps: int) -> tuple[Array, Array]:
     """Return (partition, row) of every id. The number of a partition is (step * cores + source) * cores + destination."""
-    kept = lookup.ids.examples < steps * partitions.batch_size
+    kept = lookup.ids.examples < steps * topology.batch_size
     examples, ids = _distinct(lookup.ids.examples[kept], lookup.ids.ids[kept])
-    per_core = partitions.batch_size // partitions.cores
-    destinations = (ids + lookup.rotation) % partitions.cores
-    return examples // per_core * partitions.cores + destinations, ids + lookup.first_row
+    per_core = topology.batch_size // topology.cores
+    destinations = (ids + lookup.rotation) % topology.cores
+    return examples // per_core * topology.cores + destinations, ids + lookup.first_row
 
 
 def _distinct(first: Array, second: Array) -> tuple[Array, Array]:

@@ -9,50 +9,18 @@ from typing import Any
 from tpuembed.backends.tf_config import features_to_tf, resolve_optimizer
 from tpuembed.backends.tf_stacks import stack_tables
 from tpuembed.config import FeatureConfig, ServingConfig, TableConfig, feature_config_from_dict
-from tpuembed.config.checks import check_count, check_number, did_you_mean
+from tpuembed.config.checks import check_number, did_you_mean
 from tpuembed.config.serialization import load_mapping
 from tpuembed.config.structure import flatten
 from tpuembed.errors import ConfigError
-from tpuembed.sizing.counting import Counts, Lookup, Partitions, count
+from tpuembed.sizing.counting import Counts, Lookup, Topology, count
 from tpuembed.sizing.sample import FeatureIds
 
-__all__ = ["SizingReport", "StackSize", "TableSize", "Topology", "estimate", "load_features"]
+__all__ = ["SizingReport", "StackSize", "TableSize", "estimate", "load_features"]
 
 _DEFAULT_LIMIT = 256  # TensorFlow's default for a stack without configured limits
 _FLOAT_BYTES = 4
 _MOST_MARGIN = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """The TPUs that a step runs on.
-
-    Attributes:
-        chips: the number of chips.
-        batch_size: examples of one step of all chips.
-        sparse_cores_per_chip: 4 on v5p, 2 on v6e.
-
-    Raises:
-        ConfigError: TensorFlow's ops refuse these numbers.
-    """
-
-    chips: int
-    batch_size: int
-    sparse_cores_per_chip: int = 4
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_count(f"topology: {field.name}", getattr(self, field.name))
-        cores = self.chips * self.sparse_cores_per_chip
-        if cores & (cores - 1):
-            raise ConfigError(
-                f"topology: {self.chips} chips with {self.sparse_cores_per_chip} SparseCores have {cores} SparseCores in all. "
-                "TensorFlow needs a power of two."
-            )
-        if self.batch_size % cores:
-            raise ConfigError(
-                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores. Make it a multiple."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,8 +243,7 @@ class _Plan:
         ]
 
     def _count(self, tables: list[str], steps: int) -> Counts:
-        t = self.topology
-        return count(self._lookups(tables), Partitions(t.batch_size, t.chips, t.sparse_cores_per_chip), steps)
+        return count(self._lookups(tables), self.topology, steps)
 
     def _bytes(self, table: str) -> int:
         rows, dim = self.layouts[table][1]

@@ -78,20 +78,16 @@ def simulated_tpu(feature: str = "V2", replicas: int = 1, sparse_cores: int = 4)
     Raises:
         ConfigError: an argument cannot be simulated.
     """
-    _check_arguments(feature, replicas, sparse_cores)
-    strategy = SimulatedTPUStrategy(feature, replicas, sparse_cores)
-    with contextlib.ExitStack() as patches:
-        for target, name, replacement in _patches(replicas, sparse_cores):
-            patches.enter_context(mock.patch.object(target, name, replacement))
-        yield strategy
-
-
-def _check_arguments(feature: str, replicas: int, sparse_cores: int) -> None:
     if feature not in ("V2", "UNSUPPORTED"):
         raise ConfigError(f"simulated_tpu: feature must be V2 or UNSUPPORTED, got {feature!r}")
     for name, number in (("replicas", replicas), ("sparse_cores", sparse_cores)):
         if number < 1 or number & (number - 1):
             raise ConfigError(f"simulated_tpu: {name} must be a power of two, as SparseCores need, got {number!r}")
+    strategy = SimulatedTPUStrategy(feature, replicas, sparse_cores)
+    with contextlib.ExitStack() as patches:
+        for target, name, replacement in _patches(replicas, sparse_cores):
+            patches.enter_context(mock.patch.object(target, name, replacement))
+        yield strategy
 
 
 def _patches(replicas: int, sparse_cores: int) -> list[tuple[Any, str, Any]]:

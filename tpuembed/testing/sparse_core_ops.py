@@ -21,11 +21,7 @@ __all__ = ["Exchange", "SparseCoreOps"]
 Array = np.ndarray[Any, Any]
 
 # Attributes of the update ops that describe the buffer.
-_OF_THE_BUFFER: Final = {
-    "max_ids_per_sparse_core",
-    "max_unique_ids_per_sparse_core",
-    "table_name",
-}
+_OF_THE_BUFFER: Final = {"max_ids_per_sparse_core", "max_unique_ids_per_sparse_core", "table_name"}
 
 
 class Exchange(Protocol):

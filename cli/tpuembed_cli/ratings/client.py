@@ -27,17 +27,8 @@ def serving(model_dir: Path) -> Iterator["Client"]:
     Raises:
         ServingError: it did not become ready; the message has its last lines.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "tpuembed_cli.main",
-        "serve",
-        str(model_dir),
-        "--name",
-        "ratings",
-        "--rest-port",
-        "0",
-    ]
+    command = [sys.executable, "-m", "tpuembed_cli.main", "serve", str(model_dir)]
+    command += ["--name", "ratings", "--rest-port", "0"]
     log = model_dir.parent / "serve.log"
     with open(log, "w") as stderr, subprocess.Popen(command, stdout=stderr, stderr=stderr) as process:
         try:

@@ -62,9 +62,8 @@ def restore_dense_weights(
             "model as it was trained. To export only a part of it, pass allow_unused_weights=True (--allow-unused-weights)"
         )
     wanted.assign(found, checkpoint)
-    for node in tf.train.TrackableView(
-        model
-    ).descendants():  # these compute with constants that were made of their weights
+    # These compute with constants that were made of their weights.
+    for node in tf.train.TrackableView(model).descendants():
         if isinstance(node, keras.layers.Normalization):
             node.finalize_state()
         elif isinstance(node, _LOOKUPS) and node.output_mode == "tf_idf":
@@ -229,32 +228,15 @@ def _check_policies(where: str, model: Any, policies: Mapping[str, str]) -> None
             )
 
 
-class _Wanted:
-    """The model's weights as objects, and where their values go."""
-
-    objects: Objects
-
-    def check_complete(self, where: str, model: Any) -> None:
-        """Raise CheckpointMismatchError for a weight of `model` that such a source cannot hold."""
-        raise NotImplementedError
-
-    def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
-        """Read the values and assign them."""
-        raise NotImplementedError
-
-    def configs(self) -> dict[int, Mapping[str, Any]]:
-        """Number of an object -> its config, of the outermost functional models and Sequentials that have one."""
-        return {}
-
-
 @dataclasses.dataclass(frozen=True)
-class _Tracked(_Wanted):
+class _Tracked:
     """As `tf.train.Checkpoint` sees a model: by the attributes that TensorFlow tracks."""
 
     objects: Objects
     variables: Mapping[str, Any]
 
     def check_complete(self, where: str, model: Any) -> None:
+        """Raise CheckpointMismatchError for a weight of `model` that such a source cannot hold."""
         reached = {id(variable) for variable in self.variables.values()}
         lost = [weight.path for weight in model.weights if id(weight) not in reached]
         if lost:
@@ -264,8 +246,13 @@ class _Tracked(_Wanted):
             )
 
     def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
+        """Read the values and assign them."""
         for key, weight in found.pairs.items():
             self.variables[key].assign(checkpoint.read_weight(weight))
+
+    def configs(self) -> dict[int, Mapping[str, Any]]:
+        """Number of an object -> its config, of the outermost functional models and Sequentials that have one."""
+        return {}
 
 
 def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
@@ -293,7 +280,11 @@ def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
         key: order.get(id(getattr(variable, "value", variable)), order.get(id(variable), 0))
         for key, variable in variables.items()
     }
-    by_key = {numbers[id(trackable)] for trackable in pending if _has_dict_of_outputs(trackable)}
+    by_key = {  # functional models with a dict of outputs
+        numbers[id(trackable)]
+        for trackable in pending
+        if hasattr(trackable, "operations") and isinstance(getattr(trackable, "output", None), Mapping)
+    }
     ranks = {
         child: min((first[key] for key in objects.weights(child)), default=0)
         for number, node in enumerate(nodes)
@@ -305,10 +296,6 @@ def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
     return _Tracked(dataclasses.replace(objects, made=ranks), variables)
 
 
-def _has_dict_of_outputs(trackable: Any) -> bool:
-    return hasattr(trackable, "operations") and isinstance(getattr(trackable, "output", None), Mapping)
-
-
 def _weight(variable: Any) -> Weight:
     is_raw = isinstance(variable, tf.Variable)
     name = variable.name.partition(":")[0] if is_raw else variable.path
@@ -317,7 +304,7 @@ def _weight(variable: Any) -> Weight:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Saveable(_Wanted):
+class _Saveable:
     """As Keras saves a model into weight files: layers by attributes and classes, each with numbered variables."""
 
     objects: Objects
@@ -407,6 +394,9 @@ def _keras_objects(model: Any) -> _Saveable:
 
     add(model, "", "")
     return _Saveable(Objects(tuple(nodes), root_is_model=True), layers)
+
+
+_Wanted = _Tracked | _Saveable
 
 
 @functools.cache

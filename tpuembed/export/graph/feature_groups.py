@@ -120,11 +120,8 @@ class FeatureGroup:
             found = self._rows(ids)
         else:
             found = self._sequence(ids[:, 0]) if self.kind == "sequence" else self._packed_lists(ids)
-        return tf.reshape(found, [-1, self.packed_width()])
-
-    def packed_width(self) -> int:
-        """Columns of `packed`."""
-        return sum(feature.dim * (feature.spec.max_sequence_length or 1) for feature in self.features)
+        width = sum(feature.dim * (feature.spec.max_sequence_length or 1) for feature in self.features)
+        return tf.reshape(found, [-1, width])
 
     # ---- rows of the stack
 
@@ -142,9 +139,7 @@ class FeatureGroup:
         """
 
         def row_of() -> Tensor:
-            shape = tf.shape(ids, tf.int64)
-            inner = tf.reduce_prod(shape[batch_axis + 1 :])
-            return tf.range(tf.size(ids, tf.int64)) // inner % shape[batch_axis]
+            return tf.where(tf.ones_like(ids, tf.bool))[:, batch_axis]
 
         ranged = RangedIds(ids=ids, ranges=self.ranges, spread=spread, droppable=padded, row_of=row_of)
         kept, zeroed = ranged.within()

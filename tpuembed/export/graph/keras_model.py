@@ -18,11 +18,12 @@ from tpuembed.export.graph.dense_weights import raw_variables, recorded
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.graph.packing import pack_inputs, unpack
+from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
 from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import FeatureEntry, Packing, VocabularyEntry
+from tpuembed.manifest import Packing, VocabularyEntry
 from tpuembed.runtime.table_scope import deferred_tables
 
 __all__ = ["KerasModel", "build_model", "check_layers", "import_factory", "wrap_model"]
@@ -31,6 +32,7 @@ Tensor = Any
 Factory = Callable[[], Any]
 
 _TRACED_BATCH: Final = 3
+_SPECS: Final = (Mapping, list, tuple, tf.TypeSpec)
 
 
 def import_factory(name: str) -> Factory:
@@ -110,7 +112,7 @@ def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = No
         ConfigError: it is neither, or has no inputs to read.
     """
     renamed = output_names or {}
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and _are_specs(made[1]):
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and isinstance(made[1], _SPECS):
         model, structure = made
         tensors = _named_specs(structure, name)
     elif not isinstance(made, keras.Model):
@@ -123,12 +125,7 @@ def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = No
         model, structure = made, made.inputs[0] if isinstance(made, keras.Sequential) else made.input
         tensors = _named_inputs(model, structure)
     check_layers(model)
-    forms = with_partners(forms_of(tensors), model, tensors)
-
-    def pack(values: Mapping[str, Tensor]) -> Any:
-        return pack_like(structure, [values[key] for key in tensors])
-
-    return KerasModel(model, forms, pack, renamed)
+    return KerasModel(model, with_partners(forms_of(tensors), model, tensors), structure, renamed)
 
 
 def check_layers(model: Any) -> None:
@@ -140,10 +137,6 @@ def check_layers(model: Any) -> None:
                 f"model: layer {node.name!r} is keras_rs.layers.DistributedEmbedding, which holds its tables itself; "
                 "import keras_rs from tpuembed.compat, whose layer of that name takes the same arguments"
             )
-
-
-def _are_specs(structure: Any) -> bool:
-    return isinstance(structure, Mapping | list | tuple | tf.TypeSpec)
 
 
 def _named_specs(structure: Any, name: str) -> dict[str, Any]:
@@ -174,7 +167,7 @@ def _of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
     return tf.TensorSpec(shape, spec.dtype, name=spec.name)
 
 
-class KerasModel:
+class KerasModel(ExportableModel):
     """A callable over named tensors, the specs of its inputs, and the weights it needs.
 
     Attributes:
@@ -182,11 +175,12 @@ class KerasModel:
     """
 
     def __init__(
-        self, model: Any, forms: Mapping[str, InputForm], pack: Callable[..., Any], output_names: Mapping[str, str]
+        self, model: Any, forms: Mapping[str, InputForm], structure: Any, output_names: Mapping[str, str]
     ) -> None:
+        """Wrap `model`, which takes its inputs in the nested `structure`. `forms` are in walking order."""
         self.model = model
         self._specs = {name: form.spec for name, form in forms.items()}
-        self._forms, self._pack, self._output_names = forms, pack, output_names
+        self._forms, self._structure, self._output_names = forms, structure, output_names
         self._vocabularies: tuple[VocabularyEntry, ...] | None = None
         check_input_names(self._specs)
         made = symbolic_outputs(model)
@@ -221,10 +215,6 @@ class KerasModel:
             warnings.warn(f"no requests to warm up: the model fails for zeros: {one_line(error)}", stacklevel=2)
             return []
         return requests
-
-    def features(self) -> tuple[FeatureEntry, ...]:
-        """Return an empty tuple: only the model knows in which table an input is looked up."""
-        return ()
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
         """Return the vocabularies of the preprocessing layers. They are read once."""
@@ -292,10 +282,10 @@ class KerasModel:
         Raises:
             ConfigError: the model's own code failed.
         """
-        converted = {name: form.convert(inputs, self._forms) for name, form in self._forms.items()}
+        converted = [form.convert(inputs, self._forms) for form in self._forms.values()]
         try:
             with tf.name_scope("model"):  # a class called _Model has no name that may stand at the root
-                outputs = self.model(self._pack(converted), training=False)
+                outputs = self.model(pack_like(self._structure, converted), training=False)
         except TpuEmbedError:
             raise
         except Exception as error:

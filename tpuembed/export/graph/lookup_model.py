@@ -8,17 +8,18 @@ import tensorflow as tf
 
 from tpuembed.export.graph.feature_groups import FeatureGroup, group_features
 from tpuembed.export.graph.packing import split_matrix
+from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import ServedFeature
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import LOOKUP_SCOPE, FeatureEntry, PackedInput, PackedOutput, Packing, VocabularyEntry
+from tpuembed.manifest import LOOKUP_SCOPE, FeatureEntry, PackedInput, PackedOutput, Packing
 
 __all__ = ["LookupModel"]
 
 Tensor = Any
 
 
-class LookupModel:
+class LookupModel(ExportableModel):
     """A callable over named tensors, and the specs of its inputs."""
 
     def __init__(self, features: Sequence[ServedFeature], tables: StackedTables) -> None:
@@ -61,14 +62,6 @@ class LookupModel:
             for feature in self._features
         )
 
-    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
-        """Return an empty tuple: lookups have no preprocessing."""
-        return ()
-
-    def padding(self) -> dict[str, int | str]:
-        """Return an empty dict: `features` has the inputs that are lists."""
-        return {}
-
     def packing(self) -> Packing:
         """Return how the signature `packed` takes the features: group by group, so that each group's columns are
         adjacent.
@@ -88,17 +81,14 @@ class LookupModel:
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """Return `activations`, float32 [batch, width], of all features' ids in one matrix."""
         with tf.name_scope(LOOKUP_SCOPE):
-            return {"activations": self._activations(ids)}
-
-    def _activations(self, ids: Tensor) -> Tensor:
-        groups = group_features(self._features, self._tables)
-        members = [[group for group in groups if (group.kind == "id") == is_id] for is_id in (True, False)]
-        found = [
-            group.packed(columns)
-            for part, together in zip(split_matrix(ids, self.packing()), members, strict=True)
-            for group, columns in zip(together, _split(part, together), strict=True)
-        ]
-        return found[0] if len(found) == 1 else tf.concat(found, 1)
+            groups = group_features(self._features, self._tables)
+            members = [[group for group in groups if (group.kind == "id") == is_id] for is_id in (True, False)]
+            found = [
+                group.packed(columns)
+                for part, together in zip(split_matrix(ids, self.packing()), members, strict=True)
+                for group, columns in zip(together, _split(part, together), strict=True)
+            ]
+            return {"activations": found[0] if len(found) == 1 else tf.concat(found, 1)}
 
 
 def _split(ids: Tensor, groups: Sequence[FeatureGroup]) -> Sequence[Tensor]:

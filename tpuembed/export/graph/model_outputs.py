@@ -32,7 +32,9 @@ def name_outputs(model: Any, outputs: Any) -> list[tuple[str, Any]]:
     else:
         names = [key or f"output_{index}" for index, (key, _) in enumerate(leaves)]
     numbered = _numbered(names)
-    _check_distinct(numbered)
+    for name, count in Counter(numbered).items():
+        if count > 1:
+            raise ConfigError(f"model: two of its outputs are called {name!r}. Rename a layer or a key of its outputs.")
     return list(zip(numbered, (leaf for _, leaf in leaves), strict=True))
 
 
@@ -77,12 +79,6 @@ def _numbered(names: Sequence[str]) -> list[str]:
         numbered.append(f"{name}/{seen[name]}" if count[name] > 1 else name)
         seen[name] += 1
     return numbered
-
-
-def _check_distinct(names: Sequence[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ConfigError(f"model: two of its outputs are called {name!r}. Rename a layer or a key of its outputs.")
 
 
 def rename_outputs(names: Sequence[str], renamed: Mapping[str, str]) -> list[str]:

@@ -5,12 +5,13 @@ them.
 bytes are added to the bundle afterwards. A mapped stack is not a variable of the checkpoint: its graph names the file.
 """
 
+import abc
 import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
@@ -32,15 +33,18 @@ __all__ = ["ExportableModel", "SavedGraph", "save_graph"]
 Tensor = Any
 
 
-class ExportableModel(Protocol):
+class ExportableModel(abc.ABC):
     """A model that can be saved: it maps named tensors to named tensors."""
 
+    @abc.abstractmethod
     def input_specs(self) -> dict[str, Any]:
         """Return `tf.TensorSpec` by input name."""
 
+    @abc.abstractmethod
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs for `inputs`."""
 
+    @abc.abstractmethod
     def samples(self) -> list[dict[str, Any]]:
         """Return valid inputs by name, in numpy, one for each batch size to warm up; empty if valid inputs are not
         known.
@@ -48,16 +52,21 @@ class ExportableModel(Protocol):
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """Return the features for the manifest; empty if the table of an input is not known."""
+        return ()
 
     def padding(self) -> Mapping[str, int | str]:
         """Return the padding of a model's list inputs, by name; empty if `features` has it."""
+        return {}
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
         """Return the vocabularies of its preprocessing layers."""
+        return ()
 
+    @abc.abstractmethod
     def packing(self) -> Packing:
         """Return how the signature `packed` takes the inputs."""
 
+    @abc.abstractmethod
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the outputs for `ids`, int64 [batch, columns]. Called only if `packing` leaves nothing out."""
 
@@ -100,27 +109,26 @@ def save_graph(
         layout: "mmap" maps each stack from the file `StackPlan.file`, a name that `assemble` replaces by a path.
     """
     root = tf.Module()
-    make = _mapped if layout == "mmap" else _uninitialized
-    variables = {stack.name: make(stack) for stack in stacks}
-    root.stacks = _Children(variables)
+    variables = {stack.name: _variable(stack, layout) for stack in stacks}
+    root.stacks = tf.Module()
+    for name, variable in variables.items():
+        setattr(root.stacks, name, variable)
     tables.bind(stacks, variables)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
-    signatures = {name: _concrete(function) for name, function in _functions(model).items()}
+    signatures = {name: function.get_concrete_function() for name, function in _functions(model).items()}
     with _writing(folder):
         _save(root, folder, signatures)
         if layout == "mmap" and not root.dense:
             _restore_nothing(folder)
-    keys = {stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks}
     with tables.rows_of_zeros():
         samples = model.samples()
     if samples:
         with _writing(folder):
             write_warmup(folder, samples, signatures, model.packing())
-    described = {name: _signature_of(function) for name, function in signatures.items()}
     return SavedGraph(
-        stack_keys=keys,
-        signatures=described,
+        stack_keys={stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks},
+        signatures={name: _signature_of(function) for name, function in signatures.items()},
         features=model.features(),
         vocabularies=model.vocabularies(),
         padding=model.padding(),
@@ -164,29 +172,19 @@ def _restore_nothing(folder: Path) -> None:
     replace_file(path, saved.SerializeToString(deterministic=True))
 
 
-def _uninitialized(stack: StackPlan) -> Any:
-    storage = STORAGES[stack.storage]
+def _variable(stack: StackPlan, layout: str) -> Any:
+    dtype = tf.as_dtype(STORAGES[stack.storage].dtype)
+    if layout == "mmap":
+        return MappedTable(stack.name, stack.stored_shape, dtype, stack.file)
     return resource_variable_ops.UninitializedVariable(
-        shape=stack.stored_shape, dtype=tf.as_dtype(storage.dtype), name=stack.name, trainable=False
+        shape=stack.stored_shape, dtype=dtype, name=stack.name, trainable=False
     )
-
-
-def _mapped(stack: StackPlan) -> MappedTable:
-    return MappedTable(stack.name, stack.stored_shape, tf.as_dtype(STORAGES[stack.storage].dtype), stack.file)
-
-
-class _Children(tf.Module):
-    """Tracks each variable under its stack's name."""
-
-    def __init__(self, variables: Mapping[str, Any]) -> None:
-        super().__init__()
-        for name, variable in variables.items():
-            setattr(self, name, variable)
 
 
 def _functions(model: ExportableModel) -> dict[str, Any]:
     specs = model.input_specs()
     weighted = [feature.name for feature in model.features() if feature.weighted]
+    packing = model.packing()
 
     @tf.function(input_signature=[specs], autograph=False)
     def serving_default(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -204,21 +202,14 @@ def _functions(model: ExportableModel) -> dict[str, Any]:
         )
     else:
         functions["serving_examples"] = serving_examples
-    if not model.packing().left_out:
-        functions["packed"] = _packed(model)
+    if not packing.left_out:
+
+        @tf.function(input_signature=[matrix_spec(packing)], autograph=False)
+        def packed(ids: Tensor) -> dict[str, Tensor]:
+            return model.packed(ids)
+
+        functions["packed"] = packed
     return functions
-
-
-def _packed(model: ExportableModel) -> Any:
-    @tf.function(input_signature=[matrix_spec(model.packing())], autograph=False)
-    def packed(ids: Tensor) -> dict[str, Tensor]:
-        return model.packed(ids)
-
-    return packed
-
-
-def _concrete(function: Any) -> Any:
-    return function.get_concrete_function()
 
 
 def _signature_of(function: Any) -> dict[str, dict[str, TensorSpec]]:

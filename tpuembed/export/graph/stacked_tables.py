@@ -269,9 +269,7 @@ def _shifted_together(features: Sequence[FlatIds], places: Sequence[Placement]) 
         *(tf.TensorSpec(shape.shape, shape.dtype) for shape in shapes),
     )
     moved = tf.cond(
-        are_even & are_inside,
-        lambda: tf.reshape(matrix + offsets, [-1]),
-        lambda: fail(joined, sizes, *shapes),
+        are_even & are_inside, lambda: tf.reshape(matrix + offsets, [-1]), lambda: fail(joined, sizes, *shapes)
     )
     return sizes, moved
 
@@ -299,13 +297,12 @@ def _shifted(features: Sequence[FlatIds], places: Sequence[Placement]) -> list[F
     """
     pairs = list(zip(features, places, strict=True))
     shift = check_range([feature.ranged(span_of(place)) for feature, place in pairs])
-    return [_moved(feature, shift + (place.row_offset - place.first_row)) for feature, place in pairs]
-
-
-def _moved(feature: FlatIds, offset: Tensor) -> FlatIds:
-    ids = feature.ids + offset
-    ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
-    return dataclasses.replace(feature, ids=ids, strategy=feature.strategy.of_lists())
+    moved = []
+    for feature, place in pairs:
+        ids = feature.ids + (shift + (place.row_offset - place.first_row))
+        ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
+        moved.append(dataclasses.replace(feature, ids=ids, strategy=feature.strategy.of_lists()))
+    return moved
 
 
 def ran_without_rows(error: BaseException) -> bool:

@@ -175,7 +175,7 @@ def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[Vocabulary
         ConfigError: as `vocabularies_of`.
     """
     mine, path = _of_model(model), as_path(source)
-    if not mine or not _is_saved_model(path):
+    if not mine or not path.is_file() or not (path.suffix == ".keras" or _is_unzipped(path)):
         return tuple(one.described for one in mine)
     config, saved = _of_file(path, {one.layer for one in mine})
     pairs = _pairs(mine, saved, source)
@@ -310,24 +310,17 @@ class _Folder:
         self._folder = folder
 
     def namelist(self) -> list[str]:
-        """Their paths in the folder."""
         return names_below(self._folder)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file."""
         return (self._folder / name).read_bytes()
 
     def open(self, name: str) -> IO[bytes]:
-        """A file opened for reading."""
         return open_stream(self._folder / name)
 
 
-def _is_saved_model(path: FilePath) -> bool:
-    """Returns True if `path` is a `.keras` file, or the weights of a model that was saved unzipped."""
-    return path.is_file() and (path.suffix == ".keras" or _is_unzipped(path))
-
-
 def _is_unzipped(path: FilePath) -> bool:
+    """Returns True if `path` has the weights of a model that was saved unzipped."""
     return path.name == _WEIGHTS and (path.parent / _CONFIG).is_file()
 
 

@@ -63,16 +63,15 @@ class Names:
             node = nodes[number]
             known = around[number]
             name = node.name and self._derived(node.name, known)
-            weights = {key: self._without_derived(weight) for key, weight in node.weights.items()}
+            weights = {}
+            for key, weight in node.weights.items():
+                *scopes, leaf = weight.name.split("/")
+                derived = [self._derived(scope, scopes[:place]) for place, scope in enumerate(scopes)]
+                weights[key] = dataclasses.replace(weight, name="/".join([*derived, leaf]))
             nodes[number] = dataclasses.replace(node, name=name, weights=weights)
             for child in node.children.values():
                 around.setdefault(child, (*known, node.name) if node.name else known)
         return dataclasses.replace(objects, nodes=tuple(nodes))
-
-    def _without_derived(self, weight: Weight) -> Weight:
-        *scopes, leaf = weight.name.split("/")
-        derived = [self._derived(scope, scopes[:place]) for place, scope in enumerate(scopes)]
-        return dataclasses.replace(weight, name="/".join([*derived, leaf]))
 
     def _derived(self, name: str, around: Iterable[str]) -> str:
         for outer in around:
@@ -168,8 +167,8 @@ class _Walk:
                 raise Mismatch(f"{self._path(wanted)} is shared in another way than {self._saved.nodes[found].path}")
             return
         mine, theirs = self._model.nodes[wanted], self._saved.nodes[found]
-        if not is_root:
-            self._check_names(mine, theirs)
+        if not is_root and not (mine.name is None or theirs.name is None or self._names.same(mine.name, theirs.name)):
+            raise Mismatch(f"{theirs.path} is called {theirs.name!r} there and {mine.name!r} in the model")
         self._check_tables(wanted, found)
         self.align_one(wanted, found)
         if mine.is_list and theirs.is_list:
@@ -197,12 +196,6 @@ class _Walk:
     def _children(self, objects: Objects, number: int) -> list[int]:
         """The elements of a list that hold weights, in order."""
         return [child for child in objects.nodes[number].ordered() if objects.weights(child)]
-
-    def _check_names(self, mine: SavedObject, theirs: SavedObject) -> None:
-        if mine.name is None or theirs.name is None:
-            return
-        if not self._names.same(mine.name, theirs.name):
-            raise Mismatch(f"{theirs.path} is called {theirs.name!r} there and {mine.name!r} in the model")
 
     def _check_tables(self, wanted: int, found: int) -> None:
         mine, theirs = self._model.tables(wanted), self._saved.tables(found)

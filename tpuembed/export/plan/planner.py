@@ -79,7 +79,12 @@ def plan_export(
     pieces = [piece for stack in stacks for piece in _split(stack, shard_bytes)]
     workers = min(workers, len(pieces))
     if may_use_fewer:
-        workers = max(1, min(workers, max_memory_bytes // max(_least_bytes(stacks, read_buffers))))
+        least = max(  # what a worker holds if it reads one row at a time
+            stack.row_format(table).chunk_bytes(1) + read_buffers(table.table, 1)
+            for stack in stacks
+            for table in stack.tables
+        )
+        workers = max(1, min(workers, max_memory_bytes // least))
     budget = max_memory_bytes // workers
     chunks = {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
     shards = tuple(_task(index, *piece, chunks[piece[1].table]) for index, piece in enumerate(pieces))
@@ -150,43 +155,28 @@ def _stack_tables(
         return storages[table.name], table.dim, table.name if table.name in whole else ""
 
     in_order = sorted(tables, key=lambda table: (*kind(table), table.name))
-    groups = [(of_kind, list(group)) for of_kind, group in groupby(in_order, key=kind)]
-    alone = sorted(whole)
-    names = [
-        f"stack_{storage}_{dim}" + (f"_whole_{alone.index(table)}" if table else "")
-        for (storage, dim, table), _ in groups
-    ]
-    return [
-        _stack(name, storage, dim, group, quantization, ranges)
-        for name, ((storage, dim, _), group) in zip(names, groups, strict=True)
-    ]
-
-
-def _stack(
-    name: str,
-    storage: str,
-    dim: int,
-    tables: Sequence["TableInfo"],
-    quantization: Mapping[str, QuantizationConfig],
-    ranges: RowRanges,
-) -> StackPlan:
-    placements, rows = [], 0
-    for table in tables:
-        simulated = quantization.get(table.name)
-        start, stop = ranges.get(table.name, (0, table.rows))
-        placement = Placement(
-            table=table.name,
-            rows=stop - start,
-            row_offset=rows,
-            first_row=start,
-            is_whole=stop - start == table.rows,
-            source_dtype=table.dtype.name,
-            quantization=None if simulated is None else dataclasses.asdict(simulated),
-        )
-        placements.append(placement)
-        rows += stop - start
-    size = rows * STORAGES[storage].row_bytes(dim)
-    return StackPlan(name=name, dim=dim, storage=storage, rows=rows, size=size, tables=tuple(placements))
+    alone, stacks = sorted(whole), []
+    for (storage, dim, whole_table), group in groupby(in_order, key=kind):
+        name = f"stack_{storage}_{dim}" + (f"_whole_{alone.index(whole_table)}" if whole_table else "")
+        placements, rows = [], 0
+        for table in group:
+            simulated = quantization.get(table.name)
+            start, stop = ranges.get(table.name, (0, table.rows))
+            placement = Placement(
+                table=table.name,
+                rows=stop - start,
+                row_offset=rows,
+                first_row=start,
+                is_whole=stop - start == table.rows,
+                source_dtype=table.dtype.name,
+                quantization=None if simulated is None else dataclasses.asdict(simulated),
+            )
+            placements.append(placement)
+            rows += stop - start
+        size = rows * STORAGES[storage].row_bytes(dim)
+        stack = StackPlan(name=name, dim=dim, storage=storage, rows=rows, size=size, tables=tuple(placements))
+        stacks.append(stack)
+    return stacks
 
 
 def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Placement, int, int]]:
@@ -215,13 +205,6 @@ def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBu
         rows = most_rows(budget, lambda rows: form.chunk_bytes(rows) + read_buffers(table.table, rows), rows)
         reader_bytes = read_buffers(table.table, rows)
     return _ChunkSize(rows, reader_bytes)
-
-
-def _least_bytes(stacks: Sequence[StackPlan], read_buffers: ReadBuffers) -> Iterator[int]:
-    """Yield, for each table, the bytes that a worker holds if it reads one row at a time."""
-    for stack in stacks:
-        for table in stack.tables:
-            yield stack.row_format(table).chunk_bytes(1) + read_buffers(table.table, 1)
 
 
 def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: _ChunkSize) -> ShardTask:
@@ -265,17 +248,15 @@ def check_row_ranges(ranges: RowRanges, tables: Iterable["TableInfo"]) -> RowRan
         ConfigError: a bound is not an integer.
     """
     rows = {table.name: table.rows for table in tables}
-    return {name: _checked(name, *bounds, rows) for name, bounds in ranges.items()}
-
-
-def _checked(name: str, start: int, stop: int, rows: Mapping[str, int]) -> tuple[int, int]:
-    if name not in rows:
-        raise UnknownTableError(f"row ranges: table {name!r} is not exported; {did_you_mean(name, rows)}")
-    for bound in (start, stop):
-        check_count(f"row range of table {name!r}", bound, minimum=-(2**63))
-    if not 0 <= start < stop <= rows[name]:
-        raise RowRangeError(
-            f"table {name!r}: rows [{start}, {stop}) are not a range inside its {rows[name]} rows. Give at least "
-            f"one row inside [0, {rows[name]})."
-        )
-    return int(start), int(stop)
+    for name, bounds in ranges.items():
+        if name not in rows:
+            raise UnknownTableError(f"row ranges: table {name!r} is not exported; {did_you_mean(name, rows)}")
+        for bound in bounds:
+            check_count(f"row range of table {name!r}", bound, minimum=-(2**63))
+        start, stop = bounds
+        if not 0 <= start < stop <= rows[name]:
+            raise RowRangeError(
+                f"table {name!r}: rows [{start}, {stop}) are not a range inside its {rows[name]} rows. Give at least "
+                f"one row inside [0, {rows[name]})."
+            )
+    return {name: (int(start), int(stop)) for name, (start, stop) in ranges.items()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import tpuembed
 from tpuembed.errors import ExportError
-from tpuembed.export.plan.plan import ExportPlan, StackPlan
+from tpuembed.export.plan.plan import ExportPlan, Placement, StackPlan
 from tpuembed.export.publish.layouts import BUNDLE, graph_keys
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.report import StreamReport
@@ -72,7 +72,7 @@ def assemble(writer: VersionWriter, streamed: StreamReport, graph: "SavedGraph",
         tool_version=tpuembed.__version__,
         source=source,
         layout=plan.layout,
-        tables=tuple(entry for stack in plan.stacks for entry in _table_entries(stack)),
+        tables=tuple(_table_entry(stack, table) for stack in plan.stacks for table in stack.tables),
         stacks=tuple(_stack_entry(stack, streamed, merged, keys[stack.name]) for stack in plan.stacks),
         signatures=graph.signatures,
         errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
@@ -139,20 +139,17 @@ def _other_files(version: Path, manifest: Manifest) -> dict[str, FileEntry]:
     return {name: FileEntry(size=by_name[name].stat().st_size, crc32c=file_crc32c(by_name[name])) for name in others}
 
 
-def _table_entries(stack: StackPlan) -> list[TableEntry]:
-    return [
-        TableEntry(
-            name=table.table,
-            rows=table.rows,
-            dim=stack.dim,
-            dtype=table.source_dtype,
-            stack=stack.name,
-            row_offset=table.row_offset,
-            first_row=table.first_row,
-            quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
-        )
-        for table in stack.tables
-    ]
+def _table_entry(stack: StackPlan, table: Placement) -> TableEntry:
+    return TableEntry(
+        name=table.table,
+        rows=table.rows,
+        dim=stack.dim,
+        dtype=table.source_dtype,
+        stack=stack.name,
+        row_offset=table.row_offset,
+        first_row=table.first_row,
+        quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
+    )
 
 
 def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, key: str) -> StackEntry:

@@ -184,7 +184,9 @@ class FolderWriter(VersionWriter):
             ExportError: another export published that version first, or MODEL_DIR cannot be written.
         """
         with naming_model_dir(self.model_dir):
-            _sync_tree(self.path)
+            for folder, _, files in os.walk(self.path):
+                for name in (*files, ""):  # "" is the folder itself
+                    flush(Path(folder, name))
             with _locked(self.model_dir):
                 target = self._rename(settle)
                 flush(self.model_dir)
@@ -328,14 +330,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _sync_tree(root: Path) -> None:
-    """Flush every file and folder under `root`, and `root` itself, to the disk."""
-    for folder, _, files in os.walk(root):
-        for name in files:
-            flush(Path(folder, name))
-        flush(Path(folder))
 
 
 def _allocate(path: Path, size: int) -> None:

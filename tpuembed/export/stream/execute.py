@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
 from operator import attrgetter
+from typing import Final
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PartialChecksum
@@ -19,6 +20,9 @@ from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_sourc
 from tpuembed.tensor_bundle import crc
 
 __all__ = ["ErrorBound", "stream_tables", "table_errors"]
+
+
+_BETTER: Final = {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}
 
 
 def stream_tables(
@@ -57,7 +61,10 @@ def stream_tables(
         _check_source(checkpoint, plan, by_index)
     return StreamReport(
         folder=writer.tables,
-        crc32c=_stack_checksums(plan, by_index),
+        crc32c={
+            stack: _combined((by_index[task.index].crc32c, task.size) for task in tasks)
+            for stack, tasks in groupby(plan.shards, key=attrgetter("stack"))
+        },
         bytes_written=total,
         bytes_reused=sum(result.bytes for result in results if result.is_reused),
         errors=table_errors(plan.shards, by_index),
@@ -83,7 +90,7 @@ def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int
 
     A table of which only a part is exported is not checked, because that would mean reading all of it.
     """
-    unproven, sums = list[str](), dict[str, PartialChecksum]()
+    unproven, sums = list[str](), defaultdict[str, PartialChecksum](PartialChecksum)
     whole = {place.table for stack in plan.stacks for place in stack.tables if place.is_whole}
     for table, group in groupby(plan.shards, key=attrgetter("table")):
         tasks = list(group)
@@ -92,7 +99,9 @@ def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int
         stated = checkpoint.checksum(table)
         if stated is None:
             unproven.append(table)
-            _add_up(sums, (results[task.index] for task in tasks))
+            for task in tasks:
+                for key, fields in results[task.index].source_sums.items():
+                    sums[key] += PartialChecksum(*fields)
             continue
         read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
         if stated != read:
@@ -102,21 +111,9 @@ def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int
                 table,
                 f"had the CRC32C {read:#010x} when they were exported, but the index has {stated:#010x}",
             )
-    _check_sums(checkpoint, unproven, sums)
-
-
-def _add_up(sums: dict[str, PartialChecksum], results: Iterable[ShardResult]) -> None:
-    for result in results:
-        for key, fields in result.source_sums.items():
-            sums[key] = sums.get(key, PartialChecksum()) + PartialChecksum(*fields)
-
-
-def _check_sums(checkpoint: Checkpoint, tables: Sequence[str], sums: Mapping[str, PartialChecksum]) -> None:
-    """Check `tables` whose files have checksums over other bytes than rows. Files that the reads do not cover are read
-    again.
-    """
-    proven = checkpoint.proven(tables, sums)
-    checkpoint.verify([table for table in tables if not proven.get(table)])
+    # The files of these tables have checksums over other bytes than rows. Files that the reads do not cover are read again.
+    proven = checkpoint.proven(unproven, sums)
+    checkpoint.verify([table for table in unproven if not proven.get(table)])
     for table, is_right in proven.items():
         if not is_right:
             raise _misread(checkpoint, table, "did not have the checksums of the index when they were exported")
@@ -127,13 +124,6 @@ def _misread(checkpoint: Checkpoint, table: str, what: str) -> CheckpointCorrupt
         f"checkpoint {checkpoint.path}: table {table!r}: its bytes {what}, and a second read finds no damage. "
         "Export again. If it happens again, check the disk and the memory of this machine."
     )
-
-
-def _stack_checksums(plan: ExportPlan, results: Mapping[int, ShardResult]) -> dict[str, int]:
-    return {
-        stack: _combined((results[task.index].crc32c, task.size) for task in tasks)
-        for stack, tasks in groupby(plan.shards, key=attrgetter("stack"))
-    }
 
 
 def _combined(parts: Iterable[tuple[int, int]]) -> int:
@@ -148,12 +138,12 @@ def table_errors(shards: Sequence[ShardTask], results: Mapping[int, ShardResult]
     sums: dict[str, ErrorSums] = defaultdict(ErrorSums)
     for task in shards:
         sums[task.table] += ErrorSums(**results[task.index].errors)
-    return {task.table: _error_of(task, sums[task.table]) for task in shards}
-
-
-def _error_of(task: ShardTask, sums: ErrorSums) -> TableError:
-    is_lossless = task.row_format.is_exact and not sums.values
-    return TableError(storage=task.storage) if is_lossless else TableError.of(task.storage, sums)
+    return {
+        task.table: TableError(storage=task.storage)
+        if task.row_format.is_exact and not sums[task.table].values
+        else TableError.of(task.storage, sums[task.table])
+        for task in shards
+    }
 
 
 class ErrorBound:
@@ -176,9 +166,5 @@ class ErrorBound:
         if self._max_error is not None and max_abs > self._max_error:
             raise ExportError(
                 f"table {table!r}: stored as {storage}, a value differs by {max_abs:.3g} from float32, but "
-                f"max_error is {self._max_error:g}. Store this table as {_better(storage)}, or raise max_error."
+                f"max_error is {self._max_error:g}. Store this table as {_BETTER.get(storage, 'float32')}, or raise max_error."
             )
-
-
-def _better(storage: str) -> str:
-    return {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}.get(storage, "float32")

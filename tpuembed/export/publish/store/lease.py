@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from tpuembed.errors import ExportError
@@ -117,17 +117,14 @@ class StoreVersions:
 def list_versions(root: StoreModelDir) -> StoreVersions:
     """List the versions that exist now."""
     names = root.names()
-    versions = frozenset(versions_among(names))
-    reserved = [int(match[1]) for name in names if (match := _RESERVATION.fullmatch(name))]
-    return StoreVersions(versions=versions, unfinished=tuple(_unfinished(root, reserved, versions)))
-
-
-def _unfinished(root: StoreModelDir, reserved: Sequence[int], versions: Set[int]) -> Iterator[StoreUnfinished]:
-    for version in reserved:
+    versions, unfinished = frozenset(versions_among(names)), []
+    for match in filter(None, map(_RESERVATION.fullmatch, names)):
+        version = int(match[1])
         stored = root.bucket.get(root.record_key(version))
         if stored is not None:
             is_published = version in versions and root.is_version(version)
-            yield StoreUnfinished.of(root, version, stored, is_published=is_published)
+            unfinished.append(StoreUnfinished.of(root, version, stored, is_published=is_published))
+    return StoreVersions(versions=versions, unfinished=tuple(unfinished))
 
 
 def check_free(root: StoreModelDir, version: int | None, found: StoreVersions) -> None:
@@ -153,7 +150,9 @@ def reserve_version(
     others = [one for one in found.unfinished if one.is_dead and one not in mine and one not in same]
     dead = classify(mine, others, header, restart=restart)
     for one in dead.stale:
-        _remove(one)
+        # Another process may have taken it over.
+        if one.record is None or _take_over(one) is not None:
+            remove_unfinished(root, one.version, one.record)
     taken = None if dead.resumable is None else _take_over(dead.resumable)
     if taken is not None and version is None:
         _warn_below(root, taken.version, found)
@@ -203,14 +202,6 @@ def _take_over(unfinished: StoreUnfinished) -> VersionReservation | None:
         )
     except (FileExistsError, FileNotFoundError):
         return None
-
-
-def _remove(unfinished: StoreUnfinished) -> None:
-    """Remove a dead version, unless another process has taken it over."""
-    root, version = unfinished.root, unfinished.version
-    if unfinished.record is not None and _take_over(unfinished) is None:
-        return
-    remove_unfinished(root, version, unfinished.record)
 
 
 def remove_unfinished(root: StoreModelDir, version: int, record: StoreRecord | None) -> None:
@@ -355,12 +346,9 @@ class LeaseRenewer:
                 "this one did not renew its lease for a minute. Export again."
             )
         if isinstance(self._error, FileNotFoundError):
-            is_bucket = isinstance(self._error, MissingBucketError)
-            what = (
-                self._error.strerror
-                if is_bucket
-                else f"its record, {PREFIX}{self.version}/record, was removed meanwhile"
-            )
+            what = f"its record, {PREFIX}{self.version}/record, was removed meanwhile"
+            if isinstance(self._error, MissingBucketError):
+                what = str(self._error.strerror)
             raise ExportError(
                 f"MODEL_DIR {self._root.path}: version {self.version}: {what}. Nothing is kept. Export again."
             )

@@ -9,7 +9,6 @@ they are kept in a file. A part can be sent again without reading the checkpoint
 """
 
 import dataclasses
-import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,15 +103,14 @@ def run_part(
     done, results = 0, list[ShardResult]()
     with _PartFile(shards[0].file_offset, target.shown) as part:
         for shard in shards:
-            count = functools.partial(_count, on_chunk, done)
+
+            def count(written: int, before: int = done) -> None:
+                on_chunk(before + written)
+
             results.append(write_shard(shard, source, part.write, count, checkpoint))
             done += shard.size
         tag = part.send(target.place, lambda: on_chunk(done))
     return [dataclasses.replace(result, tag=tag) for result in results]
-
-
-def _count(on_chunk: Callable[[int], None], before: int, written: int) -> None:
-    on_chunk(before + written)
 
 
 class _PartFile:

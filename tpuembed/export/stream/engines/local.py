@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, Self
 
 from tpuembed.errors import TpuEmbedError, WorkerError
 from tpuembed.export.plan.plan import ShardTask
@@ -111,16 +111,12 @@ class _WorkerPool:
     ) -> None:
         try:
             if kind is None:
-                self._finish()
+                for worker in self._workers:
+                    worker.shut_down()
+                for worker in self._workers:
+                    worker.wait()
         finally:
             self._end()
-
-    def _finish(self) -> None:
-        """Shut down all workers at once."""
-        for worker in self._workers:
-            worker.shut_down()
-        for worker in self._workers:
-            worker.wait()
 
     def _end(self) -> None:
         self._selector.close()
@@ -140,24 +136,18 @@ class _WorkerPool:
                 for results in worker.receive():
                     yield from results
                     if self._waiting:
-                        self._assign(worker, self._waiting.popleft())
+                        task = self._waiting.popleft()
+                        worker.assign(task, self._target(task))
             except _MayPass as failure:
                 self._replace(worker, failure)
 
     def _start(self, task: Batch, delay_seconds: float = 0) -> None:
-        started = None if delay_seconds else self._idle()  # an idle worker has been started without the delay
-        worker = started or _WorkerProcess(self._source, delay_seconds)
+        if self._started and self._started[-1].source == self._source and not delay_seconds:
+            worker = self._started.pop()  # idle, and started without a delay
+        else:
+            worker = _WorkerProcess(self._source, delay_seconds)
         self._workers.append(worker)
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
-        self._assign(worker, task)
-
-    def _idle(self) -> "_WorkerProcess | None":
-        """Return an idle worker that was started for this source, or None."""
-        if self._started and self._started[-1].source == self._source:
-            return self._started.pop()
-        return None
-
-    def _assign(self, worker: "_WorkerProcess", task: Batch) -> None:
         worker.assign(task, self._target(task))
 
     def _replace(self, worker: "_WorkerProcess", failure: "_MayPass") -> None:
@@ -210,12 +200,22 @@ class _WorkerProcess:
             TpuEmbedError: its task failed.
             _MayPass: its task failed with an error that may be temporary, or the worker died.
         """
+        assert self._task
         received = os.read(self.replies.fileno(), 1 << 16)
         if not received:
-            self._raise_death()
+            self.wait()
+            raise _MayPass(self._task, WorkerError(f"{self._task}: its worker process {self._cause_of_death()}."))
         *lines, self._unread = (self._unread + received).split(b"\n")
-        for line in lines:
-            yield from self._understand(json.loads(line))
+        for message in map(json.loads, lines):
+            if "error" in message:
+                failure = Failure(**message["error"])
+                error = failure.error(self._task)
+                raise _MayPass(self._task, error) if failure.may_pass else error
+            if "progress" in message:
+                self.written = message["progress"]
+            if "results" in message:
+                self.written = 0
+                yield [ShardResult(**result) for result in message["results"]]
 
     def shut_down(self) -> None:
         """Tell the worker to exit: close its input."""
@@ -243,27 +243,6 @@ class _WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             self._tasks.write(json.dumps(message).encode() + b"\n")
 
-    def _understand(self, message: Mapping[str, Any]) -> Iterator[list[ShardResult]]:
-        if "error" in message:
-            self._raise_failure(Failure(**message["error"]))
-        if "progress" in message:
-            self.written = message["progress"]
-        if "results" in message:
-            self.written = 0
-            yield [ShardResult(**result) for result in message["results"]]
-
-    def _raise_failure(self, failure: Failure) -> NoReturn:
-        assert self._task
-        error = failure.error(self._task)
-        if failure.may_pass:
-            raise _MayPass(self._task, error)
-        raise error
-
-    def _raise_death(self) -> NoReturn:
-        self.wait()
-        assert self._task
-        raise _MayPass(self._task, WorkerError(f"{self._task}: its worker process {self._cause_of_death()}."))
-
     def _cause_of_death(self) -> str:
         code = self._process.returncode
         if code is None:
@@ -282,14 +261,10 @@ class _WorkerProcess:
 def _spawn(stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-P", "-m", "tpuembed.export.stream.worker"]
     pipe = subprocess.PIPE
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # a worker runs the same code
+    environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": path}
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0, env=_environment())
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0, env=environment)
     except OSError as error:
         stderr.close()
         raise WorkerError(f"worker process {sys.executable!r}: cannot be started: {error.strerror}.") from None
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment with its import path, so that a worker runs the same code."""
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return {**os.environ, **_ONE_THREAD, "PYTHONPATH": path}
