@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.export.fakes import info
+from tests.support.messages import refused
 from tpuembed.checkpoint import TableInfo
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.export.plan import planner
@@ -235,5 +236,5 @@ def test_what_cannot_be_planned_is_refused(tables: list[TableInfo], options: dic
 def test_a_budget_counts_a_row_of_every_worker() -> None:
     wide = [info("a", 1000, 1 << 20), info("b", 1000, 1 << 20)]
     assert plan(*wide, workers=2, max_memory_bytes=8 << 20).buffer_bytes == 8 << 20
-    with pytest.raises(ConfigError, match=r"2 workers needs 8388608 bytes .* is 8388607"):
+    with refused(ConfigError, match="8388608"):
         plan(*wide, workers=2, max_memory_bytes=(8 << 20) - 1)

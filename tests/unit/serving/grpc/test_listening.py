@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from tensorflow.core.framework import tensor_pb2
 from tensorflow_serving.apis import predict_pb2
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError, ServingError
 from tpuembed_cli.serve import serve
@@ -68,12 +69,12 @@ def test_channel_arguments_that_are_refused(text: str, words: str) -> None:
 
 
 def test_settings_that_contradict_the_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="grpc_port is not"):
+    with refused(ConfigError, match="grpc_port"):
         ServerSettings.for_model_dir(tmp_path, grpc_socket_path=tmp_path / "s")
-    with pytest.raises(ConfigError, match="workers is 2"):
+    with refused(ConfigError, match="workers is 2"):
         ServerSettings.for_model_dir(tmp_path, grpc_port=0, grpc_socket_path=tmp_path / "s", workers=2)
     limit = parse_channel_arguments("grpc.max_receive_message_length=9")
-    with pytest.raises(ConfigError, match="max_body_bytes and the channel argument"):
+    with refused(ConfigError, match="max_body_bytes"):
         ServerSettings.for_model_dir(tmp_path, grpc_port=0, grpc_channel_arguments=limit, max_body_bytes=9)
 
 
@@ -86,7 +87,7 @@ def test_a_server_with_a_socket_does_not_start_without_its_port(tmp_path: Path) 
             assert found is None
             assert "Choose another port" in fault
         settings = dataclasses.replace(settings, grpc_socket_path=tmp_path / "s")
-        with pytest.raises(ServingError, match=f"cannot listen on 127.0.0.1 port {port}"), _reserve_grpc_port(settings):
+        with refused(ServingError, match=f"port {port}"), _reserve_grpc_port(settings):
             pass
 
 
@@ -283,10 +284,10 @@ def test_paths_that_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     link.symlink_to(file)
     for path in (file, folder, link):
-        with pytest.raises(ServingError, match="it exists and is not a socket"):
+        with refused(ServingError):
             check_socket_path(path)
     assert file.read_text() == "mine"
-    with pytest.raises(ServingError, match="none is not a folder"):
+    with refused(ServingError):
         check_socket_path(tmp_path / "none" / "s")
     assert not check_socket_path(tmp_path / "free")
 
@@ -295,9 +296,7 @@ def test_the_longest_path_works_and_a_longer_one_is_refused(tmp_path: Path) -> N
     def path_of(size: int) -> Path:
         return tmp_path / ("s" * (size - len(str(tmp_path)) - 1))
 
-    with pytest.raises(
-        ServingError, match=r"the path has 98 bytes. The most is 97\. Choose another path with --grpc-s"
-    ):
+    with refused(ServingError, match="98 bytes"):
         check_socket_path(path_of(98))
     path = path_of(97)
     check_socket_path(path)
