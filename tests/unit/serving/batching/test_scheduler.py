@@ -521,7 +521,8 @@ def test_a_full_queue_of_batches_is_unavailable_in_theirs_words() -> None:
         await here.until_running()
         others = [here.ask(2, 3), here.ask(4, 5)]
         await asyncio.sleep(0)
-        with refused(StatusError, match="max_enqueued_batches") as caught:
+        text = r"is full; currently 2 batches enqueued and max_enqueued_batches is 2$"
+        with pytest.raises(StatusError, match=text) as caught:
             await here.ask(6)
         assert caught.value.code is Code.UNAVAILABLE
         here.servable.gate.set()

@@ -161,7 +161,7 @@ def test_a_worker_imports_from_where_its_parent_does(
 
 
 def test_a_workers_error_passes_through(tmp_path: Path, plan: ExportPlan) -> None:
-    with refused(CheckpointCorruptError, match="table 't'"):
+    with pytest.raises(CheckpointCorruptError, match=r"^table 't': bad rows at \d+$"):
         stream(plan, tmp_path, fakes.CorruptCheckpoint)
 
 
@@ -227,7 +227,7 @@ def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, plan: ExportPlan,
 
 
 def test_a_defect_in_a_worker_is_a_worker_error(tmp_path: Path, plan: ExportPlan) -> None:
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match=r"shard \d .*: ZeroDivisionError: a defect\. "):
         stream(plan, tmp_path, fakes.BuggyCheckpoint)
 
 
