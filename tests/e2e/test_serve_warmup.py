@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import prediction_log_pb2
 
-from tests.support.messages import refused
 from tests.support.serving.models import spec
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError
@@ -209,7 +208,7 @@ def test_a_stop_between_records(version_dir: Path, servable: Any, write: Write) 
         if len(servable.runs) == 2:
             raise LoadStopped(Code.CANCELLED, "version 7: the server is stopping")
 
-    with refused(LoadStopped, match="version 7"):
+    with pytest.raises(LoadStopped, match=r"^version 7: the server is stopping$"):
         warm_up(version_dir, servable, stop)
     assert len(servable.runs) == 2
 

@@ -133,9 +133,20 @@ def test_what_varies_between_runs_is_taken_out_and_nothing_else() -> None:
         "http://127.0.0.1:34567/v1, port 34567": "http://127.0.0.1:PORT/v1, port PORT",
         "process 4321 died": "process PID died",
         "a function at 0x7f0b67b41e80": "a function at ADDRESS",
+        "layer 'string_lookup_148' of 'adam/embedding_16_embeddings'": "layer 'string_lookup' of 'adam/embedding_embeddings'",
+        "s3://bucket-0210b915a969/m/.staging-1-4b24bd68": "s3://BUCKET/m/.staging-1-ID",
+        "table_1 and ckpt-12 have rows [0, 8)": "table_1 and ckpt-12 have rows [0, 8)",
         "CRC32C 0x7f0b67b4, 30000 rows, after 5.0 s": "CRC32C 0x7f0b67b4, 30000 rows, after 5.0 s",
     }.items():
         assert normalised(message, root, base) == expected
+    called = (
+        "Exception encountered when calling L.call().\n\n\x1b[1mfeature 'x': no ids.\x1b[0m\n\nArguments received:\n  x"
+    )
+    traced = (
+        'in user code:\n\n    File "a.py", line 3, in step  *\n        layer(x)\n\n    tpuembed.errors.ConfigError: '
+    )
+    for message in (called, traced + "feature 'x': no ids.\n", traced + called.replace("\n", "\n    ")):
+        assert normalised(message, root, base) == "feature 'x': no ids."
     assert normalised(f"{base}/popen-gw1/test_x0/m: is", root, base / "popen-gw1") == "TMP/m: is"
 
 

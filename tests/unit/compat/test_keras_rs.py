@@ -58,26 +58,22 @@ def test_two_tables_begin_differently() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        (
-            {"optimizer": "rmsprop"},
-            "table 't': optimizer must be one of sgd, adagrad, adagrad_momentum, adam, ftrl; got 'rmsprop'",
-        ),
-        ({"optimizer": keras.optimizers.RMSprop()}, "table 't': Keras optimizer RMSprop: not supported"),
-        ({"optimizer": keras.optimizers.SGD(nesterov=True, momentum=0.1)}, "table 't': Keras SGD: momentum=0.1"),
-        ({"optimizer": keras.optimizers.Adam(weight_decay=0.1)}, "table 't': Keras Adam: weight_decay=0.1 cannot"),
-        ({"placement": "tpu"}, "table 't': placement must be one of auto, default_device, sparsecore; got 'tpu'"),
-        ({"combiner": "max"}, "table 't': combiner must be one of"),
-        ({"max_ids_per_partition": 0}, "table 't': max_ids_per_partition must be at least 1, got 0"),
-        ({"max_unique_ids_per_partition": 1.5}, "table 't': max_unique_ids_per_partition must be an integer, got 1.5"),
-        ({"initializer": 3}, "table 't': initializer must be a name, a dict or a callable, got 3"),
+        {"optimizer": "rmsprop"},
+        {"optimizer": keras.optimizers.RMSprop()},
+        {"optimizer": keras.optimizers.SGD(nesterov=True, momentum=0.1)},
+        {"optimizer": keras.optimizers.Adam(weight_decay=0.1)},
+        {"placement": "tpu"},
+        {"combiner": "max"},
+        {"max_ids_per_partition": 0},
+        {"max_unique_ids_per_partition": 1.5},
+        {"initializer": 3},
     ],
 )
-def test_refused_tables(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_refused_tables(fields: dict[str, Any]) -> None:
+    with refused(ConfigError):
         table(**fields)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -89,22 +85,21 @@ def test_refused_widths(given: tuple[Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"),
+    "shapes",
     [
-        (((4,), (4, 3)), r"output_shape (4, 3) must begin with the batch and end with the table's embedding_dim, 2"),
-        (((4,), (4,)), r"output_shape (4,) must begin with"),
-        (((4, 5, 6), (4, 2)), r"input_shape must be (batch,) or (batch, ids), got (4, 5, 6)"),
-        (((4,), (8, 2)), r"output_shape is (8, 2). Ids of input_shape (4,) give (4, 2) if combined, else (4, 2)"),
-        (((4, 5), (4, 6, 2)), r"output_shape is (4, 6, 2)"),
-        ((4, (4, 2)), r"input_shape must be a tuple, got 4"),
-        (((4.0,), (4, 2)), r"input_shape must be an integer, got 4.0"),
+        ((4,), (4, 3)),
+        ((4,), (4,)),
+        ((4, 5, 6), (4, 2)),
+        ((4,), (8, 2)),
+        ((4, 5), (4, 6, 2)),
+        (4, (4, 2)),
+        ((4.0,), (4, 2)),
     ],
 )
-def test_refused_shapes(shapes: tuple[Any, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_refused_shapes(shapes: tuple[Any, Any]) -> None:
+    with refused(ConfigError) as error:
         FeatureConfig("clicks", table(), *shapes)
     assert "feature 'clicks'" in str(error.value)
-    assert message in str(error.value)
 
 
 def test_a_feature_of_another_librarys_table_is_refused() -> None:

@@ -223,11 +223,8 @@ class TestStacks:
             "variables": {("x", "a_b_c", "table"): rows, ("x", "a_b_c", "slot", "0"): rows},
         }
         for name, leaves in trees.items():
-            with pytest.raises(CheckpointFormatError) as caught:
+            with refused(CheckpointFormatError, match=r"\(a_b_c\)"):
                 open_checkpoint(write_tree(tmp_path / name, leaves))
-            assert "its tables are stacked on SparseCores (a_b_c), and it does not record how" in str(caught.value)
-            assert "embedding_spec=FILE" in str(caught.value)
-            assert "create_proto_from_feature_specs" in str(caught.value)
 
     @pytest.mark.parametrize("form", ["mapping", "json", "text"])
     def test_the_layout_that_a_user_gives(self, form: str, tmp_path: Path) -> None:

@@ -50,22 +50,21 @@ def test_channel_arguments(text: str, arguments: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("", "'' is not KEY=VALUE"),
-        ("grpc.a=1,,grpc.b=2", "'' is not KEY=VALUE"),
-        ("grpc.a", "'grpc.a' is not KEY=VALUE"),
-        ("grpc.a=", "'grpc.a=' is not KEY=VALUE"),
-        ("=1", "'=1' is not KEY=VALUE"),
-        ("max_connection_age_ms=1", "'max_connection_age_ms' does not begin with 'grpc.'"),
-        ("grpc.a=2147483648", "grpc.a is 2147483648. Give an integer from -2147483648 to 2147483647"),
-        ("grpc.so_reuseport=0", "grpc.so_reuseport is 0"),
+        "",
+        "grpc.a=1,,grpc.b=2",
+        "grpc.a",
+        "grpc.a=",
+        "=1",
+        "max_connection_age_ms=1",
+        "grpc.a=2147483648",
+        "grpc.so_reuseport=0",
     ],
 )
-def test_channel_arguments_that_are_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_channel_arguments_that_are_refused(text: str) -> None:
+    with refused(ConfigError):
         parse_channel_arguments(text)
-    assert words in str(caught.value)
 
 
 def test_settings_that_contradict_the_options(tmp_path: Path) -> None:
