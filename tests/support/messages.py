@@ -29,7 +29,7 @@ _COMMAND: Final = "If the message is right, run the test with --update-messages,
 
 _VARYING: Final = (
     # Keras numbers its objects in the order in which a process makes them.
-    (re.compile(r"(?<!layers/)\b((?:[a-z]+_)?(?:embedding|lookup)|dense|functional|keras_tensor)_\d+(?=\b|_)"), r"\1"),
+    (re.compile(r"(?<!layers/)\b((?:[a-z]+_)*(?:embedding|lookup)|dense|functional|keras_tensor)_\d+(?=\b|_)"), r"\1"),
     (re.compile(r"\bbucket-[0-9a-f]{12,}\b"), "BUCKET"),
     (re.compile(r"(\.staging-\d+)-[0-9a-f]{8}\b"), r"\1-ID"),
     (re.compile(r"\b(127\.0\.0\.1|localhost|\[::1?\]):\d{4,5}\b"), r"\1:PORT"),
