@@ -2,15 +2,56 @@
 
 A suite that is red once in a hundred runs is one that nobody believes; new examples are drawn where somebody looks at them.
 Hypothesis also draws constants that it finds in our modules. So other tests beside a test, or other code, may change its examples.
+
+The hooks below serve `tests/support/messages.py`: the messages of our errors.
 """
 
 import os
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.support")  # helpers' asserts say both sides too
 
+from tests.support.messages import GOLDEN, Messages, begin, current  # noqa: E402 - after the line above
+
 settings.register_profile("same examples", derandomize=True)
 if "TPUEMBED_RANDOM_EXAMPLES" not in os.environ:
     settings.load_profile("same examples")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-messages", action="store_true", help=f"rewrite {GOLDEN} for the tests that run")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    begin(Messages(config.rootpath, base, config.getoption("update_messages")))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m take tests away
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    current().collected((item.nodeid for item in items), config.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    current().start(item.nodeid)
+    yield
+    current().finish()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["messages"] = current().output()
+    elif session.config.getoption("update_messages"):
+        current().write()
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, in the process that the workers report to
+def pytest_testnodedown(node: Any) -> None:
+    if "messages" in getattr(node, "workeroutput", {}):
+        current().add(node.workeroutput["messages"])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.keras import h5_lister, h5_listing, matrices
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
@@ -44,7 +45,7 @@ def read_all(path: Path) -> None:
                 checkpoint.read(name, slot=slot)
 
 
-def refused(path: Path, kind: type[CheckpointError] = CheckpointCorruptError) -> str:
+def refusal(path: Path, kind: type[CheckpointError] = CheckpointCorruptError) -> str:
     with pytest.raises(kind) as caught:
         read_all(path)
     message = str(caught.value)
@@ -66,14 +67,14 @@ def test_cut_at_many_lengths(path: Path) -> None:
     whole = path.read_bytes()
     for size in [0, 8, 96, *np.linspace(100, len(whole) - 1, 6, dtype=int)]:
         path.write_bytes(whole[:size])
-        refused(path)
+        refusal(path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 5000, b"no weights", b"PK\x03\x04" + b"\0" * 100], ids=range(4))
 def test_no_hdf5(data: bytes, tmp_path: Path) -> None:
     for name in ("x.weights.h5", "x.h5", "x.hdf5", "x.keras", "x.weights.json"):
         (tmp_path / name).write_bytes(data)
-        refused(tmp_path / name)
+        refusal(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["hangs_hdf5", "crashes_hdf5"])
@@ -81,7 +82,7 @@ def test_what_the_library_does_not_survive(name: str, monkeypatch: pytest.Monkey
     """Mutated files on which HDF5 1.14.6 loops for ever, and is killed by the system."""
     monkeypatch.setattr(h5_listing, "_PROCESSOR_SECONDS", 1)
     shutil.copy(FILES / f"{name}.weights.h5", tmp_path)
-    assert "hangs, crashes or needs too much memory" in refused(tmp_path / f"{name}.weights.h5")
+    assert "hangs, crashes or needs too much memory" in refusal(tmp_path / f"{name}.weights.h5")
 
 
 def test_what_waits_for_ever(monkeypatch: pytest.MonkeyPatch, path: Path, tmp_path: Path) -> None:
@@ -89,30 +90,30 @@ def test_what_waits_for_ever(monkeypatch: pytest.MonkeyPatch, path: Path, tmp_pa
     script.write_text("import time; time.sleep(1000)")
     monkeypatch.setattr(h5_listing, "_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(h5_lister, "__file__", str(script))
-    assert "hangs" in refused(path)
+    assert "hangs" in refusal(path)
 
 
 def test_h5py_not_installed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(MissingExtraError, match=r"needs h5py, .*pip install 'tpuembed\[hdf5\]'"):
+    with refused(MissingExtraError, match=r"'tpuembed\[hdf5\]'"):
         open_checkpoint(path)
 
 
 def test_no_python_to_start(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    refused(path, CheckpointError)
+    refusal(path, CheckpointError)
 
 
 def test_a_process_that_dies_at_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/true")
     for _ in range(20):  # sometimes it is gone before it is spoken to
-        assert "hangs, crashes" in refused(path)
+        assert "hangs, crashes" in refusal(path)
 
 
 def test_cut_while_it_is_open(path: Path) -> None:
     with open_checkpoint(path) as checkpoint:
         path.write_bytes(b"")
-        with pytest.raises(CheckpointCorruptError, match="was truncated after it was opened"):
+        with refused(CheckpointCorruptError):
             checkpoint.read("user")
 
 
@@ -137,17 +138,17 @@ def test_links_are_refused(path: Path, tmp_path: Path) -> None:
     for kind in (h5py.SoftLink("/layers"), h5py.SoftLink("nowhere"), h5py.ExternalLink(other, "/layers")):
         path.write_bytes(whole)
         spoil(path, link(kind))
-        assert f"{type(kind).__name__}, which is not followed" in refused(path)
+        assert f"{type(kind).__name__}, which is not followed" in refusal(path)
 
 
 def test_groups_in_circles(path: Path) -> None:
     spoil(path, lambda file: file.__setitem__(f"{LAYER}/again", file["layers"]))
-    assert "is listed twice, or is inside itself" in refused(path)
+    assert "is listed twice, or is inside itself" in refusal(path)
 
 
 def test_one_array_under_two_names(path: Path) -> None:
     spoil(path, lambda file: file.__setitem__(f"{LAYER}/vars/0", file[FIRST]))
-    assert "is listed twice" in refused(path)
+    assert "is listed twice" in refusal(path)
 
 
 def replace(**options: Any) -> Callable[[Any], None]:
@@ -217,19 +218,19 @@ def virtual(file: Any) -> None:
 )
 def test_odd_arrays(path: Path, change: Callable[[Any], object], kind: type[CheckpointError], says: str) -> None:
     spoil(path, change)
-    assert re.search(says, refused(path, kind))
+    assert re.search(says, refusal(path, kind))
 
 
 def test_user_block(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "model.weights.h5", "w", userblock_size=512) as file:
         add_table(file, 0, "user", TABLE)
-    assert "user block of 512 bytes" in refused(tmp_path / "model.weights.h5")
+    assert "user block of 512 bytes" in refusal(tmp_path / "model.weights.h5")
 
 
 def test_chunk_over_the_budget(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrices.MAX_CHUNK_BYTES == 128 << 20
     spoil(path, replace(shape=(2**23, 8), chunks=(2**23, 8), dtype="f4", compression="gzip"))
-    message = refused(path, CheckpointFormatError)
+    message = refusal(path, CheckpointFormatError)
     assert f"chunks of {2**28} bytes, but at most {2**27} can be held" in message
 
 
@@ -262,7 +263,7 @@ def deflated(data: bytes) -> bytes:
 )
 def test_deflated_chunks(path: Path, payload: bytes, says: str) -> None:
     spoil(path, chunk(payload))
-    message = refused(path)
+    message = refusal(path)
     assert says in message
     assert repr(FIRST) in message
 
@@ -290,7 +291,7 @@ def test_chunk_past_the_end(path: Path) -> None:
     with h5py.File(path) as file:
         place = file[FIRST].id.get_chunk_info(0)
     patch(path, struct.pack("<Q", place.byte_offset), struct.pack("<Q", 2**62))
-    message = refused(path)
+    message = refusal(path)
     assert f"is at bytes [{2**62}, {2**62 + 144}) of {path.stat().st_size}" in message
     assert repr(FIRST) in message
 
@@ -312,7 +313,7 @@ def test_offset_past_the_end(path: Path) -> None:
     size = path.stat().st_size
     message, _, stored = layout_of(path, FIRST)
     patch(path, message, struct.pack("<BBQQ", 3, 1, size - 100, stored))
-    assert refused(path)  # by the library, or by us
+    assert refusal(path)  # by the library, or by us
 
 
 def test_arrays_that_overlap(path: Path) -> None:
@@ -320,7 +321,7 @@ def test_arrays_that_overlap(path: Path) -> None:
     message, _, stored = layout_of(path, FIRST)
     _, other, _ = layout_of(path, second)
     patch(path, message, struct.pack("<BBQQ", 3, 1, other - 8, stored))
-    found = refused(path)
+    found = refusal(path)
     assert "starts at byte" in found
     assert repr(second) in found
 
@@ -330,7 +331,7 @@ def test_array_over_a_header(path: Path) -> None:
     with h5py.File(path) as file:
         header = h5py.h5o.get_info(file[FIRST].id).addr
     patch(path, message, struct.pack("<BBQQ", 3, 1, header + 16, stored))
-    assert "inside an object's header" in refused(path)
+    assert "inside an object's header" in refusal(path)
 
 
 def test_shape_and_size_that_disagree(path: Path) -> None:
@@ -339,7 +340,7 @@ def test_shape_and_size_that_disagree(path: Path) -> None:
     data = path.read_bytes()
     assert data.count(dims) == 1
     path.write_bytes(data.replace(dims, struct.pack("<QQ", 8, 4) * 2))
-    assert "(8, 4), 128 bytes, but 144 are stored" in refused(path)
+    assert "(8, 4), 128 bytes, but 144 are stored" in refusal(path)
 
 
 # ---- .keras
@@ -348,19 +349,19 @@ def test_shape_and_size_that_disagree(path: Path) -> None:
 def test_wrong_archives_are_refused(path: Path, tmp_path: Path) -> None:
     keras = tmp_path / "model.keras"
     write_archive(keras, path, compression=zipfile.ZIP_DEFLATED)
-    assert f"unzip {keras} model.weights.h5" in refused(keras, CheckpointFormatError)
+    assert f"unzip {keras} model.weights.h5" in refusal(keras, CheckpointFormatError)
     write_archive(keras, None)
-    assert "has no model.weights.h5, only config.json, metadata.json" in refused(keras)
+    assert "has no model.weights.h5, only config.json, metadata.json" in refusal(keras)
     write_archive(keras, None, more={"model.weights.npz": b""})
-    assert "its weights are model.weights.npz, which is not supported" in refused(keras, CheckpointFormatError)
+    assert "its weights are model.weights.npz, which is not supported" in refusal(keras, CheckpointFormatError)
     write_archive(keras, path, config=[])
-    assert "config.json is not an object" in refused(keras)
+    assert "config.json is not an object" in refusal(keras)
     with zipfile.ZipFile(keras, "w") as archive:
         archive.write(path, "model.weights.h5")
-    assert "has no config.json" in refused(keras)
+    assert "has no config.json" in refusal(keras)
     with zipfile.ZipFile(keras, "a") as archive:
         archive.writestr("config.json", "[" * 100_000)
-    assert "config.json does not parse" in refused(keras)
+    assert "config.json does not parse" in refusal(keras)
 
 
 def test_config_bomb(path: Path, tmp_path: Path) -> None:
@@ -371,7 +372,7 @@ def test_config_bomb(path: Path, tmp_path: Path) -> None:
                 member.write(b" " * (1 << 20))
         archive.write(path, "model.weights.h5", zipfile.ZIP_STORED)
     tracemalloc.clear_traces()
-    assert "has a config.json of over" in refused(keras)
+    assert "has a config.json of over" in refusal(keras)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
@@ -379,7 +380,7 @@ def test_two_members_of_one_name(path: Path, tmp_path: Path) -> None:
     keras = write_archive(tmp_path / "model.keras", path)
     with zipfile.ZipFile(keras, "a") as archive:
         archive.writestr("model.weights.h5", b"")
-    assert "two files of the same name" in refused(keras)
+    assert "two files of the same name" in refusal(keras)
 
 
 def test_archives_cut_and_patched(path: Path, tmp_path: Path) -> None:
@@ -387,22 +388,22 @@ def test_archives_cut_and_patched(path: Path, tmp_path: Path) -> None:
     whole = keras.read_bytes()
     for size in np.linspace(0, len(whole) - 1, 8, dtype=int):
         keras.write_bytes(whole[:size])
-        refused(keras)
+        refusal(keras)
     for size, says in [
         (0, "is empty, 0 bytes. Restore"),
         (1, "is no zip archive: it has 1 bytes"),
         (21, "has 21 bytes"),
     ]:
         keras.write_bytes(whole[:size])
-        assert says in refused(keras)
+        assert says in refusal(keras)
     end = whole.rindex(b"PK\x05\x06")
     for offset, value in [(end + 12, 2**31), (end + 16, 2**31), (end + 12, 0)]:  # size and offset of the directory
         keras.write_bytes(whole[:offset] + struct.pack("<I", value) + whole[offset + 4 :])
-        refused(keras)
+        refusal(keras)
     directory = whole.rindex(b"PK\x01\x02")
     for offset, value in [(directory + 42, 2**31), (directory + 20, 2**31), (directory + 24, 2**31)]:
         keras.write_bytes(whole[:offset] + struct.pack("<I", value) + whole[offset + 4 :])
-        refused(keras)
+        refusal(keras)
 
 
 def test_directory_of_a_sparse_archive(tmp_path: Path) -> None:
@@ -412,7 +413,7 @@ def test_directory_of_a_sparse_archive(tmp_path: Path) -> None:
         file.truncate(1 << 30)
         file.seek(1 << 30)
         file.write(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 1, 1, 1 << 30, 0, 0))
-    assert "requests 1073741824 bytes" in refused(keras)
+    assert "requests 1073741824 bytes" in refusal(keras)
 
 
 # ---- .weights.json
@@ -439,14 +440,14 @@ TABLE_GROUP = "/layers/distributed_embedding/_default_device_embedding_layers/em
 )
 def test_paths_in_shard_names(index: Path, name: str) -> None:
     rewrite(index, lambda groups: groups.__setitem__(TABLE_GROUP, name))
-    assert "which is not a file beside it" in refused(index)
+    assert "which is not a file beside it" in refusal(index)
 
 
 def test_link_out_of_the_folder(index: Path, tmp_path: Path) -> None:
     shard = index.parent / "model_00000.weights.h5"
     shutil.move(shard, tmp_path / "elsewhere.h5")
     shard.symlink_to(tmp_path / "elsewhere.h5")
-    assert "a link to another folder" in refused(index)
+    assert "a link to another folder" in refusal(index)
 
 
 @pytest.mark.parametrize(
@@ -465,19 +466,19 @@ def test_link_out_of_the_folder(index: Path, tmp_path: Path) -> None:
 )
 def test_indexes_that_lie(index: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
     rewrite(index, change)
-    assert re.search(says, refused(index))
+    assert re.search(says, refusal(index))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": []}', "[" * 100_000, "\xff"])
 def test_indexes_that_do_not_parse(index: Path, text: str) -> None:
     index.write_bytes(text.encode("latin-1"))
-    refused(index)
+    refusal(index)
 
 
 def test_index_of_absurd_size(index: Path) -> None:
     with open(index, "r+b") as file:
         file.truncate(1 << 40)
-    assert "has over 67108864 bytes" in refused(index)
+    assert "has over 67108864 bytes" in refusal(index)
 
 
 def test_shards_that_contradict_each_other(index: Path) -> None:
@@ -487,15 +488,15 @@ def test_shards_that_contradict_each_other(index: Path) -> None:
         rows = file[TABLE_GROUP][name][:]
     whole = second.read_bytes()
     spoil(second, lambda file: file.create_group(TABLE_GROUP).attrs.__setitem__("name", "other"))
-    assert "calls" in refused(index)
+    assert "calls" in refusal(index)
     second.write_bytes(whole)
     spoil(second, lambda file: file.create_dataset(f"{TABLE_GROUP}/0", data=rows))
-    assert "in two files" in refused(index)
+    assert "in two files" in refusal(index)
 
 
 def test_part_of_a_whole(index: Path) -> None:
     part = index.parent / "model_00000.weights.h5"
-    with pytest.raises(CheckpointFormatError, match=r"one of several that belong together. Give model\.weights\.json"):
+    with refused(CheckpointFormatError, match=r"model\.weights\.json"):
         open_checkpoint(part)
 
 
@@ -555,15 +556,15 @@ def test_own_files_that_contradict_themselves(
     config: Any, arrays: dict[str, Any], kind: type[CheckpointError], says: str, tmp_path: Path
 ) -> None:
     path = own_file(tmp_path / "x.weights.h5", config, **arrays)
-    assert re.search(says, refused(path, kind))
+    assert re.search(says, refusal(path, kind))
 
 
 def test_own_file_without_config(tmp_path: Path) -> None:
     path = own_file(tmp_path / "x.weights.h5")
     spoil(path, lambda file: file[OWN].__delitem__("|config"))
-    assert "Load it into the layer and save it again" in refused(path, CheckpointFormatError)
+    assert "Load it into the layer and save it again" in refusal(path, CheckpointFormatError)
     spoil(path, lambda file: file[OWN].__setitem__("|config", [1.0, 2.0]))
-    assert "is <f8 (2,), not bytes" in refused(path)
+    assert "is <f8 (2,), not bytes" in refusal(path)
 
 
 @pytest.mark.parametrize("count", [np.int64(-3), np.int32(3), np.zeros(2, np.int64)])

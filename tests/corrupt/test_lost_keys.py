@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkpoint.bundle_fuzzer import Patient, compare
 from tests.support.goldens import BUNDLES
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 
@@ -29,16 +30,13 @@ def test_every_key_in_turn(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name",
     [
-        (
-            "lost_table",
-            "its object graph puts model/optimizer/_trainable_variables/0 at .*, which the index does not have",
-        ),
-        ("lost_object_graph", "is the value of an object, but the index has no object graph"),
+        "lost_table",
+        "lost_object_graph",
     ],
 )
-def test_checkpoints_with_lost_keys_are_refused(name: str, message: str) -> None:
+def test_checkpoints_with_lost_keys_are_refused(name: str) -> None:
     """What read as the other tables alone, and as variables of TensorFlow 1 in another order, under other names."""
-    with pytest.raises(CheckpointCorruptError, match=message):
+    with refused(CheckpointCorruptError):
         open_checkpoint(MUSEUM / name)

@@ -15,6 +15,7 @@ import tensorstore
 
 from tests.support.checkpoint.orbax_fuzzer import bytes_changed
 from tests.support.checkpoint.orbax_trees import Array, write_shards, write_tree
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.orbax import arrays, chunk_streams
 from tpuembed.errors import CheckpointCorruptError
@@ -44,7 +45,7 @@ def read(chunk: Path, start: int = 0, stop: int | None = None) -> Array:
         return checkpoint.read("t", start, stop)
 
 
-def refused(chunk: Path) -> str:
+def refusal(chunk: Path) -> str:
     """The message, which is the same whether all rows are asked for, or the first one."""
     messages = set()
     for stop in (None, 1):
@@ -67,13 +68,13 @@ def test_cut_anywhere(chunk: Path) -> None:
     sizes = [*range(40), *range(len(whole) - 40, len(whole)), *range(0, len(whole), 9973)]
     for size in sizes:
         chunk.write_bytes(whole[:size])
-        refused(chunk)
+        refusal(chunk)
 
 
 @pytest.mark.parametrize("tail", [b"\0", b"\0" * 3, b"x" * 20, b"x" * 4_000, b"x" * 1_000_000], ids=len)
 def test_bytes_after_the_end(tail: bytes, chunk: Path) -> None:
     chunk.write_bytes(chunk.read_bytes() + tail)
-    message = refused(chunk)
+    message = refusal(chunk)
     assert f"continues for {len(tail)} bytes after its end" in message or "more bytes than" in message
 
 
@@ -84,7 +85,7 @@ def test_more_than_one_frame(frames: tuple[int, int], chunk: Path) -> None:
     half = ROWS.nbytes // 2
     both = frame(ROWS.tobytes()[:half]) + frame(ROWS.tobytes()[half:])
     chunk.write_bytes({(0, 0): both, (0, 1): frame(ROWS.tobytes()) + skippable, (1, 0): skippable + frame(b"")}[frames])
-    refused(chunk)
+    refusal(chunk)
 
 
 @pytest.mark.parametrize("size", [0, 1, 64, ROWS.nbytes - 64, ROWS.nbytes - 1, ROWS.nbytes + 1, 2 * ROWS.nbytes])
@@ -92,7 +93,7 @@ def test_more_than_one_frame(frames: tuple[int, int], chunk: Path) -> None:
 def test_frames_of_another_size(size: int, says_size: bool, chunk: Path) -> None:
     data = (ROWS.tobytes() * 2)[:size]
     chunk.write_bytes(frame(data, write_content_size=says_size))
-    assert re.search("should decode to|decodes to|ends after|has more bytes than", refused(chunk))
+    assert re.search("should decode to|decodes to|ends after|has more bytes than", refusal(chunk))
 
 
 def test_frames_that_do_not_say_their_size(chunk: Path) -> None:
@@ -112,7 +113,7 @@ def test_frames_with_a_checksum(chunk: Path) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << rng.randrange(8)
         chunk.write_bytes(damaged)
-        refused(chunk)
+        refusal(chunk)
 
 
 def test_a_frame_that_swells(chunk: Path) -> None:
@@ -141,7 +142,7 @@ def test_plain_chunks_of_another_size(tmp_path: Path) -> None:
     whole = chunk.read_bytes()
     for data in (b"", whole[:-1], whole + b"\0", whole * 2):
         chunk.write_bytes(data)
-        refused(chunk)
+        refusal(chunk)
 
 
 def mend(index: bytes) -> bytes:
@@ -149,23 +150,23 @@ def mend(index: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda d: d[:30], "its index alone needs 68"),
-        (lambda d: d[:-1] + bytes([d[-1] ^ 1]), "a wrong checksum"),
-        (lambda d: d[:-60] + bytes([d[-60] ^ 1]) + d[-59:], "a wrong checksum"),
-        (lambda d: d[:-68] + mend(struct.pack("<QQ", 0, 1 << 40) + d[-52:-4]), "its index refers to"),
-        (lambda d: d[:-68] + mend(struct.pack("<QQ", (1 << 64) - 1, 5) + d[-52:-4]), "its index refers to"),
-        (lambda d: d[:-68] + mend(struct.pack("<QQ", 1, 5_000) + d[-52:-4]), "is not a frame of zstd"),
+        lambda d: d[:30],
+        lambda d: d[:-1] + bytes([d[-1] ^ 1]),
+        lambda d: d[:-60] + bytes([d[-60] ^ 1]) + d[-59:],
+        lambda d: d[:-68] + mend(struct.pack("<QQ", 0, 1 << 40) + d[-52:-4]),
+        lambda d: d[:-68] + mend(struct.pack("<QQ", (1 << 64) - 1, 5) + d[-52:-4]),
+        lambda d: d[:-68] + mend(struct.pack("<QQ", 1, 5_000) + d[-52:-4]),
     ],
 )
-def test_damaged_shards(change: Callable[[bytes], bytes], words: str, tmp_path: Path) -> None:
+def test_damaged_shards(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
     path = write_shards(tmp_path / "ckpt", ROWS, (2_250, 8), (4_500, 16))
     with open_checkpoint(path) as checkpoint:
         np.testing.assert_array_equal(checkpoint.read("t"), ROWS)
     shard = path / "t" / "c" / "0" / "0"
     shard.write_bytes(change(shard.read_bytes()))
-    with open_checkpoint(path) as checkpoint, pytest.raises(CheckpointCorruptError, match=words):
+    with open_checkpoint(path) as checkpoint, refused(CheckpointCorruptError):
         checkpoint.read("t", 0, 1)
 
 

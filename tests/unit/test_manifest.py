@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.messages import refused
 from tests.support.saved_model_graphs import FILES, manifest
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
@@ -73,58 +74,58 @@ INSIDE = ["/etc/passwd", "../1/x", "variables/../../x", "a/./b", "./a", "a//b", 
 def test_a_file_must_be_inside_the_export(tmp_path: Path, file: Any) -> None:
     path = written(tmp_path)
     spoil(path, of_stack(file=file))
-    with pytest.raises(ConfigError, match="is not a path inside the export"):
+    with refused(ConfigError):
         Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("file", [file for file in INSIDE if isinstance(file, str)])
 def test_other_files_too(tmp_path: Path, file: str) -> None:
     spoil(written(tmp_path), lambda content: content["files"].update({file: {"size": 1, "crc32c": 1}}))
-    with pytest.raises(ConfigError, match="is not a path inside the export"):
+    with refused(ConfigError):
         Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (of_stack(offset=-1), "offset must be an integer of at least .*, got -1"),
-        (of_stack(offset=4), "is not the only content of"),
-        (of_stack(file=FILES[1]), "is not the only content of"),
-        (of_stack(size=44), r"float32 \[3, 4\] takes 48 bytes, not 44"),
-        (of_stack(size=-48), "size must be an integer of at least .*, got -48"),
-        (of_stack(size=48.0), r"size must be an integer of at least .*, got 48\.0"),
-        (of_stack(rows=True), "rows must be an integer of at least .*, got True"),
-        (of_stack(rows=0), "rows must be an integer of at least .*, got 0"),
-        (of_stack(rows=2**62, dim=2**62), "takes"),
-        (of_stack(crc32c="7"), "crc32c must be an integer of at least .*, got '7'"),
-        (of_stack(storage="float64"), "unknown storage 'float64'"),
-        (of_stack(storage="bfloat16"), "takes 24 bytes, not 48"),
-        (of_stack(name="b"), "stack 'b' is listed twice"),
-        (of_stack(name="c"), "is in stack 'a', which does not exist"),
-        (of_table(row_offset=1), "starts at row 1 of 'a', not at 0"),
-        (of_table(row_offset=-1), "row_offset must be an integer of at least .*, got -1"),
-        (of_table(rows=2), "stack 'a' has 3 rows, but its tables have 2"),
-        (of_table(rows=4), "stack 'a' has 3 rows, but its tables have 4"),
-        (of_table(dim=5), "has width 5, but its stack 'a' has 4"),
-        (of_table(quantization={"num_buckets": 1, "lower": 0.0, "upper": 1.0}), "num_buckets must be .*, got 1"),
-        (of_table(quantization={"num_buckets": 2, "lower": 1.0, "upper": 1.0}), "lower must be less than"),
-        (of_table(quantization={"num_buckets": 2, "lower": 0.0, "upper": "1"}), "two finite numbers"),
-        (of_table(quantization={"num_buckets": 2, "lower": 0.0}), "upper"),
-        (of_table(quantization=[]), "not a tpuembed manifest"),
-        (of_table(name="t_b"), "table 't_b' is listed twice"),
-        (lambda content: content["tables"].append(content["tables"][0] | {"name": "more"}), "starts at row 0 of 'a', not at 3"),
-        (lambda content: content["tables"].pop(), "its tables have 0"),
-        (lambda content: content.update(layout="paged"), "its layout is 'paged'"),
-        (lambda content: content.pop("files"), "files"),
-        (lambda content: content["files"]["saved_model.pb"].update(size=-3), "size must be an integer of at least .*, got -3"),
-        (lambda content: content.update(stacks=5), "not a tpuembed manifest"),
-        (lambda content: content.update(format=2), "its format is not 1"),
+        of_stack(offset=-1),
+        of_stack(offset=4),
+        of_stack(file=FILES[1]),
+        of_stack(size=44),
+        of_stack(size=-48),
+        of_stack(size=48.0),
+        of_stack(rows=True),
+        of_stack(rows=0),
+        of_stack(rows=2**62, dim=2**62),
+        of_stack(crc32c="7"),
+        of_stack(storage="float64"),
+        of_stack(storage="bfloat16"),
+        of_stack(name="b"),
+        of_stack(name="c"),
+        of_table(row_offset=1),
+        of_table(row_offset=-1),
+        of_table(rows=2),
+        of_table(rows=4),
+        of_table(dim=5),
+        of_table(quantization={"num_buckets": 1, "lower": 0.0, "upper": 1.0}),
+        of_table(quantization={"num_buckets": 2, "lower": 1.0, "upper": 1.0}),
+        of_table(quantization={"num_buckets": 2, "lower": 0.0, "upper": "1"}),
+        of_table(quantization={"num_buckets": 2, "lower": 0.0}),
+        of_table(quantization=[]),
+        of_table(name="t_b"),
+        lambda content: content["tables"].append(content["tables"][0] | {"name": "more"}),
+        lambda content: content["tables"].pop(),
+        lambda content: content.update(layout="paged"),
+        lambda content: content.pop("files"),
+        lambda content: content["files"]["saved_model.pb"].update(size=-3),
+        lambda content: content.update(stacks=5),
+        lambda content: content.update(format=2),
     ],
 )  # fmt: skip
-def test_what_contradicts_itself_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+def test_what_contradicts_itself_is_refused(tmp_path: Path, change: Any) -> None:
     path = written(tmp_path)
     spoil(path, change)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with refused(ConfigError) as caught:
         Manifest.read(tmp_path)
     assert str(path) in str(caught.value)
 
@@ -137,7 +138,7 @@ def test_stacks_that_overlap(tmp_path: Path) -> None:
     assert apart is not None
     assert apart.table_files() == {FILES[1]: 88}
     spoil(path, of_stack(offset=39))
-    with pytest.raises(ConfigError, match=rf"stacks 'b' and 'a' overlap in {FILES[1]}"):
+    with refused(ConfigError):
         Manifest.read(tmp_path)
 
 

@@ -38,7 +38,7 @@ class MixedBackend(Backend):
             ConfigError: two children have one name.
         """
         small, large = self._replicated.checkpoint_children(), self._accelerated.checkpoint_children()
-        for name in small.keys() & large.keys():
+        for name in sorted(small.keys() & large.keys()):
             raise ConfigError(
                 f"table {name!r}: it is replicated, and a stack of tables in the accelerator is saved under the same name. "
                 "Rename the table."

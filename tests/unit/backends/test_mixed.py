@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 
@@ -40,7 +41,7 @@ def test_a_table_named_like_anothers_slot_is_refused_by_name(hardware: str, firs
     with (
         fake_tpu(hardware) as strategy,
         strategy.scope(),
-        pytest.raises(ConfigError, match=r"'t/momenta' would be saved over 't/momenta'\. Rename the table"),
+        refused(ConfigError, match="'t/momenta'"),
     ):
         TPUEmbedding(features, "adam")
 
@@ -48,6 +49,5 @@ def test_a_table_named_like_anothers_slot_is_refused_by_name(hardware: str, firs
 def test_a_table_named_like_a_stacks_slot_is_refused_by_name() -> None:
     tables = [TableConfig(100, 8, "a"), TableConfig(100, 8, "b"), TableConfig(100, 16, "a_b/momenta")]
     features = {table.name: FeatureConfig(table, output_shape=(16,)) for table in tables}
-    message = "table 'a_b/momenta' has the same name as a slot of the stack 'a_b'. Rename the table"
-    with fake_tpu("V2") as strategy, strategy.scope(), pytest.raises(ConfigError, match=message):
+    with fake_tpu("V2") as strategy, strategy.scope(), refused(ConfigError, match="table 'a_b/momenta'"):
         TPUEmbedding(features, "adam")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from tests.support.fake_tpu import fake_tpu
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.backends.stacked_table import StackLayout, check_shards
 from tpuembed.errors import ConfigError
@@ -31,7 +32,7 @@ def test_stacks_are_shared_evenly() -> None:
 )
 def test_stacks_that_cannot_be_shared(shards: list[tuple[int, int]], changes: dict[str, int]) -> None:
     layout = StackLayout(**{**dataclasses.asdict(LAYOUT), **changes})
-    with pytest.raises(ConfigError, match=r"table 'users' with 100 rows: . TPUs hold .* needs 8 SparseCores"):
+    with refused(ConfigError, match="table 'users'"):
         check_shards({"users": layout}, {"users_videos": shards})
 
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.checkpoint.manager import save
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import (
     CheckpointCorruptError,
@@ -76,9 +77,7 @@ def test_format_v1_is_named(tmp_path: Path, shards: int) -> None:
         saver = v1.train.Saver(write_version=v1.train.SaverDef.V1, sharded=shards > 1)
         saver.save(session, str(tmp_path / "ckpt"))
     for path in (tmp_path, tmp_path / "ckpt"):
-        with pytest.raises(
-            CheckpointFormatError, match=r"format V1, and only V2 can be read\. Restore it with tf\.compat\.v1"
-        ):
+        with refused(CheckpointFormatError, match=r"tf\.compat\.v1"):
             open_checkpoint(path)
 
 
@@ -101,19 +100,17 @@ def test_a_directory_that_does_not_say_which(tmp_path: Path, others: list[str]) 
     (tmp_path / "checkpoint").unlink()
     for name in others:
         shutil.copy(path + ".index", tmp_path / f"{name}.index")
-    with pytest.raises(
-        CheckpointFormatError, match=r"contains several checkpoints \(.*ckpt-1.*\). Give the path of one"
-    ):
+    with refused(CheckpointFormatError):
         open_checkpoint(tmp_path)
 
 
 def test_a_state_file_that_names_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "checkpoint").write_text('all_model_checkpoint_paths: "ckpt-1"\n')
-    with pytest.raises(CheckpointCorruptError, match="has no model_checkpoint_path"):
+    with refused(CheckpointCorruptError, match="model_checkpoint_path"):
         open_checkpoint(tmp_path)
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "ckpt-9"\n')
-    with pytest.raises(CheckpointNotFoundError, match=r"names 'ckpt-9' as the latest, but there is no .*ckpt-9\.index"):
+    with refused(CheckpointNotFoundError, match="'ckpt-9'"):
         open_checkpoint(tmp_path)
 
 
@@ -132,32 +129,32 @@ def test_nothing_there(tmp_path: Path) -> None:
         assert isinstance(caught.value, FileNotFoundError)
         assert str(tmp_path / name) in str(caught.value)
     (tmp_path / "ckpt.data-00000-of-00001").write_text("")
-    with pytest.raises(CheckpointNotFoundError, match=r"index .*ckpt\.index: no such file"):
+    with refused(CheckpointNotFoundError, match=r"ckpt\.index"):
         open_checkpoint(tmp_path / "ckpt.data-00000-of-00001")
 
 
 def test_a_saved_model_without_variables(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(b"")
-    with pytest.raises(CheckpointNotFoundError, match="this directory contains none"):
+    with refused(CheckpointNotFoundError):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    "path",
     [
-        ("a" * 5000, "cannot be read: .*too long"),
-        ("zero\0byte", "cannot be read: .*null byte|no such file"),
+        "a" * 5000,
+        "zero\0byte",
     ],
     ids=["long", "zero"],
 )
-def test_paths_that_cannot_be_read(path: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+def test_paths_that_cannot_be_read(path: str) -> None:
+    with refused(CheckpointError):
         open_checkpoint(path)
 
 
 @pytest.mark.parametrize("url", ["ftp://host/ckpt-1", "s3://", "s3:///ckpt-1", "http://host/ckpt-1", "://x"])
 def test_urls_that_are_not_read(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"only local paths and s3://.* can be read. Copy it to a disk") as caught:
+    with refused(ConfigError) as caught:
         open_checkpoint(url)
     assert str(caught.value).startswith(url)
 

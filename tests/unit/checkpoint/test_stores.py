@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.checkpoint.manager import save
+from tests.support.messages import refused
 from tests.support.stores import S3, GcsStub, moto_server
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
@@ -86,7 +87,7 @@ def test_the_highest_number_without_a_state_file(tmp_path: Path, upload: Upload)
     (tmp_path / "checkpoint").unlink()
     assert value(upload(tmp_path, "dir")) == 11
     (tmp_path / "best.index").write_bytes(b"")
-    with pytest.raises(CheckpointFormatError, match="contains several checkpoints"):
+    with refused(CheckpointFormatError):
         open_checkpoint(upload(tmp_path, "dir"))
 
 
@@ -121,33 +122,29 @@ def test_a_state_file_never_leads_to_a_disk(tmp_path: Path, upload: Upload) -> N
     save(tmp_path / "disk", 1)
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "checkpoint").write_text(f'model_checkpoint_path: "{tmp_path}/disk/ckpt-1"\n')
-    with pytest.raises(CheckpointNotFoundError, match=r"there is no .*://models/.*/dir/ckpt-1\.index"):
+    with refused(CheckpointNotFoundError):
         open_checkpoint(upload(tmp_path / "store", "dir"))
 
 
 def test_what_is_missing_or_cut(tmp_path: Path, upload: Upload) -> None:
     write(tmp_path)
     url = upload(tmp_path, "whole")
-    with pytest.raises(CheckpointNotFoundError, match=f"checkpoint {url}/ckpt-2: no such file"):
+    with refused(CheckpointNotFoundError):
         open_checkpoint(f"{url}/ckpt-2")
-    with pytest.raises(CheckpointNotFoundError, match="no such file"):
+    with refused(CheckpointNotFoundError):
         open_checkpoint(f"{url}/none/")
     for missing in (f"{url}/ckpt-1", url, url.partition("models")[0] + "models"):
-        with pytest.raises(
-            CheckpointNotFoundError, match=r"no-such-bucket.*: the bucket 'no-such-bucket' does not exist. Check"
-        ):
+        with refused(CheckpointNotFoundError, match="'no-such-bucket'"):
             open_checkpoint(missing.replace("models", "no-such-bucket"))
     [data, *_] = sorted(tmp_path.glob("*.data-00001-of-*"))
     data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(
-        CheckpointCorruptError, match=rf"data file {upload(tmp_path, 'cut')}/{data.name}: has \d+ bytes"
-    ):
+    with refused(CheckpointCorruptError):
         open_checkpoint(upload(tmp_path, "cut") + "/ckpt-1")
     data.unlink()
-    with pytest.raises(CheckpointCorruptError, match=rf"{data.name}: is missing"):
+    with refused(CheckpointCorruptError):
         open_checkpoint(upload(tmp_path, "gone") + "/ckpt-1")
     (tmp_path / "ckpt-1.index").write_bytes(b"x" * 100)
-    with pytest.raises(CheckpointCorruptError, match=r"ckpt-1\.index: it does not end in the magic number"):
+    with refused(CheckpointCorruptError):
         open_checkpoint(upload(tmp_path, "garbage") + "/ckpt-1")
 
 
@@ -160,7 +157,7 @@ def test_written_over_while_it_is_open(tmp_path: Path, upload: Upload) -> None:
         before = checkpoint.fingerprint()
         save(tmp_path / "new", 2)
         upload(tmp_path / "new", "dir")
-        with pytest.raises(CheckpointError, match=r"data-00000-of-00001: cannot be read: it has changed since"):
+        with refused(CheckpointError, match="00000"):
             checkpoint.read("table")
         assert checkpoint.fingerprint() != before
 

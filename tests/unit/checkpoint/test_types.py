@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.messages import refused
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.checkpoint.saved_objects import Weight
 from tpuembed.checkpoint.types import Array
@@ -51,7 +52,7 @@ def test_rows_are_read_by_range_and_into_arrays() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (-1, 2), (3, 2), (5, None)])
 def test_a_range_outside_of_the_table_is_refused(start: int, stop: int | None) -> None:
-    with pytest.raises(RowRangeError, match=rf"checkpoint here: table 't': rows \[{start}, .* inside its 4 rows"):
+    with refused(RowRangeError, match=r"table 't'"):
         Small().read("t", start, stop)
 
 
@@ -59,7 +60,7 @@ def test_a_range_outside_of_the_table_is_refused(start: int, stop: int | None) -
     "out", [np.zeros((2, 2), np.float16), np.zeros((2, 3), np.float32), np.zeros(3, np.float16), np.zeros((1, 2, 3))]
 )
 def test_an_array_of_another_form_is_refused(out: Array) -> None:
-    with pytest.raises(ConfigError, match=r"table 't': out must be float16 \[rows, 3\], got"):
+    with refused(ConfigError, match="table 't'"):
         Small().read_into("t", 0, out)
 
 
@@ -83,9 +84,9 @@ def test_rows_that_do_not_fit_behind_the_start_are_refused() -> None:
 )
 def test_every_method_refuses_an_unknown_table(call: Callable[[Small, str], Any]) -> None:
     call(Small(), "t")
-    with pytest.raises(UnknownTableError, match="checkpoint here: has no table 'u'"):
+    with refused(UnknownTableError, match="table 'u'"):
         call(Small(), "u")
-    with pytest.raises(UnknownTableError, match="checkpoint here: table 't' has no slot 'linears'"):
+    with refused(UnknownTableError, match="table 't'"):
         Small().read("t", slot="linears")
 
 
@@ -96,5 +97,5 @@ def test_a_reader_without_extras_has_neutral_ones() -> None:
     assert (checkpoint.piece_rows("t"), checkpoint.advise("t", 1), checkpoint.summed("t")) == (None, None, None)
     assert checkpoint.proven(["t"], {}) == {}
     assert (checkpoint.objects(["t"]), checkpoint.policies(), checkpoint.model_config()) == (None, {}, None)
-    with pytest.raises(CheckpointFormatError, match="weight 'w': its format has no weights of layers"):
+    with refused(CheckpointFormatError, match="weight 'w'"):
         checkpoint.read_weight(Weight("w", "w", (), "float32"))

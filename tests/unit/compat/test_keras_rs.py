@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
+from tests.support.messages import refused
 from tpuembed import SGD, export_saved_model
 from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
 from tpuembed.errors import ConfigError, UnknownTableError
@@ -57,26 +58,22 @@ def test_two_tables_begin_differently() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        (
-            {"optimizer": "rmsprop"},
-            "table 't': optimizer must be one of sgd, adagrad, adagrad_momentum, adam, ftrl; got 'rmsprop'",
-        ),
-        ({"optimizer": keras.optimizers.RMSprop()}, "table 't': Keras optimizer RMSprop: not supported"),
-        ({"optimizer": keras.optimizers.SGD(nesterov=True, momentum=0.1)}, "table 't': Keras SGD: momentum=0.1"),
-        ({"optimizer": keras.optimizers.Adam(weight_decay=0.1)}, "table 't': Keras Adam: weight_decay=0.1 cannot"),
-        ({"placement": "tpu"}, "table 't': placement must be one of auto, default_device, sparsecore; got 'tpu'"),
-        ({"combiner": "max"}, "table 't': combiner must be one of"),
-        ({"max_ids_per_partition": 0}, "table 't': max_ids_per_partition must be at least 1, got 0"),
-        ({"max_unique_ids_per_partition": 1.5}, "table 't': max_unique_ids_per_partition must be an integer, got 1.5"),
-        ({"initializer": 3}, "table 't': initializer must be a name, a dict or a callable, got 3"),
+        {"optimizer": "rmsprop"},
+        {"optimizer": keras.optimizers.RMSprop()},
+        {"optimizer": keras.optimizers.SGD(nesterov=True, momentum=0.1)},
+        {"optimizer": keras.optimizers.Adam(weight_decay=0.1)},
+        {"placement": "tpu"},
+        {"combiner": "max"},
+        {"max_ids_per_partition": 0},
+        {"max_unique_ids_per_partition": 1.5},
+        {"initializer": 3},
     ],
 )
-def test_refused_tables(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_refused_tables(fields: dict[str, Any]) -> None:
+    with refused(ConfigError):
         table(**fields)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -88,26 +85,25 @@ def test_refused_widths(given: tuple[Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"),
+    "shapes",
     [
-        (((4,), (4, 3)), r"output_shape (4, 3) must begin with the batch and end with the table's embedding_dim, 2"),
-        (((4,), (4,)), r"output_shape (4,) must begin with"),
-        (((4, 5, 6), (4, 2)), r"input_shape must be (batch,) or (batch, ids), got (4, 5, 6)"),
-        (((4,), (8, 2)), r"output_shape is (8, 2). Ids of input_shape (4,) give (4, 2) if combined, else (4, 2)"),
-        (((4, 5), (4, 6, 2)), r"output_shape is (4, 6, 2)"),
-        ((4, (4, 2)), r"input_shape must be a tuple, got 4"),
-        (((4.0,), (4, 2)), r"input_shape must be an integer, got 4.0"),
+        ((4,), (4, 3)),
+        ((4,), (4,)),
+        ((4, 5, 6), (4, 2)),
+        ((4,), (8, 2)),
+        ((4, 5), (4, 6, 2)),
+        (4, (4, 2)),
+        ((4.0,), (4, 2)),
     ],
 )
-def test_refused_shapes(shapes: tuple[Any, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_refused_shapes(shapes: tuple[Any, Any]) -> None:
+    with refused(ConfigError) as error:
         FeatureConfig("clicks", table(), *shapes)
     assert "feature 'clicks'" in str(error.value)
-    assert message in str(error.value)
 
 
 def test_a_feature_of_another_librarys_table_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"feature 'f': table must be a tpuembed.compat.keras_rs.TableConfig, got 3"):
+    with refused(ConfigError, match="feature 'f'"):
         FeatureConfig("f", 3, (4,), (4, 2))  # type: ignore[arg-type]
 
 
@@ -189,9 +185,7 @@ def test_preprocessed_weights_are_used() -> None:
 
 @pytest.mark.parametrize("ids", [np.zeros((BATCH, 4), int), np.zeros(BATCH, int)])
 def test_ids_of_another_shape_are_refused(ids: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"feature 'f': its ids have shape .* Its input_shape is \(4, 3\)\. Make all sizes"
-    ):
+    with refused(ConfigError, match="feature 'f'"):
         layer_of(feature(table(), 3))(ids)
 
 
@@ -203,7 +197,7 @@ def test_ids_of_a_batch_are_those_of_one_column(combiner: str) -> None:
     np.testing.assert_array_equal(layer(ids, given), layer(ids[:, None], given[:, None]))
     apart = layer_of(feature(table(combiner=combiner), 1, (BATCH, 1, DIM)))
     np.testing.assert_array_equal(apart(ids), ROWS[ids][:, None])
-    with pytest.raises(ConfigError, match=r"weights have shape \(3,\), ids \(4,\)\. Make them equal"):
+    with refused(ConfigError, match=r"\(3,\)"):
         layer(ids, given[:3])
 
 
@@ -212,7 +206,7 @@ def test_pythons_lists_are_ids_and_weights() -> None:
     truth = combined(DENSE, WEIGHTS, "sum")
     np.testing.assert_allclose(layer(DENSE, WEIGHTS), truth, rtol=1e-6)
     np.testing.assert_allclose(layer(layer.preprocess(DENSE, WEIGHTS)), truth, rtol=1e-6)
-    with pytest.raises(ConfigError, match="lists of different lengths"):
+    with refused(ConfigError):
         layer([[1], [2, 3], [4], [5]])
 
 
@@ -221,7 +215,7 @@ def test_sparse_ids_may_be_narrower_than_the_input_shape_and_not_wider() -> None
     values = tf.constant([1, 2], tf.int64)
     narrow = tf.SparseTensor([[0, 0], [3, 1]], values, [BATCH, 2])
     np.testing.assert_array_equal(layer(narrow), np.stack([ROWS[1], 0 * ROWS[0], 0 * ROWS[0], ROWS[2]]))
-    with pytest.raises(ConfigError, match=r"ids have shape \(4, 4\)\. Its input_shape is \(4, 3\)"):
+    with refused(ConfigError, match=r"\(4, 4\)"):
         layer(tf.SparseTensor([[0, 0], [3, 1]], values, [BATCH, 4]))
 
 
@@ -230,7 +224,7 @@ def test_another_batch_is_not_refused() -> None:
 
 
 def test_weights_of_another_shape_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"feature 'f': weights have shape \(4,\), ids \(4, 3\)\. Make them equal"):
+    with refused(ConfigError, match="feature 'f'"):
         layer_of(feature(table(), 3))(np.array(DENSE), np.ones(4, np.float32))
 
 
@@ -268,7 +262,7 @@ def test_the_layers_optimizer_is_for_tables_without() -> None:
         loss = tf.reduce_sum(layer(np.array([1, 2, 3, 4])))
     tape.gradient(loss, layer.trainable_variables)
     np.testing.assert_allclose(layer.get_embedding_tables()["t"][1:5], ROWS[1:5] - 1)
-    with pytest.raises(ConfigError, match="table 't': neither it nor the layer has an optimizer"):
+    with refused(ConfigError, match="table 't'"):
         DistributedEmbedding(config)
 
 
@@ -282,10 +276,10 @@ def test_tables_are_set_by_name() -> None:
     after = layer.get_embedding_tables()
     np.testing.assert_array_equal(after["b"], ROWS)
     np.testing.assert_array_equal(after["a"], before["a"])
-    with pytest.raises(UnknownTableError, match=r"has no table 'c'; known: a, b"):
+    with refused(UnknownTableError, match="table 'c'"):
         layer.set_embedding_tables({"a": ROWS, "c": ROWS})
     np.testing.assert_array_equal(layer.get_embedding_tables()["a"], before["a"])
-    with pytest.raises(ConfigError, match=r"table 'a' is \[10, 2\]\. embedding_table is \[3, 2\]"):
+    with refused(ConfigError, match="table 'a'"):
         layer.set_embedding_tables({"a": ROWS[:3]})
 
 
@@ -316,18 +310,16 @@ def test_refused_options(arguments: dict[str, Any], message: str) -> None:
 
 def test_refused_structures() -> None:
     theirs = tf_embedding.FeatureConfig(tf_embedding.TableConfig(10, DIM, name="t", optimizer=tf_embedding.SGD(0.1)))
-    with pytest.raises(
-        ConfigError, match=r"mixes tpuembed\.compat.keras_rs.FeatureConfig with FeatureConfig. Use one kind"
-    ):
+    with refused(ConfigError, match="keras_rs"):
         DistributedEmbedding([feature(table()), theirs])
-    with pytest.raises(ConfigError, match="feature_configs is empty"):
+    with refused(ConfigError, match="feature_configs"):
         DistributedEmbedding({})
-    with pytest.raises(ConfigError, match=r"table_stacking is for tpuembed\.compat.keras_rs.FeatureConfig"):
+    with refused(ConfigError, match="table_stacking"):
         DistributedEmbedding(theirs, table_stacking=None)
 
 
 def test_two_tables_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two different tables are called 't'"):
+    with refused(ConfigError, match="'t'"):
         DistributedEmbedding([feature(table()), feature(table())])
 
 
@@ -336,21 +328,19 @@ def test_tensorflows_configs_are_taken_as_they_are() -> None:
     layer = DistributedEmbedding({"x": theirs})
     layer.set_embedding_tables({"t": ROWS})
     np.testing.assert_array_equal(layer({"x": np.array([[1], [3]])})["x"], ROWS[[[1], [3]]])
-    with pytest.raises(ConfigError, match="TensorFlow's feature configs cannot be written"):
+    with refused(ConfigError):
         layer.get_config()
-    with pytest.raises(ConfigError, match="do not give the shape"):
+    with refused(ConfigError):
         layer.compute_output_shape(None)
 
 
 def test_the_sparsecore_placement_needs_sparse_cores() -> None:
-    with pytest.raises(
-        ConfigError, match=r"table 't': placement 'sparsecore' needs a TPUStrategy over TPUs with embedding"
-    ):
+    with refused(ConfigError, match="table 't'"):
         DistributedEmbedding(feature(table(placement="sparsecore")))
     with (
         fake_tpu("UNSUPPORTED") as strategy,
         strategy.scope(),
-        pytest.raises(ConfigError, match="placement 'sparsecore'"),
+        refused(ConfigError, match="placement 'sparsecore'"),
     ):
         DistributedEmbedding(feature(table(placement="sparsecore")))
 
@@ -484,12 +474,10 @@ def ragged_ids() -> dict[str, Any]:
 
 
 def test_older_tpus_refuse_ids_that_the_layer_would_have_to_change() -> None:
-    with pytest.raises(
-        ConfigError, match=r"feature 'b': .* take ids as they come from the input pipeline\. .*RaggedTensor"
-    ):
+    with refused(ConfigError, match="feature 'b'"):
         trace("V1", tpu_configs(), placeholders)
     cut = {"a": FeatureConfig("a", TableConfig("ta", 100, 8), (16, 3), (16, 8))}
-    with pytest.raises(ConfigError, match=r"feature 'a': .* input_shape \(batch, None\)"):
+    with refused(ConfigError, match="feature 'a'"):
         trace("V1", cut, ragged_ids)
     nodes, _ = trace("V1", {"a": dataclasses.replace(cut["a"], input_shape=(16, None))}, ragged_ids)
     assert any(node.op == "EnqueueTPUEmbeddingArbitraryTensorBatch" for node in nodes)
@@ -504,7 +492,7 @@ def test_a_global_batch_that_replicas_cannot_share_is_refused() -> None:
     with (
         fake_tpu("V2", 3) as strategy,
         strategy.scope(),
-        pytest.raises(ConfigError, match=r"the batch of all 3 replicas\. 16"),
+        refused(ConfigError),
     ):
         DistributedEmbedding(tpu_configs())
 
@@ -515,11 +503,11 @@ def test_two_tables_of_one_name_are_refused_wherever_they_are_placed() -> None:
             [feature(table("t")), feature(TableConfig("t", 7, DIM, placement="default_device"))]
         )
 
-    with pytest.raises(ConfigError, match="two different tables are called 't'"):
+    with refused(ConfigError, match="'t'"):
         build()
     with (
         fake_tpu("V2") as strategy,
         strategy.scope(),
-        pytest.raises(ConfigError, match="two different tables are called 't'"),
+        refused(ConfigError, match="'t'"),
     ):
         build()

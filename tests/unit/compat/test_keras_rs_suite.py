@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed.compat import keras_rs
 from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu
@@ -57,7 +58,7 @@ def _batch(kind: str, of_ids: bool = True) -> dict[str, Any]:
 def test_basics(kind: str, placement: str) -> None:
     """Of `test_basics`: shapes, and "sparsecore" refused on a CPU. Which variables the layer has differs."""
     configs = _configs(kind, placement)
-    expected = pytest.raises(ConfigError, match="sparsecore") if placement == "sparsecore" else contextlib.nullcontext()
+    expected = refused(ConfigError) if placement == "sparsecore" else contextlib.nullcontext()
     with expected:
         layer = keras_rs.DistributedEmbedding(configs)
         found = tf.function(layer)(_batch(kind), _batch(kind, of_ids=False))
@@ -196,5 +197,5 @@ def test_save_load_model(tmp_path: Path) -> None:
 
 def test_update_stats_init() -> None:
     """Of `test_update_stats_init`: refused where JAX is not the backend."""
-    with pytest.raises(ValueError, match="update_stats=True needs keras-rs on JAX"):
+    with refused(ValueError, match="update_stats=True"):
         keras_rs.DistributedEmbedding(_configs("dense", "default_device"), update_stats=True)

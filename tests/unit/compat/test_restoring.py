@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.goldens import read_golden
+from tests.support.messages import refused
 from tpuembed import Adagrad, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError
@@ -160,9 +161,7 @@ def test_slots_that_a_keras_optimizer_kept_are_restored(name: str) -> None:
 def test_slots_of_another_keras_optimizer_are_refused() -> None:
     path = str(read_golden("tfrs/keras_adam").path)
     layer = TPUEmbedding({"user": FeatureConfig(TableConfig(7, 3, "user"))}, "adagrad")
-    with pytest.raises(
-        CheckpointMismatchError, match=r"slots 'momenta', 'velocities'.*\(adagrad\) has slots 'accumulators'"
-    ):
+    with refused(CheckpointMismatchError, match="'momenta'"):
         tf.train.Checkpoint(model=layer).read(path)
     bare = TPUEmbedding({"user": FeatureConfig(TableConfig(7, 3, "user"))})
     tf.train.Checkpoint(model=bare).read(path).expect_partial()
@@ -338,9 +337,9 @@ def test_a_refused_restore_writes_no_place(tmp_path: Path) -> None:
     with simulated_tpu() as tpu, tpu.scope():
         layer = keras_rs.DistributedEmbedding(wider)
         before = parts(layer)
-        with pytest.raises(CheckpointMismatchError, match="table 'd_table' has rows of 8 columns"):
+        with refused(CheckpointMismatchError, match="table 'd_table'"):
             layer.restore_tables(path)
-        with pytest.raises(UnknownTableError, match="has no table 'x_table'"):
+        with refused(UnknownTableError, match="table 'x_table'"):
             layer.restore_tables(path, ["u_table", "x_table"])
         assert_same(parts(layer), before)
 
@@ -351,7 +350,7 @@ def test_rows_are_assigned_where_their_table_is() -> None:
     for table, slot in (("a.v/1", None), ("c.v/1", None), ("c.v/1", "momenta")):
         layer.assign_rows(table, 3, rows, slot)
         np.testing.assert_array_equal(parts(layer)[table if slot is None else f"{table}/{slot}"][3:5], rows)
-    with pytest.raises(UnknownTableError, match="has no table 'd'"):
+    with refused(UnknownTableError, match="table 'd'"):
         layer.assign_rows("d", 0, rows)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError
@@ -163,7 +164,5 @@ def test_a_dense_layer_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
     model = functional(keras_rs_layer("emb"), "score")
     ids, _ = trained(model)
     path = save(model, tmp_path, "w.weights.h5")
-    with pytest.raises(
-        CheckpointMismatchError, match="layers/dense_1 is called 'score' there and 'other' in the model"
-    ):
+    with refused(CheckpointMismatchError, match="'score'"):
         exported(path, tmp_path / "out", lambda: functional(keras_rs_layer("emb"), "other"), ids)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.messages import refused
 from tpuembed.files import open_bytes, open_stream, read_all, versions
 
 DATA = os.urandom(5000)
@@ -34,7 +35,7 @@ def test_exact_ranges(path: Path) -> None:
 
 def test_an_early_end(path: Path) -> None:
     file = open_bytes(path)
-    with pytest.raises(EOFError, match=rf"{path}: ends at byte 5000, 3 bytes early"):
+    with refused(EOFError, match="5000, 3 bytes"):
         file.read_into(4990, memoryview(bytearray(13)))
     file.close()
 

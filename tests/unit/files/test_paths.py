@@ -4,6 +4,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from tests.support.messages import refused
 from tpuembed.errors import ConfigError
 from tpuembed.files import UrlPath, as_path
 
@@ -29,7 +30,7 @@ def test_text_becomes_a_path_or_a_url(text: str, expected: Path | UrlPath) -> No
 
 @pytest.mark.parametrize("text", ["http://host/x", "S3://bucket/x", "s3://", "s3:///x", "://x", "hdfs://a/b"])
 def test_other_urls_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="only local paths and s3:"):
+    with refused(ConfigError):
         as_path(text)
 
 

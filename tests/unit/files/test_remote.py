@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.messages import refused
 from tests.support.stores import S3, GcsStub, moto_server
 from tpuembed.files import as_path, open_bytes, open_stream, read_all, remote, versions
 
@@ -73,9 +74,9 @@ def test_exact_ranges(store: Store) -> None:
     other = [bytearray(7), bytearray(8)]
     read_all([(file, [(7, memoryview(other[0]))]), (file, [(2, memoryview(other[1]))])])
     assert other == [DATA[7:14], DATA[2:10]]
-    with pytest.raises(EOFError, match=f"{store.url}/dir/object: ends at byte 10000000, 3 bytes early"):
+    with refused(EOFError, match="10000000, 3 bytes"):
         read(file, len(DATA) - 2, 5)
-    with pytest.raises(EOFError, match="ends at byte 10000000, 1 bytes early"):
+    with refused(EOFError, match="10000000, 1 bytes"):
         read(file, len(DATA) - 1, 2)
 
 
@@ -120,7 +121,7 @@ def test_listings_of_many_pages(gcs: GcsStub) -> None:
 
 def test_buckets_that_are_missing(store: Store) -> None:
     """A folder of a bucket that is there is empty; a bucket that is not is an error, and of the missing."""
-    with pytest.raises(FileNotFoundError, match="the bucket 'no-such-bucket' does not exist") as caught:
+    with refused(FileNotFoundError, match="'no-such-bucket'") as caught:
         list((as_path(store.url[:5] + "no-such-bucket") / "a").iterdir())
     assert caught.value.filename.endswith("://no-such-bucket/a")
 
@@ -143,7 +144,7 @@ def test_an_object_that_changes_is_noticed(store: Store) -> None:
     [before] = versions([path])
     store.put("object", b"b" * 100)
     assert versions([path]) != [before]
-    with pytest.raises(OSError, match="has changed since it was opened") as caught:
+    with refused(OSError) as caught:
         read(file, 0, 10)
     assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(path))
 
@@ -300,7 +301,7 @@ def test_an_answer_shorter_than_asked_for(gcs: GcsStub) -> None:
         return True
 
     gcs.fault = short
-    with pytest.raises(EOFError, match="gs://bucket/object: ends at byte 500, 500 bytes early"):
+    with refused(EOFError, match="gs://bucket/object: .* 500, 500 bytes"):
         read(file, 0, 1000)
 
 
@@ -339,7 +340,7 @@ def test_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(OSError, match="no credentials: set AWS_ACCESS_KEY_ID and"):
+    with refused(OSError, match="AWS_ACCESS_KEY_ID"):
         versions([as_path("s3://no-credentials/object")])
 
 

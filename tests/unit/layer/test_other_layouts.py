@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.checkpoint.tpu_checkpoints import random_values, sparse_core_embedding
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import CheckpointMismatchError
 
@@ -53,7 +54,7 @@ def test_rows_come_back_by_their_numbers(tmp_path: Path, shapes: Any, optimizer:
 def test_a_layer_of_other_tables_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, random_values(ALIGNED, "adagrad"), "adagrad", 1)
     model = Model({"lone": (120, 8)}, "adagrad")
-    with pytest.raises(CheckpointMismatchError, match=r"has 128 rows\. Table 'lone' .* 120"):
+    with refused(CheckpointMismatchError, match="Table 'lone'"):
         tf.train.Checkpoint(model=model).restore(path)
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tests.support.layer import replicas
 from tests.support.layer.models import OPTIMIZERS, Reference, assert_same_numbers, one_table
+from tests.support.messages import refused
 from tpuembed import TPUEmbedding
 from tpuembed.errors import TrainingError
 
@@ -70,8 +71,6 @@ def test_training_under_another_strategy_than_the_layers_is_refused() -> None:
             loss = tf.reduce_sum(layer(inputs)["first"])
         tape.gradient(loss, layer.trainable_variables)
 
-    with pytest.raises(
-        TrainingError, match="created under DefaultDistributionStrategy with 1 replica and is trained under One"
-    ):
+    with refused(TrainingError, match="1 replica"):
         tf.distribute.OneDeviceStrategy("CPU:0").run(step)
     assert issubclass(TrainingError, RuntimeError)

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 
@@ -261,7 +262,7 @@ class _Pair(NamedTuple):
 @pytest.mark.parametrize("make", [lambda feature: {1: feature}, lambda feature: _Pair(feature, feature)])
 def test_a_structure_that_json_changes_is_not_written_as_a_config(make: Any) -> None:
     layer = TPUEmbedding(make(FeatureConfig(TableConfig(3, 2, "t"))), optimizer="sgd")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with refused(ConfigError):
         layer.get_config()
 
 
@@ -295,5 +296,5 @@ def test_an_initializer_that_is_only_code_cannot_be_saved_in_a_config() -> None:
     table = TableConfig(3, 2, "t", initializer=lambda shape, dtype: tf.ones(shape, dtype))
     layer = TPUEmbedding({"x": FeatureConfig(table)}, optimizer="sgd")
     np.testing.assert_array_equal(layer.embedding_tables[table].numpy(), np.ones((3, 2)))
-    with pytest.raises(ConfigError, match="table 't': initializer"):
+    with refused(ConfigError, match="table 't': initializer"):
         layer.get_config()

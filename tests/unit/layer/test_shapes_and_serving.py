@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 
@@ -53,28 +54,28 @@ def test_an_output_shape_comes_first_and_builds_shape_second() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "built", "ids", "message"),
+    ("options", "built", "ids"),
     [
-        ({}, (3,), tf.constant([1, 2]), r"build\(\)'s input_shape \(3,\): the ids give activations of \(2,\)"),
-        ({}, (3, None), RAGGED, r"build\(\)'s input_shape \(3, None\): the ids give activations of \(2,\)"),
-        ({}, (2,), tf.constant([[1, 2]]), r"build\(\)'s input_shape \(2,\): the ids give activations of \(1, 2\)"),
-        ({"output_shape": (3,)}, (None,), tf.constant([1, 2]), r"output_shape \(3,\)"),
-        ({"output_shape": (3,)}, (2,), tf.constant([1, 2]), r"output_shape \(3,\)"),
+        ({}, (3,), tf.constant([1, 2])),
+        ({}, (3, None), RAGGED),
+        ({}, (2,), tf.constant([[1, 2]])),
+        ({"output_shape": (3,)}, (None,), tf.constant([1, 2])),
+        ({"output_shape": (3,)}, (2,), tf.constant([1, 2])),
     ],
 )
-def test_shapes_that_contradict_each_other_are_refused(options: Any, built: Any, ids: Any, message: str) -> None:
+def test_shapes_that_contradict_each_other_are_refused(options: Any, built: Any, ids: Any) -> None:
     layer = _layer(**options)
     layer.build({"x": built})
-    with pytest.raises(ConfigError, match=message) as error:
+    with refused(ConfigError) as error:
         layer({"x": ids})
     assert isinstance(error.value, ValueError)
     if isinstance(ids, tf.Tensor):
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError):
             layer({"x": keras.KerasTensor(tuple(ids.shape), "int64")})
 
 
 def test_shapes_of_another_structure_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"build\(\)'s input_shape at the top"):
+    with refused(ConfigError, match="input_shape"):
         _layer().build({"y": (2,)})
 
 
@@ -120,7 +121,7 @@ def test_equal_tables_serve_whoever_made_them(table: Any) -> None:
 def test_an_unnamed_table_that_is_not_the_layers_is_refused() -> None:
     _, _, layer = _two_tables(named=False)
     served = {"b": E.FeatureConfig(E.TableConfig(10, 4))}
-    with pytest.raises(ConfigError, match=r"feature 'b': its TableConfig has no name .* table_0, table_1"):
+    with refused(ConfigError, match="feature 'b'"):
         layer({"b": tf.constant([3])}, serving_config=served)
 
 
@@ -140,19 +141,19 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("structure", "message"),
+    "structure",
     [
-        (lambda f: Pair(f, f), r"a named tuple \(Pair\) cannot be written. Use a dict"),
-        (lambda f: {"x": Pair(f, f)}, r"a named tuple \(Pair\) cannot be written. Use a dict"),
-        (lambda f: {1: f}, "the key 1 cannot be written. Use string keys"),
+        lambda f: Pair(f, f),
+        lambda f: {"x": Pair(f, f)},
+        lambda f: {1: f},
     ],
 )
-def test_a_structure_that_json_would_change_is_looked_up_and_not_written(structure: Any, message: str) -> None:
+def test_a_structure_that_json_would_change_is_looked_up_and_not_written(structure: Any) -> None:
     layer = TPUEmbedding(structure(FeatureConfig(TableConfig(10, 4, "t"))), optimizer="sgd")
     rows = next(iter(layer.embedding_tables.values())).numpy()
     found = tf.nest.flatten(layer(structure(np.array([3]))))
     assert found
     for activations in found:
         np.testing.assert_array_equal(activations, rows[[3]])
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError):
         layer.get_config()

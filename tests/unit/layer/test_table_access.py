@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.layer.restored import Array, held
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, input_options
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 
@@ -93,31 +94,31 @@ def test_a_variable_is_the_same_one_and_is_trained_on(optimizer: str | None) -> 
 def test_a_range_outside_the_table_is_an_index_error() -> None:
     layer = _layer()
     for start, count in [(-1, 1), (12, 1), (0, 13), (13, 0), (2**62, 1)]:
-        with pytest.raises(RowRangeError, match=rf"layer 'emb': 'items': rows \[{start}, {start + count}\) .* 12 rows"):
+        with refused(RowRangeError, match=rf"\[{start}, {start + count}\)"):
             layer.assign_rows("items", start, _rows(count, 3))
     assert issubclass(RowRangeError, IndexError)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "match"),
+    ("arguments", "error"),
     [
-        (("item", 0, _rows(1, 3)), UnknownTableError, "layer 'emb': has no table 'item'; did you mean 'items'"),
-        (("items", 0, _rows(1, 3), "momenta"), UnknownTableError, "table 'items' has no slot 'momenta'; known: accum"),
-        (("users", 0, _rows(1, 2), "accumulators"), UnknownTableError, "table 'users' has no slot .*; known: none"),
-        (("items", 0, _rows(2, 4)), ConfigError, r"'items' takes rows \[n, 3\], got \[2, 4\]"),
-        (("items", 0, _rows(3)), ConfigError, r"takes rows \[n, 3\], got \[3\]"),
-        (("items", 0, _rows(1, 3).astype(np.float64)), ConfigError, r"is float32\. The rows are float64\. .*astype"),
-        (("items", 0, _rows(1, 3).astype(np.int32)), ConfigError, "The rows are int32"),
-        (("items", 0, [["a", "b", "c"]]), ConfigError, "The rows are str"),
-        (("items", 0, _rows(1, 3), "accumulator"), UnknownTableError, "did you mean 'accumulators'"),
-        (("items", 0.0, _rows(1, 3)), ConfigError, "start must be an integer, got 0.0"),
-        (("items", True, _rows(1, 3)), ConfigError, "start must be an integer, got True"),
+        (("item", 0, _rows(1, 3)), UnknownTableError),
+        (("items", 0, _rows(1, 3), "momenta"), UnknownTableError),
+        (("users", 0, _rows(1, 2), "accumulators"), UnknownTableError),
+        (("items", 0, _rows(2, 4)), ConfigError),
+        (("items", 0, _rows(3)), ConfigError),
+        (("items", 0, _rows(1, 3).astype(np.float64)), ConfigError),
+        (("items", 0, _rows(1, 3).astype(np.int32)), ConfigError),
+        (("items", 0, [["a", "b", "c"]]), ConfigError),
+        (("items", 0, _rows(1, 3), "accumulator"), UnknownTableError),
+        (("items", 0.0, _rows(1, 3)), ConfigError),
+        (("items", True, _rows(1, 3)), ConfigError),
     ],
 )
-def test_what_cannot_be_written(arguments: Any, error: type[Exception], match: str) -> None:
+def test_what_cannot_be_written(arguments: Any, error: type[Exception]) -> None:
     layer = _layer()
     before = held(layer)
-    with pytest.raises(error, match=match):
+    with refused(error):
         layer.assign_rows(*arguments)
     for table, arrays in held(layer).items():
         for name, values in arrays.items():
@@ -126,7 +127,7 @@ def test_what_cannot_be_written(arguments: Any, error: type[Exception], match: s
 
 def test_a_graph_is_refused() -> None:
     layer = _layer()
-    with pytest.raises(ConfigError, match=r"assign_rows writes tables eagerly. Call it outside tf\.function"):
+    with refused(ConfigError, match="assign_rows"):
         tf.function(lambda: layer.assign_rows("items", 0, _rows(1, 3)))()
 
 
@@ -152,17 +153,15 @@ def test_update_embedding_table_knows_an_unnamed_table_by_its_config() -> None:
     layer = TPUEmbedding(E.FeatureConfig(table), optimizer="sgd")
     layer.update_embedding_table(table, _rows(4, 2))
     np.testing.assert_array_equal(layer.embedding_tables[table], _rows(4, 2))
-    with pytest.raises(UnknownTableError, match="has no table None"):
+    with refused(UnknownTableError):
         layer.update_embedding_table(E.TableConfig(4, 2), _rows(4, 2))
 
 
 def test_update_embedding_table_refuses_what_tfrs_ignores() -> None:
     layer = _layer()
-    with pytest.raises(UnknownTableError, match="has no table 'other'; known: items, users"):
+    with refused(UnknownTableError, match="table 'other'"):
         layer.update_embedding_table(TableConfig(12, 3, "other"), _rows(12, 3))
-    with pytest.raises(
-        ConfigError, match=r"table 'items' is \[12, 3\]\. embedding_table is \[11, 3\]\. .* assign_rows"
-    ):
+    with refused(ConfigError, match="table 'items'"):
         layer.update_embedding_table("items", _rows(11, 3))
 
 
@@ -184,9 +183,7 @@ def test_two_configs_of_one_name_are_refused_though_equal(make: Any) -> None:
     """As by TensorFlow; a serving_config may have another object for a table of the layer."""
     first, second = (make(vocabulary_size=7, dim=3, name="video") for _ in range(2))
     feature = E.FeatureConfig if make is E.TableConfig else FeatureConfig
-    with pytest.raises(
-        ConfigError, match="two tables are called 'video': several features have their own TableConfig of that name"
-    ):
+    with refused(ConfigError, match="'video'"):
         TPUEmbedding([feature(first), feature(second)], optimizer="adagrad")
     layer = TPUEmbedding([feature(first), feature(first)], optimizer="adagrad")
     assert set(held(layer)) == {"video"}
@@ -197,9 +194,9 @@ def test_two_configs_of_one_name_are_refused_though_equal(make: Any) -> None:
 
 def test_arguments_of_another_kind() -> None:
     layer = _layer()
-    with pytest.raises(ConfigError, match="path must be a path or a URL, got None"):
+    with refused(ConfigError):
         layer.restore_tables(None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rows of different lengths"):
+    with refused(ConfigError):
         layer.update_embedding_table("items", [[1.0], [1.0, 2.0]])
-    with pytest.raises(ConfigError, match=r"must be a tf\.distribute\.Strategy, got 3"):
+    with refused(ConfigError, match=r"tf\.distribute\.Strategy"):
         input_options(3)

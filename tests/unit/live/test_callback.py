@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TpuEmbedError
 
@@ -54,7 +55,7 @@ def test_each_version_has_its_epochs_tables(tmp_path: Path) -> None:
 
 def test_a_failure_ends_training_or_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TpuEmbedError, match="Name a directory"):
+    with refused(TpuEmbedError):
         _model().fit(X, Y, verbose=0, callbacks=[ExportCallback(tmp_path / "file")])
     with pytest.warns(UserWarning, match="not exported: .*Name a directory"):
         _model().fit(X, Y, verbose=0, callbacks=[ExportCallback(tmp_path / "file", on_error="warn")])
@@ -80,15 +81,15 @@ def test_a_subclassed_model_needs_its_specs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"every_epochs": 0}, "every_epochs must be at least 1"),
-        ({"every_epochs": 1.5}, "every_epochs must be an integer"),
-        ({"on_error": "ignore"}, "on_error must be one of raise, warn"),
-        ({"version": 3}, "every export has its own version"),
-        ({"storag": "int8"}, "did you mean 'storage'"),
+        {"every_epochs": 0},
+        {"every_epochs": 1.5},
+        {"on_error": "ignore"},
+        {"version": 3},
+        {"storag": "int8"},
     ],
 )
-def test_bad_options_before_training(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_bad_options_before_training(tmp_path: Path, options: dict[str, Any]) -> None:
+    with refused(ConfigError):
         ExportCallback(tmp_path, **options)

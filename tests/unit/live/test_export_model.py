@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.layer.simulated import EXAMPLES
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
@@ -84,7 +85,7 @@ def test_a_layer_answers_lookups(tmp_path: Path) -> None:
 def test_some_tables_of_a_layer(tmp_path: Path) -> None:
     report = export_model(_layer(), tmp_path, tables=["tags"])
     assert (report.tables, report.dropped_features) == (("tags",), ("item", "user"))
-    with pytest.raises(UnknownTableError, match="tagz"):
+    with refused(UnknownTableError):
         export_model(_layer(), tmp_path, tables=["tagz"])
 
 
@@ -103,7 +104,7 @@ def test_a_subclassed_model(tmp_path: Path) -> None:
     specs = {name: tf.TensorSpec([None], tf.int64) for name in TABLES}
     report = export_model((model, specs), tmp_path)
     np.testing.assert_allclose(_answers(report.path)["out"], expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ConfigError, match="a subclassed model has no inputs to read"):
+    with refused(ConfigError):
         export_model(model, tmp_path)
 
 
@@ -115,7 +116,7 @@ def test_a_name_that_no_variable_may_have(tmp_path: Path) -> None:
     model = _Private()
     model({name: tf.constant(ids) for name, ids in IDS.items()})
     specs = {name: tf.TensorSpec([None], tf.int64) for name in TABLES}
-    with pytest.raises(ConfigError, match=r"weight '__private/.*Give the model a name that begins with a letter"):
+    with refused(ConfigError):
         export_model((model, specs), tmp_path)
 
 
@@ -168,7 +169,7 @@ def test_mirrored_tables(tmp_path: Path) -> None:
 def test_training_meanwhile_is_noticed(tmp_path: Path) -> None:
     layer = _layer()
     model = _trained(_functional(layer))
-    with pytest.raises(CheckpointMismatchError, match="changed while it was being exported"):
+    with refused(CheckpointMismatchError):
         export_model(model, tmp_path, on_progress=lambda *_: _trained(model) and None)
     assert list(tmp_path.iterdir()) == []
 
@@ -177,35 +178,32 @@ def test_two_tables_of_one_name(tmp_path: Path) -> None:
     layers = [TPUEmbedding(FeatureConfig(TableConfig(5, 2, "same")), optimizer="sgd", name=name) for name in "ab"]
     inputs = [keras.Input((), dtype="int64", name=name) for name in "xy"]
     model = keras.Model(inputs, keras.layers.Add()([layer(x) for layer, x in zip(layers, inputs, strict=True)]))
-    with pytest.raises(ConfigError, match="layers 'a' and 'b' both have a table 'same'"):
+    with refused(ConfigError, match="layers 'a'"):
         export_model(model, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (
-            {"model": keras.Sequential([keras.layers.Dense(1)], name="plain")},
-            "model 'plain' has no tpuembed.TPUEmbedding",
-        ),
-        ({"model": "models:build"}, "must be a Keras 3 model or a tpuembed.TPUEmbedding, got str"),
-        ({"model": None}, "got NoneType"),
-        ({"storage": "float8"}, "storage must be one of"),
-        ({"engine": "ray"}, "unknown key 'engine'"),
-        ({"workers": 0}, "workers must be at least 1"),
-        ({"nonsense": 1}, "unknown key 'nonsense'"),
-        ({"tables": ["users"]}, "A model uses all of its tables"),
-        ({"serving_config": {"features": {"userz": {"table": "users"}}}}, "did you mean 'user'"),
+        {"model": keras.Sequential([keras.layers.Dense(1)], name="plain")},
+        {"model": "models:build"},
+        {"model": None},
+        {"storage": "float8"},
+        {"engine": "ray"},
+        {"workers": 0},
+        {"nonsense": 1},
+        {"tables": ["users"]},
+        {"serving_config": {"features": {"userz": {"table": "users"}}}},
     ],
 )
-def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
     given = {"model": _functional(_layer()), **arguments}
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError):
         export_model(given.pop("model"), tmp_path / "models", **given)
     assert not any(path.name.isdecimal() for path in tmp_path.rglob("*"))
 
 
 def test_in_a_graph_it_is_refused(tmp_path: Path) -> None:
     layer = _layer()
-    with pytest.raises(ConfigError, match=r"outside tf\.function"):
+    with refused(ConfigError, match=r"tf\.function"):
         tf.function(lambda: export_model(layer, tmp_path), autograph=False)()

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests.support.goldens import read_golden
 from tests.support.layer.restored import Array, Tables, assert_held, held, layer_for, updates
+from tests.support.messages import refused
 from tpuembed import FTRL, Adam, FeatureConfig, TableConfig, TPUEmbedding, restore_tables
 from tpuembed.errors import (
     CheckpointCorruptError,
@@ -223,7 +224,7 @@ def test_float64_is_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
     prefix = _write_plain(tmp_path, t=rows)
     layer = TPUEmbedding(_features(t=(9, 4)), optimizer="sgd")
     before = held(layer)
-    with pytest.raises(CheckpointMismatchError, match=r"table 't' is float64\. Layer .* holds float32.* lossy=True"):
+    with refused(CheckpointMismatchError, match="table 't'"):
         layer.restore_tables(prefix)
     assert_held(layer, before)
     layer.restore_tables(prefix, lossy=True)
@@ -233,7 +234,7 @@ def test_float64_is_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_number_beyond_float32_is_not_made_infinite(tmp_path: Path) -> None:
     layer = TPUEmbedding(_features(t=(2, 2)), optimizer="sgd")
     prefix = _write_plain(tmp_path, t=np.array([[1.0, 2.0], [3.0, 1e300]]))
-    with pytest.raises(CheckpointMismatchError, match="a row has a number beyond the range of float32"):
+    with refused(CheckpointMismatchError):
         layer.restore_tables(prefix, lossy=True)
 
 
@@ -356,9 +357,7 @@ def test_damaged_rows_are_noticed_where_they_end(tmp_path: Path) -> None:
     rows = _random(50, 4)
     prefix = _write_plain(tmp_path, t=rows[None])
     _damage(tmp_path / "plain.data-00000-of-00001", rows[None][20])
-    with pytest.raises(
-        CheckpointCorruptError, match=r"table 't': its index says CRC32C 0x.*\. The CRC32C of its bytes is 0x"
-    ) as caught:
+    with refused(CheckpointCorruptError, match="table 't'") as caught:
         layer_for({"t": rows}).restore_tables(prefix)
     assert "partly restored" in caught.value.__notes__[0]
     smaller = layer_for({"t": {None: rows[None][:30]}})
@@ -377,7 +376,7 @@ def test_damaged_slots_are_noticed(tmp_path: Path) -> None:
     rows = _random(50, 4, "accumulators")
     prefix = _write(tmp_path, {"t": rows})
     _damage(Path(f"{prefix}.data-00000-of-00001"), rows["accumulators"][20])
-    with pytest.raises(CheckpointCorruptError, match=r"table 't': slot 'accumulators': its index says CRC32C 0x"):
+    with refused(CheckpointCorruptError, match="table 't'"):
         layer_for({"t": rows}).restore_tables(prefix)
     layer_for({"t": {None: rows[None]}}).restore_tables(prefix, slots=False)
     smaller = layer_for({"t": {slot: part[:30] for slot, part in rows.items()}})
@@ -399,17 +398,17 @@ def test_a_layer_inside_an_export_has_no_tables(prefix: str) -> None:
 
     with deferred_tables(Source()):
         layer = TPUEmbedding(_features(plain=(3, 2)), optimizer="sgd")
-    with pytest.raises(ConfigError, match="restore_tables: the layer holds no tables inside an export"):
+    with refused(ConfigError, match="restore_tables"):
         layer.restore_tables(prefix)
 
 
 def test_a_graph_writes_nothing(prefix: str) -> None:
     layer = layer_for(TRUTH)
-    with pytest.raises(ConfigError, match=r"restore_tables writes tables eagerly. Call it outside tf.function"):
+    with refused(ConfigError, match="restore_tables"):
         tf.function(lambda: layer.restore_tables(prefix))()
 
 
 def test_another_layer_is_refused(prefix: str) -> None:
     other: Any = keras.layers.Embedding(3, 2)
-    with pytest.raises(ConfigError, match=r"layer must be a tpuembed\.TPUEmbedding, got <Embedding"):
+    with refused(ConfigError):
         restore_tables(other, prefix)

@@ -6,6 +6,7 @@ import pytest
 from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
+from tests.support.messages import refused
 from tests.support.saved_model_graphs import FILES, constant, graph, manifest, paths
 from tpuembed.errors import ConfigError
 from tpuembed.protobuf import MalformedError
@@ -79,18 +80,18 @@ def test_the_checksum_is_of_the_graph_wherever_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "message"),
+    "nodes",
     [
-        ([(A, [3, 4])], rf"does not map {FILES[1]}, the file of stack 'b'"),
-        ([(A, [3, 4]), (f"/x/my{FILES[1]}", [5, 2])], rf"does not map {FILES[1]}"),
-        ([(A, [3, 5]), (B, [5, 2])], r"maps float32 \[3, 5\] from .* 3 rows of stack 'a' in 48 bytes"),
-        ([(A, [4, 3]), (B, [5, 2])], r"maps float32 \[4, 3\]"),
-        ([(A, [-3, 4]), (B, [5, 2])], r"maps float32 \[-3, 4\]"),
+        [(A, [3, 4])],
+        [(A, [3, 4]), (f"/x/my{FILES[1]}", [5, 2])],
+        [(A, [3, 5]), (B, [5, 2])],
+        [(A, [4, 3]), (B, [5, 2])],
+        [(A, [-3, 4]), (B, [5, 2])],
     ],
 )
-def test_a_graph_that_is_not_the_manifests(nodes: list[tuple[str, list[int]]], message: str) -> None:
+def test_a_graph_that_is_not_the_manifests(nodes: list[tuple[str, list[int]]]) -> None:
     content = graph([], [constant(path.encode(), shape) for path, shape in nodes]).SerializeToString()
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError):
         mapped_from(content, manifest(), PurePosixPath("/new"))
 
 
@@ -98,12 +99,12 @@ def test_bytes_that_are_no_graph() -> None:
     for content in (saved()[:-1], b"\x0a\xff\xff\xff\xff\x7f", b"not a graph"):
         with pytest.raises(MalformedError):
             mapped_tensors(content)
-        with pytest.raises(ConfigError, match=r"not a SavedModel.*Export again"):
+        with refused(ConfigError):
             mapped_from(content, manifest(), PurePosixPath("/new"))
 
 
 def test_a_node_without_a_path() -> None:
     node = constant(b"/x", [1])
     del node.attr["shape"]
-    with pytest.raises(MalformedError, match="no attribute b'shape'"):
+    with refused(MalformedError, match="no attribute b'shape'"):
         mapped_tensors(graph([node], []).SerializeToString())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.messages import refused
 from tests.support.saved_model_graphs import FILES, constant, graph, manifest, paths
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
@@ -60,7 +61,7 @@ def test_a_root_of_this_machine_must_hold_the_files(version: Path, tmp_path: Pat
     shutil.copytree(version, other / "12")
     (other / "12" / FILES[1]).unlink()
     before = mapped(version)
-    with pytest.raises(ConfigError, match=rf"other/12: {FILES[1]}, which holds stack 'b', is missing"):
+    with refused(ConfigError, match=r"stack 'b'"):
         relocate_export(version, manifest(), str(other))
     assert mapped(version) == before
 
@@ -68,24 +69,24 @@ def test_a_root_of_this_machine_must_hold_the_files(version: Path, tmp_path: Pat
 def test_files_are_looked_for_in_the_export_where_the_root_is_elsewhere(version: Path) -> None:
     with (version / FILES[0]).open("ab") as file:
         file.write(b"x")
-    with pytest.raises(ConfigError, match=rf"{FILES[0]}, which holds stack 'a', has 49 bytes, but the manifest has 48"):
+    with refused(ConfigError, match=r"stack 'a'"):
         relocate_export(version, manifest(), "/srv/models")
 
 
 @pytest.mark.parametrize("root", ["", "models", "./models", "../models"])
 def test_a_relative_root_is_refused(version: Path, root: str) -> None:
-    with pytest.raises(ConfigError, match=r"is relative\. Give the absolute path of MODEL_DIR"):
+    with refused(ConfigError):
         relocate_export(version, manifest(), root)
 
 
 def test_other_layouts_are_refused(version: Path) -> None:
-    with pytest.raises(ConfigError, match="its layout is variables, which maps no files"):
+    with refused(ConfigError):
         relocate_export(version, manifest("variables"), "/srv/models")
 
 
 def test_a_missing_graph(version: Path) -> None:
     (version / "saved_model.pb").unlink()
-    with pytest.raises(ConfigError, match=r"saved_model\.pb cannot be read: No such file"):
+    with refused(ConfigError, match="saved_model"):
         relocate_export(version, manifest(), "/srv/models")
 
 

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version, wait_for
 from tests.support.serving.served import BODY, Served
 from tpuembed.errors import ServingError
@@ -175,9 +176,7 @@ def test_a_port_of_a_server_that_does_not_listen_yet_is_in_use(
                 models=first.settings.models, listen_when_loaded=waits, workers=workers, **ports
             )
             began = time.monotonic()
-            with pytest.raises(
-                ServingError, match=f"cannot listen on .* port {ports[whose]}: Address already in use. "
-            ):
+            with refused(ServingError, match=f"port {ports[whose]}"):
                 server.serve(settings)
             assert time.monotonic() - began < 5
         loads.go_on["slow"].set()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_tpu import fake_tpu
+from tests.support.messages import refused
 from tpuembed import SGD, Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.config import feature_config_to_dict
 from tpuembed.errors import ConfigError
@@ -189,46 +190,44 @@ def test_a_chips_buffer_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ((3, 24, 4), "3 chips with 4 SparseCores have 12 SparseCores in all. TensorFlow needs a power of two"),
-        ((2, 12, 4), "batch_size 12 cannot be divided among 8 SparseCores"),
-        ((0, 8, 4), "topology: chips must be at least 1"),
-        ((1, 8.0, 4), "topology: batch_size must be an integer"),
+        (3, 24, 4),
+        (2, 12, 4),
+        (0, 8, 4),
+        (1, 8.0, 4),
     ],
 )
-def test_topologies_that_tensorflow_refuses(arguments: tuple[Any, Any, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_topologies_that_tensorflow_refuses(arguments: tuple[Any, Any, Any]) -> None:
+    with refused(ConfigError):
         Topology(*arguments)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("lists", "message"),
+    "lists",
     [
-        ({"y": [[1]] * 8}, "sample: has no feature 'x'; known: y"),
-        ({"x": [[9]] * 8}, "sample: feature 'x' has id 9. Table 't' has 9 rows"),
-        ({"x": [[1]] * 7}, "sample: 7 examples are less than one batch of 8"),
+        {"y": [[1]] * 8},
+        {"x": [[9]] * 8},
+        {"x": [[1]] * 7},
     ],
 )
-def test_samples_that_do_not_fit(lists: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_samples_that_do_not_fit(lists: Any) -> None:
+    with refused(ConfigError):
         estimate({"x": FeatureConfig(TableConfig(9, 8, "t"))}, sample_of(lists), Topology(1, 8))
-    assert message in str(error.value)
 
 
 def test_other_refusals() -> None:
     table, ok = TableConfig(9, 8, "t"), sample_of({"x": [[1]] * 8, "y": [[1]] * 9})
     for config in (FeatureConfig(table, max_sequence_length=3), FeatureConfig(table, output_shape=(8, 3))):
-        with pytest.raises(ConfigError, match="feature 'x': sequences are not counted"):
+        with refused(ConfigError, match="feature 'x'"):
             estimate({"x": config}, ok, Topology(1, 8))
-    with pytest.raises(ConfigError, match=r"different numbers of examples: \{'x': 8, 'y': 9\}"):
+    with refused(ConfigError, match="'x'"):
         estimate({"x": FeatureConfig(table), "y": FeatureConfig(table)}, ok, Topology(1, 8))
-    with pytest.raises(ConfigError, match="margin must be at least 0"):
+    with refused(ConfigError):
         estimate({"x": FeatureConfig(table)}, ok, Topology(1, 8), margin=-0.1)
-    with pytest.raises(ConfigError, match="margin must be at most 1000, got 1e"):
+    with refused(ConfigError, match="1000"):
         estimate({"x": FeatureConfig(table)}, ok, Topology(1, 8), margin=1e308)
-    with pytest.raises(ConfigError, match="optimizer must be one of"):
+    with refused(ConfigError):
         estimate({"x": FeatureConfig(table)}, ok, Topology(1, 8), optimizer="rmsprop")
 
 
@@ -285,28 +284,26 @@ def test_samples_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, 
 
 
 def test_missing_samples_and_arrays_of_floats(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with refused(ConfigError):
         read_sample(tmp_path / "none.csv")
     np.savez(tmp_path / "s.npz", a=np.ones(3))
-    with pytest.raises(ConfigError, match=r"'a' must be integers \[examples\] or \[examples, ids\], got float64 \[3\]"):
+    with refused(ConfigError, match="'a'"):
         read_sample(tmp_path / "s.npz")
 
 
 def test_arrays_that_are_no_ids(tmp_path: Path) -> None:
     path = tmp_path / "s.npz"
     np.savez(path, a=np.array([1, 2**63], np.uint64))
-    with pytest.raises(
-        ConfigError, match=r"'a' has id 9223372036854775808\. The largest valid id is 9223372036854775807"
-    ):
+    with refused(ConfigError, match="'a'"):
         read_sample(path)
     with path.open("wb") as file:
         np.save(file, np.arange(3))  # a .npy by another name
-    with pytest.raises(ConfigError, match=r"not an \.npz of plain arrays"):
+    with refused(ConfigError):
         read_sample(path)
     np.savez_compressed(path, a=np.arange(1000))
     data = path.read_bytes()
     path.write_bytes(data[:100] + bytes(20) + data[120:])
-    with pytest.raises(ConfigError, match=r"not an \.npz of plain arrays"):
+    with refused(ConfigError):
         read_sample(path)
 
 
@@ -315,5 +312,5 @@ def test_feature_configs_and_serving_configs_are_read() -> None:
     assert load_features(config)["x/y"].table == TableConfig(9, 8, "t", max_ids_per_partition=3)
     serving = {"features": {"x": {"table": "t", "input": "id"}}, "tables": {"t": {"vocabulary_size": 9, "dim": 8}}}
     assert load_features(serving) == {"x": FeatureConfig(TableConfig(9, 8, "t"))}
-    with pytest.raises(ConfigError, match=r"table 't' has no shape\. Give its vocabulary_size and dim under tables"):
+    with refused(ConfigError, match="table 't'"):
         load_features({"features": serving["features"]})

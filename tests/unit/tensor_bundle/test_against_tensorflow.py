@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.checkpoint.bundles import restore, save, write
+from tests.support.messages import refused
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -68,7 +69,7 @@ def test_string_tensors(tmp_path: Path, values: list[bytes]) -> None:
         assert bundle.read("vector").tolist() == values
         assert bundle.read_string("scalar") == b"\x00one"
         bundle.verify("vector")
-        with pytest.raises(CheckpointFormatError, match=r"'vector' is string \[.*not a scalar string"):
+        with refused(CheckpointFormatError, match="'vector'"):
             bundle.read_string("vector")
 
 
@@ -126,7 +127,7 @@ def test_reads_into_part_of_an_array(tmp_path: Path) -> None:
         wide = np.zeros((5, 8), np.float32)
         bundle.read_rows("x", 2, 7, wide[:, 2:6])
         np.testing.assert_array_equal(wide, np.pad(table[2:7], ((0, 0), (2, 2))))
-        with pytest.raises(ConfigError, match=r"out must be float32 \(5, 4\), got float64 \(5, 4\)"):
+        with refused(ConfigError, match=r"\(5, 4\)"):
             bundle.read_rows("x", 2, 7, np.zeros((5, 4)))
 
 
@@ -221,7 +222,7 @@ def test_merged_with_tensorflows_own_index(tmp_path: Path, order: list[str]) -> 
 
 def test_a_name_in_two_bundles_to_merge(tmp_path: Path) -> None:
     index = write(tmp_path / "table", {"x": np.ones(1)})
-    with pytest.raises(CheckpointCorruptError, match="'x' is in two of the bundles"):
+    with refused(CheckpointCorruptError, match="'x'"):
         merge_entries([index, index])
 
 
@@ -241,18 +242,18 @@ def test_variants_are_carried_and_not_read(tmp_path: Path) -> None:
     with Bundle.open(prefix) as bundle:
         [variant] = [key for key, entry in bundle.entries.items() if entry.dtype == "variant"]
         assert bundle.read(f"x{VALUE}").tolist() == [1.0]
-        with pytest.raises(CheckpointFormatError, match="has dtype variant"):
+        with refused(CheckpointFormatError):
             bundle.read(variant)
 
 
 def test_questions_that_have_no_answer(tmp_path: Path) -> None:
     with Bundle.open(save(tmp_path / "ckpt", {"table": random_array("float32", (5, 2)), "name": b"x"})) as bundle:
-        with pytest.raises(UnknownTableError, match=r"ckpt: has no tensor 'tabel'; did you mean 'table'\?"):
+        with refused(UnknownTableError, match="'tabel'"):
             bundle.read("tabel")
         for start, stop in [(-1, 2), (3, 2), (0, 6), (6, 6)]:
-            with pytest.raises(RowRangeError, match=rf"rows \[{start}, {stop}\) are not inside its 5 rows"):
+            with refused(RowRangeError, match=rf"\[{start}, {stop}\)"):
                 bundle.read_rows("table", start, stop)
-        with pytest.raises(CheckpointFormatError, match="'name' has dtype string"):
+        with refused(CheckpointFormatError, match="'name'"):
             bundle.read_rows("name", 0, 0)
 
 
@@ -278,5 +279,5 @@ def test_files_are_opened_when_needed_and_closed(tmp_path: Path) -> None:
         bundle.read("x")
         assert opened() == 1
     assert opened() == 0
-    with pytest.raises(CheckpointError, match=r"is closed\. Open it again"):
+    with refused(CheckpointError):
         bundle.read("x")

@@ -13,6 +13,7 @@ from tensorflow.python.tpu import tpu_embedding_v3_utils
 from tests.support.checkpoint.bundles import save
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, random_ids
 from tests.support.layer.simulated_training import Model, batches, state, train
+from tests.support.messages import refused
 from tpuembed import FTRL, SGD, AdagradMomentum, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
@@ -276,7 +277,7 @@ def test_a_checkpoint_of_other_tables_is_refused(tmp_path: Path) -> None:
         path = write(tmp_path, trained(strategy, aligned()))
     with simulated_tpu() as strategy, strategy.scope():
         other = model_of({"lone": TableConfig(120, 8, "lone")})
-        with pytest.raises(CheckpointMismatchError, match=r"has 128 rows\. Table 'lone' .* 120"):
+        with refused(CheckpointMismatchError, match="Table 'lone'"):
             tf.train.Checkpoint(model=other).restore(path)
 
 
@@ -285,26 +286,22 @@ def same_width(name: str, rows: int = 16, optimizer: Any = None) -> TableConfig:
 
 
 @pytest.mark.parametrize(
-    ("tables", "options", "message"),
+    ("tables", "options"),
     [
         (
             [same_width("a"), same_width("b_c"), same_width("a_b", optimizer=SGD()), same_width("c", optimizer=SGD())],
             {},
-            "tables 'a' and 'a_b': .* are named 'a_b_c'. Rename a table",
         ),
         (
             [same_width("a"), same_width("b"), same_width("a_b", 5)],
             {"size_threshold": 10},
-            "table 'a_b.*': it is replicated",
         ),
-        ([same_width("a")], {"batch_size": 6}, r"feature 'a': .* 6 samples. The 4 SparseCores of a chip"),
+        ([same_width("a")], {"batch_size": 6}),
     ],
 )
-def test_names_and_batches_that_would_lose_rows_are_refused(
-    tables: list[TableConfig], options: dict[str, Any], message: str
-) -> None:
+def test_names_and_batches_that_would_lose_rows_are_refused(tables: list[TableConfig], options: dict[str, Any]) -> None:
     features = {table.name: FeatureConfig(table) for table in tables}
-    with simulated_tpu() as strategy, strategy.scope(), pytest.raises(ConfigError, match=message):
+    with simulated_tpu() as strategy, strategy.scope(), refused(ConfigError):
         TPUEmbedding(features, "adagrad", **{"batch_size": EXAMPLES, **options})
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs, make_layer
 from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu
@@ -173,20 +174,20 @@ def test_tensorflows_own_class_and_an_id_outside_of_its_stack(bad: int) -> None:
 
 
 def test_what_is_not_simulated_is_refused() -> None:
-    with pytest.raises(ConfigError, match="feature must be V2 or UNSUPPORTED, got 'V1'"), simulated_tpu("V1"):
+    with refused(ConfigError, match="'V1'"), simulated_tpu("V1"):
         pass
     for wrong in ({"replicas": 3}, {"sparse_cores": 0}):
-        with pytest.raises(ConfigError, match="power of two"), simulated_tpu(**wrong):  # type: ignore[arg-type]
+        with refused(ConfigError), simulated_tpu(**wrong):  # type: ignore[arg-type]
             pass
     with simulated_tpu() as strategy:
-        with pytest.raises(ConfigError, match="options"):
+        with refused(ConfigError):
             strategy.run(lambda: None, options=tf.distribute.RunOptions())
-        with pytest.raises(ConfigError, match=r"outside tf\.function"):
+        with refused(ConfigError, match=r"tf\.function"):
             tf.function(lambda: strategy.run(lambda: None))()
         with strategy.scope():
             features = FeatureConfig(TableConfig(9, 4, "t"), output_shape=(EXAMPLES,))
             layer = TPUEmbedding(features, "sgd", pipeline_execution_with_tensor_core=True)
-        with pytest.raises(ConfigError, match="pipeline_execution_with_tensor_core"):
+        with refused(ConfigError, match="pipeline_execution_with_tensor_core"):
             strategy.run(lambda: layer(tf.zeros(EXAMPLES, tf.int64)))
 
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.support.layer.models import OPTIMIZERS
 from tests.support.layer.simulated import EXAMPLES, Array, Ids
 from tests.support.layer.simulated_training import Model, batches, state, train
+from tests.support.messages import refused
 from tpuembed import SGD, Adagrad, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.testing import simulated_tpu
@@ -153,9 +154,9 @@ def test_a_layer_is_called_once_in_a_step() -> None:
         ids = tf.zeros(EXAMPLES, tf.int64)
         for _ in range(2):
             strategy.run(lambda: layer(ids))
-        with pytest.raises(TrainingError, match="called twice in one step"):
+        with refused(TrainingError):
             strategy.run(lambda: (layer(ids), layer(ids)))
-        with pytest.raises(TrainingError, match=r"outside strategy\.run"):
+        with refused(TrainingError, match=r"strategy\.run"):
             layer(ids)
 
 
@@ -164,7 +165,7 @@ def test_what_sparse_cores_cannot_do_is_refused(kind: str) -> None:
     with (
         simulated_tpu() as strategy,
         strategy.scope(),
-        pytest.raises(ConfigError, match="not supported by") as caught,
+        refused(ConfigError) as caught,
     ):
         TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), OPTIMIZERS[kind], batch_size=EXAMPLES)
     assert str(caught.value).startswith("optimizer ftrl: " if kind == "ftrl from zero" else "table 't': ")

@@ -16,6 +16,7 @@ from tests.support.checkpoint.bundles import save
 from tests.support.checkpoint.objects import GRAPH_KEY, Children, mid_level, with_registered_saver
 from tests.support.checkpoint.tpu_checkpoints import layout_fields, serialized_layouts
 from tests.support.goldens import read_golden
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
@@ -68,13 +69,13 @@ def test_a_table_that_is_called_like_a_slot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "roles"),
+    "table",
     [
-        ("a_b", "as stack 'a_b' and table 'a_b'"),
-        ("a_b__accumulators", "as slot 'accumulators' of stack 'a_b' and table 'a_b/accumulators'"),
+        "a_b",
+        "a_b__accumulators",
     ],
 )
-def test_a_table_that_is_called_like_a_stack(tmp_path: Path, table: str, roles: str) -> None:
+def test_a_table_that_is_called_like_a_stack(tmp_path: Path, table: str) -> None:
     """Of the stack's very size: its rows would be those of other tables, in the order of SparseCores."""
     second = layout_fields("b", sparse_core_shard_row_offset=8, sparse_core_shard_rotation=2)
     layouts = tf.Variable(serialized_layouts(layout_fields(), second))
@@ -83,14 +84,14 @@ def test_a_table_that_is_called_like_a_stack(tmp_path: Path, table: str, roles: 
     with open_checkpoint(write(tmp_path, layer=OwnLayer(own_config(**stacked), **children))) as checkpoint:
         assert set(checkpoint.tables()) == {"a", "b"}
     config = own_config(**stacked, **{table: (96, 8, None)})
-    with pytest.raises(CheckpointCorruptError, match=roles):
+    with refused(CheckpointCorruptError):
         open_checkpoint(write(tmp_path, layer=OwnLayer(config, **children)))
 
 
 def test_a_table_that_is_the_slot_of_another(tmp_path: Path) -> None:
     config = own_config(a=(4, 2, ADAGRAD), a__accumulators=(4, 2, None))
     layer = OwnLayer(config, a=matrix(4, 2), a__accumulators=matrix(4, 2))
-    with pytest.raises(CheckpointCorruptError, match="as slot 'accumulators' of table 'a' and table 'a/accumulators'"):
+    with refused(CheckpointCorruptError, match="slot 'accumulators'"):
         open_checkpoint(write(tmp_path, layer=layer))
 
 
@@ -121,26 +122,26 @@ def test_features_of_one_name_lie_under_their_layers(tmp_path: Path) -> None:
 
 def test_tables_of_one_name_in_two_layers(tmp_path: Path) -> None:
     layers = {name: OwnLayer(own_config(a=(4, 2, None)), a=matrix(4, 2)) for name in ("user", "item")}
-    with pytest.raises(CheckpointFormatError, match=r"two embedding layers have a table 'a' \(.*\). Rename one"):
+    with refused(CheckpointFormatError, match="table 'a'"):
         open_checkpoint(write(tmp_path, **layers))
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config",
     [
-        (own_config(a=(5, 2, None)), r"table 'a' is \[5, 2\] in its layer's config, but \[4, 2\] on disk"),
-        (own_config(a=(4, 3, None)), r"table 'a' is \[4, 3\] in its layer's config, but \[4, 2\] on disk"),
-        (own_config(a=(4, 2, None), b=(4, 2, None)), "needs 'b', but there is no such variable"),
-        (own_config(a=(4, 2, ADAGRAD)), "needs 'a/accumulators', but there is no such variable"),
-        (own_config(), "it has 'a', which is not a table or slot"),
-        ("{", "does not parse"),
-        ("[" * 100_000, "does not parse"),
-        ("[]", "no mapping `tables` of mappings"),
-        ('{"tables": {"a": 1}}', "no mapping `tables` of mappings"),
+        own_config(a=(5, 2, None)),
+        own_config(a=(4, 3, None)),
+        own_config(a=(4, 2, None), b=(4, 2, None)),
+        own_config(a=(4, 2, ADAGRAD)),
+        own_config(),
+        "{",
+        "[" * 100_000,
+        "[]",
+        '{"tables": {"a": 1}}',
     ],
 )
-def test_configs_that_contradict_the_tables(tmp_path: Path, config: str, message: str) -> None:
-    with pytest.raises(CheckpointCorruptError, match=message):
+def test_configs_that_contradict_the_tables(tmp_path: Path, config: str) -> None:
+    with refused(CheckpointCorruptError):
         open_checkpoint(write(tmp_path, layer=OwnLayer(config, a=matrix(4, 2))))
 
 
@@ -149,22 +150,19 @@ def test_configs_that_contradict_the_tables(tmp_path: Path, config: str, message
 )
 def test_slots_of_another_shape_or_dtype(tmp_path: Path, slot: Any) -> None:
     layer = OwnLayer(own_config(a=(4, 2, ADAGRAD)), a=matrix(4, 2), a__accumulators=tf.Variable(slot))
-    message = rf"table 'a' is \[4, 2\], but its slot 'accumulators' \(.*\) is {slot.dtype.name} "
-    with pytest.raises(CheckpointCorruptError, match=message):
+    with refused(CheckpointCorruptError, match=r"table 'a'"):
         open_checkpoint(write(tmp_path, layer=layer))
 
 
 def test_a_table_that_is_no_matrix(tmp_path: Path) -> None:
     node = mid_level({"a": {"parameters": tf.Variable([1, 2])}})
-    with pytest.raises(CheckpointCorruptError, match=r"table 'a' should be a matrix of floats, but .* is int32 \[2\]"):
+    with refused(CheckpointCorruptError, match="table 'a'"):
         open_checkpoint(write(tmp_path, layer=node))
 
 
 def test_a_table_without_parameters(tmp_path: Path) -> None:
     node = mid_level({"a": {"momenta": matrix(3, 2)}})
-    with pytest.raises(
-        CheckpointCorruptError, match="table 'a' has no value for 'parameters' or a slot, only for momenta"
-    ):
+    with refused(CheckpointCorruptError, match="table 'a'"):
         open_checkpoint(write(tmp_path, layer=node))
 
 
@@ -174,7 +172,7 @@ def test_values_that_the_index_does_not_have(tmp_path: Path, lost: str) -> None:
     prefix = write(tmp_path, layer=OwnLayer(own_config(a=(4, 2, None)), a=matrix(4, 2)))
     reader = tf.train.load_checkpoint(prefix)
     kept = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if lost not in name}
-    with pytest.raises(CheckpointCorruptError, match=r"its object graph puts .*, which the index does not have"):
+    with refused(CheckpointCorruptError):
         open_checkpoint(save(tmp_path / "kept", kept))
 
 
@@ -200,13 +198,13 @@ def test_slots_of_plain_variables_are_no_tables(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_of_one_table(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFormatError, match="two optimizers keep 'momenta' for a/"):
+    with refused(CheckpointFormatError, match="'momenta'"):
         open_checkpoint(with_slots(tmp_path, "m1", "m2"))
 
 
 def test_an_optimizer_of_a_later_version(tmp_path: Path) -> None:
     layer = OwnLayer(own_config(a=(4, 2, {"kind": "shampoo"})), a=matrix(4, 2))
-    with pytest.raises(CheckpointFormatError, match=r"optimizer 'shampoo', but this version supports .*. Upgrade"):
+    with refused(CheckpointFormatError, match="optimizer 'shampoo'"):
         open_checkpoint(write(tmp_path, layer=layer))
 
 
@@ -250,7 +248,7 @@ def test_the_class_for_older_tpus(tmp_path: Path, hosts: int) -> None:
 
 def test_a_layer_that_was_never_built(tmp_path: Path) -> None:
     node = Children(_feature_config=Children(), _table_config=Children())
-    with pytest.raises(CheckpointFormatError, match=r"has no table.*Check that the layer was built"):
+    with refused(CheckpointFormatError):
         open_checkpoint(write(tmp_path, layer=node, kernel=matrix(3, 3)))
 
 
@@ -275,7 +273,7 @@ def test_only_of_its_own_checkpoints_keras_rs_is_said_to_save_a_part(tmp_path: P
 
 
 def test_no_table_at_all(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFormatError, match="has no table"):
+    with refused(CheckpointFormatError):
         open_checkpoint(write(tmp_path, bias=tf.Variable([1.0]), ids=tf.Variable([[1]])))
 
 
@@ -284,7 +282,7 @@ def test_partitioned_variables_without_a_strategy(tmp_path: Path) -> None:
         save(tmp_path / f"part{i}", {"emb": np.ones((2, 3), np.float32)}, {"emb": f"4 3 {2 * i},2:-"}) for i in (0, 1)
     ]
     tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=prefixes, destination_prefix=str(tmp_path / "ckpt"))
-    with pytest.raises(CheckpointFormatError, match=r"variable 'emb' is partitioned in 2.*\(div or mod\)"):
+    with refused(CheckpointFormatError, match="variable 'emb'"):
         open_checkpoint(tmp_path / "ckpt")
 
 
@@ -312,7 +310,7 @@ def test_a_checkpoint_that_another_takes_the_place_of(tmp_path: Path) -> None:
         np.testing.assert_array_equal(untouched.read("a"), first)
         save(tmp_path / "ckpt", {"a": second, "b": second})
         np.testing.assert_array_equal(untouched.read("b"), first)  # whose file it has open
-        with pytest.raises(CheckpointError, match=r"data-00000-of-00001: has changed since the checkpoint was opened"):
+        with refused(CheckpointError, match="00000"):
             late.read("a")
     with open_checkpoint(tmp_path / "ckpt") as again:
         np.testing.assert_array_equal(again.read("a"), second)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import UnknownTableError
 
@@ -122,9 +123,7 @@ def test_what_is_asked_for_and_is_no_slot() -> None:
         assert "optimizers have 'Adam/m/Variable' at optimizer/_variables/1/" in str(caught.value)
         assert "cannot be proven that it is that slot of this table" in str(caught.value)
         for name in ("optimizer/_variables/1", "optimizer/_variables/1/.ATTRIBUTES/VARIABLE_VALUE"):
-            with pytest.raises(
-                UnknownTableError, match=r"belongs to an optimizer: 'Adam/m/Variable' at optimizer/_var"
-            ):
+            with refused(UnknownTableError, match="'Adam/m/Variable'"):
                 checkpoint.read(name)
         with pytest.raises(UnknownTableError) as caught:
             checkpoint.read("module/c", slot="accumulators")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointFormatError, UnknownTableError
 from tpuembed.export import export_saved_model
@@ -41,7 +42,7 @@ def test_models_without_an_optimizer_have_names_of_variables() -> None:
 
 
 def test_names_that_slots_disprove() -> None:
-    with pytest.raises(CheckpointFormatError, match=r"cannot be proven that this is the table's own name"):
+    with refused(CheckpointFormatError):
         open_checkpoint(GOLDENS / "misleading" / "model")
 
 

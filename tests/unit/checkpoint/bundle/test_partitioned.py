@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.support.checkpoint.bundles import save
 from tests.support.checkpoint.partitioned import TABLE, partitioned
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, UnknownTableError
 from tpuembed.export import export_saved_model
@@ -38,17 +39,14 @@ def test_rows_by_hand(tmp_path: Path, cuts: tuple[str, ...], order: list[int]) -
 
 
 def test_without_a_strategy(tmp_path: Path) -> None:
-    message = r"variable 'emb' is partitioned in 2, .*\(div or mod\). Give partition_strategy.*its default is mod"
-    with pytest.raises(CheckpointFormatError, match=message):
+    with refused(CheckpointFormatError, match="variable 'emb'"):
         open_checkpoint(partitioned(tmp_path, "0,6:-", "6,5:-"))
 
 
 @pytest.mark.parametrize("strategy", ["mod", "div"])
 @pytest.mark.parametrize("cuts", [("0,5:-", "5,6:-"), ("0,10:-", "10,1:-"), ("0,6:0,1", "0,6:1,1", "6,5:-")])
 def test_parts_that_no_partitioner_makes(tmp_path: Path, strategy: str, cuts: tuple[str, ...]) -> None:
-    with pytest.raises(
-        CheckpointFormatError, match=r"variable 'emb' of 11 rows is cut in \d parts of .* Save it in one"
-    ):
+    with refused(CheckpointFormatError, match="variable 'emb'"):
         open_checkpoint(partitioned(tmp_path, *cuts), partition_strategy=strategy)
 
 
@@ -115,7 +113,7 @@ def test_slots_of_tensorflow_1_belong_to_their_tables(tmp_path: Path, optimizer:
         np.testing.assert_array_equal(checkpoint.read("model/emb"), truth["table"])
         for slot in _SLOTS[optimizer]:
             np.testing.assert_array_equal(checkpoint.read("model/emb", slot=slot), truth[slot])
-        with pytest.raises(UnknownTableError, match=r"it is slot '\w+' of table 'model/emb'"):
+        with refused(UnknownTableError, match="table 'model/emb'"):
             checkpoint.read(f"model/emb/{optimizer}")
 
 
@@ -139,7 +137,7 @@ def test_slots_with_holes_do_not_hide_their_table(tmp_path: Path, optimizer: str
             for key in tf.train.load_checkpoint(str(tmp_path / "ckpt")).get_variable_to_shape_map()
             if "part_" in key
         ]
-        with pytest.raises(CheckpointCorruptError, match="leave holes"):
+        with refused(CheckpointCorruptError):
             checkpoint.read(key)
     features = {"features": {"videos": {"table": "model/emb", "input": "id"}}}
     path = export_saved_model(
@@ -171,21 +169,21 @@ def test_slots_that_nothing_proves_are_variables(tmp_path: Path, options: dict[s
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"partition_strategy": "modulo"}, "partition_strategy must be one of mod, div; got 'modulo'"),
-        ({"partition_strategy": None}, "partition_strategy must be one of mod, div; got None"),
-        ({"partition_stategy": "mod"}, "unknown key 'partition_stategy'; did you mean 'partition_strategy'"),
+        {"partition_strategy": "modulo"},
+        {"partition_strategy": None},
+        {"partition_stategy": "mod"},
     ],
 )
-def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with refused(ConfigError):
         open_checkpoint(save(tmp_path / "ckpt", {"emb": TABLE}), **options)
 
 
 def test_a_strategy_for_a_checkpoint_that_leaves_no_room_for_it(tmp_path: Path) -> None:
     prefix = tf.train.Checkpoint(table=tf.Variable(TABLE)).write(str(tmp_path / "ckpt"))
-    with pytest.raises(ConfigError, match=r"partition_strategy is only for checkpoints of TensorFlow 1.*Leave it out"):
+    with refused(ConfigError, match="partition_strategy"):
         open_checkpoint(prefix, partition_strategy="mod")
 
 

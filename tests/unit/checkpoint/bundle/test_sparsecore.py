@@ -26,6 +26,7 @@ from tests.support.checkpoint.tpu_checkpoints import (
     sparse_core_embedding,
     write,
 )
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
@@ -100,9 +101,7 @@ def test_a_checkpoint_saved_again_on_cpu(tmp_path: Path, shapes: Mapping[str, tu
     layer.build()
     again = write(tmp_path / "again", layer)
     assert tf.train.list_variables(str(again)), "there is a checkpoint"
-    with pytest.raises(
-        CheckpointFormatError, match=r"SparseCore layouts are stale.*Use the checkpoint it was restored"
-    ):
+    with refused(CheckpointFormatError):
         open_checkpoint(again)
 
 
@@ -145,8 +144,7 @@ def test_sparse_cores_that_could_pass_for_hosts(tmp_path: Path) -> None:
         }
         parts.append(save(tmp_path / f"half{half}", cut, specs))
     tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=str(tmp_path / "merged"))
-    message = r"table '.*' is in 2 equal slices.*TPU hosts and TPUEmbeddingV2 from SparseCores.*Save it again"
-    with pytest.raises(CheckpointFormatError, match=message):
+    with refused(CheckpointFormatError):
         open_checkpoint(tmp_path / "merged")
 
 
@@ -155,17 +153,13 @@ def test_layouts_on_what_hosts_have_signed(tmp_path: Path) -> None:
         layer_node(graph).registered_saver.name = "tf.TPUEmbeddingCallback"
 
     prefix = write(tmp_path / "ckpt", sparse_core_embedding(random_values(SHAPES, "sgd"), "sgd", devices=2))
-    with pytest.raises(
-        CheckpointFormatError, match=r"model/emb is signed by TPUEmbedding.* but has the SparseCore layouts"
-    ):
+    with refused(CheckpointFormatError):
         open_checkpoint(rewritten(prefix, sign))
 
 
 def test_layouts_that_the_index_has_lost(tmp_path: Path) -> None:
     prefix = write(tmp_path / "ckpt", sparse_core_embedding(random_values(SHAPES, "sgd"), "sgd", devices=1))
-    with pytest.raises(
-        CheckpointCorruptError, match=r"puts _sparse_core_table_layouts at .*, which the index does not have"
-    ):
+    with refused(CheckpointCorruptError):
         open_checkpoint(rewritten(prefix, lambda _: None, drop="_sparse_core_table_layouts"))
 
 
@@ -208,28 +202,25 @@ def test_a_stack_of_any_dtype_keeps_it(tmp_path: Path, dtype: str) -> None:
 
 def test_slots_of_another_shape(tmp_path: Path) -> None:
     roles = {"parameters": tf.Variable(tf.zeros((96, 8))), "accumulators": tf.Variable(tf.zeros((20, 6)))}
-    with pytest.raises(
-        CheckpointCorruptError, match=r"table 'a' is \[96, 8\], but its slot 'accumulators' .* \[20, 6\]"
-    ):
+    with refused(CheckpointCorruptError, match="table 'a'"):
         open_checkpoint(hand_made(tmp_path, serialized_layouts(layout_fields(), B), a_b=roles))
 
 
 @pytest.mark.parametrize("shape", [(96, 16), (95, 8), (192, 8), (20, 6), (8, 96)])
 def test_a_stack_that_is_not_what_its_layout_says(tmp_path: Path, shape: tuple[int, int]) -> None:
-    message = rf"stack 'a_b' is \[{shape[0]}, {shape[1]}\], but its SparseCore layout has \[96, 8\]"
-    with pytest.raises(CheckpointCorruptError, match=message):
+    with refused(CheckpointCorruptError, match=r"stack 'a_b'"):
         open_checkpoint(hand_made(tmp_path, serialized_layouts(layout_fields(), B), a_b=tf.zeros(shape)))
 
 
 def test_stacks_without_a_layout(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointCorruptError, match="has a stack 'c', but its SparseCore layouts only have a_b"):
+    with refused(CheckpointCorruptError, match="stack 'c'"):
         open_checkpoint(
             hand_made(tmp_path, serialized_layouts(layout_fields(), B), a_b=tf.zeros((96, 8)), c=tf.zeros((96, 8)))
         )
 
 
 def test_layouts_without_a_stack(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFormatError, match="SparseCore layouts are stale"):
+    with refused(CheckpointFormatError):
         open_checkpoint(
             hand_made(tmp_path, serialized_layouts(layout_fields(), B, layout_fields("x", "x")), a_b=tf.zeros((96, 8)))
         )
@@ -245,7 +236,7 @@ def test_a_table_of_two_layers(tmp_path: Path) -> None:
     )
     other = mid_level({"a": {"parameters": tf.Variable(tf.zeros((5, 2)))}})
     prefix = tf.train.Checkpoint(one=cores, two=other).write(str(tmp_path / "ckpt"))
-    with pytest.raises(CheckpointFormatError, match=r"two embedding layers have a table 'a' .*. Rename one"):
+    with refused(CheckpointFormatError, match="table 'a'"):
         open_checkpoint(prefix)
 
 
@@ -301,55 +292,52 @@ def test_keras_2_slots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    "changed",
     [
-        ({"num_sparse_cores": 0}, "has 0 SparseCores"),
-        ({"num_sparse_cores": -4}, "has -4 SparseCores"),
-        ({"num_partitions": 0}, "has 0 partitions"),
-        ({"num_partitions": 3}, "has 4 SparseCores on 3 partitions"),
-        ({"total_rows_per_sparse_core_shard": 7}, r"has rows \[0, 8\) in shards of 7"),
-        ({"total_rows_per_sparse_core_shard": -1}, r"has rows \[0, 8\) in shards of -1"),
-        ({"unsharded_shape": [33, 6]}, "has 33 rows in 32 padded ones"),
-        ({"unsharded_shape": [20, 9]}, "has 9 columns in 8 padded ones"),
-        ({"unsharded_shape": [0, 6]}, "has 0 rows"),
-        ({"unsharded_shape": [-1, 6]}, "has -1 rows"),
-        ({"unsharded_shape": [20]}, "has a shape of 1 dimensions"),
-        ({"unsharded_shape": []}, "has a shape of 0 dimensions"),
-        ({"unsharded_padded_shape": [32, 8, 1]}, "has a shape of 3 dimensions"),
-        ({"unsharded_padded_shape": [30, 8]}, "has 30 padded rows on 4 SparseCores"),
-        ({"sparse_core_shard_row_offset": 17}, r"has rows \[17, 25\) in shards of 24"),
-        ({"sparse_core_shard_row_offset": -1}, r"has rows \[-1, 7\) in shards of 24"),
-        ({"sparse_core_shard_row_offset": 2**63 - 1}, "in shards of 24"),
-        ({"sparse_core_shard_rotation": 4}, "has rotation 4 of 4 SparseCores"),
-        ({"sparse_core_shard_rotation": -1}, "has rotation -1 of 4 SparseCores"),
-        ({"unsharded_shape": [2**63 - 1, 6]}, "padded ones"),
-        ({"unsharded_shape": [2**62, 6], "unsharded_padded_shape": [2**62, 8]}, "in shards of 24"),
-        ({"table_name": ""}, "it has no name"),
-        ({"stacked_table_name": ""}, "or its stack has none"),
+        {"num_sparse_cores": 0},
+        {"num_sparse_cores": -4},
+        {"num_partitions": 0},
+        {"num_partitions": 3},
+        {"total_rows_per_sparse_core_shard": 7},
+        {"total_rows_per_sparse_core_shard": -1},
+        {"unsharded_shape": [33, 6]},
+        {"unsharded_shape": [20, 9]},
+        {"unsharded_shape": [0, 6]},
+        {"unsharded_shape": [-1, 6]},
+        {"unsharded_shape": [20]},
+        {"unsharded_shape": []},
+        {"unsharded_padded_shape": [32, 8, 1]},
+        {"unsharded_padded_shape": [30, 8]},
+        {"sparse_core_shard_row_offset": 17},
+        {"sparse_core_shard_row_offset": -1},
+        {"sparse_core_shard_row_offset": 2**63 - 1},
+        {"sparse_core_shard_rotation": 4},
+        {"sparse_core_shard_rotation": -1},
+        {"unsharded_shape": [2**63 - 1, 6]},
+        {"unsharded_shape": [2**62, 6], "unsharded_padded_shape": [2**62, 8]},
+        {"table_name": ""},
+        {"stacked_table_name": ""},
     ],
 )
-def test_layouts_that_contradict_themselves(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointCorruptError, match=message):
+def test_layouts_that_contradict_themselves(tmp_path: Path, changed: dict[str, Any]) -> None:
+    with refused(CheckpointCorruptError):
         open_checkpoint(hand_made(tmp_path, serialized_layouts(layout_fields(**changed)), a_b=tf.zeros((96, 8))))
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    "changed",
     [
-        ({"sparse_core_shard_row_offset": 7}, "tables 'a' and 'b' overlap in stack 'a_b'"),
-        ({"sparse_core_shard_row_offset": 0}, "overlap in stack 'a_b'"),
-        ({"table_name": "a"}, "table 'a' has two layouts"),
-        ({"unsharded_padded_shape": [32, 32]}, r"\(4, 96, 32\) for table 'b', but \(4, 96, 8\) for 'a'"),
-        ({"total_rows_per_sparse_core_shard": 48}, r"\(4, 192, 8\) for table 'b', but \(4, 96, 8\) for 'a'"),
-        (
-            {"num_sparse_cores": 8, "total_rows_per_sparse_core_shard": 12},
-            r"\(8, 96, 8\) for table 'b', but \(4, 96, 8\)",
-        ),
+        {"sparse_core_shard_row_offset": 7},
+        {"sparse_core_shard_row_offset": 0},
+        {"table_name": "a"},
+        {"unsharded_padded_shape": [32, 32]},
+        {"total_rows_per_sparse_core_shard": 48},
+        {"num_sparse_cores": 8, "total_rows_per_sparse_core_shard": 12},
     ],
 )
-def test_layouts_that_contradict_each_other(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_layouts_that_contradict_each_other(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Two stacks of one name among them: tables a and b of 16 columns make "a_b", and a table "a_b" of 32 does."""
-    with pytest.raises(CheckpointCorruptError, match=message):
+    with refused(CheckpointCorruptError):
         open_checkpoint(
             hand_made(tmp_path, serialized_layouts(layout_fields(), {**B, **changed}), a_b=tf.zeros((96, 8)))
         )
@@ -367,14 +355,13 @@ def test_layouts_that_contradict_each_other(tmp_path: Path, changed: dict[str, A
     ids=["the second is missing", "the first is missing", "names swapped", "places swapped", "renamed"],
 )
 def test_layouts_that_contradict_the_name_of_their_stack(tmp_path: Path, layouts: list[Any], names: str) -> None:
-    message = f"stack 'a_b' should be named after its tables, which are '{names}'"
-    with pytest.raises(CheckpointCorruptError, match=message):
+    with refused(CheckpointCorruptError, match=f"'{names}'"):
         open_checkpoint(hand_made(tmp_path, serialized_layouts(*layouts), a_b=tf.zeros((96, 8))))
 
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b", b"\xff" * 20, b"\x0a\x02\x0a\x05"])
 def test_layouts_that_do_not_parse(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(CheckpointCorruptError, match=r"ckpt: _sparse_core_table_layouts: .*. Restore it"):
+    with refused(CheckpointCorruptError):
         open_checkpoint(hand_made(tmp_path, data, a_b=tf.zeros((96, 8))))
 
 

@@ -20,6 +20,7 @@ from tests.support.checkpoint.tpu_checkpoints import (
     random_values,
     write,
 )
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointFormatError
 
@@ -106,7 +107,5 @@ def test_unsigned_slices_that_sparse_cores_never_cut(tmp_path: Path, rows: int, 
 
 @pytest.mark.parametrize(("rows", "dim", "parts"), [(32, 8, 2), (64, 16, 4)])
 def test_unsigned_slices_as_sparse_cores_cut_them(tmp_path: Path, rows: int, dim: int, parts: int) -> None:
-    with pytest.raises(
-        CheckpointFormatError, match=f"table 'a' is in {parts} equal slices.*does not record which class"
-    ):
+    with refused(CheckpointFormatError, match="table 'a'"):
         open_checkpoint(cut(tmp_path, np.zeros((rows, dim), np.float32), parts))

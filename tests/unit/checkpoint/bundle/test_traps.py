@@ -24,6 +24,7 @@ from tests.support.checkpoint.tpu_checkpoints import (
     sparse_core_embedding,
     write,
 )
+from tests.support.messages import refused
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
@@ -84,7 +85,7 @@ def test_two_stacks_of_one_name_in_one_layer(tmp_path: Path) -> None:
     layouts = tf.Variable(serialized_layouts(*stacked, alone))
     node = mid_level({"a_b": {"parameters": stack}}, a_b=stack, _sparse_core_table_layouts=layouts)
     tf.train.Checkpoint(layer=node).write(str(tmp_path / "ckpt"))
-    with pytest.raises(CheckpointCorruptError, match=r"stack 'a_b' should be named after its tables, .* 'a_b_a_b'"):
+    with refused(CheckpointCorruptError, match="stack 'a_b'"):
         open_checkpoint(tmp_path / "ckpt")
 
 
@@ -128,7 +129,7 @@ def test_sparse_cores_with_empty_layouts(tmp_path: Path) -> None:
     )
     with open_checkpoint(with_layouts_of(prefix, serialized)) as checkpoint:
         check(checkpoint, values)
-    with pytest.raises(CheckpointFormatError, match=r"is in 2 equal slices.* does not record which class"):
+    with refused(CheckpointFormatError):
         open_checkpoint(with_layouts_of(prefix, b""))
 
 
@@ -142,5 +143,5 @@ def test_saved_again_on_cpu_with_slots(tmp_path: Path, optimizer: str) -> None:
     )
     tf.train.Checkpoint(model=tf.train.Checkpoint(emb=layer)).restore(str(prefix))
     layer.build()
-    with pytest.raises(CheckpointFormatError, match="SparseCore layouts are stale"):
+    with refused(CheckpointFormatError):
         open_checkpoint(write(tmp_path / "again", layer))

@@ -10,6 +10,7 @@ import pytest
 import tensorstore
 
 from tests.support.checkpoint.orbax_trees import Array, Leaves, write_shards, write_tree
+from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.orbax import OrbaxCheckpoint, arrays, chunk_memory, chunk_stream, chunk_streams
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, MissingExtraError
@@ -127,7 +128,7 @@ class TestRows:
             whole = file.read_bytes()
             file.unlink()
             file.write_bytes(whole)
-            with pytest.raises(CheckpointError, match=r"chunk '0.0' changed while it was read"):
+            with refused(CheckpointError, match="chunk '0.0'"):
                 checkpoint.read("t", 10, 20)
 
 
@@ -266,7 +267,7 @@ class TestLeftToTensorStore:
         pieces(path, table)
         with (
             open_checkpoint(path, chunk_memory_bytes=table.nbytes) as checkpoint,
-            pytest.raises(MissingExtraError, match="array 't': reading its chunks of 3840000 bytes needs zstandard"),
+            refused(MissingExtraError, match="array 't'"),
         ):
             checkpoint.read("t")
 

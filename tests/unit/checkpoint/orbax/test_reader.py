@@ -17,6 +17,7 @@ import pytest
 import tensorstore
 
 from tests.support.checkpoint.orbax_trees import STACKED, Array, Leaves, spec, stacked_rows, write_spec, write_tree
+from tests.support.messages import refused
 from tests.support.stores import S3, moto_server
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.orbax import arrays, chunk_memory
@@ -74,21 +75,19 @@ class TestPaths:
         step(tmp_path, 10, "run_10")
         assert value(tmp_path) == 10
         step(tmp_path, 1, "other_1")
-        with pytest.raises(
-            CheckpointFormatError, match=r"contains several checkpoints \(other_1, run_10, run_2\). Give the path"
-        ):
+        with refused(CheckpointFormatError, match=r"\(other_1, run_10, run_2\)"):
             open_checkpoint(tmp_path)
 
     def test_an_unfinished_checkpoint_is_refused(self, tmp_path: Path) -> None:
         unfinished = step(tmp_path, 1, "5.orbax-checkpoint-tmp-9")
-        with pytest.raises(CheckpointFormatError, match="was never finished"):
+        with refused(CheckpointFormatError):
             open_checkpoint(unfinished)
-        with pytest.raises(CheckpointNotFoundError, match="contains only Orbax checkpoints that were never finished"):
+        with refused(CheckpointNotFoundError):
             open_checkpoint(tmp_path)
 
     def test_a_step_without_arrays(self, tmp_path: Path) -> None:
         shutil.rmtree(step(tmp_path, 1) / "default")
-        with pytest.raises(CheckpointCorruptError, match="no item with _METADATA"):
+        with refused(CheckpointCorruptError):
             open_checkpoint(tmp_path / "1")
 
     def test_the_layout_before_metadata(self, tmp_path: Path) -> None:
@@ -96,7 +95,7 @@ class TestPaths:
         write_tree(tmp_path / "ckpt", {("table",): ROWS}, ocdbt=False)
         (tmp_path / "ckpt" / "_METADATA").unlink()
         (tmp_path / "ckpt" / "checkpoint").write_bytes(b"\x81\xa5table\xc0")
-        with pytest.raises(CheckpointFormatError, match=r"saved no _METADATA.*Restore it with Orbax and save it again"):
+        with refused(CheckpointFormatError):
             open_checkpoint(tmp_path / "ckpt")
 
     def test_a_file_named_as_tensorflows_state_file(self, tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ class TestPaths:
     def test_other_checkpoints_are_left_to_others(self, tmp_path: Path) -> None:
         (tmp_path / "12").mkdir()
         (tmp_path / "12" / "model.txt").write_text("")
-        with pytest.raises(CheckpointNotFoundError, match="this directory contains none"):
+        with refused(CheckpointNotFoundError):
             open_checkpoint(tmp_path)
 
 
@@ -124,12 +123,12 @@ class TestPlainTrees:
     def test_no_table(self, tmp_path: Path) -> None:
         leaves: Leaves = {("bias",): np.ones(3, np.float32), ("ids",): np.ones((3, 2), np.int32)}
         write_tree(tmp_path / "ckpt", leaves)
-        with pytest.raises(CheckpointFormatError, match=r"has no table.* among 2 leaves"):
+        with refused(CheckpointFormatError, match="2 leaves"):
             open_checkpoint(tmp_path / "ckpt")
 
     def test_names_that_meet(self, tmp_path: Path) -> None:
         write_tree(tmp_path / "ckpt", {("a/b",): ROWS, ("a", "b"): ROWS})
-        with pytest.raises(CheckpointFormatError, match=r"'a/b' and 'a/b' are both table 'a/b'\. Rename one"):
+        with refused(CheckpointFormatError, match="table 'a/b'"):
             open_checkpoint(tmp_path / "ckpt")
 
 
@@ -153,7 +152,7 @@ def open_keras(folder: Path, **changes: Array) -> Checkpoint:
 class TestKeras:
     def test_a_slot_of_another_shape(self, tmp_path: Path) -> None:
         accumulator = {"optimizer_variables__adagrad__de_t_embeddings_accumulator": np.ones((23, 1), np.float32)}
-        with pytest.raises(CheckpointCorruptError, match=r"de/t/embeddings' is \[23, 4\], but its slot .* \[23, 1\]"):
+        with refused(CheckpointCorruptError, match=r"\[23, 4\]"):
             open_keras(tmp_path, **accumulator)
 
     def test_factored_statistics_are_no_slots(self, tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ class TestKeras:
             assert checkpoint.tables()["t"].slots == ("accumulators", "other")
 
     def test_two_optimizers(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointFormatError, match=r"are both 'accumulators' of .*Save again with one optimizer"):
+        with refused(CheckpointFormatError, match="'accumulators'"):
             open_keras(tmp_path, optimizer_variables__ftrl__de_t_embeddings_accumulator=ROWS)
 
     @pytest.mark.parametrize(
@@ -196,19 +195,19 @@ class TestKeras:
             "trainable_variables__de__x_u__embeddings": ROWS,
             "optimizer_variables__adagrad__de_x_u_embeddings_accumulator": ROWS,
         }
-        with pytest.raises(CheckpointFormatError, match=r"may be 'accumulators' of .*Rename one"):
+        with refused(CheckpointFormatError, match="'accumulators'"):
             open_keras(tmp_path, **more)
 
     def test_two_layers_with_one_table_name(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointFormatError, match=r"are both table 't'\. Rename one"):
+        with refused(CheckpointFormatError, match="table 't'"):
             open_keras(tmp_path, trainable_variables__other__t__embeddings=ROWS)
 
     def test_a_table_that_is_changed_by_more(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointFormatError, match=r"'lora_embeddings_a' beside it.* Merge it into the table"):
+        with refused(CheckpointFormatError, match="'lora_embeddings_a'"):
             open_keras(tmp_path, trainable_variables__de__t__lora_embeddings_a=ROWS)
 
     def test_a_table_that_is_no_matrix_of_floats(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointMismatchError, match=r"should be a matrix of floats, but is int8 \[23, 4\]"):
+        with refused(CheckpointMismatchError, match=r"\[23, 4\]"):
             open_keras(tmp_path, trainable_variables__de__t__embeddings=ROWS.astype(np.int8))
 
     def test_a_frozen_table(self, tmp_path: Path) -> None:
@@ -224,11 +223,8 @@ class TestStacks:
             "variables": {("x", "a_b_c", "table"): rows, ("x", "a_b_c", "slot", "0"): rows},
         }
         for name, leaves in trees.items():
-            with pytest.raises(CheckpointFormatError) as caught:
+            with refused(CheckpointFormatError, match=r"\(a_b_c\)"):
                 open_checkpoint(write_tree(tmp_path / name, leaves))
-            assert "its tables are stacked on SparseCores (a_b_c), and it does not record how" in str(caught.value)
-            assert "embedding_spec=FILE" in str(caught.value)
-            assert "create_proto_from_feature_specs" in str(caught.value)
 
     @pytest.mark.parametrize("form", ["mapping", "json", "text"])
     def test_the_layout_that_a_user_gives(self, form: str, tmp_path: Path) -> None:
@@ -259,16 +255,13 @@ class TestStacks:
             np.testing.assert_array_equal(checkpoint.read("a", 0, 3), values["a"][1:4])  # as it says: one core further
 
     @pytest.mark.parametrize(
-        ("more", "message"),
+        "more",
         [
-            (
-                ("trainable_variables", "other", "var:a_b_c:table:slot:accumulator"),
-                "are both slot 'accumulator' of stack",
-            ),
-            (("trainable_variables", "de", "var:a_b_c:table:slot:accumulators"), "has two slots 'accumulators'"),
+            ("trainable_variables", "other", "var:a_b_c:table:slot:accumulator"),
+            ("trainable_variables", "de", "var:a_b_c:table:slot:accumulators"),
         ],
     )
-    def test_two_slots_of_one_name(self, more: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    def test_two_slots_of_one_name(self, more: tuple[str, ...], tmp_path: Path) -> None:
         """Which of them is the table's, nothing says."""
         values, rows = stacks()
         stack = ("trainable_variables", "de", "var:a_b_c:table")
@@ -277,7 +270,7 @@ class TestStacks:
         with open_checkpoint(path, embedding_spec=spec()) as checkpoint:
             np.testing.assert_array_equal(checkpoint.read("a", slot="accumulators"), values["a"] + 1)
         path = write_tree(tmp_path / "two", {stack: rows, slot: rows + 1, more: rows + 2})
-        with pytest.raises(CheckpointFormatError, match=message):
+        with refused(CheckpointFormatError):
             open_checkpoint(path, embedding_spec=spec())
 
     def test_the_item_alone_has_the_layout_beside_it(self, tmp_path: Path) -> None:
@@ -292,7 +285,7 @@ class TestStacks:
         write_tree(tmp_path / "1" / "emb", {("a_b_c", "table"): stacks()[1]})
         for name in ("one", "two"):
             write_spec(tmp_path / "1" / name / "proto.pbtxt", spec())
-        with pytest.raises(CheckpointFormatError, match="both describe how tables are stacked"):
+        with refused(CheckpointFormatError):
             open_checkpoint(tmp_path / "1")
 
     def test_another_protocol_buffer(self, tmp_path: Path) -> None:
@@ -307,20 +300,18 @@ class TestStacks:
             {"other": spec()["a_b_c"]},
             {**spec(), "more": {"num_sparsecores": 1, "tables": {"z": {"vocab_size": 1, "embedding_dim": 1}}}},
         ):
-            with pytest.raises(CheckpointMismatchError, match="is in only one of them"):
+            with refused(CheckpointMismatchError):
                 open_checkpoint(path, embedding_spec=given)
 
     def test_a_stack_that_the_layout_leaves_out(self, tmp_path: Path) -> None:
         rows = stacks()[1]
         path = write_tree(tmp_path / "ckpt", {("var:a_b_c:table",): rows, ("var:more:table",): rows})
-        with pytest.raises(CheckpointMismatchError, match="'more' is in only one of them"):
+        with refused(CheckpointMismatchError, match="'more'"):
             open_checkpoint(path, embedding_spec=spec())
 
     def test_a_layout_for_tables_that_are_not_stacked(self, tmp_path: Path) -> None:
         path = write_tree(tmp_path / "ckpt", {("emb",): ROWS})
-        with pytest.raises(
-            CheckpointMismatchError, match=r"has the stacks none, but the embedding spec describes a_b_c"
-        ):
+        with refused(CheckpointMismatchError, match="a_b_c"):
             open_checkpoint(path, embedding_spec=spec())
 
     def test_a_stack_and_what_an_optimizer_keeps_under_its_name(self, tmp_path: Path) -> None:
@@ -329,9 +320,7 @@ class TestStacks:
             (*prefix, "a_b_c", role): rows for prefix in [("params",), ("mu",)] for role in ("table", "slot")
         }
         path = write_tree(tmp_path / "ckpt", leaves)
-        with pytest.raises(
-            CheckpointFormatError, match="'params/a_b_c/table' and 'mu/a_b_c/table' are both stack 'a_b_c'"
-        ):
+        with refused(CheckpointFormatError, match="stack 'a_b_c'"):
             open_checkpoint(path, embedding_spec=spec())
 
     def test_a_stacked_table_and_one_that_is_not_with_one_name(self, tmp_path: Path) -> None:
@@ -339,7 +328,7 @@ class TestStacks:
             ("trainable_variables", "de", "var:a_b_c:table"): stacks()[1],
             ("trainable_variables", "de", "a", "embeddings"): ROWS,
         }
-        with pytest.raises(CheckpointFormatError, match="has two tables 'a', one of them stacked"):
+        with refused(CheckpointFormatError, match="'a'"):
             open_checkpoint(write_tree(tmp_path / "ckpt", leaves), embedding_spec=spec())
 
     def test_padding_is_never_read(self, tmp_path: Path) -> None:
@@ -417,7 +406,7 @@ class TestReading:
     def test_reads_after_close_are_refused(self, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(write_tree(tmp_path / "ckpt", {("t",): ROWS}))
         checkpoint.close()
-        with pytest.raises(CheckpointError, match=r"is closed\. Open it again"):
+        with refused(CheckpointError):
             checkpoint.read("t")
 
     def test_no_checksum(self, tmp_path: Path) -> None:
@@ -438,7 +427,7 @@ class TestReading:
                 assert after != before
                 before = after
             shutil.rmtree(path)
-            with pytest.raises(CheckpointError, match="cannot be read any more"):
+            with refused(CheckpointError):
                 checkpoint.fingerprint()
 
     @pytest.mark.parametrize(
@@ -453,9 +442,7 @@ class TestReading:
         """A chunk as stored is held beside what is decoded from it, unless it is the same."""
         path = write_tree(tmp_path / "ckpt", {("t",): ROWS}, chunks=(10, 4), zarr3=zarr3, compressed=compressed)
         with open_checkpoint(path, chunk_memory_bytes=need - 1) as checkpoint:
-            with pytest.raises(
-                CheckpointFormatError, match=rf"chunks of \[10, 4\], 160 bytes.*{words}.*over the {need - 1} allowed"
-            ):
+            with refused(CheckpointFormatError):
                 checkpoint.read("t", 0, 1)
             assert checkpoint.tables()["t"].layout == "chunks of 10 rows"
         for memory in (need, str(need), 1 << 30):
@@ -466,18 +453,16 @@ class TestReading:
     @pytest.mark.parametrize("memory", [0, -1, "1 GiB", 1.5, True])
     def test_memory_that_is_no_number_of_bytes(self, memory: Any, tmp_path: Path) -> None:
         path = write_tree(tmp_path / "ckpt", {("t",): ROWS})
-        with pytest.raises(ConfigError, match="chunk_memory_bytes must be"):
+        with refused(ConfigError, match="chunk_memory_bytes"):
             open_checkpoint(path, chunk_memory_bytes=memory)
 
     def test_unknown_options(self, tmp_path: Path) -> None:
         path = write_tree(tmp_path / "ckpt", {("t",): ROWS})
-        with pytest.raises(ConfigError, match="did you mean 'embedding_spec'"):
+        with refused(ConfigError, match="'embedding_spec'"):
             open_checkpoint(path, embeding_spec={})
-        with pytest.raises(ConfigError, match="embedding_spec must be a mapping or the path of a file, got 3"):
+        with refused(ConfigError, match="embedding_spec"):
             open_checkpoint(path, embedding_spec=3)
-        with pytest.raises(
-            ConfigError, match=r"embedding_spec nowhere: .*No such file.*create_proto_from_feature_specs"
-        ):
+        with refused(ConfigError, match="embedding_spec"):
             open_checkpoint(path, embedding_spec="nowhere")
 
     def test_without_tensorstore(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

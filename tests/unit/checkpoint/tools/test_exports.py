@@ -10,6 +10,7 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from tests.support.checkpoint.bundles import write
+from tests.support.messages import refused
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.tools import diff_checkpoints, read_rows
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
@@ -59,7 +60,7 @@ def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: 
     assert rows.start == 10
     np.testing.assert_allclose(rows.values, tables["users"][10:15], atol=0 if storage == "float32" else 0.02)
     np.testing.assert_allclose(read_rows(version, "users", 30, 31).values, tables["users"][30:31], atol=0.02)
-    with pytest.raises(RowRangeError, match=r"rows \[9, 12\) are not inside its rows \[10, 31\)"):
+    with refused(RowRangeError, match=r"\[9, 12\)"):
         read_rows(version, "users", 9, 12)
     found = {table.name: table for table in diff_checkpoints(tmp_path / "ckpt", version).tables}
     assert found["users"].rows_compared == 21
@@ -112,15 +113,15 @@ def test_commands(tmp_path: Path, tables: dict[str, Any]) -> None:
 
 def test_what_an_export_does_not_have_is_refused(tmp_path: Path, tables: dict[str, Any]) -> None:
     version = exported(tmp_path, tables)
-    with pytest.raises(UnknownTableError, match="no table 'video'"):
+    with refused(UnknownTableError, match="no table 'video'"):
         read_rows(version, "video")
-    with pytest.raises(UnknownTableError, match="no slot 'momenta'"):
+    with refused(UnknownTableError, match="no slot 'momenta'"):
         read_rows(version, "videos", slot="momenta")
-    with pytest.raises(ConfigError, match="partition_strategy"):
+    with refused(ConfigError, match="partition_strategy"):
         read_rows(version, "videos", checkpoint_options={"partition_strategy": "div"})
     [data] = [path for path in (version / "variables").iterdir() if path.stat().st_size == 4 * 12 * 30]
     data.write_bytes(data.read_bytes()[:-100])
-    with pytest.raises(CheckpointCorruptError, match="ends at byte"):
+    with refused(CheckpointCorruptError):
         read_rows(version, "wide", 25, 30)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoint.bundles import write
+from tests.support.messages import refused
 from tpuembed.checkpoint.tools import TableDescription, describe_checkpoint, head, read_rows, stream_rows
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 
@@ -40,14 +41,14 @@ def test_streamed_pieces_are_all_rows_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_is_not_there() -> None:
-    with pytest.raises(UnknownTableError, match="did you mean 'table_2'"):
+    with refused(UnknownTableError, match="'table_2'"):
         read_rows(GOLDEN / "ckpt", "table_3")
-    with pytest.raises(UnknownTableError, match="no slot 'accumulators'"):
+    with refused(UnknownTableError, match="no slot 'accumulators'"):
         read_rows(GOLDEN / "ckpt", "table_2", slot="accumulators")
     for start, stop in [(0, 6), (6, None), (-1, 2), (3, 2)]:
         with pytest.raises(RowRangeError):
             read_rows(GOLDEN / "ckpt", "table_2", start, stop)
-    with pytest.raises(ConfigError, match="nonsense"):
+    with refused(ConfigError):
         read_rows(GOLDEN / "ckpt", "table_2", checkpoint_options={"nonsense": 1})
 
 

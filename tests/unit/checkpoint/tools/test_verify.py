@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tests.support.checkpoint.bundles import write
 from tests.support.checkpoint.orbax_trees import Leaves, write_tree
+from tests.support.messages import refused
 from tests.support.stores import GcsStub
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -116,10 +117,10 @@ def test_a_data_file_that_is_cut_or_gone(prefix: Path) -> None:
     [path, *_] = sorted(prefix.parent.glob("*.data-*"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointCorruptError, match="It is truncated"):
+    with refused(CheckpointCorruptError):
         verify_files(prefix)
     path.unlink()
-    with pytest.raises(CheckpointCorruptError, match="is missing"):
+    with refused(CheckpointCorruptError):
         verify_files(prefix)
 
 
@@ -167,7 +168,7 @@ def test_a_folder_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "is_file", refuse)
     assert find_export(tmp_path) is None
-    with pytest.raises(CheckpointError, match=r": cannot be read: Permission denied \(of .*/_METADATA\)\.$"):
+    with refused(CheckpointError):
         verify_files(tmp_path)
 
 
@@ -388,16 +389,16 @@ def test_strings_in_pieces_of_any_size(tmp_path: Path, values: list[bytes], piec
 
 
 @pytest.mark.parametrize(
-    ("payload", "count", "size", "message"),
+    ("payload", "count", "size"),
     [
-        (b"\x05", 1, 1, "strings take"),
-        (b"\xff", 1, 1, "ends inside a varint"),
-        (b"", 2**62, 0, "ends inside a varint"),
-        (b"\x01abcdx", 1, 6, "the CRC of its lengths is wrong"),
+        (b"\x05", 1, 1),
+        (b"\xff", 1, 1),
+        (b"", 2**62, 0),
+        (b"\x01abcdx", 1, 6),
     ],
 )
-def test_strings_that_are_none(payload: bytes, count: int, size: int, message: str) -> None:
-    with pytest.raises(MalformedError, match=message):
+def test_strings_that_are_none(payload: bytes, count: int, size: int) -> None:
+    with refused(MalformedError):
         strings_crc([payload], count, size)
 
 

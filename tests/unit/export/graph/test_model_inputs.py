@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
@@ -347,20 +348,17 @@ def names_of(structure: Any, path: str = "") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("specs", "message"),
+    "specs",
     [
-        (tf.RaggedTensorSpec([None, None, None], tf.int64), "must hold integers, floats or strings and have rank 2"),
-        (tf.RaggedTensorSpec([None, None], tf.bool), "must hold integers, floats or strings"),
-        ({"x": {"y": 3}}, "input 'x/y': expected a tf.TensorSpec, got 3"),
-        (
-            [tf.TensorSpec([None], tf.int64, "x"), tf.TensorSpec([None], tf.int64, "x")],
-            "two of its inputs are called 'x'",
-        ),
-        ({"a": {"b": tf.TensorSpec([None])}, "a/b": tf.TensorSpec([None])}, "two of its inputs are called 'a/b'"),
+        tf.RaggedTensorSpec([None, None, None], tf.int64),
+        tf.RaggedTensorSpec([None, None], tf.bool),
+        {"x": {"y": 3}},
+        [tf.TensorSpec([None], tf.int64, "x"), tf.TensorSpec([None], tf.int64, "x")],
+        {"a": {"b": tf.TensorSpec([None])}, "a/b": tf.TensorSpec([None])},
     ],
 )
-def test_specs_that_cannot_be(specs: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_specs_that_cannot_be(specs: Any) -> None:
+    with refused(ConfigError):
         wrap_model((Echo(), specs), "m")
 
 

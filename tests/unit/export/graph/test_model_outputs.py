@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
+from tests.support.messages import refused
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
@@ -260,7 +261,7 @@ def test_random_models_answer_each_output_once() -> None:
             names.append(f"{base}/{seen[base]}" if count[base] > 1 else base)
             seen[base] += 1
         if len(set(names)) < len(names):
-            with pytest.raises(ConfigError, match="two of its outputs are called"):
+            with refused(ConfigError):
                 called(model)
             continue
         found = called(model)
@@ -281,15 +282,15 @@ def test_outputs_are_renamed_all_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    "names",
     [
-        ({"ranker__clik": "a"}, "output_names: the model has no output 'ranker/clik'; did you mean 'ranker/click'"),
-        ({"ranker__click": "ranker/watch"}, "ranker/click and ranker/watch would both be called 'ranker/watch'"),
-        ({"ranker__click": ""}, "output_names: 'ranker/click': the name must be a non-empty printable string, got ''"),
+        {"ranker__clik": "a"},
+        {"ranker__click": "ranker/watch"},
+        {"ranker__click": ""},
     ],
 )
-def test_new_names_that_cannot_be(names: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_new_names_that_cannot_be(names: dict[str, str]) -> None:
+    with refused(ConfigError):
         called(outer(two_heads()), **names)
 
 
@@ -297,7 +298,7 @@ def test_new_names_of_lookups_are_refused(tmp_path: Path) -> None:
     layer = TPUEmbedding({"f": FeatureConfig(TableConfig(5, 2, "t"))}, optimizer="sgd")
     checkpoint = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
     for call, source in ((export_model, layer), (export_saved_model, checkpoint)):
-        with pytest.raises(ConfigError, match="output_names: they rename the outputs of a model"):
+        with refused(ConfigError, match="output_names"):
             call(source, tmp_path / "m", output_names={"f": "g"})
 
 
@@ -325,19 +326,16 @@ def test_ragged_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("structure", "message"),
+    "structure",
     [
-        (lambda x: {"r": tf.RaggedTensor.from_row_lengths(ragged(x, tf.int64), [3])}, "2 ragged dimensions"),
-        (
-            lambda x: {"r": ragged(x, tf.int64), "r_lengths": x},
-            "the name of its lengths, 'r_lengths', is already taken",
-        ),
-        (lambda x: {"r": tf.sparse.from_dense(x)}, "output 'r' is a SparseTensor"),
-        (lambda x: {"r": x, "s": None}, "output 's' is None"),
+        lambda x: {"r": tf.RaggedTensor.from_row_lengths(ragged(x, tf.int64), [3])},
+        lambda x: {"r": ragged(x, tf.int64), "r_lengths": x},
+        lambda x: {"r": tf.sparse.from_dense(x)},
+        lambda x: {"r": x, "s": None},
     ],
 )
-def test_outputs_that_no_signature_can_answer_are_refused(structure: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_outputs_that_no_signature_can_answer_are_refused(structure: Callable[[Any], Any]) -> None:
+    with refused(ConfigError):
         called(subclassed(structure))
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.compat import keras_rs
 from tpuembed.errors import ConfigError
@@ -36,10 +36,9 @@ def native() -> Any:
 def test_both_exporters_point_to_the_layer_of_that_name(tmp_path: Path) -> None:
     model = native()
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    message = r"layer 'native' is keras_rs\.layers\.DistributedEmbedding, .*; import keras_rs from tpuembed\.compat"
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, match="layer 'native'"):
         export_saved_model(checkpoint, tmp_path / "m", model=native)
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, match="layer 'native'"):
         export_model(model, tmp_path / "m")
 
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.messages import refused
 from tpuembed import export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.signature import check_input_names
@@ -44,13 +45,13 @@ def test_what_tensorflow_cannot_tell_apart(names: tuple[str, str], tmp_path: Pat
     if _is_saved(names, tmp_path):
         check_input_names(names)
         return
-    with pytest.raises(ConfigError, match=r"TensorFlow cannot distinguish these names of inputs\. Rename one"):
+    with refused(ConfigError):
         check_input_names(names)
 
 
 def test_an_export_names_both(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", {"t": random_table(5, 2)})
     config = {"features": {"Watched": {"table": "t"}, "watched": {"table": "t"}}}
-    with pytest.raises(ConfigError, match=r"^features 'Watched' and 'watched': TensorFlow cannot"):
+    with refused(ConfigError, match="features 'Watched'"):
         export_saved_model(tmp_path / "ckpt", tmp_path / "m", serving_config=config)
     assert not (tmp_path / "m").exists()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.checkpoint.tools import describe_export
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
@@ -74,17 +75,15 @@ def test_another_order_than_in_training_is_refused(adapt: bool, name: str | None
     model_of(lookup(WORDS, adapt, **options)).save(tmp_path / "m.keras")
     compare_vocabularies(model_of(lookup(WORDS, **options)), tmp_path / "m.keras")
     other = model_of(lookup(["ant", "cow", "bee", "doe", "eel"], **options))
-    with pytest.raises(
-        CheckpointMismatchError, match="Entry 2 is 'cow' in the factory, which has 6 entries, and 'bee' in the file"
-    ):
+    with refused(CheckpointMismatchError, match="'cow'"):
         compare_vocabularies(other, tmp_path / "m.keras")
-    with pytest.raises(CheckpointMismatchError, match="Entry 5 is missing in the factory, which has 5 entries"):
+    with refused(CheckpointMismatchError, match="Entry 5"):
         compare_vocabularies(model_of(lookup(WORDS[:4], **options)), tmp_path / "m.keras")
 
 
 def test_more_numbers_for_unknown_words_move_every_row(tmp_path: Path) -> None:
     model_of(lookup(WORDS, name="users")).save(tmp_path / "m.keras")
-    with pytest.raises(CheckpointMismatchError, match="layer 'users' of the factory has another vocabulary"):
+    with refused(CheckpointMismatchError, match="layer 'users'"):
         compare_vocabularies(model_of(lookup(WORDS, name="users", num_oov_indices=2)), tmp_path / "m.keras")
 
 
@@ -102,7 +101,7 @@ def test_integers_text_and_boundaries(tmp_path: Path) -> None:
     compare_vocabularies(build(*given), tmp_path / "m.keras")
     for place, other in enumerate(([5, 7, 3], ["bee ant bee"], [1.0, 5.0, 6.0, 7.0])):
         changed = [*given[:place], other, *given[place + 1 :]]
-        with pytest.raises(CheckpointMismatchError, match=f"layer {['numbers', 'text', 'bins'][place]!r}"):
+        with refused(CheckpointMismatchError, match=f"layer {['numbers', 'text', 'bins'][place]!r}"):
             compare_vocabularies(build(*changed), tmp_path / "m.keras")
 
 
@@ -127,9 +126,9 @@ def test_lookups_inside_of_other_layers(tmp_path: Path) -> None:
     # Keras writes the arguments of Own in its config.
     found = compare_vocabularies(build(WORDS[:2], WORDS), tmp_path / "m.keras")
     assert [entry.compared for entry in found] == [True, True]
-    with pytest.raises(CheckpointMismatchError, match="than the config of the trained Own has in 'given'"):
+    with refused(CheckpointMismatchError, match="'given'"):
         compare_vocabularies(build(WORDS[2:4], WORDS), tmp_path / "m.keras")
-    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'eel' in the factory"):
+    with refused(CheckpointMismatchError, match="'eel'"):
         compare_vocabularies(build(WORDS[:2], WORDS[::-1]), tmp_path / "m.keras")
 
 
@@ -152,10 +151,10 @@ def test_random_models(tmp_path: Path) -> None:
         compare_vocabularies(build(kept, words), path)
         changed = rng.randrange(count)
         other = [*words[:changed], words[changed][::-1], *words[changed + 1 :]]
-        with pytest.raises(CheckpointMismatchError, match="another vocabulary"):
+        with refused(CheckpointMismatchError):
             compare_vocabularies(build(list(range(count)), other), path)
         if count > 1 and words[0] != words[1]:
-            with pytest.raises(CheckpointMismatchError, match="another vocabulary"):
+            with refused(CheckpointMismatchError):
                 compare_vocabularies(build(list(range(count)), [words[1], words[0], *words[2:]]), path)
 
 
@@ -189,7 +188,7 @@ def test_classes_of_ones_own(adapt: bool, tmp_path: Path) -> None:
 
     build(WORDS, adapt).save(tmp_path / "m.keras")
     compare_vocabularies(build(WORDS), tmp_path / "m.keras")
-    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'eel' in the factory"):
+    with refused(CheckpointMismatchError, match="'eel'"):
         compare_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
 
 
@@ -201,9 +200,9 @@ def test_names_beside_numbers(tmp_path: Path) -> None:
             model_of(other, same, kept), tmp_path / "m.keras"
         )  # the new one stands in front of the others
     compare_vocabularies(model_of(lookup(WORDS, name="renamed"), kept), tmp_path / "m.keras")
-    with pytest.raises(CheckpointMismatchError, match="layer 'renamed' of the factory has another vocabulary"):
+    with refused(CheckpointMismatchError, match="layer 'renamed'"):
         compare_vocabularies(model_of(lookup(WORDS[1:], name="renamed"), kept), tmp_path / "m.keras")
-    with pytest.raises(CheckpointMismatchError, match="Entry 1 is 'bee' in the factory"):
+    with refused(CheckpointMismatchError, match="'bee'"):
         compare_vocabularies(model_of(other, lookup(WORDS[1:]), kept), tmp_path / "m.keras")
 
 
@@ -292,9 +291,7 @@ def test_vocabularies_that_a_file_holds(build: Any, zipped: bool, tmp_path: Path
     path = path if zipped else path / "model.weights.h5"
     assert compared(build(WORDS), path) == {"words": True}
     for other in (WORDS[::-1], [*WORDS, "fox"], WORDS[:4]):
-        with pytest.raises(
-            CheckpointMismatchError, match="layer 'words' of the factory has another vocabulary than the"
-        ):
+        with refused(CheckpointMismatchError, match="layer 'words'"):
             compare_vocabularies(build(other), path)
 
 
@@ -311,7 +308,7 @@ def test_lookups_that_code_makes(others: str, adapt: bool, name: str | None, tmp
     model = build(WORDS)
     # A layer that is given its vocabulary outside of every config leaves none in the file.
     assert compared(model, tmp_path / "m.keras") == {model.look.name: True, "inside": adapt}
-    with pytest.raises(CheckpointMismatchError, match=r"Entry 1 is 'eel' in the factory.*'ant' in the file"):
+    with refused(CheckpointMismatchError, match="'eel'"):
         compare_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
 
 
@@ -325,7 +322,7 @@ def test_lists_in_configs_of_other_objects_prove_nothing(tmp_path: Path) -> None
     build(Listed(WORDS, name="one"), Listed(WORDS[::-1], name="two")).save(tmp_path / "m.keras")
     assert compared(build(Listed(WORDS[::-1], name="two")), tmp_path / "m.keras") == {"words": True}
     assert compared(build(Listed(WORDS[1:], name="three")), tmp_path / "m.keras") == {"words": False}
-    with pytest.raises(CheckpointMismatchError, match="than the config of the trained tests>Listed has in 'words'"):
+    with refused(CheckpointMismatchError, match="'words'"):
         compare_vocabularies(build(Listed(WORDS, name="two")), tmp_path / "m.keras")
     build(Listed(WORDS), Listed(WORDS[::-1])).save(tmp_path / "nameless.keras")
     assert compared(build(Listed(WORDS)), tmp_path / "nameless.keras") == {"words": False}
@@ -372,7 +369,7 @@ def test_more_layers_without_names_than_the_file_has(tmp_path: Path) -> None:
         assert set(compared(model, tmp_path / "m.keras").items()) == {
             (name, words is WORDS) for name, words in zip(sorted(names, key=len_and_text), new, strict=True)
         }
-    with pytest.raises(CheckpointMismatchError, match="has another vocabulary than the trained 'string_lookup"):
+    with refused(CheckpointMismatchError, match="string_lookup"):
         compare_vocabularies(model_of(lookup(["x", "y"]), lookup(WORDS[::-1])), tmp_path / "m.keras")
 
 
@@ -389,7 +386,7 @@ def test_a_layer_that_two_models_share(tmp_path: Path) -> None:
 
     build(WORDS).save(tmp_path / "m.keras")
     assert list(compared(build(WORDS), tmp_path / "m.keras").values()) == [True]
-    with pytest.raises(CheckpointMismatchError, match="another vocabulary"):
+    with refused(CheckpointMismatchError):
         compare_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
 
 
@@ -473,9 +470,7 @@ def test_a_damaged_vocabulary_of_a_file(tmp_path: Path) -> None:
     functional(lookup(WORDS, True, name="words")).save(path)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"bee\ncow", b"bef\ncow"))
-    with pytest.raises(
-        CheckpointCorruptError, match=r"Bad CRC-32 for file 'assets/.*vocabulary.txt'; restore it from another"
-    ):
+    with refused(CheckpointCorruptError, match="vocabulary.txt"):
         compare_vocabularies(functional(lookup(WORDS, name="words")), path)
 
 
@@ -511,7 +506,7 @@ def test_manifest_report_and_description_have_it(tmp_path: Path) -> None:
 
 def test_a_keras_file_is_compared_before_anything_is_written(tmp_path: Path) -> None:
     build().save(tmp_path / "m.keras")
-    with pytest.raises(CheckpointMismatchError, match="layer 'words' of the factory has another vocabulary"):
+    with refused(CheckpointMismatchError, match="layer 'words'"):
         export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(WORDS[::-1]))
     assert not (tmp_path / "m").exists()
 
@@ -552,7 +547,7 @@ def test_a_layer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     rows = TPUEmbedding(FeatureConfig(TableConfig(6, 4, "t")), optimizer="sgd")(
         keras.layers.StringLookup(name="words")(x)
     )
-    with pytest.raises(ConfigError, match="layer 'words' has no vocabulary"):
+    with refused(ConfigError, match="layer 'words'"):
         export_model(keras.Model(x, rows), tmp_path / "m")
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.dense_weights import recorded, restore_dense_weights
@@ -302,21 +303,21 @@ _TWO = Spec(hidden=0, heads=("click", "watch"), outputs=("click", "watch"), as_d
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "message"),
+    ("model", "change"),
     [
-        ({"kind": "flat"}, {"outputs": ("watch", "click"), "heads": ("watch", "click")}, "in another order"),
-        ({"named_heads": False}, {"outputs": ("watch",)}, "nobody chose the names"),
-        ({"named_heads": False}, {"outputs": ("watch", "click")}, "was made before or after other layers"),
-        ({"named_hidden": False, "hidden": 3}, {"hidden": 2}, "have no name of their own"),
-        ({"kind": "tower", "named_heads": False}, {"outputs": ("watch", "click")}, "was made before or after"),
-        ({"kind": "namesakes"}, {"outputs": ("watch", "click")}, "2 saved layers and 2 of the model are called first"),
-        ({"kind": "namesakes"}, {"outputs": ("watch",)}, "2 saved layers and 1 of the model are called first"),
+        ({"kind": "flat"}, {"outputs": ("watch", "click"), "heads": ("watch", "click")}),
+        ({"named_heads": False}, {"outputs": ("watch",)}),
+        ({"named_heads": False}, {"outputs": ("watch", "click")}),
+        ({"named_hidden": False, "hidden": 3}, {"hidden": 2}),
+        ({"kind": "tower", "named_heads": False}, {"outputs": ("watch", "click")}),
+        ({"kind": "namesakes"}, {"outputs": ("watch", "click")}),
+        ({"kind": "namesakes"}, {"outputs": ("watch",)}),
     ],
 )
-def test_places_alone_prove_nothing(tmp_path: Path, model: Any, change: Any, message: str) -> None:
+def test_places_alone_prove_nothing(tmp_path: Path, model: Any, change: Any) -> None:
     spec = dataclasses.replace(_TWO, **model)
     path, _, tables = trained(spec, "model", tmp_path)
-    with pytest.raises(CheckpointMismatchError, match=message):
+    with refused(CheckpointMismatchError):
         restored(dataclasses.replace(spec, **change), path, tables, allow_unused_weights=True)
 
 
@@ -486,7 +487,7 @@ def test_a_file_without_names_is_matched_one_to_one_only(tmp_path: Path) -> None
     with h5py.File(path, "r+") as file:
         file.visititems(lambda _, item: item.attrs.pop("name", None) and None)
     check("all", restored(_TWO, path, tables), truth)
-    with pytest.raises(CheckpointMismatchError, match="lost the names of layers"):
+    with refused(CheckpointMismatchError):
         restored(dataclasses.replace(_TWO, outputs=("watch",)), path, tables, allow_unused_weights=True)
 
 
@@ -537,7 +538,7 @@ def _with_aux(aux: bool, lookup: Any = None, looks_up: bool = True) -> Any:
 
 
 def test_the_average_beside_a_model_is_not_taken_for_it(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMismatchError, match="no place for 2 saved weights: aux"):
+    with refused(CheckpointMismatchError, match="2 saved weights"):
         _served(
             tmp_path,
             lambda: _with_aux(True),
@@ -623,7 +624,7 @@ def test_names_made_of_names_that_keras_makes_up_are_no_evidence(tmp_path: Path,
         make(), make()(keras.Input((DIM,)))
         return train()
 
-    with pytest.raises(CheckpointMismatchError, match="no saved model is proven"):
+    with refused(CheckpointMismatchError):
         _served(tmp_path, train, serve, form)
     truth, found = _served(tmp_path, train, later, form)
     for name, values in truth.items():
@@ -650,7 +651,7 @@ def _renamed(order: Sequence[int]) -> Any:
 def test_names_that_the_checkpoint_has_lost_tell_no_layers_apart(tmp_path: Path) -> None:
     truth, found = _served(tmp_path, lambda: _renamed([0, 1]), lambda: _renamed([0, 1]))
     np.testing.assert_allclose(found, truth, atol=1e-5)
-    with pytest.raises(CheckpointMismatchError, match="in another order"):
+    with refused(CheckpointMismatchError):
         _served(tmp_path, lambda: _renamed([0, 1]), lambda: _renamed([1, 0]))
 
 
@@ -700,23 +701,23 @@ def _with_named_activations(order: Sequence[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "form", "message"),
+    ("make", "form"),
     [
-        (Ranker, "h5", "in another order"),
-        (_uneven, "model", "in another order"),
-        (_of_two_classes, "model", "in another order"),
-        (_with_named_activations, "h5", "in another order"),
-        (_of_two_classes, "keras", "by the config in the file it is 'dense_1'"),
-        (_uneven, "keras", "by the config in the file it is 'dense_1'"),
+        (Ranker, "h5"),
+        (_uneven, "model"),
+        (_of_two_classes, "model"),
+        (_with_named_activations, "h5"),
+        (_of_two_classes, "keras"),
+        (_uneven, "keras"),
     ],
 )
 def test_named_layers_anywhere_keep_their_order_beside_unnamed_ones_of_one_form(
-    tmp_path: Path, make: Any, form: str, message: str
+    tmp_path: Path, make: Any, form: str
 ) -> None:
     truth, found = _served(tmp_path, lambda: make(["click", "watch"]), lambda: make(["click", "watch"]), form)
     for values, true in zip(tf.nest.flatten(found), tf.nest.flatten(truth), strict=True):
         np.testing.assert_allclose(values, true, atol=1e-5)
-    with pytest.raises(CheckpointMismatchError, match=message):
+    with refused(CheckpointMismatchError):
         _served(tmp_path, lambda: make(["click", "watch"]), lambda: make(["watch", "click"]), form)
 
 
@@ -729,7 +730,7 @@ def test_the_config_of_the_object_at_root_counts(tmp_path: Path) -> None:
     root = "layers/functional"
     truth, found = _served(tmp_path, inside, lambda: _of_two_classes(["click", "watch"]), "keras", root=root)
     np.testing.assert_allclose(found, truth, atol=1e-5)
-    with pytest.raises(CheckpointMismatchError, match="by the config in the file it is 'dense_1'"):
+    with refused(CheckpointMismatchError, match="'dense_1'"):
         _served(tmp_path, inside, lambda: _of_two_classes(["watch", "click"]), "keras", root=root)
 
 
@@ -769,5 +770,5 @@ def test_a_plain_variable_beside_tf_idf_is_still_refused(tmp_path: Path) -> None
         ids, x = _inputs()
         return keras.Model(ids, Scaled()(x + _words(keras.layers.StringLookup, ids, [0.5, 1.5, 2.5])))
 
-    with pytest.raises(CheckpointMismatchError, match="no value for scale"):
+    with refused(CheckpointMismatchError):
         _served(tmp_path, build, build, "h5")

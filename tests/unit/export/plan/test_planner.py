@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.export.fakes import info
+from tests.support.messages import refused
 from tpuembed.checkpoint import TableInfo
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.export.plan import planner
@@ -197,16 +198,16 @@ def test_parts_of_tables() -> None:
 @pytest.mark.parametrize(
     ("ranges", "error", "words"),
     [
-        ({"adz": (0, 1)}, UnknownTableError, ["'adz'", "did you mean 'ads'?"]),
+        ({"adz": (0, 1)}, UnknownTableError, ["'adz'", "'ads'"]),
         ({"ads": (0, 101)}, RowRangeError, ["'ads'", "100 rows", "[0, 101)"]),
         ({"ads": (-1, 5)}, RowRangeError, ["[-1, 5)"]),
-        ({"ads": (5, 5)}, RowRangeError, ["at least one row"]),
+        ({"ads": (5, 5)}, RowRangeError, ["[5, 5)"]),
         ({"ads": (7, 5)}, RowRangeError, ["[7, 5)"]),
-        ({"ads": (0, 2.0)}, ConfigError, ["must be an integer"]),
+        ({"ads": (0, 2.0)}, ConfigError, ["2.0"]),
     ],
 )
 def test_parts_that_are_none(ranges: Any, error: type[Exception], words: list[str]) -> None:
-    with pytest.raises(error) as caught:
+    with refused(error) as caught:
         plan(info("ads", 100, 8), row_ranges=ranges)
     assert all(word in str(caught.value) for word in words)
 
@@ -214,8 +215,8 @@ def test_parts_that_are_none(ranges: Any, error: type[Exception], words: list[st
 @pytest.mark.parametrize(
     ("tables", "options", "words"),
     [
-        ([], {}, ["no table"]),
-        ([info("t", 1, 2), info("t", 2, 2)], {}, ["'t'", "twice"]),
+        ([], {}, []),
+        ([info("t", 1, 2), info("t", 2, 2)], {}, ["'t'"]),
         ([info("t", 0, 2)], {}, ["'t'", "[0, 2]"]),
         ([info("t", 5, 2, np.dtype(np.float64))], {}, ["'t'", "float64", "float32, bfloat16, float16"]),
         ([info("t", 5, 2)], {"storage": "float31"}, ["storage", "float31", "float32"]),
@@ -226,7 +227,7 @@ def test_parts_that_are_none(ranges: Any, error: type[Exception], words: list[st
     ],
 )
 def test_what_cannot_be_planned_is_refused(tables: list[TableInfo], options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError) as caught:
         plan_export(tables, **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
@@ -235,5 +236,5 @@ def test_what_cannot_be_planned_is_refused(tables: list[TableInfo], options: dic
 def test_a_budget_counts_a_row_of_every_worker() -> None:
     wide = [info("a", 1000, 1 << 20), info("b", 1000, 1 << 20)]
     assert plan(*wide, workers=2, max_memory_bytes=8 << 20).buffer_bytes == 8 << 20
-    with pytest.raises(ConfigError, match=r"2 workers needs 8388608 bytes .* is 8388607"):
+    with refused(ConfigError, match="8388608"):
         plan(*wide, workers=2, max_memory_bytes=(8 << 20) - 1)

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.manifest import Manifest
@@ -85,7 +86,7 @@ def test_a_row_instead(tmp_path: Path, checkpoint: Any) -> None:
     report = export_saved_model(prefix, tmp_path, serving_config=_config(11), rows={"videos": (10, 30)})
     found = _call(report.path, seen=[[5], [30], [29]])["seen"]
     np.testing.assert_array_equal(found, tables["videos"][[11, 11, 29]])
-    with pytest.raises(ConfigError, match=r"row 5 is not among the exported rows \[10, 30\)"):
+    with refused(ConfigError, match="row 5"):
         export_saved_model(prefix, tmp_path, serving_config=_config(5), rows={"videos": (10, 30)})
 
 
@@ -97,21 +98,21 @@ def test_features_by_name(tmp_path: Path, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error"),
     [
-        ({"features": ["adz"]}, ConfigError, "no feature 'adz'; did you mean 'ads'"),
-        ({"features": "ads"}, ConfigError, r"Write \['ads'\]"),
-        ({"features": []}, ConfigError, "features is empty"),
-        ({"features": ["ads"], "tables": ["users"]}, ConfigError, "no feature uses users"),
-        ({"features": ["ads"], "model": "m:f"}, ConfigError, "a model needs all of its inputs"),
-        ({"rows": {"adz": (0, 1)}}, UnknownTableError, "did you mean 'ads'"),
-        ({"rows": {"ads": (0, 41)}}, RowRangeError, "its 40 rows"),
-        ({"rows": {"ads": (0, 1)}, "features": ["users"]}, UnknownTableError, "table 'ads' is not exported"),
+        ({"features": ["adz"]}, ConfigError),
+        ({"features": "ads"}, ConfigError),
+        ({"features": []}, ConfigError),
+        ({"features": ["ads"], "tables": ["users"]}, ConfigError),
+        ({"features": ["ads"], "model": "m:f"}, ConfigError),
+        ({"rows": {"adz": (0, 1)}}, UnknownTableError),
+        ({"rows": {"ads": (0, 41)}}, RowRangeError),
+        ({"rows": {"ads": (0, 1)}, "features": ["users"]}, UnknownTableError),
     ],
 )
 def test_parts_that_are_not_there(
-    tmp_path: Path, checkpoint: Any, arguments: dict[str, Any], error: type[Exception], message: str
+    tmp_path: Path, checkpoint: Any, arguments: dict[str, Any], error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=message):
+    with refused(error):
         export_saved_model(checkpoint[0], tmp_path / "models", **arguments)
     assert not (tmp_path / "models").exists()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.export.fakes import info, random_table, source_of, write_checkpoint
 from tests.support.export.graphs import save_gathers
+from tests.support.messages import refused
 from tpuembed.errors import CheckpointError, ExportError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan
@@ -46,9 +47,7 @@ def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
     with FolderWriter(tmp_path / "model", plan, ExportOptions(), source) as writer:
         streamed = stream_tables(source, writer, choose_engine("local", 1))
         graph = save_gathers(other, writer.path)
-        with pytest.raises(
-            ExportError, match=r"stack 'stack_float32_4': its data has shape \[10, 4\].* variable has \[11, 4\]"
-        ):
+        with refused(ExportError, match="stack 'stack_float32_4'"):
             assemble(writer, streamed, graph, {})
 
 
@@ -62,25 +61,23 @@ def test_what_fits_is_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "error"),
     [
-        (lambda _, keys: keys.pop("stack_float32_4"), ExportError, "the graph has .*'stack_float32_8'"),
-        (lambda _, keys: keys.update(more="k"), ExportError, "the graph has .*'more'"),
-        (lambda _, keys: keys.update(stack_float32_4="x/y"), ExportError, r"restores no variable under .*'x/y'"),
+        (lambda _, keys: keys.pop("stack_float32_4"), ExportError),
+        (lambda _, keys: keys.update(more="k"), ExportError),
+        (lambda _, keys: keys.update(stack_float32_4="x/y"), ExportError),
         (
             lambda _, keys: keys.update(stack_float32_4=keys["stack_float32_8"]),
             ExportError,
-            rf"restores \['{KEY}'\], and the bundle has no value",
         ),
         (
             lambda streamed, _: (streamed.folder / "stack_float32_8.data").write_bytes(b"short"),
             CheckpointError,
-            r"variables\.data-00002-of-00003",
         ),
     ],
     ids=["stack without key", "key without stack", "unknown key", "two stacks under one key", "short data file"],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, change: Change, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_what_does_not_fit_is_refused(tmp_path: Path, change: Change, error: type[Exception]) -> None:
+    with refused(error):
         assemble_with(tmp_path, change)
     assert published(tmp_path) == []

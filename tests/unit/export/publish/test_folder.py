@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.export.writers import HEADER, version_writer
+from tests.support.messages import refused
 from tpuembed.errors import ExportError
 from tpuembed.export.publish.folder import ensure_space, next_version
 
@@ -43,9 +44,7 @@ def test_the_next_version_follows_the_highest(tmp_path: Path, present: list[str]
 
 def test_after_the_last_version_there_is_none(tmp_path: Path) -> None:
     (tmp_path / str(2**63 - 1)).mkdir()
-    with pytest.raises(
-        ExportError, match=r"version 9223372036854775807 exists, and no higher number is possible. Name a lower"
-    ):
+    with refused(ExportError, match="version 9223372036854775807"):
         version_writer(tmp_path).reserve()
     assert [path.name for path in tmp_path.iterdir()] == [str(2**63 - 1)]
     with version_writer(tmp_path, 7) as staging:
@@ -100,10 +99,10 @@ def test_a_failed_export_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_an_existing_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     commit(tmp_path, 7, "first")
-    with pytest.raises(ExportError, match=r"version 7 exists. Choose another one, such as 8.$"):
+    with refused(ExportError, match="version 7"):
         version_writer(tmp_path, 7).reserve()  # before anything is written
     (tmp_path / "0012").mkdir()
-    with pytest.raises(ExportError, match=r"version 12 exists. Choose another one, such as 13.$"):
+    with refused(ExportError, match="version 12"):
         version_writer(tmp_path, 12).reserve()
     assert (tmp_path / "7" / "saved_model.pb").read_text() == "first"
     assert names(tmp_path) == ["0012", "7"]
@@ -113,7 +112,7 @@ def test_an_explicit_version_that_is_taken_meanwhile_is_refused(tmp_path: Path) 
     with version_writer(tmp_path, 3) as staging:
         (staging.path / "saved_model.pb").write_text("late")
         commit(tmp_path, 3, "early")
-        with pytest.raises(ExportError, match="version 3 exists"):
+        with refused(ExportError, match="version 3 exists"):
             staging.publish()
     assert (tmp_path / "3" / "saved_model.pb").read_text() == "early"
     assert names(tmp_path) == ["3"]
@@ -163,7 +162,7 @@ def test_without_locks_versions_are_still_never_replaced(tmp_path: Path, monkeyp
     with version_writer(tmp_path) as living:
         assert commit(tmp_path).name == "2"
         assert living.path.is_dir()
-    with pytest.raises(ExportError, match="version 9 exists"):
+    with refused(ExportError, match="version 9 exists"):
         commit(tmp_path, 9)
     assert names(tmp_path) == ["1", "2", "9"]
     assert (tmp_path / "1" / "saved_model.pb").read_text() == "the other's"
@@ -194,9 +193,7 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize("below", ["", "model", "a/b"])
 def test_a_file_in_place_of_model_dir_is_named(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ExportError, match=r"^MODEL_DIR .*/file.*: it, or a folder above it, is a file. Name a directory.$"
-    ):
+    with refused(ExportError):
         version_writer(tmp_path / "file" / below).reserve()
 
 
@@ -218,8 +215,6 @@ def test_a_full_disk_is_seen_before_the_start(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     ensure_space(tmp_path / "not" / "yet", 2_500_000, HEADER)
-    with pytest.raises(
-        ExportError, match=r"needs 10 GB \(10000000000 bytes\),.* has 2\.5 MB \(2500000 bytes\) free. Free"
-    ):
+    with refused(ExportError, match=r"\(10000000000 bytes\)"):
         ensure_space(tmp_path / "not" / "yet", 10**10, HEADER)
     assert asked == [tmp_path, tmp_path]

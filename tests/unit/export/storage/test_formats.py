@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.support.messages import refused
 from tpuembed.config import QuantizationConfig
 from tpuembed.export.storage.encoders import UnstorableRowError, block_rows
 from tpuembed.export.storage.error import ErrorSums, TableError
@@ -154,22 +155,22 @@ def test_int8_holds_any_finite_row(rows: Array) -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "value", "message"),
+    ("storage", "value"),
     [
-        ("int8", np.nan, "nan, which int8 cannot hold"),
-        ("int8", np.inf, "inf, which int8 cannot hold"),
-        ("int8", -np.inf, "-inf, which int8 cannot hold"),
-        ("float16", 65520.0, "65520, which overflows float16"),
-        ("float16", -1e30, r"-1e\+30, which overflows float16"),
-        ("bfloat16", LARGEST, r"3.40282e\+38, which overflows bfloat16"),
+        ("int8", np.nan),
+        ("int8", np.inf),
+        ("int8", -np.inf),
+        ("float16", 65520.0),
+        ("float16", -1e30),
+        ("bfloat16", LARGEST),
     ],
 )
-def test_a_row_that_cannot_be_held_is_named(storage: str, value: float, message: str) -> None:
+def test_a_row_that_cannot_be_held_is_named(storage: str, value: float) -> None:
     rows = np.tile(normal(block_rows(8), 8), (3, 1))
     rows[block_rows(8) + 7, 3] = value
     if storage != "int8":
         rows[5, 0] = np.nan  # kept, and no reason to overlook the other
-    with pytest.raises(UnstorableRowError, match=message) as caught:
+    with refused(UnstorableRowError) as caught:
         stored(rows, storage)
     assert caught.value.index == block_rows(8) + 7
 

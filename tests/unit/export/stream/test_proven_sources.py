@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.export.writers import stream_tables
 from tests.support.goldens import Golden, read_golden
+from tests.support.messages import refused
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.errors import CheckpointCorruptError
@@ -105,7 +106,7 @@ def test_a_table_of_which_a_part_is_streamed_proves_nothing_of_its_stack(tmp_pat
 
 def test_bits_that_flip_on_their_way_are_noticed(tmp_path: Path) -> None:
     golden = read_golden(f"tpu/{GOLDENS[0]}")
-    with pytest.raises(CheckpointCorruptError, match=r"did not have the checksums of the index .* finds no damage"):
+    with refused(CheckpointCorruptError):
         stream(golden, tmp_path / "out", "open_misreading")
 
 
@@ -115,7 +116,7 @@ def test_a_record_without_sums_has_the_files_read_once_more(tmp_path: Path, monk
     from tpuembed.checkpoint.types import PartialChecksum
 
     monkeypatch.setattr(PartialChecksum, "__add__", lambda _, __: PartialChecksum(1, 2))
-    with pytest.raises(CheckpointCorruptError, match="read once more"):
+    with refused(CheckpointCorruptError):
         stream(golden, tmp_path / "again", "open_read_twice")
 
 

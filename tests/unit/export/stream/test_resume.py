@@ -13,6 +13,7 @@ import pytest
 from tests.support.export import fakes
 from tests.support.export.fakes import Array, random_table, source_of, write_checkpoint
 from tests.support.export.writers import HEADER, stream_tables, version_writer
+from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, ExportError, TpuEmbedError
 from tpuembed.export.plan import planner
 from tpuembed.export.plan.plan import ExportPlan
@@ -164,9 +165,7 @@ def test_a_disk_that_fails_when_it_is_flushed_ends_the_export(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(recording, "flush_data", failing)
-    with pytest.raises(
-        ExportError, match=r"out: the written data cannot be flushed .*: Input/output error. Free space"
-    ):
+    with refused(ExportError):
         stream(plan, tmp_path)
     assert len(record_lines(tmp_path / "out")) == 1, "nothing is recorded that may be lost"
 
@@ -297,5 +296,5 @@ def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest
         ExportError, match=rf"Free space, or export fewer tables. An unfinished export uses {left} \(14 B"
     ):
         ensure_space(tmp_path, held + 1000, OTHER)
-    with version_writer(tmp_path, None, HEADER), pytest.raises(ExportError, match="Free space"):
+    with version_writer(tmp_path, None, HEADER), refused(ExportError):
         ensure_space(tmp_path, held + 1000, HEADER)  # a living export's room is its own

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.export.fakes import FakeCheckpoint, random_table, source_of, write_checkpoint
+from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.stream.shard import Source, peak_rss_bytes, run_shard
@@ -80,7 +81,7 @@ def test_every_bit_pattern_of_float32_passes_through(tmp_path: Path) -> None:
 def test_a_checkpoint_that_changed_since_it_was_planned_is_refused(tmp_path: Path) -> None:
     _, source = prepare(tmp_path)
     stale = dataclasses.replace(source, fingerprint="stale")
-    with pytest.raises(CheckpointMismatchError, match=r"ckpt: its files changed"):
+    with refused(CheckpointMismatchError):
         run_shard(task_for(0, 1, 1), stale, tmp_path)
 
 
@@ -91,14 +92,14 @@ def test_a_checkpoint_truncated_while_it_is_read_is_corrupt(tmp_path: Path) -> N
     def truncate(written: int) -> None:
         os.truncate(data, 1000)
 
-    with pytest.raises(CheckpointCorruptError, match=r"ckpt\.data-00000-of-00001"):
+    with refused(CheckpointCorruptError, match="00000"):
         run_shard(task_for(0, 100, 10), source, tmp_path, truncate)
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
     _, source = prepare(tmp_path)
     (tmp_path / "s.data").unlink()
-    with pytest.raises(ExportError, match=r"s\.data: cannot be written: No such file"):
+    with refused(ExportError, match=r"s\.data"):
         run_shard(task_for(0, 1, 1), source, tmp_path)
 
 
@@ -108,7 +109,7 @@ def test_a_write_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: p
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(ExportError, match=r"s\.data: cannot be written: File too large\. Free space"):
+        with refused(ExportError, match=r"s\.data"):
             run_shard(task_for(0, 100, 10), source, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.messages import refused
 from tpuembed.errors import ConfigError
 from tpuembed_serving.core.security import ConnectionLimits, SecuritySettings
 from tpuembed_serving.core.status import StatusError
@@ -19,22 +20,22 @@ def test_json_is_as_deep_as_it_may_be(inner: bytes) -> None:
 
     for depth in (5, 300):
         assert parse_document(body(depth), 300).members["instances"] == [1]
-    with pytest.raises(StatusError, match=r"nested too deeply \(limit: 300 levels\)"):
+    with refused(StatusError, match=r"\(limit: 300 levels\)"):
         parse_document(body(301), 300)
     assert parse_document(body(301)).members["instances"] == [1]
     for deep in (inner * 5_000_000, body(100_000), body(100_000).replace(b"1", b"NaN")):
-        with pytest.raises(StatusError, match="nested too deeply"):
+        with refused(StatusError):
             parse_document(deep)
 
 
 @pytest.mark.parametrize("options", [{"max_rows": 0}, {"max_json_depth": 0}])
 def test_limits_that_let_nothing_through_are_refused(options: dict[str, int]) -> None:
     (name,) = options
-    with pytest.raises(ConfigError, match=name):
+    with refused(ConfigError, match=name):
         SecuritySettings(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{"connections": 0}, {"header_bytes": 0}, {"receive_seconds": 0.0}])
 def test_so_are_those_of_connections(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    with refused(ConfigError, match=next(iter(options))):
         ConnectionLimits(**options)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, signature
 from tpuembed_serving.core.pipeline import INLINE_BYTES, Check, MemoryBudget, Pipeline, Task
 from tpuembed_serving.core.servable import Array, Columns, LoadedVersion
@@ -115,17 +116,17 @@ class TestLimits:
     def test_more_rows_of_any_input_are_refused(self) -> None:
         pipe = pipeline(max_rows=3)
         for request in (Request(ids(4), ids()), Request(ids(), ids(4, 1)), Request(Columns(ids(4, 2)))):  # type: ignore[arg-type]
-            with pytest.raises(StatusError, match=r"4 rows\. The limit is 3") as refused:
+            with refused(StatusError, match="4 rows") as caught:
                 answer(pipe, request)
-            assert refused.value.code is Code.INVALID_ARGUMENT
+            assert caught.value.code is Code.INVALID_ARGUMENT
 
     def test_another_rank_or_size_than_an_export_needs_is_refused(self) -> None:
         needs = dataclasses.replace(SIGNATURE, shapes=((-1,), (-1, 2)))
         assert answer(pipeline(), Request(ids(3), ids(3, 2), sig=needs)) == b"9"
         for wrong in (ids(3, 1), ids()):
-            with pytest.raises(StatusError, match=r"input a has shape \[.*\]\. The signature takes \[-1\]"):
+            with refused(StatusError, match=r"\[-1\]"):
                 answer(pipeline(), Request(wrong, ids(3, 2), sig=needs))
-        with pytest.raises(StatusError, match=r"input b has shape \[3, 3\]\. The signature takes \[-1, 2\]"):
+        with refused(StatusError, match=r"\[3, 3\]"):
             answer(pipeline(), Request(ids(3), ids(3, 3), sig=needs))
         flat = dataclasses.replace(SIGNATURE, shapes=((-1,), (-1,)))
         assert answer(pipeline(), Request(Columns(ids(3, 2)), sig=flat)) == b"6"  # type: ignore[arg-type]
@@ -134,9 +135,7 @@ class TestLimits:
 class TestMemory:
     def test_a_body_that_takes_too_much_is_refused_before_it_is_parsed(self) -> None:
         pipe, request = pipeline(memory=MemoryBudget(1 << 20)), Request(ids(1), ids(1))
-        with pytest.raises(
-            TooLargeError, match=r"about 2\.5 MiB of memory\. The limit is 1\.0 MiB \(--max-request-memory\)"
-        ):
+        with refused(TooLargeError):
             answer(pipe, request, MANY)
         assert not request.threads
 
@@ -145,14 +144,14 @@ class TestMemory:
         pipe = pipeline(executor, memory=MemoryBudget(1 << 20))
         wide = dataclasses.replace(SIGNATURE, row_bytes=1 << 19)
         assert answer(pipe, Request(ids(1), ids(1), sig=wide)) == b"2"
-        with pytest.raises(TooLargeError, match=r"1\.5 MiB"):
+        with refused(TooLargeError, match=r"1\.5 MiB"):
             answer(pipe, Request(ids(3), ids(3), sig=wide))
         assert executor.runs == 1
 
     def test_outputs_of_unknown_size_are_refused_before_they_are_encoded(self) -> None:
         pipe = pipeline(Echo(ids(20_000), ids(1)), memory=MemoryBudget(1 << 20))
         request = Request(ids(1), ids(1))
-        with pytest.raises(TooLargeError, match=r"1\.9 MiB"):
+        with refused(TooLargeError, match=r"1\.9 MiB"):
             answer(pipe, request)
         assert "encode" not in request.threads
 
@@ -166,11 +165,9 @@ class TestMemory:
             first = asyncio.create_task(pipe.answer(Request(ids(1), ids(1), sig=wide), b""))
             while not executor.runs:
                 await asyncio.sleep(0)
-            with pytest.raises(
-                StatusError, match=r"use about 3\.0 MiB of memory, and this one needs 3\.0 MiB more"
-            ) as refused:
+            with refused(StatusError) as caught:
                 await pipe.answer(Request(ids(1), ids(1), sig=wide), b"")
-            assert refused.value.code is Code.UNAVAILABLE
+            assert caught.value.code is Code.UNAVAILABLE
             executor.gate.set()
             assert await first == b"2"
             assert await pipe.answer(Request(ids(1), ids(1), sig=wide), b"") == b"2"

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from tensorflow.core.framework import tensor_pb2
 from tensorflow_serving.apis import predict_pb2
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError, ServingError
 from tpuembed_cli.serve import serve
@@ -49,31 +50,30 @@ def test_channel_arguments(text: str, arguments: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("", "'' is not KEY=VALUE"),
-        ("grpc.a=1,,grpc.b=2", "'' is not KEY=VALUE"),
-        ("grpc.a", "'grpc.a' is not KEY=VALUE"),
-        ("grpc.a=", "'grpc.a=' is not KEY=VALUE"),
-        ("=1", "'=1' is not KEY=VALUE"),
-        ("max_connection_age_ms=1", "'max_connection_age_ms' does not begin with 'grpc.'"),
-        ("grpc.a=2147483648", "grpc.a is 2147483648. Give an integer from -2147483648 to 2147483647"),
-        ("grpc.so_reuseport=0", "grpc.so_reuseport is 0"),
+        "",
+        "grpc.a=1,,grpc.b=2",
+        "grpc.a",
+        "grpc.a=",
+        "=1",
+        "max_connection_age_ms=1",
+        "grpc.a=2147483648",
+        "grpc.so_reuseport=0",
     ],
 )
-def test_channel_arguments_that_are_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_channel_arguments_that_are_refused(text: str) -> None:
+    with refused(ConfigError):
         parse_channel_arguments(text)
-    assert words in str(caught.value)
 
 
 def test_settings_that_contradict_the_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="grpc_port is not"):
+    with refused(ConfigError, match="grpc_port"):
         ServerSettings.for_model_dir(tmp_path, grpc_socket_path=tmp_path / "s")
-    with pytest.raises(ConfigError, match="workers is 2"):
+    with refused(ConfigError, match="workers is 2"):
         ServerSettings.for_model_dir(tmp_path, grpc_port=0, grpc_socket_path=tmp_path / "s", workers=2)
     limit = parse_channel_arguments("grpc.max_receive_message_length=9")
-    with pytest.raises(ConfigError, match="max_body_bytes and the channel argument"):
+    with refused(ConfigError, match="max_body_bytes"):
         ServerSettings.for_model_dir(tmp_path, grpc_port=0, grpc_channel_arguments=limit, max_body_bytes=9)
 
 
@@ -86,7 +86,7 @@ def test_a_server_with_a_socket_does_not_start_without_its_port(tmp_path: Path) 
             assert found is None
             assert "Choose another port" in fault
         settings = dataclasses.replace(settings, grpc_socket_path=tmp_path / "s")
-        with pytest.raises(ServingError, match=f"cannot listen on 127.0.0.1 port {port}"), _reserve_grpc_port(settings):
+        with refused(ServingError, match=f"port {port}"), _reserve_grpc_port(settings):
             pass
 
 
@@ -283,10 +283,10 @@ def test_paths_that_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     link.symlink_to(file)
     for path in (file, folder, link):
-        with pytest.raises(ServingError, match="it exists and is not a socket"):
+        with refused(ServingError):
             check_socket_path(path)
     assert file.read_text() == "mine"
-    with pytest.raises(ServingError, match="none is not a folder"):
+    with refused(ServingError):
         check_socket_path(tmp_path / "none" / "s")
     assert not check_socket_path(tmp_path / "free")
 

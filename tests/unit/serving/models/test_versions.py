@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import make_version
 from tpuembed.manifest import Manifest, StackEntry, TableEntry
 from tpuembed_serving.core.status import Code, StatusError
@@ -57,9 +58,7 @@ def write_manifest(path: Path, size: int) -> None:
 
 def test_a_version_needs_a_graph(tmp_path: Path) -> None:
     (tmp_path / "4").mkdir()
-    with pytest.raises(
-        StatusError, match=r"^version 4: saved_model\.pb is missing. Write the version again$"
-    ) as caught:
+    with refused(StatusError, match="version 4") as caught:
         check_files(tmp_path / "4")
     assert caught.value.code is Code.NOT_FOUND
 
@@ -72,12 +71,12 @@ def test_what_a_manifest_names_must_be_there(tmp_path: Path) -> None:
     path = make_version(tmp_path, 5)
     write_manifest(path, size=16)
     data = path / "variables" / "variables.data-00000-of-00001"
-    with pytest.raises(StatusError, match=r"^version 5: .*which holds stack 'stack', is missing. Export it again$"):
+    with refused(StatusError, match="stack 'stack'"):
         check_files(path)
     data.parent.mkdir()
     for size in (23, 25):
         data.write_bytes(b"\0" * size)
-        with pytest.raises(StatusError, match=rf"has {size} bytes, but the manifest has 24\. Export it again$"):
+        with refused(StatusError, match=rf"{size} bytes"):
             check_files(path)
     data.write_bytes(b"\0" * 24)
     check_files(path)

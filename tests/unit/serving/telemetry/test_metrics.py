@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.messages import refused
 from tests.support.serving.asgi import running, send, wait_until_ready
 from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError
@@ -242,18 +243,18 @@ def test_a_monitoring_config_is_read(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("text", ["prometheus_config { enabled: true }", "{", b"\xff\xfe"])
 def test_what_is_no_monitoring_config_is_refused(tmp_path: Path, text: str | bytes) -> None:
     (tmp_path / "monitoring").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=r"monitoring config .*monitoring: "):
+    with refused(ConfigError):
         read_metrics_path(tmp_path / "monitoring")
 
 
 def test_a_monitoring_config_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with refused(ConfigError):
         read_metrics_path(tmp_path / "none")
 
 
 @pytest.mark.parametrize("path", ["metrics", "/v1/metrics", "/V1/x", "/readyz", "/a?b", "/docs", ""])
 def test_a_path_that_others_have_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match="metrics_path"):
+    with refused(ConfigError, match="metrics_path"):
         TelemetrySettings(metrics_path=path)
 
 

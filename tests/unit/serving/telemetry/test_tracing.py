@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.messages import refused
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_serving.core.request_record import GRPC, REST, RequestRecord
 from tpuembed_serving.core.status import Code
@@ -141,7 +142,7 @@ def test_the_exporter_is_what_the_environment_says(monkeypatch: pytest.MonkeyPat
 )
 def test_what_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=f"{variable} is {value}, which is not supported"):
+    with refused(ConfigError, match=f"{variable} is {value}"):
         check_tracing()
 
 
@@ -154,7 +155,5 @@ def test_a_service_has_a_name_of_its_own() -> None:
 
 def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpuembed_serving.telemetry.tracing.importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        MissingExtraError, match=r"needs opentelemetry, which is not installed: pip install 'tpuembed\[otel\]'"
-    ):
+    with refused(MissingExtraError, match=r"'tpuembed\[otel\]'"):
         check_tracing()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import wait_for
 from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
@@ -154,7 +155,7 @@ def test_one_that_does_not_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("tpuembed_serving.workers.link._ANSWER_SECONDS", 0.01)
     link, supervisor, _ = pair
     link.start()
-    with pytest.raises(StatusError, match=r"^a worker did not answer about metrics within 0\.01 s$"):
+    with refused(StatusError):
         link.gather("metrics")
     call = supervisor.receive()
     supervisor.connection.send(Result(call.number, ()))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import wait_for
 from tpuembed.errors import ServingError
 from tpuembed_serving.workers.sockets import (
@@ -58,9 +59,9 @@ def test_a_port_that_another_server_shares_is_in_use(host: str, with_listeners: 
         port = held.getsockname()[1]
         if with_listeners:
             stack.enter_context(listening(host, port))
-        with pytest.raises(ServingError, match=f"^cannot listen on {host} port {port}: Address already in use. Choose"):
+        with refused(ServingError, match=f"port {port}"):
             bind(host, port, "--port")
-        with pytest.raises(ServingError, match="Address already in use"), reserve(host, port, "--port"):
+        with refused(ServingError), reserve(host, port, "--port"):
             pass
 
 

@@ -10,6 +10,7 @@ import trustme
 
 from tests.support.export.fakes import source_of
 from tests.support.export.store_exports import assert_complete, export, leftovers, plan_of, save_graph, stage
+from tests.support.messages import refused
 from tests.support.stores import S3, S3Proxy, S3Request
 from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.publish.store.writer import StoreWriter
@@ -122,7 +123,7 @@ def test_a_damaged_source_leaves_nothing(server: S3, bucket: str, prefix: Path) 
 
 def test_a_failed_commit_leaves_no_object_of_the_version(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     proxy.fault = lambda request: (403, "AccessDenied") if request.key.endswith("variables.index") else None
-    with pytest.raises(ExportError, match="cannot be written: the store answers 403 AccessDenied"):
+    with refused(ExportError, match="403"):
         export(f"s3://{bucket}/m", prefix)
     assert server.keys(bucket) == []
     assert server.uploads(bucket) == []
@@ -149,15 +150,15 @@ NO_KEYS = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADA
 
 
 @pytest.mark.parametrize(
-    ("url", "changes", "message"),
+    ("url", "changes"),
     [
-        ("s3://no-such-bucket/m", {}, "the bucket 'no-such-bucket' does not exist. Create it, or name another"),
-        ("s3://{}/m", NO_KEYS, "no credentials: set AWS_ACCESS_KEY_ID"),
-        ("s3://{}/m", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Could not connect to the endpoint URL"),
+        ("s3://no-such-bucket/m", {}),
+        ("s3://{}/m", NO_KEYS),
+        ("s3://{}/m", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}),
     ],
 )
 def test_a_store_that_cannot_be_written_is_told_at_once(
-    bucket: str, prefix: Path, url: str, changes: Mapping[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    bucket: str, prefix: Path, url: str, changes: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tpuembed.files.bucket._TRIES", 1)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(prefix))
@@ -167,16 +168,13 @@ def test_a_store_that_cannot_be_written_is_told_at_once(
             monkeypatch.setenv(name, value)
         else:
             monkeypatch.delenv(name)
-    with pytest.raises(ExportError, match=message):
+    with refused(ExportError):
         export(url.format(bucket), prefix)
 
 
 def test_a_store_that_refuses_is_told_at_once(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     proxy.fault = lambda _: (403, "AccessDenied")
-    with pytest.raises(
-        ExportError,
-        match=r"answers 403 .*These credentials are wrong, or may not list, read, write and delete there",
-    ):
+    with refused(ExportError, match="403"):
         export(f"s3://{bucket}/m", prefix)
     assert not any(request.part for request in proxy.requests)
 
@@ -199,7 +197,7 @@ def test_what_a_store_refuses_later_is_told_as_well(
     proxy.fault = refuse
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "MODEL_DIR .* cannot be removed")
-        with pytest.raises(ExportError, match=f"MODEL_DIR s3://{bucket}/m: cannot be written: the store answers 403"):
+        with refused(ExportError):
             export(f"s3://{bucket}/m", prefix)
     assert not any(key.startswith("m/1/") for key in server.keys(bucket))
 

@@ -21,6 +21,7 @@ from tests.support.export.store_exports import (
     plan_of,
     stage,
 )
+from tests.support.messages import refused
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ExportError
 from tpuembed.export.publish.store import lease
@@ -122,7 +123,7 @@ def test_what_lives_on_another_machine_is_left_alone(server: S3, proxy: S3Proxy,
     with heartbeats(server, bucket, key):
         with pytest.warns(UserWarning, match=may_live):
             assert export(url, prefix)[0] == f"{url}/2"
-        taken = pytest.raises(ExportError, match="version 1: another export is writing it")
+        taken = refused(ExportError, match="version 1")
         with pytest.warns(UserWarning, match=may_live), taken:
             export(url, prefix, version=1)
 
@@ -144,7 +145,7 @@ def test_who_was_taken_over_stops(server: S3, bucket: str, prefix: Path) -> None
     def lose(_: StoreWriter) -> None:
         edit_record(server, bucket, "m/.staging-1/record", owner=elsewhere())
 
-    with pytest.raises(ExportError, match="another export has taken it over"):
+    with refused(ExportError):
         export(f"s3://{bucket}/m", prefix, meanwhile=lose)
     assert server.keys(bucket) == ["m/.staging-1/record"]
     assert len(server.uploads(bucket)) == 2, "they are the other's now"
@@ -177,9 +178,7 @@ def test_a_bucket_that_was_removed_is_named(server: S3, proxy: S3Proxy, bucket: 
     def lose(_: StoreWriter) -> None:
         proxy.fault = lambda _: (404, "NoSuchBucket")
 
-    with pytest.raises(
-        ExportError, match=f"version 1: the bucket '{bucket}' does not exist. Nothing is kept. Export again.$"
-    ):
+    with refused(ExportError, match=f"'{bucket}'"):
         export(f"s3://{bucket}/m", prefix, meanwhile=lose)
 
 
@@ -210,7 +209,7 @@ def test_a_reservation_that_outlived_its_version_is_removed(server: S3, bucket: 
         patch.setattr(StoreWriter, "_leave", lambda *_, **__: None)
         export(f"s3://{bucket}/m", prefix)
     before = {key: server.get(bucket, key) for key in server.keys(bucket, "m/1/")}
-    with pytest.raises(ExportError, match="version 1 exists"):
+    with refused(ExportError, match="version 1 exists"):
         export(f"s3://{bucket}/m", prefix, version=1)
     assert export(f"s3://{bucket}/m", prefix)[0] == f"s3://{bucket}/m/2"
     assert {key: server.get(bucket, key) for key in server.keys(bucket, "m/1/")} == before

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.export.fakes import source_of
 from tests.support.export.store_exports import assert_complete, export, fill, leftovers, plan_of, stage
+from tests.support.messages import refused
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.options import ExportOptions
@@ -25,7 +26,7 @@ def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> No
     for version in (1, 7, 8):
         assert_complete(server, bucket, f"deep/models/{version}")
     assert leftovers(server, bucket) == []
-    with pytest.raises(ExportError, match=r"version 7 exists\. Choose another one, such as 9"):
+    with refused(ExportError, match="version 7"):
         export(url, prefix, version=7)
 
 
@@ -100,9 +101,7 @@ def test_a_version_that_was_committed_a_moment_ago_is_not_written_over(
 def test_one_version_is_written_by_one_export(server: S3, bucket: str, prefix: Path) -> None:
     plan, url = plan_of(prefix), f"s3://{bucket}/m"
     with stage(url, plan, prefix, version=3) as first:
-        with pytest.raises(
-            ExportError, match=r"version 3: another export is writing it\. Choose another version, such as 4"
-        ):
+        with refused(ExportError, match="version 3"):
             stage(url, plan, prefix, version=3).reserve()
         with stage(url, plan, prefix) as second:
             fill(second, plan, prefix)
@@ -114,25 +113,25 @@ def test_one_version_is_written_by_one_export(server: S3, bucket: str, prefix: P
 
 
 def test_a_graph_that_somebody_wrote_meanwhile_is_kept(server: S3, bucket: str, prefix: Path) -> None:
-    with pytest.raises(ExportError, match="version 1 exists: another program wrote it meanwhile"):
+    with refused(ExportError, match="version 1"):
         export(f"s3://{bucket}/m", prefix, meanwhile=lambda _: server.put(bucket, "m/1/saved_model.pb", b"another one"))
     assert server.get(bucket, "m/1/saved_model.pb") == b"another one"
 
 
 def test_a_store_that_ignores_conditions_is_refused(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     proxy.forgets = "If-None-Match"
-    with pytest.raises(ExportError, match="the store ignores If-None-Match"):
+    with refused(ExportError):
         export(f"s3://{bucket}/m", prefix)
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/m", "memory://bucket/m"])
 def test_other_stores_are_refused_by_name(url: str, prefix: Path) -> None:
-    with pytest.raises(ConfigError, match=f"MODEL_DIR {url}: an export can be written only to a disk or to s3://"):
+    with refused(ConfigError):
         choose_writer(url, plan_of(prefix), ExportOptions(), source_of(prefix))
 
 
 def test_mapped_tables_in_a_store_need_to_know_where_they_will_lie(bucket: str, prefix: Path) -> None:
     plan = plan_of(prefix, layout="mmap")
-    with pytest.raises(ConfigError, match="a server cannot map files of a store"):
+    with refused(ConfigError):
         stage(f"s3://{bucket}/m", plan, prefix, layout="mmap").check()
     stage(f"s3://{bucket}/m", plan, prefix, layout="mmap", serving_root="/models").check()

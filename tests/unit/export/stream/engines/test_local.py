@@ -22,6 +22,7 @@ from tests.support.export import fakes
 from tests.support.export.fakes import random_table, source_of, write_checkpoint
 from tests.support.export.processes import children
 from tests.support.export.writers import TablesWriter, stream_tables
+from tests.support.messages import refused
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -221,7 +222,7 @@ def test_a_retry_keeps_its_pause_though_a_started_worker_is_idle(
 @pytest.mark.parametrize("trouble", ["EACCES", "ENOENT", "ESTALE"])
 def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, plan: ExportPlan, trouble: str) -> None:
     (tmp_path / f"1.trouble-{trouble}").touch()
-    with pytest.raises(CheckpointError, match=r"^data file: cannot be read: [^;]*$"):
+    with refused(CheckpointError):
         stream(plan, tmp_path, fakes.FlakyCheckpoint)
 
 
@@ -234,7 +235,7 @@ def test_an_interpreter_that_is_missing_is_named(
     tmp_path: Path, plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(WorkerError, match=r"python'?: cannot be started: No such file"):
+    with refused(WorkerError):
         stream(plan, tmp_path)
 
 
@@ -312,7 +313,7 @@ def test_a_source_that_changes_while_it_is_streamed_is_an_error(tmp_path: Path, 
         if len(finished) == len(plan.shards):
             os.utime(tmp_path / "ckpt.index")
 
-    with pytest.raises(CheckpointMismatchError, match=r"its files changed while it was being exported"):
+    with refused(CheckpointMismatchError):
         stream(plan, tmp_path, on_result=touch_at_the_end)
 
 
@@ -324,16 +325,13 @@ def test_a_flipped_byte_in_the_source_is_found(tmp_path: Path, dtype: Any) -> No
     data = bytearray(shard_path(tmp_path / "ckpt", 0, 1).read_bytes())
     data[-1000] ^= 4
     shard_path(tmp_path / "ckpt", 0, 1).write_bytes(data)
-    with pytest.raises(
-        CheckpointCorruptError, match=r"ckpt\.data-\S+: tensor 't': .* CRC32C 0x\w{8}, but the index has 0x"
-    ):
+    with refused(CheckpointCorruptError, match="'t'"):
         stream(made, tmp_path)
 
 
 def test_damage_that_only_the_first_reading_met(tmp_path: Path, plan: ExportPlan) -> None:
     """Such as of a flaky memory: what the source states is not what was read, and its file is sound."""
-    message = r"ckpt: table 't': .* CRC32C 0x\w+ when .* has 0x\w+, and a second read finds no damage. Export again"
-    with pytest.raises(CheckpointCorruptError, match=message):
+    with refused(CheckpointCorruptError, match="table 't'"):
         stream(plan, tmp_path, fakes.OtherChecksumCheckpoint)
 
 
@@ -410,7 +408,7 @@ def test_a_disk_that_is_full_shows_before_anything_is_read(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(ExportError, match=r"stack_float32_16\.data: 384000 bytes cannot be reserved: No space left"):
+    with refused(ExportError, match="384000"):
         stream(plan, tmp_path, fakes.CorruptCheckpoint)
 
 
@@ -422,13 +420,13 @@ class ForgetfulEngine(Engine):
 
 
 def test_an_engine_that_loses_a_shard_is_found_out(tmp_path: Path, plan: ExportPlan) -> None:
-    with pytest.raises(ExportError, match=r"^shard 5 .*: only 0 of 64000 bytes were written"):
+    with refused(ExportError, match="shard 5"):
         stream_tables(plan, source_of(tmp_path / "ckpt"), tmp_path / "out", ForgetfulEngine())
 
 
 def test_engines_are_chosen_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"engine must be one of local, ray; got 'slurm'"):
+    with refused(ConfigError, match="'slurm'"):
         choose_engine("slurm", 1)
-    with pytest.raises(ConfigError, match=r"workers must be at least 1"):
+    with refused(ConfigError):
         choose_engine("local", 0)
     assert 1 <= default_workers() <= (os.cpu_count() or 1)

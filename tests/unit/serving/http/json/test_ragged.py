@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.messages import refused
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.servable import Signature
 from tpuembed_serving.core.status import Code, StatusError
@@ -55,9 +56,7 @@ def test_weights_are_padded_beside_their_ids(form: str) -> None:
 
 def test_a_weight_that_was_forgotten_is_no_padding() -> None:
     body = {"inputs": {"friends": [[1, 5], [2, 3]], "friends_weights": [[0.5], [1, 0.25]], "user": [7, 8]}}
-    with pytest.raises(
-        StatusError, match=r"Row 0 has 2 values of friends and 1 of friends_weights\. Give each value a weight"
-    ):
+    with refused(StatusError, match="friends_weights"):
         decoded(body, WEIGHTED, PADDING["weighted"])
 
 
@@ -108,7 +107,7 @@ def test_one_long_list_does_not_fill_the_memory() -> None:
     assert pad_ragged(document, padded, lambda size=0: slow.append(size)) is not None
     assert max(slow) > 16 * 2**10, "in a thread"
     document = parse_document(json.dumps({"instances": [[1]] * 3000 + [[1] * 10_000]}).encode())
-    with pytest.raises(StatusError, match=r"makes 3001 rows of 10000 values\. The limit is 8388608 values") as caught:
+    with refused(StatusError, match="3001") as caught:
         pad_ragged(document, padded)
     assert caught.value.code is Code.RESOURCE_EXHAUSTED
     many = [[1] * 4000, [1] * 1000] * 2000  # mostly values that were sent

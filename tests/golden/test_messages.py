@@ -1,0 +1,161 @@
+"""tests/golden/messages.txt: what changes it, and what fails because of it, in a small suite of its own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.messages import GOLDEN, normalised, parse, render
+
+REPOSITORY = Path(__file__).parents[2]
+
+SUITE = """
+import pytest
+from tests.support.messages import refused
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_rows(rows):
+    with refused(ValueError, match=str(rows)) as caught:
+        raise ValueError(f"table has {rows} rows")
+    assert caught.type is ValueError
+
+def test_two(tmp_path):
+    for name in ("a", "b"):
+        with refused((KeyError, OSError)):
+            raise OSError(f"{tmp_path}/{name}: cannot be read\\nSecond line: port 34567")
+"""
+
+WRITTEN = {
+    "suite/test_a.py::test_rows[3]": "ValueError: table has 3 rows",
+    "suite/test_a.py::test_rows[4]": "ValueError: table has 4 rows",
+    "suite/test_a.py::test_two": r"OSError: TMP/a: cannot be read\nSecond line: port PORT",
+    "suite/test_a.py::test_two 2": r"OSError: TMP/b: cannot be read\nSecond line: port PORT",
+}
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """The root of a suite with the hooks of this one, and no golden."""
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider --import-mode=importlib\n")
+    shutil.copy(REPOSITORY / "tests" / "conftest.py", tmp_path / "suite" / "conftest.py")
+    (tmp_path / "suite" / "test_a.py").write_text(SUITE)
+    return tmp_path
+
+
+def run(suite: Path, *arguments: str) -> tuple[int, str]:
+    """Return pytest's exit status and output."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", *(arguments or ("suite",))]
+    done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def entries(suite: Path) -> dict[str, str]:
+    return parse((suite / GOLDEN).read_text(encoding="utf-8"))
+
+
+def write(suite: Path, **changes: str) -> None:
+    (suite / GOLDEN).parent.mkdir(parents=True, exist_ok=True)
+    (suite / GOLDEN).write_text(render(WRITTEN | changes), encoding="utf-8")
+
+
+def test_a_message_that_is_missing_or_another_one_fails_and_names_the_command(suite: Path) -> None:
+    status, output = run(suite)
+    assert (status, output.count("4 failed"), output.count("3 failed")) == (1, 0, 1)  # test_two ends at the first
+    assert f"{GOLDEN} has no message of suite/test_a.py::test_rows[3]" in output
+    assert "--update-messages" in output
+    write(suite)
+    assert run(suite)[0] == 0
+    (suite / "suite" / "test_a.py").write_text(SUITE.replace("{rows} rows", "no {rows}"))
+    status, output = run(suite)
+    assert (status, "2 failed, 1 passed" in output) == (1, True), output
+    assert "- ValueError: table has 3 rows" in output
+    assert "+ ValueError: table has no 3" in output
+    assert "--update-messages" in output
+    (suite / "suite" / "test_a.py").write_text(SUITE.replace("raise ValueError", "raise UnicodeError"))
+    assert "2 failed, 1 passed" in run(suite)[1]  # the class is part of the message
+
+
+def test_a_message_that_no_test_meets_any_more_fails(suite: Path) -> None:
+    write(suite, **{"suite/test_a.py::test_two 3": "OSError: x"})
+    status, output = run(suite)
+    assert (status, "1 failed, 2 passed" in output) == (1, True), output
+    assert "messages that this test does not meet: suite/test_a.py::test_two 3" in output
+
+
+def test_an_update_by_two_processes(suite: Path) -> None:
+    write(suite, **{"suite/test_a.py::test_gone": "OSError: x", "suite/test_gone.py::test_x": "OSError: x"})
+    (suite / "suite" / "test_b.py").write_text(SUITE.replace("table", "layer"))
+    workers = ("-p", "xdist", "-n", "2", "suite")
+    assert run(suite, *workers, "--update-messages")[0] == 0
+    assert entries(suite) == WRITTEN | {
+        key.replace("test_a", "test_b"): line.replace("table", "layer") for key, line in WRITTEN.items()
+    }
+    assert (suite / GOLDEN).read_text().count("OSError: TMP/a") == 1
+    assert run(suite, *workers)[0] == 0
+
+
+def test_an_update_writes_what_ran_and_drops_what_is_gone(suite: Path) -> None:
+    write(suite, **{"suite/test_b.py::test_x": "OSError: x"})
+    (suite / "suite" / "test_a.py").write_text(SUITE.replace("[3, 4]", "[3, 5]").replace('("a", "b")', '("c",)'))
+    (suite / "suite" / "test_b.py").write_text("def test_x():\n    pass\n")
+    five = {"suite/test_a.py::test_rows[5]": "ValueError: table has 5 rows"}
+    other = {"suite/test_b.py::test_x": "OSError: x"}
+    assert run(suite, *five, "--update-messages")[0] == 0
+    assert entries(suite) == WRITTEN | other | five  # of a part of a file, the rest stays
+    assert run(suite, "suite", "-k", "test_two", "--update-messages")[0] == 0
+    kept = {"suite/test_a.py::test_rows[3]": "ValueError: table has 3 rows"} | five
+    kept["suite/test_a.py::test_two"] = r"OSError: TMP/c: cannot be read\nSecond line: port PORT"
+    assert entries(suite) == kept | other
+    assert run(suite, "suite", "--update-messages")[0] == 0
+    assert entries(suite) == kept
+
+
+def test_a_test_that_fails_changes_nothing(suite: Path) -> None:
+    write(suite)
+    (suite / "suite" / "test_a.py").write_text(SUITE.replace("raise OSError", "raise TypeError"))
+    assert run(suite, "suite", "--update-messages")[0] == 1
+    assert entries(suite) == WRITTEN
+
+
+def test_what_varies_between_runs_is_taken_out_and_nothing_else() -> None:
+    root, base = Path("/home/me/repository"), Path("/var/tmp/pytest-of-me/pytest-7")
+    for message, expected in {
+        f"checkpoint {base}/test_x0/ckpt: has 3 rows": "checkpoint TMP/ckpt: has 3 rows",
+        f"{base}/popen-gw1/test_x0. Free space": "TMP/test_x0. Free space",
+        f"file {root}/tests/golden/x": "file ROOT/tests/golden/x",
+        "http://127.0.0.1:34567/v1, port 34567": "http://127.0.0.1:PORT/v1, port PORT",
+        "process 4321 died": "process PID died",
+        "a function at 0x7f0b67b41e80": "a function at ADDRESS",
+        "layer 'string_lookup_148' of 'adam/embedding_16_embeddings'": "layer 'string_lookup' of 'adam/embedding_embeddings'",
+        "s3://bucket-0210b915a969/m/.staging-1-4b24bd68": "s3://BUCKET/m/.staging-1-ID",
+        "table_1 and ckpt-12 have rows [0, 8)": "table_1 and ckpt-12 have rows [0, 8)",
+        "CRC32C 0x7f0b67b4, 30000 rows, after 5.0 s": "CRC32C 0x7f0b67b4, 30000 rows, after 5.0 s",
+    }.items():
+        assert normalised(message, root, base) == expected
+    called = (
+        "Exception encountered when calling L.call().\n\n\x1b[1mfeature 'x': no ids.\x1b[0m\n\nArguments received:\n  x"
+    )
+    traced = (
+        'in user code:\n\n    File "a.py", line 3, in step  *\n        layer(x)\n\n    tpuembed.errors.ConfigError: '
+    )
+    for message in (called, traced + "feature 'x': no ids.\n", traced + called.replace("\n", "\n    ")):
+        assert normalised(message, root, base) == "feature 'x': no ids."
+    assert normalised(f"{base}/popen-gw1/test_x0/m: is", root, base / "popen-gw1") == "TMP/m: is"
+
+
+def test_every_message_has_a_test() -> None:
+    text = (REPOSITORY / GOLDEN).read_text(encoding="utf-8")
+    assert render(parse(text)) == text  # sorted, and nothing written by hand
+    tests = {key.partition("::")[0]: "" for key in parse(text)}
+    known = set()
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        known.update(re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert [file for file in tests if not (REPOSITORY / file).is_file()] == []
+    assert {re.split(r"::|\[| \d+$", key.split("[")[0])[-1] for key in parse(text)} - known - {""} == set()
