@@ -44,10 +44,10 @@ test-long: $(STAMP) $(RATINGS)  ## the tests of `make test` and those with big f
 	@touch $@
 
 test-oldest: .venv-oldest/.installed $(RATINGS)  ## unit and conformance tests and one export end to end, with the oldest TensorFlow and Keras
-	.venv-oldest/bin/python -m pytest -n 2 -m "not long" $(OLDEST_TESTS)
+	.venv-oldest/bin/python -m pytest -n 2 -m "not long" --no-messages $(OLDEST_TESTS)
 
 test-newest-python: $(STAMP)  ## what may differ between Pythons, with the newest one, if this machine has it
-	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "not long" $(NEWEST_TESTS)
+	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "not long" --no-messages $(NEWEST_TESTS)
 
 tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: docs/tpu-proof.md
 	$(BIN)/python -m tests.tpu --tests

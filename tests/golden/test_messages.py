@@ -159,3 +159,8 @@ def test_every_message_has_a_test() -> None:
         known.update(re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     assert [file for file in tests if not (REPOSITORY / file).is_file()] == []
     assert {re.split(r"::|\[| \d+$", key.split("[")[0])[-1] for key in parse(text)} - known - {""} == set()
+
+
+def test_other_versions_need_no_golden(suite: Path) -> None:
+    assert run(suite)[0] == 1
+    assert run(suite, "suite", "--no-messages")[0] == 0

@@ -47,7 +47,7 @@ class TableLayout:
         rows, dim = self.padded_shape
         # Each condition, and the words for its violation.
         checks = (
-            (bool(self.table and self.stack), "it has no name, or its stack has none"),
+            (bool(self.table and self.stack), "no name, or its stack has none"),
             (self.num_sparse_cores >= 1, f"{self.num_sparse_cores} SparseCores"),
             (self.num_partitions >= 1, f"{self.num_partitions} partitions"),
             (1 <= self.shape[0] <= rows, f"{self.shape[0]} rows in {rows} padded ones"),
