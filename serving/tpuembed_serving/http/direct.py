@@ -7,6 +7,7 @@ API key, go through ASGI (`endpoint`). The pipeline and the answers are the same
 
 import asyncio
 import functools
+import logging
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -21,6 +22,8 @@ from tpuembed_serving.http.rest import RestPredict, find_post
 from tpuembed_serving.telemetry.observers import Telemetry
 
 __all__ = ["DirectCycle", "DirectPredict"]
+
+logger = logging.getLogger(__name__)
 
 _UNUSUAL: Final = frozenset({b"connection", b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
 """Headers that this module does not handle, except `connection: keep-alive`."""
@@ -92,7 +95,10 @@ class DirectPredict:
     def _send_all(self) -> None:
         unsent, self._unsent = self._unsent, []
         for cycle, reply in unsent:
-            cycle.send(reply)
+            try:
+                cycle.send(reply)
+            except Exception:  # the other answers must still be sent
+                logger.exception("the answer to a request was lost")
 
 
 class _NeverNotified:

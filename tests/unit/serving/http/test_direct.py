@@ -454,6 +454,19 @@ def test_answers_of_one_turn_leave_together() -> None:
     asyncio.run(scenario())
 
 
+def test_an_answer_that_cannot_be_sent_loses_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        pipeline: Any = Answers()
+        connections, _ = begun(DirectPredict(pipeline, SILENT), 2)
+        connections[0].transport.write = None
+        for respond in pipeline.responds:
+            respond(b"{}")
+        assert len(connections[1].written) == 1
+
+    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records] == ["the answer to a request was lost"]
+
+
 def test_a_client_that_leaves_just_before_its_answer_gets_none() -> None:
     async def scenario() -> None:
         pipeline: Any = Answers()
