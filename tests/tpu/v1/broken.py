@@ -129,7 +129,7 @@ def _one_name() -> Any:
 
 def _frozen_rate() -> Any:
     return mock.patch.object(
-        accelerator, "_bind_rate", lambda spec, _: spec if not callable(spec.learning_rate) else
+        accelerator, "_bound", lambda spec, _: spec if not callable(spec.learning_rate) else
         dataclasses.replace(spec, learning_rate=0.5)
     )  # fmt: skip
 
