@@ -98,10 +98,10 @@ def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
 
 def _fast_pieces(rows: LongList, signature: Signature, check: Check) -> Sequence[Array] | None:
     """Decode rows as `_fast_rows` does, piece by piece."""
-    found = []
+    found, kind = [], type(next(iter(rows)))
     for piece in rows.pieces(check):
         arrays = _fast_rows(piece, signature)
-        if arrays is None:
+        if arrays is None or (type(piece[0]) is dict) != (kind is dict):
             return None
         found.append(arrays)
     if all(isinstance(arrays, Columns) for arrays in found):

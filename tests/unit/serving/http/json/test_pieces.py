@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.serving.doubles import signature
+from tpuembed_serving.core.servable import Signature, TensorInfo
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.http.json import decode_examples, decode_inputs, document, parse_document, pieces, signature_name
 
@@ -244,3 +245,13 @@ def test_hostile_bodies_take_no_longer(body: bytes) -> None:
     with mock.patch.object(document, "LARGE_BYTES", 1 << 40):
         whole = seconds()
     assert seconds() < 4 * whole + 0.5
+
+
+def test_values_and_objects_are_not_mixed_where_a_piece_ends() -> None:
+    """The last comma of the first piece stands before the first object."""
+    values, spaces = b"1," * (pieces._PIECE_BYTES // 2 - 100), b" " * 1000
+    objects = b",".join([b'{"x":%b1}' % spaces] * 1000)
+    document = parse_document(b'{"instances":[' + values + objects + b"]}")
+    x = TensorInfo("x", "x", "int64", np.dtype(np.int64))
+    with pytest.raises(StatusError, match="Expecting value/list but got object at item"):
+        decode_inputs(document, Signature("s", (x,), ()))
