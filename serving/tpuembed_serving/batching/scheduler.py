@@ -19,7 +19,7 @@ from tpuembed_serving.batching.request_timeouts import RequestTimeouts
 from tpuembed_serving.batching.runner import Outcome, Postponed
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Servable, Signature
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.status import Code, StatusError, stopping
 from tpuembed_serving.settings import BatchingSettings
 
 __all__ = ["ModelExecutor"]
@@ -127,7 +127,7 @@ class ModelExecutor:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for request in list(self._open) if self._loop and not self._loop.is_closed() else ():
             if request.is_waiting:
-                self._fail(request, StatusError(Code.UNAVAILABLE, "the server is stopping"))
+                self._fail(request, stopping())
 
     # ---- waiting requests
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
-from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument, timed_out
+from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument, stopping, timed_out
 
 __all__ = [
     "INLINE_BYTES",
@@ -350,7 +350,7 @@ class Pipeline:
         """Do work in a thread, if the `memory` that it takes can be reserved."""
         try:
             if self._is_closed:
-                raise _stopping()
+                raise stopping()
             self._reserve(call, memory)
         except StatusError as error:
             self._end(call, error)
@@ -370,7 +370,7 @@ class Pipeline:
         try:
             then(call, work.result())
         except concurrent.futures.CancelledError:
-            self._end(call, _stopping())
+            self._end(call, stopping())
         except Exception as error:
             self._end(call, error)
 
@@ -490,10 +490,6 @@ def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args:
     """Call `function` on the loop, from another thread."""
     with contextlib.suppress(RuntimeError):  # the loop has ended, and its calls with it
         loop.call_soon_threadsafe(function, *args)
-
-
-def _stopping() -> StatusError:
-    return StatusError(Code.UNAVAILABLE, "the server is stopping")
 
 
 def _mebibytes(size: int) -> str:

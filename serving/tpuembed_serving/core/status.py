@@ -16,6 +16,7 @@ __all__ = [
     "plain_message",
     "servable_not_found",
     "still_loading",
+    "stopping",
     "timed_out",
 ]
 
@@ -98,6 +99,11 @@ def still_loading() -> StatusError:
     """Return the error of requests that arrive before the first load of each configured model has ended."""
     text = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
     return StatusError(Code.UNAVAILABLE, text)
+
+
+def stopping() -> StatusError:
+    """Return the error of a request that the server cannot answer any more."""
+    return StatusError(Code.UNAVAILABLE, "the server is stopping")
 
 
 def timed_out() -> StatusError:
