@@ -15,7 +15,7 @@ NEWEST_TESTS := $(addprefix tests/unit/,cli config files layer live serving) tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-oldest test-newest-python tpu-proof check bench format clean
+.PHONY: help demo test test-long test-oldest test-newest-python tpu-proof check docs bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,13 @@ check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## the documentation's site, under build/docs: a dead link or a broken docstring is an error
+	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --keep-going --quiet -d build/doctrees docs build/docs
+
 bench: $(STAMP)  ## every benchmark, as JSON and a table under benchmarks/results/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	$(BIN)/python -m benchmarks
@@ -67,4 +74,4 @@ format: $(STAMP)  ## rewrite the source as `make check` wants it
 	$(BIN)/ruff format .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .venv-oldest .venv-newest .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build $(VENV) .venv-oldest .venv-newest .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache

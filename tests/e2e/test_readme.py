@@ -55,7 +55,9 @@ def test_the_example_is_the_file_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name
+    "document",
+    sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")),
+    ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):

@@ -1,0 +1,54 @@
+"""Settings of the documentation's site: `make docs` builds it with Sphinx, without the network."""
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+import tpuembed
+
+REPOSITORY = "https://github.com/tpuembed/tpuembed"
+
+project = "tpuembed"
+version = release = tpuembed.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
+
+myst_heading_anchors = 4  # export.md#serving_config, as on a code host
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True  # "Attributes:" of a docstring, beside the members of a class
+default_role = "code"  # `name` in a docstring
+
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!tpuembed).*")]  # names of Python and of other libraries have no page here
+
+html_theme = "furo"
+html_title = "tpuembed"
+html_copy_source = False
+html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
+
+_ROOT = Path(__file__).parents[1]
+
+
+def _link_to_repository(app: Sphinx, page: str, source: list[str]) -> None:
+    """Make links to files outside of docs/, such as `../SECURITY.md`, links to the repository."""
+    folder = Path(app.env.doc2path(page)).parent
+
+    def link(match: re.Match[str]) -> str:
+        path = (folder / match[1]).resolve()
+        if path.is_relative_to(app.srcdir):
+            return match[0]
+        if not path.exists():
+            logging.getLogger(__name__).warning("%s does not exist", match[1], location=page)
+        return f"]({REPOSITORY}/{'tree' if path.is_dir() else 'blob'}/main/{path.relative_to(_ROOT)}{match[2]})"
+
+    source[0] = re.sub(r"\]\((\.\./[^)#\s]*)([^)\s]*)\)", link, source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions of this file."""
+    app.connect("source-read", _link_to_repository)
+    # Until each folder of the table of contents has its first page.
+    logging.getLogger("sphinx.directives.other").logger.addFilter(lambda record: "glob pattern" not in str(record.msg))
