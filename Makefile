@@ -15,7 +15,7 @@ NEWEST_TESTS := $(addprefix tests/unit/,cli config files layer live serving) tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-oldest test-newest-python tpu-proof check docs bench format clean
+.PHONY: help demo test test-docs test-long test-oldest test-newest-python tpu-proof check docs bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ demo: $(STAMP)  ## train, checkpoint, export, serve and predict, end to end
 
 test: $(STAMP) $(RATINGS)  ## the test suite, or one room of it: make test AREA=serving/batching
 	$(BIN)/python -m pytest -n 2 -m "not long" $(if $(AREA),tests/unit/$(AREA),tests)
+
+test-docs: $(STAMP)  ## the pages of docs/tutorials, docs/how-to and docs/migrate: what they do, and what they print
+	$(BIN)/python -m pytest -n 2 --dist load tests/docs
 
 test-long: $(STAMP) $(RATINGS)  ## the tests of `make test` and those with big files, clusters, fuzzing and soaks
 	$(BIN)/python -m pytest -n 2 -m "not long" tests
