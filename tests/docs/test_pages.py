@@ -32,6 +32,6 @@ def not_run() -> Iterator[tuple[str, int, str]]:
             yield from ((page, step.line, step.reason) for step in steps(text) if isinstance(step, NotRun))
 
 
-@pytest.mark.parametrize(("page", "line", "reason"), not_run())
+@pytest.mark.parametrize(("page", "line", "reason"), list(not_run()))
 def test_what_is_not_run(page: str, line: int, reason: str) -> None:
     pytest.skip(f"{page}, line {line}: {reason}")
