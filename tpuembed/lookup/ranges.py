@@ -194,7 +194,8 @@ def check_range(groups: Sequence[RangedIds]) -> Any:
         cond=are_inside,
         input=arguments,
         Tout=[tf.int64],
-        then_branch=not_inlined(lambda *_: tf.constant(0, tf.int64), *specs),
+        # TensorFlow logs a warning for a parameter whose name begins with an underscore.
+        then_branch=not_inlined(lambda *unused: tf.constant(0, tf.int64), *specs),  # noqa: ARG005
         else_branch=failing,
     )
     found.set_shape([])

@@ -226,3 +226,15 @@ def test_a_strategy_that_is_not_supported_is_refused_by_name() -> None:
     )
     for (name, _), error in said.items():
         assert f".{names[name]} is not supported. Use no strategy" in error
+
+
+def test_tensorflow_logs_nothing_while_a_step_is_traced(caplog: pytest.LogCaptureFixture) -> None:
+    logger = tf.get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        tables = {name: TableConfig(10, width, name) for name, width in (("a", 4), ("b", 8))}
+        layer = TPUEmbedding({name: FeatureConfig(table) for name, table in tables.items()}, optimizer="sgd")
+        tf.function(layer)({"a": tf.constant([1]), "b": tf.constant([2])})
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
