@@ -90,6 +90,7 @@ def test_a_page_that_breaks_the_convention(page: str, says: str) -> None:
         ("$ cd /; export A=3", "$ echo $PWD $A", "/ 3"),
         ("$ echo '(a+) [b]'", "(a+) [b]"),
         ("$ echo 0.8501", "0.8501"),
+        ("$ printf 'I0000 00:00:1795423909.5 2 port.cc:3] x\\na\\n'", "a"),
     ],
 )
 def test_output_that_the_page_shows(lines: tuple[str, ...], tmp_path: Path) -> None:

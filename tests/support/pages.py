@@ -27,6 +27,8 @@ _NAME = re.compile(r"# ([\w./-]+\.\w+)")
 _NAME_ABOVE = re.compile(r"(?:.*\n)*`([\w./-]+\.\w+)`:")
 _NOT_RUN = re.compile(r"<!-- not run:(.*)-->", re.DOTALL)
 _CODE = {"python": "python", "py": "python", "bash": "console", "sh": "console", "shell": "console"}
+# TensorFlow writes them while it is imported, whatever TF_CPP_MIN_LOG_LEVEL is.
+_LOG_LINE = re.compile(r"^(?:WARNING: All log messages before absl::InitializeLog\(\)|[IWE]0000 00:00:\d).*\n", re.MULTILINE)
 _ANY_LINES = r"(?:.*\n)*?"
 
 
@@ -214,8 +216,8 @@ class Shell:
         return _PORT.sub(lambda port: self._ports[port[0]], text)
 
     def _printed(self, output: Path) -> str:
-        """Return what a command has printed, with the page's ports."""
-        text = output.read_text(encoding="utf-8", errors="replace")
+        """Return what a command has printed, with the page's ports and without TensorFlow's log lines."""
+        text = _LOG_LINE.sub("", output.read_text(encoding="utf-8", errors="replace"))
         for page, free in self._ports.items():
             text = re.sub(rf"(?<!\d){free}(?!\d)", page, text)
         return _stripped(text)
