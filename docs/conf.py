@@ -1,10 +1,13 @@
 """Settings of the documentation's site: `make docs` builds it with Sphinx, without the network."""
 
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.util import logging
+from sphinx.util.inspect import stringify_signature
 
 import tpuembed
 
@@ -18,11 +21,21 @@ myst_heading_anchors = 4  # export.md#serving_config, as on a code host
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-napoleon_use_ivar = True  # "Attributes:" of a docstring, beside the members of a class
+maximum_signature_line_length = 100
+napoleon_custom_sections = [
+    ("Attributes", "params_style")
+]  # the fields of a dataclass are the arguments of its constructor
+smartquotes = False  # `--name` and "name" stay what a user types
 default_role = "code"  # `name` in a docstring
 
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!tpuembed).*")]  # names of Python and of other libraries have no page here
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!tpuembed).*"),  # names of Python and of other libraries have no page here
+    (
+        "py:class",
+        r".*\.(UrlPath|HasTables|LiveTables|StackPlan|ShardTask|Servable|WorkerLink|VersionPolicy)",
+    ),  # internal
+]
 
 html_theme = "furo"
 html_title = "tpuembed"
@@ -47,8 +60,18 @@ def _link_to_repository(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((\.\./[^)#\s]*)([^)\s]*)\)", link, source[0])
 
 
+def _signature(
+    _app: Sphinx, what: str, _name: str, value: Any, _options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Show the arguments of Keras layers, whose `__new__` hides them, and fields with a default factory."""
+    if signature == "(*args, **kwargs)" and what == "class":
+        signature = stringify_signature(inspect.signature(value.__init__.__get__(value)), show_return_annotation=False)
+    return signature and signature.replace("<factory>", "..."), returns
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions of this file."""
     app.connect("source-read", _link_to_repository)
+    app.connect("autodoc-process-signature", _signature)
     # Until each folder of the table of contents has its first page.
     logging.getLogger("sphinx.directives.other").logger.addFilter(lambda record: "glob pattern" not in str(record.msg))

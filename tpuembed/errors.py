@@ -1,4 +1,4 @@
-"""Every exception that tpuembed raises on purpose, one class per action of the caller.
+"""Every exception that tpuembed raises on purpose, one class per action of the caller::
 
     TpuEmbedError
     ├── ConfigError (ValueError)               fix the config, the option or the input it names

@@ -55,7 +55,8 @@ class TPUEmbedding(keras.layers.Layer):
         embedding_feature: None, or UNSUPPORTED to avoid the embedding accelerator.
         sparse_core_embedding_config: `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`, for SparseCores only.
         size_threshold: on an accelerator, tables of at most this many rows are replicated. None replicates none.
-        name, **kwargs: as for every Keras layer.
+        name: as for every Keras layer.
+        **kwargs: the same.
 
     Raises:
         ConfigError: a config is not supported. The message names it.
@@ -176,7 +177,7 @@ class TPUEmbedding(keras.layers.Layer):
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """Return {TableConfig as it was passed: its variable, float32 [vocabulary_size, dim]}.
+        """Return the variable, float32 [vocabulary_size, dim], of each TableConfig as it was passed.
 
         In an export there are no variables. Each table is a tensor that the export stores if it is used.
         """

@@ -14,7 +14,7 @@ def input_options(strategy: Any = None) -> Any:
     """Return the `tf.distribute.InputOptions` for a dataset whose ids a layer of `strategy` looks up.
 
     On TPUs, ids stay on the hosts (`experimental_fetch_to_device=False`). The hosts prepare them for the accelerator,
-    and only hosts hold sparse and ragged tensors. Elsewhere, the options are TensorFlow's defaults.
+    and only hosts hold sparse and ragged tensors. Elsewhere, the options are TensorFlow's defaults::
 
         dataset = strategy.experimental_distribute_dataset(dataset, tpuembed.input_options(strategy))
 

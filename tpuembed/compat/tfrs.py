@@ -119,7 +119,8 @@ class PartialTPUEmbedding(PartitionedEmbedding):
         pipeline_execution_with_tensor_core: overlap lookups of large tables with dense computation.
         batch_size: examples of one step of all replicas, for accelerators that need it when the layer is built.
         size_threshold: tables with more rows are large. None makes all tables small, 0 or less makes all large.
-        name, **kwargs: as for every Keras layer.
+        name: as for every Keras layer.
+        **kwargs: the same.
 
     Raises:
         ConfigError: a config is not supported. The message names it.
@@ -191,7 +192,7 @@ class PartialTPUEmbedding(PartitionedEmbedding):
 
     @property
     def keras_embedding_layers(self) -> dict[str, "SmallEmbedding"]:
-        """Return {name of a feature of a small table: that table, like a Keras `Embedding`}. Features share their table's entry."""
+        """Return the small table, like a Keras `Embedding`, of each feature by name. Features share their table's entry."""
         layer, placement = self.part(_SMALL), self._placement.value
         if layer is None or not layer.embedding_tables:  # an export has no variables
             return {}
@@ -202,7 +203,7 @@ class PartialTPUEmbedding(PartitionedEmbedding):
 
     @property
     def embedding_tables(self) -> dict[Any, Any]:
-        """Return {TableConfig as it was passed: its variable, float32 [vocabulary_size, dim]}."""
+        """Return the variable, float32 [vocabulary_size, dim], of each TableConfig as it was passed."""
         variables = self.table_variables()
         return {table: variables[name] for table, name in self._table_names if name in variables}
 

@@ -112,7 +112,7 @@ def _check_fraction(where: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """w -= learning_rate * g. No slots."""
+    """Gradient descent: `w -= learning_rate * g`. No slots."""
 
     kind: ClassVar[str] = "sgd"
 
@@ -121,7 +121,7 @@ class SGD(Optimizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
-    """a += g^2; w -= learning_rate * g / sqrt(a). Slot: accumulators. (There is no epsilon.)"""
+    """Adagrad without epsilon: `a += g^2; w -= learning_rate * g / sqrt(a)`. Slot: accumulators."""
 
     kind: ClassVar[str] = "adagrad"
     slots: ClassVar[tuple[str, ...]] = ("accumulators",)
@@ -137,8 +137,10 @@ class Adagrad(Optimizer):
 class AdagradMomentum(Optimizer):
     """Adagrad with momentum. Slots: accumulators, momenta, both from 0.
 
-    a = a + g^2 where beta2 is 1, else beta2 a + (1 - beta2) g^2;  s = g / (a + epsilon)^(1/exponent);
-    m = momentum m + s;  w -= learning_rate * m, or learning_rate * (momentum m + s) with `use_nesterov`.
+    The rule::
+
+        a = a + g^2 where beta2 is 1, else beta2 a + (1 - beta2) g^2;  s = g / (a + epsilon)^(1/exponent)
+        m = momentum m + s;  w -= learning_rate * m, or learning_rate * (momentum m + s) with use_nesterov
     """
 
     kind: ClassVar[str] = "adagrad_momentum"
@@ -164,8 +166,10 @@ class AdagradMomentum(Optimizer):
 class Adam(Optimizer):
     """The TPU's lazy Adam: only looked-up rows move, and there is no bias correction. Slots: momenta, velocities.
 
-    m = beta_1 m + (1 - beta_1) g;  v = beta_2 v + (1 - beta_2) g^2;  w -= learning_rate * m / sqrt(v + epsilon^2),
-    or m / (sqrt(v) + epsilon) where `sum_inside_sqrt` is False. `lazy_adam=False` moves every row at every update.
+    `lazy_adam=False` moves every row at every update. The rule, whose last quotient is m / (sqrt(v) + epsilon) where
+    `sum_inside_sqrt` is False::
+
+        m = beta_1 m + (1 - beta_1) g;  v = beta_2 v + (1 - beta_2) g^2;  w -= learning_rate * m / sqrt(v + epsilon^2)
     """
 
     kind: ClassVar[str] = "adam"
@@ -188,10 +192,14 @@ class Adam(Optimizer):
 class FTRL(Optimizer):
     """Follow the regularized leader. Slots: accumulators, linears.
 
-    With p(a) = a^(-learning_rate_power), a' = a + g^2 and d = p(a') - p(a):
+    With p(a) = a^(-learning_rate_power), a' = a + g^2 and d = p(a') - p(a)::
+
         l = l + g - d w / learning_rate;  w = (clamp(l, -l1, l1) - l) / ((p(a') + beta) / learning_rate + 2 l2)
-    With `multiply_linear_by_learning_rate`, l holds learning_rate times as much:
+
+    With `multiply_linear_by_learning_rate`, l holds learning_rate times as much::
+
         l = l + learning_rate g - d w;  w = (clamp(l, -lr l1, lr l1) - l) / (p(a') + 2 lr l2 + beta)
+
     Source besides the proto: McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013, algorithm 1.
     """
 
