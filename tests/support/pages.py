@@ -28,7 +28,9 @@ _NAME_ABOVE = re.compile(r"(?:.*\n)*`([\w./-]+\.\w+)`:")
 _NOT_RUN = re.compile(r"<!-- not run:(.*)-->", re.DOTALL)
 _CODE = {"python": "python", "py": "python", "bash": "console", "sh": "console", "shell": "console"}
 # TensorFlow writes them while it is imported, whatever TF_CPP_MIN_LOG_LEVEL is.
-_LOG_LINE = re.compile(r"^(?:WARNING: All log messages before absl::InitializeLog\(\)|[IWE]0000 00:00:\d).*\n", re.MULTILINE)
+_LOG_LINE = re.compile(
+    r"^(?:WARNING: All log messages before absl::InitializeLog\(\)|[IWE]0000 00:00:\d).*\n", re.MULTILINE
+)
 _ANY_LINES = r"(?:.*\n)*?"
 
 

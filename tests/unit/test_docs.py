@@ -63,3 +63,54 @@ def test_every_command_is_in_the_reference() -> None:
 
 def test_no_name_is_described_twice() -> None:
     assert sorted(DIRECTIVES) == sorted(set(DIRECTIVES))
+
+
+# ---- docs/errors.md
+
+_ROW = re.compile(r"^\| `(.+?)` \|(?: (?:\d{3} [A-Z_]+|status of the version) \|)? (.+) \|$", re.MULTILINE)
+
+
+def _rows_of(sections: str) -> list[tuple[str, str]]:
+    """Return (message, what to do) of the sections whose titles match."""
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    return [row for part in parts if re.match(sections, part) for row in _ROW.findall(part)]
+
+
+def _holds(line: str, message: str) -> bool:
+    """Return True if a line has the parts of a message around its placeholders, in order."""
+    place = 0
+    for part in message.split("…"):
+        place = line.find(part.strip(), place) + 1
+        if not place:
+            return False
+    return True
+
+
+def _unknown(rows: list[tuple[str, str]], text: str) -> list[str]:
+    lines = text.splitlines()
+    return [message for message, _ in rows if not any(_holds(line, message) for line in lines)]
+
+
+def test_every_message_of_the_page_is_one_of_ours() -> None:
+    golden = (ROOT / "tests" / "golden" / "messages.txt").read_text(encoding="utf-8")
+    rows = _rows_of("(?!Serving requests)")
+    assert len(rows) > 50
+    assert _unknown(rows, golden) == []
+
+
+def test_every_answer_of_the_page_is_in_the_code() -> None:
+    sources = [*(ROOT / "serving").rglob("*.py"), ROOT / "tpuembed" / "lookup" / "ranges.py"]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
+    rows = _rows_of("Serving requests")
+    assert len(rows) > 10
+    assert _unknown(rows, code) == []
+
+
+def test_what_to_do_is_short() -> None:
+    assert [text for _, text in _rows_of("") if len(text.split()) > 40] == []
+
+
+def test_words_of_the_glossary_are_in_order() -> None:
+    words = re.findall(r"^## (.+)$", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert words == sorted(words, key=str.lower)
