@@ -52,7 +52,7 @@ test-oldest: .venv-oldest/.installed $(RATINGS)  ## unit and conformance tests a
 test-newest-python: $(STAMP)  ## what may differ between Pythons, with the newest one, if this machine has it
 	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "not long" --no-messages $(NEWEST_TESTS)
 
-tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: docs/tpu-proof.md
+tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: build/tpu-proof.md
 	$(BIN)/python -m tests.tpu --tests
 
 check: $(STAMP)  ## ruff, mypy --strict, import-linter

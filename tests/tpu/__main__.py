@@ -1,4 +1,4 @@
-"""`make tpu-proof`: trace, lower and compile the TPU path, and write docs/tpu-proof.md; exits with 1 where the proof fails."""
+"""`make tpu-proof`: trace, lower and compile the TPU path, and write build/tpu-proof.md; exits with 1 where the proof fails."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ from tests.tpu.report import rendered
 
 __all__ = ["main"]
 
-_PAGE = REPOSITORY / "docs" / "tpu-proof.md"
+_PAGE = REPOSITORY / "build" / "tpu-proof.md"
 _EVERY_PAGE = ROOT / "tpu-proof.md"
 _SECONDS_PER_CELL = 4  # 8 of each of two processes, nearly all of them the compiler's
 
@@ -60,6 +60,7 @@ def _prove(options: argparse.Namespace) -> int:
     results = Proof(ROOT / "results", cells, processes=options.processes).results()
     results["seconds"] = round(time.perf_counter() - began)
     (ROOT / "proof.json").write_text(json.dumps(results, default=vars, indent=1))
+    page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(rendered(results))
     found = problems(results)
     print("\n".join([*found, f"{len(cells)} cells, {len(found)} problems, {results['seconds']} s: {page}"]), flush=True)
@@ -68,7 +69,7 @@ def _prove(options: argparse.Namespace) -> int:
 
 
 def _chosen(number: int | None) -> tuple[Sequence[Cell], Path]:
-    """The cells, and where their page goes: the committed one is of the covering cells."""
+    """Return the cells, and the path of their report."""
     if number is None:
         return COVERING, _PAGE
     cells = list(everything())

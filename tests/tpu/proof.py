@@ -13,7 +13,7 @@ from tests.tpu.cells import DLRM_CELLS, NO_LOOP, SLOW_CELLS, Cell
 from tests.tpu.checks import failures
 from tests.tpu.controls import controls_of
 
-__all__ = ["Proof", "problems"]
+__all__ = ["Proof", "others", "problems"]
 
 Results = dict[str, dict[str, Any]]
 _OTHERS = ("tests.tpu.numbers.broken", "tests.tpu.numbers.broken_rules", "tests.tpu.v1.broken")
@@ -56,7 +56,7 @@ class Proof:
             "broken": {cell.broken: _caught(cell, checked, failed) for cell in self.broken},
             "controls": self._controls(good),
             "failures": failed,
-            "others": _others(),
+            "others": others(),
             "seconds": round(time.perf_counter() - began),
         }
 
@@ -96,7 +96,7 @@ def _caught(cell: Cell, checked: Mapping[str, Mapping[str, str]], failed: dict[s
     return ", ".join(f"`{check}`" for check in checked.get(cell.name, {})) or f"NO {error}".strip()
 
 
-def _others() -> list[tuple[str, str, str]]:
+def others() -> list[tuple[str, str, str]]:
     """(name, what is wrong, check) of the variants of other parts of `tests/tpu`, which need TensorFlow to be listed."""
     found = []
     for module in _OTHERS:

@@ -15,13 +15,13 @@ from tests.tpu.host import check_buffers_of_hosts
 __all__ = ["SENTENCE", "rendered"]
 
 SENTENCE: Final = "traced, lowered, compiled by libtpu for these chips, simulated numerically; never executed on a TPU"
-"""What README.md and docs/layer.md say too."""
+"""What README.md, docs/layer.md and docs/tpu-proof.md say too."""
 
 _HEAD = f"""# The TPU proof
 
 The TPU path is {SENTENCE}.
 
-`make tpu-proof` writes this page. It makes two environments of pinned wheels under `.tpu-proof/`, compares their
+`make tpu-proof` writes this report. It makes two environments of pinned wheels under `.tpu-proof/`, compares their
 versions and files with the pins and the wheels' RECORDs, and takes the step that `tpuembed.TPUEmbedding` traces through three
 stages, each in processes of its own:
 

@@ -1,15 +1,21 @@
 """The document, from made-up results."""
 
+import argparse
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tpu import __main__ as command
 from tests.tpu import shims, slow
 from tests.tpu.broken import BROKEN
 from tests.tpu.cells import COVERING, DLRM_CELLS, SLOW_CELLS, Cell
+from tests.tpu.checks import CHECKS
 from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
+from tests.tpu.host import check_buffers_of_hosts
+from tests.tpu.proof import others as found_others
 from tests.tpu.proof import problems
 from tests.tpu.report import SENTENCE, rendered
 
@@ -91,9 +97,11 @@ def test_slow_programs_are_those_of_the_pinned_versions() -> None:
     assert set(measured["cells"]) == {cell.name for cell in SLOW_CELLS}
 
 
-def test_every_test_that_the_page_names_is_there() -> None:
-    page = (ROOT / "docs" / "tpu-proof.md").read_text()
-    named = set(re.findall(r"\btests/[\w/.]*\w", page))
+@pytest.mark.parametrize(
+    "text", [(ROOT / "docs" / "tpu-proof.md").read_text(), rendered(results())], ids=["page", "report"]
+)
+def test_every_test_that_the_pages_name_is_there(text: str) -> None:
+    named = set(re.findall(r"\btests/[\w/.]*\w", text))
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
 
@@ -106,8 +114,48 @@ def test_a_slow_program_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch
     assert "stopped after 2,700 seconds" in rendered(results())
 
 
-def test_the_committed_page_has_every_cell_control_and_variant() -> None:
-    page = (ROOT / "docs" / "tpu-proof.md").read_text()
+def test_the_report_has_every_cell_control_and_variant() -> None:
+    report = rendered(results())
     wanted = [*BROKEN, *(control.name for control in (*CONTROLS, *CONTROLS_OF_COPIES)), *shims.SHIMS]
-    assert [name for name in wanted if name not in page] == []
-    assert not re.search("FAILED|ACCEPTED|not run|NO \\|", page)
+    assert [name for name in wanted if name not in report] == []
+    assert not re.search("FAILED|ACCEPTED|not run|NO \\|", report)
+
+
+def test_the_page_has_the_numbers_of_the_report() -> None:
+    page = (ROOT / "docs" / "tpu-proof.md").read_text()
+    checks = {check for of_path in CHECKS.values() for check in of_path} | {check_buffers_of_hosts}
+    numbers = [
+        f"{len(COVERING)} steps",
+        f"{len(shims.SHIMS)} shims",
+        f"{len(checks)} checks",
+        f"{len(BROKEN)} variants of the layer",
+        f"{len(found_others())} variants of the checks",
+    ]
+    assert [number for number in numbers if number not in page] == []
+    steps = Counter((cell.chip, "replicated" if cell.path == "replicated" else "on SparseCores") for cell in COVERING)
+    rows = [f"| {chip} | {tables} | 1 and 4 | {count} |" for (chip, tables), count in steps.items()]
+    assert [row for row in rows if row not in page] == []
+
+
+def test_the_report_is_written_below_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def results(self) -> dict[str, Any]:
+            return results()
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(command, "Proof", Held)
+    monkeypatch.setattr(command, "ROOT", tmp_path / "work")
+    assert command._PAGE == ROOT / "build" / "tpu-proof.md"
+    monkeypatch.setattr(command, "_PAGE", tmp_path / "build" / "tpu-proof.md")
+    assert command._prove(argparse.Namespace(all=None, processes=1, tests=False)) == 0
+    written = (tmp_path / "build" / "tpu-proof.md").read_text().splitlines()
+    expected = rendered(results()).splitlines()
+    assert [line for line in written if not line.startswith("Wall time")] == [
+        line for line in expected if not line.startswith("Wall time")
+    ]
+
+
+def test_git_ignores_the_report() -> None:
+    assert "build/" in (ROOT / ".gitignore").read_text().splitlines()
