@@ -14,7 +14,7 @@ from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.options import FOLDER, SIZE
 from tpuembed_cli.security_options import security_options, take_security
-from tpuembed_cli.telemetry_options import take_telemetry, telemetry_options
+from tpuembed_cli.telemetry_options import take_log, take_telemetry, telemetry_options
 
 if TYPE_CHECKING:  # only this command imports the server's package
     from tpuembed_serving import ServerSettings
@@ -191,6 +191,7 @@ def serve(
     run = functools.partial(_print_tf_serving, context) if prints else _serve
     options["batching"] = take_batching(options)
     options["telemetry"] = take_telemetry(options)
+    options["log"] = take_log(options)
     options["security"] = take_security(options)
     options["run_threads"] = run_threads or max(1, (os.cpu_count() or 1) // options["workers"])
     options["load"] = LoadSettings(

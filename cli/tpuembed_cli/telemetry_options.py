@@ -1,5 +1,6 @@
 """The telemetry options of `tpuembed serve`. The one that TensorFlow Serving has too also takes its name."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import click
 
 from tpuembed_cli.options import option_group
 
-__all__ = ["take_telemetry", "telemetry_options"]
+__all__ = ["take_log", "take_telemetry", "telemetry_options"]
 
 _OPTIONS = [
     click.option(
@@ -22,6 +23,17 @@ _OPTIONS = [
     click.option(
         "--access-log", metavar="FILE", help="Append a line of JSON for every request; - is stderr.  [default: none]"
     ),
+    click.option(
+        "--log-format",
+        type=click.Choice(("text", "json")),
+        default="text",
+        show_default=True,
+        help="The server's log on stderr: lines of text, or an object of JSON per line.",
+    ),
+    click.option(
+        "--verbose", "-v", is_flag=True, help="Also log what is for debugging, and show TensorFlow's own messages."
+    ),
+    click.option("--quiet", "-q", is_flag=True, help="Log warnings and errors only."),
     click.option("--otel", is_flag=True, help="Export a trace of every request by OTLP, as the OTEL_* variables say."),
 ]
 
@@ -44,3 +56,14 @@ def take_telemetry(options: dict[str, Any]) -> Any:
         raise click.UsageError("--metrics and --monitoring-config-file both set the path of metrics. Leave one out.")
     path = DEFAULT_PATH if switch else None if file is None else read_metrics_path(file)
     return TelemetrySettings(metrics_path=path, access_log=options.pop("access_log"), traces=options.pop("otel"))
+
+
+def take_log(options: dict[str, Any]) -> Any:
+    """Remove the options of the log from `options` and return them as `tpuembed_serving.settings.LogSettings`."""
+    from tpuembed_serving.settings import LogSettings
+
+    verbose, quiet = options.pop("verbose"), options.pop("quiet")
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet contradict each other. Leave one out.")
+    level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
+    return LogSettings(format=options.pop("log_format"), level=level)

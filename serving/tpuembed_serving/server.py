@@ -5,18 +5,23 @@ import dataclasses
 import logging
 import shlex
 import socket
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tpuembed.errors import ServingError
 from tpuembed_serving.grpc.listening import check_socket_path
 from tpuembed_serving.http.app import create_app
-from tpuembed_serving.http.server import log_to_stderr, prepare_tensorflow, run_app
+from tpuembed_serving.http.example_requests import EXAMPLES
+from tpuembed_serving.http.server import prepare_tensorflow, run_app
 from tpuembed_serving.models.config_file import ConfigFile
 from tpuembed_serving.models.versions import GRAPH_FILE, find_versions
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.telemetry.observers import check_telemetry
+from tpuembed_serving.telemetry.server_log import log_to_stderr
+from tpuembed_serving.telemetry.state_log import StateLog
 from tpuembed_serving.workers.sockets import bind, bind_shared, reserve
 from tpuembed_serving.workers.stopping import Stop, stop_on_signals
 from tpuembed_serving.workers.supervisor import Supervisor
@@ -35,7 +40,7 @@ def serve(settings: ServerSettings) -> None:
         ServingError: a model's folder is missing, unreadable, or not a folder of versions; or a port or the Unix socket
             cannot be bound.
     """
-    prepare_tensorflow()
+    prepare_tensorflow(settings.log)
     check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
     takes_path = settings.grpc_socket_path is not None and check_socket_path(settings.grpc_socket_path)
@@ -46,7 +51,7 @@ def serve(settings: ServerSettings) -> None:
         _reserve_grpc_port(settings) as (grpc_port, no_grpc),
     ):
         settings = dataclasses.replace(settings, rest_port=listener.getsockname()[1], grpc_port=grpc_port)
-        log_to_stderr()
+        log_to_stderr(settings.log)
         if no_grpc:
             logger.warning("gRPC is off: %s", no_grpc)
         if takes_path:
@@ -71,16 +76,27 @@ def _listener(settings: ServerSettings) -> contextlib.AbstractContextManager[soc
 
 
 def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop) -> None:
-    app = create_app(settings)
+    def announce_ready() -> None:  # in a thread: this is called by the event loop
+        threading.Thread(
+            target=lambda: _announce_ready(settings, app.worker_group.gather(EXAMPLES)), name="announce", daemon=True
+        ).start()
+
+    log = StateLog(announce_ready)
+    app = create_app(settings, on_change=log.note)
     with contextlib.ExitStack() as stack:
         if settings.listen_when_loaded:
             listener = stack.enter_context(bind_shared(settings.host, settings.rest_port))
         stack.enter_context(_following_config(settings, app.repository.reload))
-        run_app(app, listener, stop, on_listening=lambda: _announce(settings))
+        run_app(app, listener, stop, on_listening=lambda: _announce(settings, log))
 
 
 def _supervise(settings: ServerSettings, stop: Stop) -> None:
-    supervisor = Supervisor(settings, on_listening=lambda: _announce(settings))
+    log = StateLog(lambda: supervisor.ask(EXAMPLES, lambda answers: _announce_ready(settings, answers)))
+    supervisor = Supervisor(
+        settings,
+        on_listening=lambda: _announce(settings, log),
+        on_change=lambda view: log.note(view.progress, view.ready),
+    )
     stop.call(lambda: supervisor.stop(stop.stage))
     with _following_config(settings, supervisor.reload):
         supervisor.run()
@@ -142,15 +158,49 @@ def _reserve_grpc_port(settings: ServerSettings) -> Iterator[tuple[int | None, s
         yield port, fault
 
 
-def _announce(settings: ServerSettings) -> None:
-    shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+def _announce(settings: ServerSettings, log: StateLog) -> None:
+    """Log where the server listens."""
+    url = _url(settings, settings.host)
     for model in settings.models:
-        name = urllib.parse.quote(model.name, safe="")
-        scheme = "https" if settings.security.tls else "http"
-        logger.info("serving %s at %s://%s:%d/v1/models/%s", model.name, scheme, shown, settings.rest_port, name)
+        logger.info("serving %s at %s", model.name, _model_url(url, model.name))
     if not settings.models:
-        logger.info("no model to serve yet, listening at http://%s:%d", shown, settings.rest_port)
+        logger.info("no model to serve yet, listening at %s", url)
+    shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     if settings.grpc_port is not None:
         logger.info("gRPC at %s:%d", shown, settings.grpc_port)
     if settings.grpc_socket_path is not None:
         logger.info("gRPC also at unix:%s", settings.grpc_socket_path)
+    log.listening()
+
+
+def _announce_ready(settings: ServerSettings, answers: Sequence[Any]) -> None:
+    """Log how to use the server. `answers` are the example requests of each worker, by model."""
+    examples: dict[str, str | None] = next((one for one in answers if isinstance(one, dict)), {})
+    url = _url(settings, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host))
+    for name, body in examples.items():
+        model_url = _model_url(url, name)
+        logger.info("ready: %s", model_url, extra={"fields": {"model": name, "url": model_url}})
+        if body is not None:
+            command = ["curl", *_curl_options(settings), "-d", shlex.quote(body), shlex.quote(f"{model_url}:predict")]
+            logger.info("try: %s", " ".join(command), extra={"fields": {"model": name}})
+    if not examples:
+        logger.info("ready: %s", url, extra={"fields": {"url": url}})
+    logger.info("docs: %s/docs", url, extra={"fields": {"url": f"{url}/docs"}})
+
+
+def _curl_options(settings: ServerSettings) -> list[str]:
+    """Return what curl needs to trust the server's certificate and to send a key. The key itself is not logged."""
+    security = settings.security
+    trust = ["--cacert", shlex.quote(str(security.tls.certificate))] if security.tls else []
+    if security.tls and security.tls.client_ca:
+        trust += ["--cert", "CERT", "--key", "KEY"]
+    return trust + (["-H", '"X-API-Key: $API_KEY"'] if security.api_keys else [])
+
+
+def _url(settings: ServerSettings, host: str) -> str:
+    scheme = "https" if settings.security.tls else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.rest_port}"
+
+
+def _model_url(url: str, name: str) -> str:
+    return f"{url}/v1/models/{urllib.parse.quote(name, safe='')}"

@@ -1,6 +1,7 @@
 """Settings of a server: frozen, and checked when they are created."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,8 +16,10 @@ from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
 
 __all__ = [
     "DEFAULT_LOAD",
+    "LOG_FORMATS",
     "BatchingSettings",
     "LoadSettings",
+    "LogSettings",
     "ModelSettings",
     "ServerSettings",
     "TelemetrySettings",
@@ -123,6 +126,24 @@ class TelemetrySettings:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """Settings of the log on stderr.
+
+    Attributes:
+        format: "text", or "json" for one object per line.
+        level: the least level, of the module `logging`. DEBUG also shows TensorFlow's own messages, in its own format.
+    """
+
+    format: str = "text"
+    level: int = logging.INFO
+
+    def __post_init__(self) -> None:
+        if self.format not in LOG_FORMATS:
+            raise ConfigError(f"format of the log is {self.format!r}. Give one of {', '.join(LOG_FORMATS)}")
+
+
+LOG_FORMATS: Final = ("text", "json")
 _OWN_PATHS: Final = ("/v1/", "/healthz", "/readyz", "/models", "/docs", "/openapi.json")
 
 
@@ -158,6 +179,7 @@ class ServerSettings:
         batching: which requests are batched.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
         telemetry: metrics, access log and traces.
+        log: the format and the level of the log.
         security: API keys, TLS, CORS, limits of connections.
     """
 
@@ -187,6 +209,7 @@ class ServerSettings:
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
     telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
+    log: LogSettings = dataclasses.field(default_factory=LogSettings)
     security: SecuritySettings = dataclasses.field(default_factory=SecuritySettings)
 
     def __post_init__(self) -> None:

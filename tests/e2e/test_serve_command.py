@@ -140,11 +140,11 @@ import tpuembed_serving.server as server
 from tpuembed_serving import ServerSettings
 class Thing: pass
 real = server.create_app
-def create_app(settings):
+def create_app(settings, **options):
     thing = Thing()
     reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
     del thing
-    return real(settings)
+    return real(settings, **options)
 server.create_app = create_app
 server.serve(ServerSettings.for_model_dir(Path(sys.argv[1]), rest_port=0))
 """

@@ -112,6 +112,6 @@ def test_mapped_tables_swap_without_a_copy(tmp_path: Path) -> None:
         server.wait_for(1, "END")
         assert ask(server) == {200.0}
         after = resident_mib(server, "RssAnon")
-        loads = [line for line in server.log.splitlines() if "loaded in" in line]
+        loads = [line for line in server.log.splitlines() if "is available after" in line]
     print(loads, f"own memory before and after: {before:.0f} and {after:.0f} MiB")
     assert after < before + 40, "a copy would be 61 MiB"

@@ -5,6 +5,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "Signature",
     "State",
     "TensorInfo",
+    "VersionProgress",
     "VersionStatus",
 ]
 
@@ -206,6 +208,22 @@ class VersionStatus:
     version: int
     state: State
     error: StatusError | None
+
+
+class VersionProgress(NamedTuple):
+    """How far a version is, for the log.
+
+    Attributes:
+        fault: why it did not load, and what happens next. Empty if nothing failed.
+        tries: how many loads failed.
+    """
+
+    model: str
+    version: int
+    path: Path
+    state: State
+    fault: str = ""
+    tries: int = 0
 
 
 class LoadedVersion(NamedTuple):

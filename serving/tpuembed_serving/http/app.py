@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -12,9 +12,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline
+from tpuembed_serving.core.servable import VersionProgress
 from tpuembed_serving.core.service import ModelService
+from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.http.direct import DirectPredict
 from tpuembed_serving.http.endpoint import BodyReader, HttpEndpoint, Receive, Scope, Send
+from tpuembed_serving.http.example_requests import EXAMPLES, example_body
 from tpuembed_serving.http.openapi import REST_PATHS
 from tpuembed_serving.http.pages import add_pages
 from tpuembed_serving.http.rest import RestApi, is_api_request
@@ -24,6 +27,7 @@ from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
 from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
+from tpuembed_serving.workers.messages import States
 from tpuembed_serving.workers.repository import WorkerRepository
 
 if TYPE_CHECKING:
@@ -31,12 +35,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ServingApp", "create_app"]
 
+OnChange = Callable[[Sequence[VersionProgress], bool], None]
+
 
 class ServingApp(FastAPI):
     """A FastAPI application. Requests of TensorFlow Serving's API bypass it and go to their own handler."""
 
     def __init__(
-        self, settings: ServerSettings, load: Loader | None, link: WorkerLink | None = None, load_first: bool = False
+        self,
+        settings: ServerSettings,
+        load: Loader | None,
+        link: WorkerLink | None = None,
+        load_first: bool = False,
+        on_change: OnChange | None = None,
     ) -> None:
         self.stopping = threading.Event()
         self.executor = _executor(settings)
@@ -45,10 +56,11 @@ class ServingApp(FastAPI):
         load = load or functools.partial(
             load_version, settings=settings, stopping=self.stopping, warmed_up=self.telemetry.warmed_up
         )
-        self.repository = _models(settings, self.telemetry.watching(load), link)
+        self.settings, self._on_change = settings, on_change
+        self.repository = self._models(self.telemetry.watching(load), link)
+        self.worker_group.register(EXAMPLES, lambda _: self._examples())
         self.loads_first = load_first or settings.listen_when_loaded
         self.leaving = False
-        self.settings = settings
         guard = settings.security
         self.pipeline = Pipeline(
             ModelService(self.repository),
@@ -98,6 +110,37 @@ class ServingApp(FastAPI):
             max_body_bytes=self.settings.max_body_bytes,
             max_json_depth=guard.max_json_depth,
         )
+
+    def _models(self, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels:
+        settings = self.settings
+        if settings.target is not None:
+            changed = functools.partial(self._changed, link)
+            names = [model.name for model in settings.models]
+            return RemoteModels(names, settings.target, settings.poll_seconds, changed=changed)
+        if link is not None:
+            return WorkerRepository(link, settings.models, load, settings.poll_seconds, options=settings.load)
+        return ModelRepository(
+            settings.models, load, settings.poll_seconds, options=settings.load, changed=self._changed
+        )
+
+    def _changed(self, link: WorkerLink | None = None) -> None:
+        """Report the states of the models to the supervisor, or to the log of the only process."""
+        models = self.repository
+        progress = models.progress() if isinstance(models, ModelRepository) else []
+        if link is not None:
+            link.push(States({}, models.ready, progress))
+        elif self._on_change is not None:
+            self._on_change(progress, models.ready)
+
+    def _examples(self) -> dict[str, str | None]:
+        """Return a request that each available model answers, as JSON, by model."""
+        models, examples = self.repository, dict[str, str | None]()
+        progress = models.progress() if isinstance(models, ModelRepository) else []
+        paths = {(one.model, one.version): one.path for one in progress}
+        for name in models.labels():
+            with contextlib.suppress(StatusError), models.lease(name, None) as loaded:
+                examples[name] = example_body(loaded.servable, paths.get((name, loaded.version)))
+        return examples
 
     async def load_first(self) -> None:
         """Wait for the first load of every model, if the server must load before it listens."""
@@ -162,13 +205,6 @@ class ServingApp(FastAPI):
         return JSONResponse({"status": "not ready"}, status_code=503)
 
 
-def _models(settings: ServerSettings, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels:
-    if settings.target is not None:
-        return RemoteModels([model.name for model in settings.models], settings.target, settings.poll_seconds)
-    repository = functools.partial(WorkerRepository, link) if link else ModelRepository
-    return repository(settings.models, load, settings.poll_seconds, options=settings.load)
-
-
 def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
     timeout_seconds = settings.rest_timeout_ms / 1000
     if settings.target is not None:
@@ -207,7 +243,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def create_app(
-    settings: ServerSettings, load: Loader | None = None, *, link: WorkerLink | None = None, load_first: bool = False
+    settings: ServerSettings,
+    load: Loader | None = None,
+    *,
+    link: WorkerLink | None = None,
+    load_first: bool = False,
+    on_change: OnChange | None = None,
 ) -> ServingApp:
     """Create the ASGI application that serves `settings.models`.
 
@@ -216,5 +257,6 @@ def create_app(
         load: loads a version's folder as a servable; the default loads SavedModels with TensorFlow.
         link: the link to the supervisor, if this is one of several processes.
         load_first: whether startup waits until all versions are loaded or have failed.
+        on_change: called after each change of a version, with how far all are, and whether each model has one.
     """
-    return ServingApp(settings, load, link, load_first)
+    return ServingApp(settings, load, link, load_first, on_change)

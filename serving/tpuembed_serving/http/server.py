@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -21,12 +20,11 @@ import uvicorn
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.http.protocol import close_slow_connections, protocol_class
+from tpuembed_serving.settings import LogSettings
 from tpuembed_serving.workers.sockets import refuse_new_connections, waiting_connections
 from tpuembed_serving.workers.stopping import Stop, StopStage
 
-__all__ = ["log_to_stderr", "prepare_tensorflow", "run_app"]
-
-logger = logging.getLogger("tpuembed_serving")
+__all__ = ["prepare_tensorflow", "run_app"]
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the 60 s after which common load balancers close an idle connection. The server must not close it first."""
@@ -43,6 +41,7 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
         http=protocol_class(app.settings.security.limits, app.direct),
         **(tls.uvicorn_options() if tls else {}),
         access_log=False,
+        log_config=None,
         log_level="warning",
         lifespan="on",
         ws="none",
@@ -55,23 +54,15 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
         server.run(sockets=[listener])
 
 
-def prepare_tensorflow() -> None:
+def prepare_tensorflow(log: LogSettings = LogSettings()) -> None:  # noqa: B008 - it is frozen
     """Set TensorFlow's environment variables before its import. Silences its notes, and turns off oneDNN.
 
     oneDNN costs more than it saves in batches of few rows.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if log.level <= logging.DEBUG:
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-
-
-def log_to_stderr(prefix: str = "") -> None:
-    """Log one line per message to stderr. `prefix` names the process."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)
 
 
 class _Server(uvicorn.Server):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
-from tpuembed_serving.core.servable import LoadedVersion, Servable, State, VersionStatus
+from tpuembed_serving.core.servable import LoadedVersion, Servable, State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servable_not_found
 from tpuembed_serving.models.labels import VersionLabels
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
@@ -28,18 +29,22 @@ class _Version:
     """The record of one version.
 
     Attributes:
+        path: its folder.
         users: how many leases are open.
         tried: the fingerprint of the files at the last load.
         tries: how many loads of those files failed.
+        fault: why the last one failed, and what happens next.
         retry_at: when the next load is due, by `time.monotonic`.
     """
 
     state: State
+    path: Path
     servable: Servable | None = None
     error: StatusError | None = None
     users: int = 0
     tried: object = None
     tries: int = 0
+    fault: str = ""
     retry_at: float = 0.0
 
 
@@ -79,7 +84,7 @@ class _ModelFolder:
             reason = error.strerror or str(error)
             if not self.error:
                 text = "model %s: its folder cannot be listed: %s. The loaded versions are still served"
-                logger.error(text, self._model, reason)
+                logger.error(text, self._model, reason, extra=ONCE)
             self.error = reason
             return None
         self.error = ""
@@ -89,7 +94,8 @@ class _ModelFolder:
         """Return the versions that `policy` selects from `found`."""
         missing = policy.versions.difference(found) if isinstance(policy, SpecificVersions) else frozenset()
         for number in sorted(missing - self._missing):
-            logger.warning("model %s: its config names version %d, which is not in its folder", self._model, number)
+            text = "model %s: its config names version %d, which is not in its folder"
+            logger.warning(text, self._model, number, extra=ONCE)
         self._missing = missing
         return policy.wanted(found)
 
@@ -186,6 +192,14 @@ class ServedModel:
             newest_first = sorted(self._versions.items(), reverse=True)
             return [VersionStatus(number, record.state, record.error) for number, record in newest_first]
 
+    def progress(self) -> list[VersionProgress]:
+        """Return how far every version is that was ever wanted, oldest first."""
+        with self._lock:
+            return [
+                VersionProgress(self.name, number, one.path, one.state, one.fault if one.error else "", one.tries)
+                for number, one in sorted(self._versions.items())
+            ]
+
     @property
     def labels(self) -> dict[str, int]:
         """Return label -> version, as requests may use them now."""
@@ -228,19 +242,16 @@ class ServedModel:
         """Free the retired versions that no request uses."""
         with self._lock:
             unused = [
-                (number, record)
-                for number, record in self._versions.items()
-                if record.state is State.UNLOADING and record.users == 0
+                record for record in self._versions.values() if record.state is State.UNLOADING and record.users == 0
             ]
-            servables = [(number, record.servable) for number, record in unused]
-            for _, record in unused:
+            servables = [record.servable for record in unused]
+            for record in unused:
                 record.servable = None
-        for number, servable in servables:
+        for servable in servables:
             if servable is not None:
                 servable.close()
-            logger.info("model %s version %d unloaded", self.name, number)
         with self._lock:
-            for _, record in unused:
+            for record in unused:
                 record.state = State.END
         if unused:
             self._changed()
@@ -248,7 +259,7 @@ class ServedModel:
     def _ensure_loaded(self, number: int, path: Path) -> None:
         """Load `number` unless it is loaded. After a failure, wait for the next retry or for changed files."""
         with self._lock:
-            record = self._versions.setdefault(number, _Version(State.START))
+            record = self._versions.setdefault(number, _Version(State.START, path))
             loaded = record.servable is not None
         if loaded:
             self._enter(record, State.AVAILABLE, None)
@@ -261,29 +272,28 @@ class ServedModel:
         self._try_load(number, record, path)
 
     def _try_load(self, number: int, record: _Version, path: Path) -> None:
+        record.path = path
         self._enter(record, State.LOADING, None)
-        started = time.monotonic()
         try:
             servable = self._load(path)
         except LoadStopped as stop:
+            record.fault = ""
             self._enter(record, State.END, _without_traceback(number, stop))
-            logger.info("model %s version %d: its load is given up: the server is stopping", self.name, number)
             return
         except Exception as error:  # whatever a model does, the server and its other versions go on
-            self._note_failure(number, record, _without_traceback(number, error))
+            self._note_failure(record, _without_traceback(number, error))
             return
         with self._lock:
             record.servable, record.tries = servable, 0
         self._enter(record, State.AVAILABLE, None)
-        logger.info("model %s version %d loaded in %.2f s", self.name, number, time.monotonic() - started)
 
-    def _note_failure(self, number: int, record: _Version, status: StatusError) -> None:
+    def _note_failure(self, record: _Version, status: StatusError) -> None:
         record.tries += 1
         record.retry_at = time.monotonic() + self._options.retry_seconds
-        self._enter(record, State.END, status)
         left = self._options.max_retries + 1 - record.tries
         more = f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
-        logger.error("model %s version %d cannot be loaded: %s. %s", self.name, number, status.message, more)
+        record.fault = f"{status.message}. {more}"
+        self._enter(record, State.END, status)
 
     def _enter(self, record: _Version, state: State, error: StatusError | None) -> None:
         with self._lock:

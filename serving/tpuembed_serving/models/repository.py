@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpuembed.errors import ConfigError
 from tpuembed_serving.core.noop import noop
-from tpuembed_serving.core.servable import LoadedVersion, State, VersionStatus
+from tpuembed_serving.core.servable import LoadedVersion, State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
 from tpuembed_serving.models.model import Lease, Loader, ServedModel
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models
@@ -100,6 +100,11 @@ class ModelRepository:
     def all_statuses(self) -> dict[str, list[VersionStatus]]:
         """Return model -> every version that this process ever found, including removed models."""
         return {name: model.statuses() for name, model in [*self._removed.items(), *self._models.items()]}
+
+    def progress(self) -> list[VersionProgress]:
+        """Return how far every version is, for the log, including those of a new folder that is not served yet."""
+        models = [*self._removed.values(), *self._leaving, *self._models.values(), *self._successors.values()]
+        return [one for model in dict.fromkeys(models) for one in model.progress()]
 
     def wait_for_first_poll(self, stopping: Callable[[], bool]) -> None:
         """Block until the versions of every folder are loaded or have failed, or until `stopping` returns True."""

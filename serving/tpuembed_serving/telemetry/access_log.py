@@ -1,19 +1,16 @@
 """Writes one line of JSON for every request to stderr or a file. A thread writes, so that the event loop never blocks."""
 
 import contextlib
-import datetime as dt
-import json
 import logging
 import sys
 import time
 from logging.handlers import WatchedFileHandler
 from typing import Any, Final
 
-import orjson
-
 from tpuembed.errors import ServingError
 from tpuembed_serving.core.request_record import GRPC, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.telemetry.record_queue import RecordQueue
+from tpuembed_serving.telemetry.server_log import json_line, open_stderr, utc_text
 
 __all__ = ["STDERR", "AccessLog", "check_writable", "entry"]
 
@@ -25,9 +22,8 @@ STDERR: Final = "-"
 
 def entry(record: RequestRecord, wall_offset: float) -> dict[str, Any]:
     """Return the entry of a request. `wall_offset` is the wall clock minus `time.perf_counter`, in seconds."""
-    started = dt.datetime.fromtimestamp(record.started + wall_offset, dt.UTC)
     return {
-        "time": started.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "time": utc_text(record.started + wall_offset),
         "request_id": record.request_id,
         "entrypoint": record.entrypoint,
         "method": record.method,
@@ -47,12 +43,6 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _line(found: dict[str, Any]) -> str:
-    """Return JSON in ASCII: clients choose names, and some readers end a line at other characters than a line feed."""
-    line = orjson.dumps(found)
-    return line.decode() if line.isascii() else json.dumps(found, separators=(",", ":"))
-
-
 def check_writable(target: str) -> None:
     """Raise ServingError if the file cannot be written."""
     _writer(target).close()
@@ -60,7 +50,7 @@ def check_writable(target: str) -> None:
 
 def _writer(target: str) -> "_Writer":
     try:
-        return _Writer() if target == STDERR else _FileWriter(target, encoding="ascii")
+        return _Writer(open_stderr()) if target == STDERR else _FileWriter(target, encoding="ascii")
     except OSError as error:
         raise ServingError(f"access log {target}: cannot be written: {error.strerror}. Choose another file") from None
 
@@ -104,10 +94,10 @@ class _Writer(logging.StreamHandler[Any]):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record, and a line with the number of dropped records before it."""
-        lines = [_line(entry(record.__dict__["request"], time.time() - time.perf_counter()))]
+        lines = [json_line(entry(record.__dict__["request"], time.time() - time.perf_counter()))]
         dropped = self.records.dropped if self.records is not None else 0
         if dropped > self._reported:
-            lines.append(_line({"dropped": dropped - self._reported}))
+            lines.append(json_line({"time": utc_text(time.time()), "dropped": dropped - self._reported}))
             self._reported = dropped
         return "\n".join(lines)
 

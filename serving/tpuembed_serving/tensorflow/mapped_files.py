@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import file_crc32c
+from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.status import Code, StatusError
 
 __all__ = ["advise_random_access", "read_ahead"]
@@ -64,7 +65,7 @@ def advise_random_access(files: Iterable[Path]) -> None:
         found = [one for one in mappings if (one.device, one.inode) == (status.st_dev, status.st_ino)]
         if not found and status.st_size > _COPIED_BYTES:
             text = "random access: %s is not mapped by this process. The disk's readahead stays on for it"
-            logger.warning(text, path.name)
+            logger.warning(text, path.name, extra=ONCE)
         for mapping in found:
             _advise(mapping)
 

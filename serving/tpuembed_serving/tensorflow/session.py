@@ -28,6 +28,7 @@ from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
 from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.batch_deadline import remaining_seconds
+from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message
@@ -125,7 +126,7 @@ class SavedModelServable:
         is_proven = verdict.is_proven or is_older
         if not is_proven and signature.inputs:
             text = "%s: signature %s: requests are not batched: %s. Give --enable-batching to batch them anyway"
-            logger.warning(text, self._where, signature.name, verdict.reason)
+            logger.warning(text, self._where, signature.name, verdict.reason, extra=ONCE)
         return find_merging(
             signature,
             _shapes(self._meta_graph.signature_def[signature.name]),
@@ -183,7 +184,8 @@ class SavedModelServable:
                     self._callable(signature)
                     self.merging(signature)  # logs its warning at load time
             except tf.errors.OpError as error:
-                logger.warning("%s: signature %s cannot be called: %s", self._where, signature.name, error.message)
+                text = "%s: signature %s cannot be called: %s"
+                logger.warning(text, self._where, signature.name, error.message, extra=ONCE)
 
     def _callable(self, signature: Signature) -> Callable[..., list[Any]]:
         return self._callables.get(signature.name) or self._built(signature)

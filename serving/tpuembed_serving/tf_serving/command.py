@@ -56,6 +56,8 @@ _WHY: Final[Mapping[str, str]] = {
     ),
     "--metrics": "TensorFlow Serving reads a file for its metrics. Give --monitoring-config-file instead",
     "--access-log": "TensorFlow Serving has no access log",
+    "--log-format": "TensorFlow Serving's log has one format",
+    **dict.fromkeys(("--verbose", "--quiet"), "TensorFlow Serving has the variable TF_CPP_MIN_LOG_LEVEL"),
     "--otel": "TensorFlow Serving exports no OpenTelemetry traces",
     "--host": "TensorFlow Serving listens on all addresses",
     "--workers": "TensorFlow Serving is one process",

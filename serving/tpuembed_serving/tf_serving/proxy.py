@@ -14,6 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from tpuembed_serving.core.log_once import ONCE
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Merging, Servable, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
@@ -88,8 +90,11 @@ class RemoteModels:
         target: str,
         poll_seconds: float,
         connect: Callable[[str], StatusSource] = _connect,
+        *,
+        changed: Callable[[], None] = noop,
     ) -> None:
-        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API."""
+        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API. `changed` is called after each poll."""
+        self._changed, self._was_ready = changed, False
         self._target, self._poll_seconds, self._connect = target, poll_seconds, connect
         self._states: StatusSource | None = None
         self._models = {name: _Model(fault=_not_reached(target)) for name in names}
@@ -183,7 +188,13 @@ class RemoteModels:
             for name, model in self._models.items():
                 self._models[name] = self._poll(name, model)
             self._has_polled.set()
+            self._report()
             self._stopping.wait(self._poll_seconds)
+
+    def _report(self) -> None:
+        was, self._was_ready = self._was_ready, self.ready
+        if was is not self._was_ready:
+            self._changed()
 
     def _poll(self, name: str, before: _Model) -> _Model:
         try:
@@ -196,7 +207,7 @@ class RemoteModels:
             logger.exception("model %s: the poll of TensorFlow Serving at %s failed", name, self._target)
             fault = _not_reached(self._target)
         if before.fault is None:
-            logger.error("model %s: %s", name, fault.message)
+            logger.error("model %s: %s", name, fault.message, extra=ONCE)
         return _Model(fault=fault)
 
     def _query(self, states: StatusSource, name: str, before: _Model) -> _Model:
@@ -204,7 +215,8 @@ class RemoteModels:
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
         loaded = {number: before.loaded.get(number) or self._servable(states, name, number) for number in available}
         for number in loaded.keys() - before.loaded.keys():
-            logger.info("model %s version %d is served by TensorFlow Serving at %s", name, number, self._target)
+            text = "model %s version %d is served by TensorFlow Serving at %s"
+            logger.info(text, name, number, self._target, extra=ONCE)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:

@@ -5,12 +5,14 @@ a client that asks any worker gets the status, the labels, the metrics and the r
 """
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final
 
-from tpuembed_serving.core.servable import State, VersionStatus
+from tpuembed_serving.core.servable import State, VersionProgress, VersionStatus
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.workers.stopping import StopStage
 
@@ -50,10 +52,11 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class States:
-    """From a worker: the versions of its models, and whether every model has an available one."""
+    """From a worker: the versions of its models, whether every model has an available one, and what the log needs."""
 
     models: Statuses
     ready: bool
+    progress: Sequence[VersionProgress] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,23 @@ def merge_states(workers: Collection[States]) -> View:
     """Return the states that clients may rely on, whichever worker answers them."""
     names = sorted({name for worker in workers for name in worker.models})
     models = {name: merge_statuses([worker.models.get(name, ()) for worker in workers]) for name in names}
-    return View(models, bool(workers) and all(worker.ready for worker in workers))
+    progress = _merge_progress([worker.progress for worker in workers])
+    return View(models, bool(workers) and all(worker.ready for worker in workers), progress)
+
+
+def _merge_progress(workers: Sequence[Sequence[VersionProgress]]) -> tuple[VersionProgress, ...]:
+    """Return how far each version is in all workers. As in `_least`, a failure counts first, then the earliest state."""
+    found: dict[tuple[str, Path], list[VersionProgress]] = {}
+    for one in itertools.chain.from_iterable(workers):
+        found.setdefault((one.model, one.path), []).append(one)
+    merged = []
+    for reports in found.values():
+        failed = [one for one in reports if one.fault]
+        least = max(failed, key=lambda one: one.tries) if failed else min(reports, key=lambda one: one.state)
+        if len(reports) < len(workers) and not failed and least.state < State.UNLOADING:
+            least = least._replace(state=State.START)
+        merged.append(least)
+    return tuple(merged)
 
 
 def merge_statuses(workers: Sequence[Sequence[VersionStatus]]) -> list[VersionStatus]:

@@ -40,4 +40,4 @@ class WorkerRepository(ModelRepository):
 
     def _push(self) -> None:
         with self._pushing:
-            self._link.push(States(self.all_statuses(), super().ready))
+            self._link.push(States(self.all_statuses(), super().ready, self.progress()))

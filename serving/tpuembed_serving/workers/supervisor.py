@@ -49,6 +49,7 @@ class _Slot:
         process: None until its start is due.
         states: the last report of the current process; None before the first.
         start_at: when a new process is due, by `time.monotonic`.
+        restarts: whether a process is to answer in place of one that has exited.
     """
 
     index: int
@@ -57,6 +58,7 @@ class _Slot:
     listening: bool = False
     started_at: float = 0.0
     start_at: float = 0.0
+    restarts: bool = False
     pause: float = _FIRST_PAUSE_SECONDS
 
 
@@ -77,9 +79,14 @@ class Supervisor:
         settings: ServerSettings,
         on_listening: Callable[[], None],
         start: Callable[[int, "queue.SimpleQueue[Any]"], WorkerProcess] = WorkerProcess,
+        *,
+        on_change: Callable[[View], None] = noop,
     ) -> None:
-        """Prepare the workers. `on_listening` is called once, when the first worker listens."""
-        self._settings, self._on_listening = settings, on_listening
+        """Prepare the workers.
+
+        `on_listening` is called once, when the first worker listens, and `on_change` with each view.
+        """
+        self._settings, self._on_listening, self._on_change = settings, on_listening, on_change
         self._start_process = start
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._slots = [_Slot(index) for index in range(settings.workers)]
@@ -101,6 +108,10 @@ class Supervisor:
             for answer in replies.get():
                 if isinstance(answer, Exception):
                     raise answer
+
+    def ask(self, topic: str, reply: Callable[[tuple[Any, ...]], None]) -> None:
+        """Ask all workers. `reply` gets their answers, in the thread of `run`."""
+        self._events.put(_OwnCall(topic, None, reply))
 
     def run(self) -> None:
         """Run the workers until `stop` is called and all have exited."""
@@ -149,6 +160,9 @@ class Supervisor:
                 self._tell_view()
             case Listening():
                 slot.listening = True
+                if slot.restarts:
+                    slot.restarts = False
+                    logger.info("worker %d answers again", slot.index)
                 self._tell_view()
                 self._on_listening()
                 self._on_listening = noop
@@ -163,6 +177,7 @@ class Supervisor:
         self._view = merge_states([slot.states for slot in counted if slot.states is not None])
         for process in self._processes():
             process.send(self._view)
+        self._on_change(self._view)
 
     def _processes(self) -> list[WorkerProcess]:
         return [slot.process for slot in self._slots if slot.process is not None]
@@ -208,7 +223,7 @@ class Supervisor:
         now = time.monotonic()
         if now - slot.started_at >= _STEADY_SECONDS:
             slot.pause = _FIRST_PAUSE_SECONDS
-        slot.start_at = now + slot.pause
+        slot.start_at, slot.restarts = now + slot.pause, True
         logger.error("worker %d %s. Restarting it in %g s", slot.index, _ended(code), slot.pause)
         slot.pause = min(2 * slot.pause, _LONGEST_PAUSE_SECONDS)
 

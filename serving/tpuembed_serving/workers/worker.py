@@ -4,7 +4,8 @@ import sys
 from multiprocessing.connection import Connection
 
 from tpuembed_serving.http.app import create_app
-from tpuembed_serving.http.server import log_to_stderr, prepare_tensorflow, run_app
+from tpuembed_serving.http.server import prepare_tensorflow, run_app
+from tpuembed_serving.telemetry.server_log import log_to_stderr
 from tpuembed_serving.workers.link import WorkerLink
 from tpuembed_serving.workers.messages import Channel, Start
 from tpuembed_serving.workers.sockets import bind_shared
@@ -16,8 +17,6 @@ __all__ = ["main"]
 def main() -> None:
     """Serve the models that the supervisor sends over file descriptor FD, until SIGTERM or until the supervisor exits."""
     index, descriptor = (int(argument) for argument in sys.argv[1:])
-    prepare_tensorflow()
-    log_to_stderr(f"worker {index}: ")
     with stop_on_signals(WorkerStop()) as stop:
         channel = Channel(Connection(descriptor))
         try:
@@ -25,6 +24,8 @@ def main() -> None:
         except (EOFError, OSError):
             return
         assert isinstance(start, Start)
+        prepare_tensorflow(start.settings.log)
+        log_to_stderr(start.settings.log, index)
         link = WorkerLink(channel, stop=stop.advance)
         app = create_app(start.settings, link=link, load_first=start.load_first)
         link.start()

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -40,13 +41,13 @@ class ServerProcess:
         self.host, self.port, self.path = str(parts.hostname), int(parts.port or 0), parts.path
 
     def announced(self, start: str) -> str:
-        """Wait for the first line of the log that begins with `start`; return what follows in that line."""
+        """Wait for the first message of the log that begins with `start`; return what follows in its line."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             written = self.log
-            for line in written[: written.rfind("\n") + 1].splitlines():
-                if line.startswith(start):
-                    return line.removeprefix(start)
+            for message in messages(written[: written.rfind("\n") + 1]):
+                if message.startswith(start):
+                    return message.removeprefix(start)
             assert self.process.poll() is None, self.log
             time.sleep(0.02)
         raise TimeoutError(self.log)
@@ -113,6 +114,11 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+def messages(log: str) -> list[str]:
+    """What follows the time and the level in each line of a log of text."""
+    return [match[1] for match in re.finditer(r"^\d{4}-\d\d-\d\dT[\d:.]{12}Z [A-Z]+ +(.*)$", log, re.MULTILINE)]
 
 
 def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

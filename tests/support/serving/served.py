@@ -70,9 +70,9 @@ class Served:
             grpc_port=self.grpc_port,
             **{"lame_duck_seconds": 0.5, "drain_seconds": 20.0, **options},
         )
-        patch.setattr(server, "create_app", lambda settings: create_app(settings, load=load))
+        patch.setattr(server, "create_app", lambda settings, **options: create_app(settings, load=load, **options))
         patch.setattr(server, "stop_on_signals", self._stops)
-        patch.setattr(server, "log_to_stderr", lambda: None)
+        patch.setattr(server, "log_to_stderr", lambda _: None)
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve)
 

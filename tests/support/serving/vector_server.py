@@ -30,6 +30,8 @@ from typing import Any, Self
 import httpx
 import yaml
 
+from tests.support.serving.process import messages
+
 __all__ = ["VectorServer", "ask", "read_vectors", "with_shapes"]
 
 FOLDER = Path(__file__).parents[2] / "e2e" / "vectors"
@@ -91,7 +93,7 @@ class VectorServer:
         return self._log.read_text(encoding="utf-8")
 
     def _announced(self, start: str) -> str:
-        return next(line.removeprefix(start) for line in self.log.splitlines() if line.startswith(start))
+        return next(line.removeprefix(start) for line in messages(self.log) if line.startswith(start))
 
     def _wait_for(self, condition: Any) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -61,7 +61,8 @@ def test_an_option_without_a_flag_is_named_on_stderr(option: str, model_dir: Pat
     (tmp_path / "keys").write_text(f"{KEY}\n")
     values: dict[str, tuple[str | Path, ...]] = {
         "--api-key-file": (tmp_path / "keys",), "--access-log": ("-",), "--host": ("127.0.0.1",),
-        "--workers": ("2",), "--max-json-depth": ("2000",),
+        "--workers": ("2",), "--max-json-depth": ("2000",), "--log-format": ("json",),
+        **dict.fromkeys(("--quiet", "--verbose"), ()),
         **dict.fromkeys(("--metrics", "--otel", "--no-grpc", "--prewarm", "--random-access", "--verify-on-load"), ()),
     }  # fmt: skip
     given: tuple[str | Path, ...] = (option, *values.get(option, ("3",)))
