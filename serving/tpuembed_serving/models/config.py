@@ -147,7 +147,7 @@ def _policy(policy: Any, field: str) -> VersionPolicy:
 def _labels(config: Any, field: str) -> dict[str, int]:
     if "" in config.version_labels:
         raise FieldError(f"{field}.version_labels", f"model {config.name}: a label is empty. Give it a name")
-    return dict(config.version_labels)
+    return dict(sorted(config.version_labels.items()))  # the order of a map differs between processes
 
 
 def _check_names(models: tuple[ModelSettings, ...]) -> None:

@@ -32,8 +32,8 @@ class VersionLabels:
 
     @property
     def assigned(self) -> dict[str, int]:
-        """Return label -> version, as requests may use them now."""
-        return dict(self._assigned)
+        """Return label -> version, in the order of labels, as requests may use them now."""
+        return dict(sorted(self._assigned.items()))
 
     def fault(self, labels: Mapping[str, int], available: Collection[int]) -> str:
         """Return why `labels` cannot be assigned now, in TensorFlow Serving's words. Empty if they can."""

@@ -52,6 +52,14 @@ def test_every_field() -> None:
     )
 
 
+def test_labels_have_one_order_in_every_process() -> None:
+    labels = "".join(f'version_labels {{ key: "{label}" value: 1 }} ' for label in "gbhadfce")
+    (model,) = parse_models(
+        f'model_config_list {{ config {{ name: "m" base_path: "/m" model_platform: "tensorflow" {labels} }} }}', "f"
+    )
+    assert list(model.labels) == list("abcdefgh")
+
+
 def test_a_list_of_messages() -> None:
     text = 'model_config_list { config: [\n{name: "a" base_path: "/a" model_platform: "tensorflow"},\n{name: "b"}] }'
     with pytest.raises(ConfigError) as caught:
