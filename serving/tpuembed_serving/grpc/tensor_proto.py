@@ -5,6 +5,7 @@ in size: a tensor whose last value is repeated.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ _STRING_BYTES: Final = 64
 _MAX_RANK: Final = 64
 """The limit of a numpy array; TensorFlow's own limit is 254."""
 _PIECE: Final = 2**16
-"""Elements converted to Python objects at once. The objects take much more memory, and block all other threads."""
+"""Elements converted from or to Python objects at once. The objects take much memory, and other threads wait."""
 _MAX_ELEMENTS: Final = 2**58
 """The limit of the product of a tensor's nonzero sizes, from which numpy computes even an empty tensor's bytes."""
 
@@ -116,8 +117,8 @@ def _numbers(proto: Any, field: _Field, shape: tuple[int, ...]) -> Array:
     count = math.prod(shape)
     if count == 0:
         return np.empty(shape, field.dtype)
-    if proto.tensor_content:
-        return _from_content(proto.tensor_content, field, count).reshape(shape)
+    if content := proto.tensor_content:
+        return _from_content(content, field, count).reshape(shape)
     values = _field_values(getattr(proto, field.name), field)
     return _filled(values, count, field.dtype).reshape(shape)
 
@@ -126,9 +127,10 @@ def _from_content(content: bytes, field: _Field, count: int) -> Array:
     if len(content) != count * field.dtype.itemsize:
         raise _MalformedTensorError
     if field.dtype == np.bool_:
-        if max(content) > 1:
+        values = np.frombuffer(content, np.uint8)
+        if values.max() > 1:
             raise _MalformedTensorError
-        return np.frombuffer(content, np.uint8) != 0
+        return values != 0
     return np.frombuffer(content, field.dtype)
 
 
@@ -138,7 +140,9 @@ def _field_values(values: Any, field: _Field) -> Array:
         raise _MalformedTensorError
     if field.fixed_width:
         return _fixed_width_values(values, field)
-    array = np.fromiter(values, field.carrier, len(values))
+    array, left = np.empty(len(values), field.carrier), iter(values)
+    for start in range(0, len(array), _PIECE):
+        array[start : start + _PIECE] = np.fromiter(itertools.islice(left, _PIECE), field.carrier)
     if field.name == "half_val":
         return array.astype("<u2").view(field.dtype)
     return array.astype(field.dtype, copy=False)

@@ -14,7 +14,6 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -23,7 +22,7 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
-from tpuembed_serving.http.json.pieces import LARGE_BYTES, LongList, read_pieces
+from tpuembed_serving.http.json.pieces import LARGE_BYTES, Run, read_pieces, with_runs
 
 __all__ = ["LEAST_DECODING_BYTES", "Document", "JsonObject", "decoding_bytes", "format_error", "parse_document"]
 
@@ -61,20 +60,17 @@ def parse_document(body: bytes, max_depth: int | None = None, check: Check = noo
     Raises:
         StatusError: the body is not JSON, not an object, or nested too deeply.
     """
-    rest, cut = body, _NONE_CUT
+    rest, runs = body, dict[str, Run]()
     if len(body) >= LARGE_BYTES:
-        rest, cut = read_pieces(body, functools.partial(_parse_list, max_depth=max_depth), check)
+        rest, runs = read_pieces(body, functools.partial(_parse_list, max_depth=max_depth), check)
     root = _parse(rest, check)
+    is_deeper = max_depth is not None and _is_deeper(root, rest, max_depth)
+    if runs:
+        root = with_runs(root, runs)
     if not isinstance(root, dict):
         raise format_error(root, "Is not object")
-    if max_depth is not None and _is_deeper(root, rest, max_depth):
-        raise _too_deep(max_depth)
-    for key, elements in cut.items():
-        parent = root
-        for name in key[:-1]:
-            parent = parent[name]
-        elements.rest = parent[key[-1]][1:]
-        parent[key[-1]] = elements
+    if is_deeper:
+        raise _too_deep(max_depth or 0)
     return Document(root)
 
 
@@ -108,8 +104,8 @@ def _parse(body: bytes, check: Check) -> Any:
     return root
 
 
-def _parse_list(text: bytes, max_depth: int | None) -> list[Any]:
-    """Parse one list. Raises StatusError for anything else, and if the document may be nested too deeply."""
+def _parse_list(text: bytes, around: int, max_depth: int | None) -> list[Any]:
+    """Parse one list inside `around` containers. Raises StatusError for anything else, and if it is nested too deeply."""
     found: list[Any]
     try:
         found = orjson.loads(text)
@@ -118,7 +114,7 @@ def _parse_list(text: bytes, max_depth: int | None) -> list[Any]:
     else:
         if text.count(b":") > sum([len(row) for row in found if type(row) is dict]):
             found = _parse_loosely(text, is_all=True)
-    if max_depth is not None and _is_deeper(found, text, max_depth - _LIST_LEVELS):
+    if max_depth is not None and _is_deeper(found, text, max_depth - around):
         raise _too_deep(max_depth)
     return found
 
@@ -226,9 +222,6 @@ def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _LISTS = frozenset({"instances", "examples"})
 _OBJECTS = frozenset({"inputs", "context"})
 _LEVELS = 1000
-_NONE_CUT: Mapping[tuple[str, ...], LongList] = {}
-_LIST_LEVELS = 2
-"""The most levels around a list that is parsed in pieces."""
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _SPECIAL = re.compile(rf"{_STRING}|-?(?:NaN|Inf(?:inity|(?!i)))", re.DOTALL)

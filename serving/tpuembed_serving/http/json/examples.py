@@ -79,7 +79,7 @@ def _bytes(text: str) -> bytes:
 
 def _feature(name: str, content: Any) -> bytes:
     """Serialize a Feature {bytes_list: 1 | float_list: 2 | int64_list: 3}. An empty list sets none of them."""
-    values = content if isinstance(content, list) else [content]
+    values = list(content) if isinstance(content, list | LongList) else [content]
     if not values:
         return b""
     kinds = {_KIND_OF_TYPE.get(type(value)) for value in values}

@@ -1,21 +1,25 @@
 """Parses a large body piece by piece, so that other threads get Python's lock in between.
 
-The pieces are parts of a long list: of the rows, or of a column. A piece ends at a comma that looks like the end of an
-element. Whether it is one is proven: `[`, the piece and `]` together are one list only if the comma stands between two
-elements of the long list. What is left of the body is then parsed as the same body with fewer elements. So each error is
-found there, with the text that it has if the body is parsed at once.
+The pieces are parts of long lists. A piece ends at a comma that looks like the end of an element. Whether it is one is
+proven: `[`, the piece and `]` together are one list only if the comma stands between two elements of the long list.
+
+In the rest of the body a name, which occurs nowhere else, stands for each run of pieces. The rest is parsed as the same body
+with fewer elements. So each error is found there, with the text that it has if the body is parsed at once.
 """
 
+import functools
 import re
+import secrets
+import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError
 
-__all__ = ["LARGE_BYTES", "LongList", "pause", "read_pieces"]
+__all__ = ["LARGE_BYTES", "LongList", "Run", "pause", "read_pieces", "with_runs"]
 
 LARGE_BYTES: Final = 512 * 2**10
 """A smaller body is parsed at once, which takes at most about 20 milliseconds."""
@@ -26,50 +30,71 @@ _CANDIDATES: Final = 4
 """How many commas are tried for a piece."""
 _AROUND_BYTES: Final = 64
 _PAUSE_SECONDS: Final = 0.0001
-_STAND_IN: Final = b"0,"
-"""Stands for the elements before the rest of a list."""
+_PLAIN: Final = frozenset({int, float, bool, type(None)})
+_MOST_LEVELS: Final = 8
+"""Nothing is cut where more containers are open."""
 
-_HEAD: Final = re.compile(
-    rb'\s*\{\s*(?:"signature_name"\s*:\s*"[^"\\]*"\s*,\s*)?'
-    rb'"(instances|examples|inputs)"\s*:\s*(?:\{\s*"([^"\\]*)"\s*:\s*)?\['
-)
-"""Matches a body up to its first list. The groups are the names of the member and of the column."""
-_NEXT: Final = re.compile(rb'\]\s*,\s*"([^"\\]*)"\s*:\s*\[')
-"""Matches the end of a column and the beginning of the next one."""
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\]\[{},]', re.DOTALL)
 """Matches a string, also one without an end, which is then read only once."""
+_SHORT: Final = re.compile(rb'[^][{}"]*+\]')
+"""Matches a list without strings and containers, after its bracket."""
 _BEFORE: Final = re.compile(rb'[\]}"\s]*\Z')
 _AFTER: Final = re.compile(rb'[\[{"\s]*')
 
 
-class LongList:
-    """A list that is parsed again, piece by piece, each time that it is read. Its values never exist all at once.
+class Run(NamedTuple):
+    """Pieces that follow one another in a body.
 
     Attributes:
-        rest: the last elements, which were parsed with the rest of the body.
+        parse: parses a list.
+        cuts: where each piece starts and ends.
+        size: the number of their elements.
     """
 
-    def __init__(self, body: bytes, parse_list: Callable[[bytes], list[Any]]) -> None:
-        self.rest: list[Any] = []
-        self._body, self._parse_list = body, parse_list
-        self._cuts: list[tuple[int, int]] = []
-        self._size = 0
+    body: bytes
+    parse: Callable[[bytes], list[Any]]
+    cuts: list[tuple[int, int]]
+    size: int
 
-    def cut(self, start: int, end: int, size: int) -> None:
-        """Add the piece from `start` to `end` of the body, which has `size` elements."""
-        self._cuts.append((start, end))
-        self._size += size
+    def lists(self) -> Iterator[list[Any]]:
+        """Yield the elements of each piece."""
+        for start, end in self.cuts:
+            yield self.parse(b"[%b]" % self.body[start:end])
+
+
+class LongList:
+    """A list that is parsed again, piece by piece, each time that it is read. Its values never exist all at once."""
+
+    def __init__(
+        self,
+        parts: Sequence[Run | list[Any]],
+        change: Callable[[list[Any]], list[Any]] | None = None,
+        most: int = sys.maxsize,
+    ) -> None:
+        """Create the list of the elements of `parts`, in pieces of up to `most`, each changed by `change`."""
+        self._parts, self._change, self._most = parts, change, most
+        self._size = sum([part.size if isinstance(part, Run) else len(part) for part in parts])
+
+    def mapped(self, change: Callable[[list[Any]], list[Any]], most: int = sys.maxsize) -> "LongList":
+        """Return this list with each piece changed. `change` returns as many elements. Pieces have up to `most`."""
+        before, most = self._change, min(most, self._most)
+        return LongList(self._parts, change if before is None else lambda piece: change(before(piece)), most)
 
     def pieces(self, check: Check = noop) -> Iterator[list[Any]]:
         """Yield lists of successive elements. Other threads run in between."""
-        for start, end in self._cuts:
-            yield self._parse_list(b"[%b]" % self._body[start:end])
-            pause(check)
-        yield self.rest
+        is_first = True
+        for part in self._parts:
+            for whole in part.lists() if isinstance(part, Run) else (part,):
+                for start in range(0, len(whole), self._most):
+                    if not is_first:
+                        pause(check)
+                    is_first = False
+                    piece = whole[start : start + self._most] if len(whole) > self._most else whole
+                    yield piece if self._change is None else self._change(piece)
 
     def __len__(self) -> int:
         """Return the number of elements."""
-        return self._size + len(self.rest)
+        return self._size
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the elements."""
@@ -84,42 +109,80 @@ def pause(check: Check) -> None:
 
 
 def read_pieces(
-    body: bytes, parse_list: Callable[[bytes], list[Any]], check: Check
-) -> tuple[bytes, dict[tuple[str, ...], LongList]]:
-    """Return the rest of a body, and its lists that were cut, by their keys in the document.
-
-    In the rest, one element stands before the other elements of each of them, so that it has a comma before the next element too.
+    body: bytes, parse_list: Callable[[bytes, int], list[Any]], check: Check
+) -> tuple[bytes, dict[str, Run]]:
+    """Return the rest of a body, and the runs of pieces that were cut out, by the names that stand for them.
 
     Args:
         body: the body of a request.
-        parse_list: parses a list. Raises StatusError if the text is not one list and nothing else.
+        parse_list: parses a list inside of so many containers. Raises StatusError if the text is not one list and nothing else.
         check: called after each piece.
     """
-    found: dict[tuple[str, ...], LongList] = {}
-    seen: set[tuple[str, ...]] = set()
-    match = _HEAD.match(body, 0, _PIECE_BYTES)
-    head, start = b"", 0
-    member, column = (match[1].decode("ascii"), match[2]) if match else ("", None)
-    while match:
-        key = (member,) if column is None else (member, column.decode("utf-8", "surrogateescape"))
-        if key in seen:  # of equal keys the first counts
-            break
-        seen.add(key)
-        head += body[start : match.end()]
-        start, elements = match.end(), LongList(body, parse_list)
-        mark, comma = _end_of_element(body, start)
-        while mark and len(body) - start > _PIECE_BYTES:
-            end, size = _read_piece(body, start, mark, comma, parse_list)
-            if not size:
+    name, found, kept = secrets.token_hex(16), dict[str, Run](), list[bytes]()
+    opened, tried = list[bytes](), list[int]()  # the containers at this place, and where a cut in each was tried last
+    at, copied, unread = 0, 0, 4 * _LONGEST_BYTES
+    while len(body) - at > _PIECE_BYTES and (token := _TOKEN.search(body, at, at + max(0, unread))):
+        mark, unread, at = token[0], unread - token.end() + at, token.end()
+        if mark in b"[{":
+            opened.append(mark)
+            tried.append(-_PIECE_BYTES)
+            if len(opened) > _MOST_LEVELS:
                 break
-            elements.cut(start, end, size)
-            start = end + 1
-            pause(check)
-        if len(elements):
-            head, found[key] = head + _STAND_IN, elements
-        match = _next_column(body, start, parse_list) if column is not None else None
-        column = match and match[1]
-    return head + body[start:], found
+        elif mark in b"]}":
+            if len(opened) < 2:
+                break  # bytes after the value are ignored
+            opened.pop()
+            tried.pop()
+        if mark not in b"[," or opened[-1:] != [b"["] or at - tried[-1] < _PIECE_BYTES:
+            continue
+        if _SHORT.match(body, at, at + _PIECE_BYTES):
+            continue
+        tried[-1], start = at, at
+        run = _cut(body, at, functools.partial(parse_list, around=len(opened) - 1), check)
+        if run.cuts:
+            at = tried[-1] = run.cuts[-1][1] + 1
+            key = f"{name}{len(found)}"
+            kept += [body[copied:start], b'"%b",' % key.encode("ascii")]
+            found[key], copied = run, at
+            unread += at - start
+        else:
+            unread -= _PIECE_BYTES
+    return b"".join([*kept, body[copied:]]), found
+
+
+def _cut(body: bytes, start: int, parse_list: Callable[[bytes], list[Any]], check: Check) -> Run:
+    """Return the pieces of a list from an element's start, as far as they are found."""
+    cuts, size = list[tuple[int, int]](), 0
+    mark, comma = _end_of_element(body, start)
+    while mark and len(body) - start > _PIECE_BYTES:
+        end, count = _read_piece(body, start, mark, comma, parse_list)
+        if not count:
+            break
+        cuts.append((start, end))
+        start, size = end + 1, size + count
+        pause(check)
+    return Run(body, parse_list, cuts, size)
+
+
+def with_runs(value: Any, runs: Mapping[str, Run], levels: int = _MOST_LEVELS) -> Any:
+    """Return a value of the rest of a body, with LongLists in the place of the lists that have runs."""
+    if not levels:
+        return value
+    if isinstance(value, dict):
+        for key, member in value.items():
+            value[key] = with_runs(member, runs, levels - 1)
+        if repeats := getattr(value, "repeats", None):
+            value.repeats = tuple([(key, with_runs(member, runs, levels - 1)) for key, member in repeats])
+        return value
+    if type(value) is not list or _PLAIN.issuperset(map(type, value)):
+        return value
+    parts: list[Run | list[Any]] = [[]]
+    for element in value:
+        if type(element) is str and element in runs:
+            parts += [runs[element], []]
+        else:
+            parts[-1].append(with_runs(element, runs, levels - 1))
+    return parts[0] if len(parts) == 1 else LongList([part for part in parts if part])
 
 
 def _end_of_element(body: bytes, start: int) -> tuple[bytes, int]:
@@ -134,7 +197,7 @@ def _end_of_element(body: bytes, start: int) -> tuple[bytes, int]:
             assert after is not None
             return body[before.start() : after.end()], at - before.start()
         depth += (mark in b"[{") - (mark in b"]}")
-        if depth < 0:
+        if not 0 <= depth <= _MOST_LEVELS:
             break
     return b"", 0
 
@@ -156,12 +219,3 @@ def _read_piece(
         except StatusError:
             end = at
     return start, 0
-
-
-def _next_column(body: bytes, start: int, parse_list: Callable[[bytes], list[Any]]) -> re.Match[bytes] | None:
-    """Return the match of `_NEXT` at the end of the list whose rest starts at `start`, if it is near."""
-    match = _NEXT.search(body, start, start + _LONGEST_BYTES)
-    try:
-        return match if match and parse_list(b"[%b]" % body[start : match.start()]) else None
-    except StatusError:
-        return None

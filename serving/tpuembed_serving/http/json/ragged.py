@@ -4,6 +4,7 @@ Only inputs that the manifest of an export declares as lists are padded, and onl
 So a rectangular request never changes its meaning.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from tpuembed_serving.core.noop import noop
@@ -20,6 +21,8 @@ _WEIGHTS = "_weights"
 _MAX_PADDED: Final = 8 * 2**20
 _MAX_TIMES: Final = 8
 """Padded lists may have `_MAX_PADDED` values, or this many times the values that were sent. One long list widens all rows."""
+_PIECE_VALUES: Final = 2**15
+"""Padded lists are made in pieces of about so many values."""
 
 Padding = int | float | str
 
@@ -39,75 +42,118 @@ def pad_ragged(document: Document, signature: Signature, check: Check = noop) ->
     key = "instances" if "instances" in members else "inputs"
     if not wanted or (key == "instances" and "inputs" in members):
         return None
-    given = _plain(members.get(key))
+    given = _long(members.get(key))
     pad = _pad_rows if key == "instances" else _pad_columns
     found = pad(given, signature, wanted, check)
     return None if found is None else Document({**members, key: found})
 
 
-def _plain(value: Any) -> Any:
-    """Return a list or an object of lists without LongLists."""
-    if type(value) is LongList:
-        return list(value)
-    return {alias: _plain(column) for alias, column in value.items()} if type(value) is dict else value
+def _long(value: Any) -> Any:
+    """Return a list, or an object of lists, as LongLists whose elements have no LongLists."""
+    if type(value) is dict:
+        return {alias: _long(column) for alias, column in value.items()}
+    found = LongList([value]) if type(value) is list else value
+    return found.mapped(lambda piece: [_plain(row) for row in piece]) if type(found) is LongList else value
+
+
+def _plain(row: Any) -> Any:
+    if type(row) is dict and any(type(value) is LongList for value in row.values()):
+        return {alias: _plain(value) for alias, value in row.items()}
+    return list(row) if type(row) is LongList else row
 
 
 def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
-    if not isinstance(rows, list):
+    if type(rows) is not LongList:
         return None
     if len(signature.inputs) == 1 and not any(isinstance(row, dict) for row in rows):
         return _pad(rows, wanted[signature.inputs[0].alias], check)
-    if not all(type(row) is dict for row in rows):  # a JsonObject has a repeated key, which is an error
+    found = list(wanted)
+    for piece in rows.pieces(check):
+        if not all(type(row) is dict for row in piece):  # a JsonObject has a repeated key, which is an error
+            return None
+        found = [alias for alias in found if all(alias in row for row in piece)]
+    widths = _widths({alias: rows.mapped(_column(alias)) for alias in found}, check)
+    if not widths:
         return None
-    columns = {alias: [row[alias] for row in rows] for alias in wanted if all(alias in row for row in rows)}
-    padded = _pad_all(columns, wanted, check)
-    if not padded:
-        return None
-    return [{**row, **{alias: values[index] for alias, values in padded.items()}} for index, row in enumerate(rows)]
+    pads = [(alias, width, [wanted[alias]]) for alias, width in widths.items()]
+
+    def pad(piece: list[Any]) -> list[Any]:
+        return [
+            {**row, **{alias: row[alias] + pad * (width - len(row[alias])) for alias, width, pad in pads}}
+            for row in piece
+        ]
+
+    return rows.mapped(pad, _rows_of_piece(sum(widths.values())))
+
+
+def _column(alias: str) -> Callable[[list[Any]], list[Any]]:
+    return lambda piece: [row[alias] for row in piece]
 
 
 def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
     if not isinstance(value, dict):
         return _pad(value, wanted[signature.inputs[0].alias], check) if len(signature.inputs) == 1 else None
-    padded = _pad_all({alias: value[alias] for alias in wanted if alias in value}, wanted, check)
+    columns = {alias: value[alias] for alias in wanted if alias in value}
+    widths = _widths(columns, check)
+    padded = {alias: _filled(columns[alias], wanted[alias], width) for alias, width in widths.items()}
     return {**value, **padded} if padded else None
 
 
-def _pad_all(columns: dict[str, Any], wanted: dict[str, Padding], check: Check) -> dict[str, list[list[Any]]]:
-    """Return the ragged ones of `columns`, padded."""
+def _pad(rows: Any, value: Padding, check: Check) -> LongList | None:
+    """Return `rows` padded with `value`, or None if they are not lists of values or have one length."""
+    width = _width(rows, check)
+    return None if width is None else _filled(rows, value, width)
+
+
+def _filled(rows: LongList, value: Padding, width: int) -> LongList:
+    return rows.mapped(lambda piece: [row + [value] * (width - len(row)) for row in piece], _rows_of_piece(width))
+
+
+def _rows_of_piece(width: int) -> int:
+    return max(1, _PIECE_VALUES // width)
+
+
+def _widths(columns: dict[str, Any], check: Check) -> dict[str, int]:
+    """Return the longest length of the ragged ones of `columns`."""
     for alias in columns:
         if f"{alias}{_WEIGHTS}" in columns:
-            _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"])
-    padded = {alias: _pad(rows, wanted[alias], check) for alias, rows in columns.items()}
-    return {alias: rows for alias, rows in padded.items() if rows is not None}
+            _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"], check)
+    widths = {alias: _width(rows, check) for alias, rows in columns.items()}
+    return {alias: width for alias, width in widths.items() if width is not None}
 
 
-def _pad(rows: Any, value: Padding, check: Check) -> list[list[Any]] | None:
-    """Return `rows` padded with `value`, or None if they are not lists of values or have one length."""
-    if not _is_list_of_lists(rows):
+def _width(rows: Any, check: Check) -> int | None:
+    """Return the longest length of `rows`, or None if they are not lists of values or have one length."""
+    if not _is_list_of_lists(rows, check):
         return None
-    widest = max(map(len, rows))
-    if min(map(len, rows)) == widest:
+    sizes = [len(row) for piece in rows.pieces(check) for row in piece]
+    widest = max(sizes)
+    if min(sizes) == widest:
         return None
-    size = widest * len(rows)
-    if size > _MAX_PADDED and size > _MAX_TIMES * sum(map(len, rows)):
+    size = widest * len(sizes)
+    if size > _MAX_PADDED and size > _MAX_TIMES * sum(sizes):
         raise TooLargeError(
-            f"lists of different lengths are padded to the longest, which makes {len(rows)} rows of {widest} values. The limit "
+            f"lists of different lengths are padded to the longest, which makes {len(sizes)} rows of {widest} values. The limit "
             f"is {_MAX_PADDED} values. Send long lists in requests of their own"
         )
     check(size)
-    return [row + [value] * (widest - len(row)) for row in rows]
+    return widest
 
 
-def _is_list_of_lists(rows: Any) -> bool:
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
+def _is_list_of_lists(rows: Any, check: Check) -> bool:
+    if type(rows) is not LongList or not len(rows):
         return False
-    return not any(isinstance(value, list | dict) and not is_base64_object(value) for row in rows for value in row)
+    for piece in rows.pieces(check):
+        if not all(isinstance(row, list) for row in piece):
+            return False
+        if any(isinstance(value, list | dict) and not is_base64_object(value) for row in piece for value in row):
+            return False
+    return True
 
 
-def _check_weights(alias: str, ids: Any, weights: Any) -> None:
+def _check_weights(alias: str, ids: Any, weights: Any, check: Check) -> None:
     """Raise INVALID_ARGUMENT if a row lacks weights: padding must not hide it."""
-    if not (_is_list_of_lists(ids) and _is_list_of_lists(weights)):
+    if not (_is_list_of_lists(ids, check) and _is_list_of_lists(weights, check)):
         return
     for index, (row, row_weights) in enumerate(zip(ids, weights, strict=False)):
         if len(row) != len(row_weights):

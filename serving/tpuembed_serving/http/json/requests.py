@@ -69,15 +69,15 @@ def _decode_rows(document: Document, signature: Signature, check: Check) -> Sequ
     if len(signature.inputs) > 1 and not isinstance(first, dict):
         text = "instances is a plain list, but expecting list of objects as multiple input tensors required as per "
         raise invalid_argument(f"{text}tensorinfo_map")
-    fast = _fast_pieces(rows, signature, check) if is_long else _fast_rows(rows, signature)
+    fast = _fast_pieces(rows, signature, check) if is_long else _fast_rows(rows, signature, check)
     return fast or _RowDecoder(signature.inputs).decode(rows, first, check)
 
 
-def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
+def _fast_rows(rows: list[Any], signature: Signature, check: Check) -> Sequence[Array] | None:
     """Decode whole columns at once. Returns None if a row differs in form from the first."""
     inputs = signature.inputs
     if type(rows[0]) is not dict:
-        array = fast_tensor(rows, inputs[0])
+        array = fast_tensor(rows, inputs[0], check)
         return None if array is None else [array]
     arrays = []
     try:
@@ -87,7 +87,7 @@ def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
         if matrix is not None:
             return Columns(matrix)
         for info in inputs:
-            array = fast_tensor([row[info.alias] for row in rows], info)
+            array = fast_tensor([row[info.alias] for row in rows], info, check)
             if array is None:
                 return None
             arrays.append(array)
@@ -100,7 +100,7 @@ def _fast_pieces(rows: LongList, signature: Signature, check: Check) -> Sequence
     """Decode rows as `_fast_rows` does, piece by piece."""
     found, kind = [], type(next(iter(rows)))
     for piece in rows.pieces(check):
-        arrays = _fast_rows(piece, signature)
+        arrays = _fast_rows(piece, signature, check)
         if arrays is None or (type(piece[0]) is dict) != (kind is dict):
             return None
         found.append(arrays)
@@ -231,7 +231,6 @@ def _column(value: Any, info: TensorInfo, check: Check) -> Array:
     array = fast_tensor(value, info, check)
     if array is not None:
         return array
-    value = list(value) if type(value) is LongList else value
     shape, leaves = dense_shape(value), list[Any]()
     fill(value, shape, info, leaves, check=check)
     return to_array(leaves, shape, info)

@@ -8,6 +8,8 @@ import functools
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, Signature
@@ -57,16 +59,51 @@ def _rows(outputs: Mapping[str, Array], dtypes: Mapping[str, str], check: Check)
     elements = sum([array.size for array in outputs.values()])
     if elements <= _BLOCK_ELEMENTS:
         return _to_bytes(f'{{\n    "predictions": [{_row_block(outputs, dtypes)}\n    ]\n}}')
-    texts = []
+    texts = [b'{\n    "predictions": [']
     for block in _blocks(batch, elements):
         check()
-        texts.append(_to_bytes(_row_block({alias: array[block] for alias, array in outputs.items()}, dtypes)))
-    return b'{\n    "predictions": [%b\n    ]\n}' % (b"," if len(outputs) > 1 else b", ").join(texts)
+        if block.start:
+            texts.append(b"," if len(outputs) > 1 else b", ")
+        part = {alias: array[block] for alias, array in outputs.items()}
+        if elements > batch * _BLOCK_ELEMENTS:
+            _add_long_row(texts, {alias: array[0, ...] for alias, array in part.items()}, dtypes, check)
+        else:
+            texts.append(_to_bytes(_row_block(part, dtypes)))
+    texts.append(b"\n    ]\n}")
+    return b"".join(texts)  # releases Python's lock, unlike formatting
+
+
+def _add_long_row(texts: list[bytes], row: Mapping[str, Array], dtypes: Mapping[str, str], check: Check) -> None:
+    """Append the texts of one row with many elements."""
+    named = len(row) > 1
+    for index, (alias, array) in enumerate(row.items()):
+        if named:
+            texts.append(_to_bytes(("," if index else "\n        {") + f"\n            {quote(alias)}: "))
+        _add_row_value(texts, alias, array, dtypes[alias], 2 + named + array.ndim, check)
+    if named:
+        texts.append(b"\n        }")
+
+
+def _add_row_value(texts: list[bytes], alias: str, array: Array, dtype: str, containers: int, check: Check) -> None:
+    """Append the texts of a tensor, with its lists on one line."""
+    if array.size <= _BLOCK_ELEMENTS:
+        texts.append(_to_bytes(_row_values(alias, array[np.newaxis], dtype, containers)[0]))
+        return
+    texts.append(b"[")
+    for block in _blocks(len(array), array.size):
+        check()
+        if block.start:
+            texts.append(b", ")
+        if array.size > len(array) * _BLOCK_ELEMENTS:
+            _add_row_value(texts, alias, array[block.start], dtype, containers, check)
+        else:
+            texts.append(_to_bytes(", ".join(_row_values(alias, array[block], dtype, containers))))
+    texts.append(b"]")
 
 
 def _row_block(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
     named = len(outputs) > 1
-    columns = {alias: _row_values(alias, array, dtypes[alias], named) for alias, array in outputs.items()}
+    columns = {alias: _row_values(alias, array, dtypes[alias], 1 + named + array.ndim) for alias, array in outputs.items()}
     if not named:
         (values,) = columns.values()
         return ", ".join(values)
@@ -93,9 +130,9 @@ def _batch_size(outputs: Mapping[str, Array]) -> int:
     return batch
 
 
-def _row_values(alias: str, array: Array, dtype: str, named: bool) -> list[str]:
-    """Return one text per row, with its lists on one line."""
-    texts = _tokens(alias, array, dtype, containers=2 + named + array.ndim - 1)
+def _row_values(alias: str, array: Array, dtype: str, containers: int) -> list[str]:
+    """Return one text per row, with its lists on one line. Each element is inside `containers` containers."""
+    texts = _tokens(alias, array, dtype, containers)
     if array.shape[1:] == (1,):
         return [f"[{text}]" for text in texts]
     for axis in range(array.ndim - 1, 0, -1):
@@ -105,28 +142,35 @@ def _row_values(alias: str, array: Array, dtype: str, named: bool) -> list[str]:
 
 def _columns(outputs: Mapping[str, Array], dtypes: Mapping[str, str], check: Check) -> bytes:
     named = len(outputs) > 1
-    values = {alias: _column(alias, array, dtypes[alias], 1 + named, check) for alias, array in outputs.items()}
-    if not named:
-        (value,) = values.values()
-        return b'{\n    "outputs": %b\n}' % value
-    members = b",".join(b"\n        %b: %b" % (_to_bytes(quote(alias)), value) for alias, value in values.items())
-    return b'{\n    "outputs": {%b\n    }\n}' % members
+    texts = [b'{\n    "outputs": ' + b"{" * named]
+    for index, (alias, array) in enumerate(outputs.items()):
+        if named:
+            texts.append(_to_bytes(f"{',' * bool(index)}\n        {quote(alias)}: "))
+        _add_column(texts, alias, array, dtypes[alias], 1 + named, check)
+    texts.append(b"\n    }" * named + b"\n}")
+    return b"".join(texts)
 
 
-def _column(alias: str, array: Array, dtype: str, containers: int, check: Check) -> bytes:
-    """Return a tensor inside `containers` containers, with one line per value and bracket."""
+def _add_column(texts: list[bytes], alias: str, array: Array, dtype: str, containers: int, check: Check) -> None:
+    """Append the texts of a tensor inside `containers` containers, with one line per value and bracket."""
     if array.ndim == 0:
-        return _to_bytes(_tokens(alias, array, dtype, containers)[0])
+        texts.append(_to_bytes(_tokens(alias, array, dtype, containers)[0]))
+        return
+    if not len(array):
+        texts.append(b"[]")
+        return
     outer = "\n" + "    " * containers
     inner = outer + "    "
-    texts = []
+    texts.append(_to_bytes(f"[{inner}"))
     for block in _blocks(len(array), array.size):
         if block.start:
             check()
-        texts.append(_to_bytes(f",{inner}".join(_column_values(alias, array[block], dtype, containers))))
-    if not texts:
-        return b"[]"
-    return b"[%b%b%b]" % (_to_bytes(inner), _to_bytes(f",{inner}").join(texts), _to_bytes(outer))
+            texts.append(_to_bytes(f",{inner}"))
+        if array.size > len(array) * _BLOCK_ELEMENTS:
+            _add_column(texts, alias, array[block.start], dtype, containers + 1, check)
+        else:
+            texts.append(_to_bytes(f",{inner}".join(_column_values(alias, array[block], dtype, containers))))
+    texts.append(_to_bytes(f"{outer}]"))
 
 
 def _column_values(alias: str, array: Array, dtype: str, containers: int) -> list[str]:

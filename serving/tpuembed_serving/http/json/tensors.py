@@ -21,6 +21,7 @@ MAX_RANK = 64
 """The limit of a numpy array; TensorFlow's own limit is 254."""
 
 _ELEMENTS_BETWEEN_CHECKS = 1024
+_LISTS = (list, LongList)
 _INT32 = range(-(2**31), 2**31)
 # Narrow integers are only checked for 32 bits, and wrap.
 _INT_RANGES = {
@@ -47,8 +48,10 @@ def fast_tensor(value: Any, info: TensorInfo, check: Check = noop) -> Array | No
     `check` is called between the pieces of a LongList.
     """
     if type(value) is LongList:
-        return joined(fast_tensor(piece, info) for piece in value.pieces(check))
+        return joined(fast_tensor(piece, info, check) for piece in value.pieces(check))
     types = _leaf_types(value)
+    if LongList in types:
+        return joined(_alone(fast_tensor(element, info, check)) for element in value)
     if not types or not types <= _LEAF_TYPES.get(info.dtype, frozenset()):
         return None
     if info.dtype == "string":
@@ -70,8 +73,12 @@ def joined(pieces: Iterable[Array | None]) -> Array | None:
     return np.concatenate(found)
 
 
+def _alone(array: Array | None) -> Array | None:
+    return None if array is None else array[np.newaxis]
+
+
 def _leaf_types(value: Any) -> set[type]:
-    """Return the types of the leaves of nested lists, or {list, ...} if the depth varies.
+    """Return the types of the leaves of nested lists. The types are more than the leaves' if the depth varies.
 
     Checked before numpy is called: numpy converts true to 1, and makes all strings as long as the longest.
     """
@@ -120,11 +127,11 @@ def is_base64_object(value: Any) -> bool:
 def dense_shape(value: Any) -> list[int]:
     """Return the shape that the first elements of nested lists have, or [] for a value that is not a list."""
     shape: list[int] = []
-    while isinstance(value, list):
+    while isinstance(value, _LISTS):
         shape.append(len(value))
         if not value:
             break
-        value = value[0]
+        value = next(iter(value))
     if len(shape) > MAX_RANK:
         raise invalid_argument(f"Tensor rank {len(shape)} is larger than the supported rank {MAX_RANK}")
     return shape
@@ -138,7 +145,7 @@ def fill(
     Raises:
         StatusError: the lists are not rectangular, or a leaf is not of the dtype.
     """
-    if not isinstance(value, list):
+    if not isinstance(value, _LISTS):
         if level != len(shape):
             where = f"found at incorrect level: {level + 1} in the JSON DOM. Expected at level: {len(shape)}"
             raise format_error(value, where)
