@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _UNUSUAL: Final = frozenset({b"connection", b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
 """Headers that this module does not handle, except `connection: keep-alive`."""
+_COPIED_BYTES: Final = 2**20
+"""A larger body is written on its own: to copy it would delay others."""
 
 
 class DirectPredict:
@@ -186,7 +188,11 @@ class DirectCycle:
         headers = [*protocol.server_state.default_headers, *reply_headers(reply, self._request_id)]
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
-        protocol.transport.write(b"%b%b%b%b" % (STATUS_LINE[reply.status], lines, end, reply.body))
+        if len(reply.body) < _COPIED_BYTES:
+            protocol.transport.write(b"%b%b%b%b" % (STATUS_LINE[reply.status], lines, end, reply.body))
+        else:
+            protocol.transport.write(b"%b%b%b" % (STATUS_LINE[reply.status], lines, end))
+            protocol.transport.write(reply.body)
         if not self.keep_alive:
             protocol.transport.close()
         protocol.on_response_complete()

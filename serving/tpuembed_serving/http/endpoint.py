@@ -1,6 +1,7 @@
 """HTTP requests over ASGI: observes, authenticates and routes them, reads bodies within their limits, and sends answers."""
 
 import asyncio
+import functools
 import logging
 import urllib.parse
 import zlib
@@ -65,6 +66,8 @@ HTTP_STATUS = {
 _TOO_LARGE: Final = 413
 _MAX_INFLATED_BYTES: Final = 100 * 2**20
 _PIECE_BYTES: Final = 2**20
+_JOINED_BYTES: Final = 4 * 2**20
+"""The parts of a larger body are joined in a thread."""
 _JSON: Final = b"application/json"
 _RETRY_AFTER: Final = (b"retry-after", b"1")
 """The header of answers to an overload. Most queues are empty again after a second."""
@@ -125,7 +128,8 @@ class BodyReader:
                     self.memory.reserve(size - reserved, reserved)
                     reserved = size
                 parts.append(part)
-            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            join = functools.partial(b"".join, parts)  # of many bytes, it releases Python's lock
+            body = parts[0] if len(parts) == 1 else join() if size < _JOINED_BYTES else await asyncio.to_thread(join)
             parts.clear()
             if b"gzip" not in header(scope, b"content-encoding"):
                 return Body(body, reserved)
@@ -167,11 +171,13 @@ class BodyReader:
 
 def _inflated_bytes(body: bytes) -> int:
     """Return the size of gzip's content, in little memory. Stops beyond _MAX_INFLATED_BYTES. Raises zlib.error."""
-    inflater, size = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), 0
+    inflater, size, read = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), 0, 0
     while not inflater.eof and size <= _MAX_INFLATED_BYTES:
-        piece = inflater.decompress(body, _PIECE_BYTES)
-        size, body = size + len(piece), inflater.unconsumed_tail
-        if not piece and not body and not inflater.eof:
+        part = inflater.unconsumed_tail or body[read : read + _PIECE_BYTES]
+        read += 0 if inflater.unconsumed_tail else len(part)
+        piece = inflater.decompress(part, _PIECE_BYTES)
+        size += len(piece)
+        if not piece and not part:
             raise zlib.error("truncated")
     return size
 

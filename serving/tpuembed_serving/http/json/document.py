@@ -104,7 +104,7 @@ def _parse(body: bytes, check: Check) -> Any:
     return root
 
 
-def _parse_list(text: bytes, around: int, max_depth: int | None) -> list[Any]:
+def _parse_list(around: int, text: bytes, max_depth: int | None) -> list[Any]:
     """Parse one list inside `around` containers. Raises StatusError for anything else, and if it is nested too deeply."""
     found: list[Any]
     try:

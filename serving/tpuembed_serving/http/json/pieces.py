@@ -109,13 +109,13 @@ def pause(check: Check) -> None:
 
 
 def read_pieces(
-    body: bytes, parse_list: Callable[[bytes, int], list[Any]], check: Check
+    body: bytes, parse_list: Callable[[int, bytes], list[Any]], check: Check
 ) -> tuple[bytes, dict[str, Run]]:
     """Return the rest of a body, and the runs of pieces that were cut out, by the names that stand for them.
 
     Args:
         body: the body of a request.
-        parse_list: parses a list inside of so many containers. Raises StatusError if the text is not one list and nothing else.
+        parse_list: parses a list inside so many containers. Raises StatusError if the text is not one list and nothing else.
         check: called after each piece.
     """
     name, found, kept = secrets.token_hex(16), dict[str, Run](), list[bytes]()
@@ -138,7 +138,7 @@ def read_pieces(
         if _SHORT.match(body, at, at + _PIECE_BYTES):
             continue
         tried[-1], start = at, at
-        run = _cut(body, at, functools.partial(parse_list, around=len(opened) - 1), check)
+        run = _cut(body, at, functools.partial(parse_list, len(opened) - 1), check)
         if run.cuts:
             at = tried[-1] = run.cuts[-1][1] + 1
             key = f"{name}{len(found)}"
@@ -169,20 +169,22 @@ def with_runs(value: Any, runs: Mapping[str, Run], levels: int = _MOST_LEVELS) -
     if not levels:
         return value
     if isinstance(value, dict):
-        for key, member in value.items():
-            value[key] = with_runs(member, runs, levels - 1)
-        if repeats := getattr(value, "repeats", None):
-            value.repeats = tuple([(key, with_runs(member, runs, levels - 1)) for key, member in repeats])
-        return value
+        found: Any = value
+        found.update({key: with_runs(member, runs, levels - 1) for key, member in value.items()})
+        if repeats := getattr(found, "repeats", None):
+            found.repeats = tuple([(key, with_runs(member, runs, levels - 1)) for key, member in repeats])
+        return found
     if type(value) is not list or _PLAIN.issuperset(map(type, value)):
         return value
-    parts: list[Run | list[Any]] = [[]]
+    last = list[Any]()
+    parts: list[Run | list[Any]] = [last]
     for element in value:
         if type(element) is str and element in runs:
-            parts += [runs[element], []]
+            last = []
+            parts += [runs[element], last]
         else:
-            parts[-1].append(with_runs(element, runs, levels - 1))
-    return parts[0] if len(parts) == 1 else LongList([part for part in parts if part])
+            last.append(with_runs(element, runs, levels - 1))
+    return last if len(parts) == 1 else LongList([part for part in parts if part])
 
 
 def _end_of_element(body: bytes, start: int) -> tuple[bytes, int]:

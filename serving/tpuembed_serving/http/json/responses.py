@@ -103,7 +103,9 @@ def _add_row_value(texts: list[bytes], alias: str, array: Array, dtype: str, con
 
 def _row_block(outputs: Mapping[str, Array], dtypes: Mapping[str, str]) -> str:
     named = len(outputs) > 1
-    columns = {alias: _row_values(alias, array, dtypes[alias], 1 + named + array.ndim) for alias, array in outputs.items()}
+    columns = {
+        alias: _row_values(alias, array, dtypes[alias], 1 + named + array.ndim) for alias, array in outputs.items()
+    }
     if not named:
         (values,) = columns.values()
         return ", ".join(values)

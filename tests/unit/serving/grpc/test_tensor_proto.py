@@ -167,3 +167,11 @@ def test_more_elements_than_are_converted_at_once() -> None:
 def test_a_dtype_that_has_no_field_is_not_sent() -> None:
     with pytest.raises(StatusError, match=r"^tensors of type float8_e4m3fn cannot be sent$"):
         encode_tensor(np.zeros(1, np.uint8), "float8_e4m3fn", tensor_pb2.TensorProto())
+
+
+def test_many_integers_are_converted_in_pieces() -> None:
+    values = np.arange(-3, 2**16 + 4, dtype=np.int64)
+    proto = tf.make_tensor_proto(values)
+    proto.int64_val.extend(values.tolist())
+    proto.tensor_content = b""
+    np.testing.assert_array_equal(decode_tensor(proto, "x"), values)

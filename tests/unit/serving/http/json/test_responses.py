@@ -149,7 +149,9 @@ shapes = st.lists(st.integers(0, 4), min_size=0, max_size=3)
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from(["a", "b_bytes", "c%"]), st.tuples(st.sampled_from(["int64", "string"]), shapes), min_size=1),
+    st.dictionaries(
+        st.sampled_from(["a", "b_bytes", "c%"]), st.tuples(st.sampled_from(["int64", "string"]), shapes), min_size=1
+    ),
     st.integers(1, 4),
     st.integers(1, 9),
     st.booleans(),
@@ -175,5 +177,7 @@ def test_blocks_have_the_text_of_the_whole(
         if len(lists) == 1:
             (wanted,) = lists.values()
         else:
-            wanted = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)] if row_form else lists
+            wanted = (
+                [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)] if row_form else lists
+            )
         assert found == wanted
