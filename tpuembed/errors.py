@@ -19,6 +19,8 @@
 An error names the object, both values and the remedy.
 """
 
+import errno
+import os
 import re
 from collections.abc import Iterable
 from typing import Self
@@ -42,7 +44,18 @@ __all__ = [
     "first_few",
     "one_line",
     "printable",
+    "reason",
 ]
+
+_REMEDIES = {
+    errno.ENOENT: "Check the path",
+    errno.ENOTDIR: "Check the path",
+    errno.ENAMETOOLONG: "Check the path",
+    errno.EISDIR: "Name a file",
+    errno.EACCES: "Check its permissions",
+    errno.EIO: "Check the disk",
+}
+"""The remedy for a file that the system refuses to read."""
 
 
 class TpuEmbedError(Exception):
@@ -152,9 +165,21 @@ def printable(text: str) -> str:
 
 
 def first_few(names: Iterable[str], most: int = 5) -> str:
-    """Return the first of `names` for a message, and ", ..." if there are more."""
+    """Return the first of `names` for a message, and how many there are more."""
     listed = list(names)
-    return ", ".join(listed[:most]) + (", ..." if len(listed) > most else "")
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def reason(error: Exception) -> str:
+    """Return why a file cannot be read or parsed, for a message that names the file. The system's words get a remedy."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text. Save it as UTF-8"
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply"
+    if not isinstance(error, OSError) or not error.errno:
+        return str(error)
+    own = error.strerror or str(error)  # a store's words have a remedy where there is one
+    return f"{own}. {_REMEDIES[error.errno]}" if own == os.strerror(error.errno) and error.errno in _REMEDIES else own
 
 
 def one_line(error: BaseException) -> str:

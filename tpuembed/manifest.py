@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 
 __all__ = [
     "LAYOUTS",
@@ -50,6 +50,8 @@ _ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "
 """Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and centre in it)."""
 STORAGE_TYPES: Final = tuple(_ROW_BYTES)
 """The types that tables can be stored as."""
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,8 +168,8 @@ class QuantizationEntry:
             or self.lower >= self.upper
         ):
             raise ConfigError(
-                f"QuantizationEntry {self}: lower and upper must be two finite numbers, and lower must be less than "
-                "upper."
+                f"quantization: lower and upper must be two finite numbers, the lower first, got {self.lower!r} and "
+                f"{self.upper!r}."
             )
 
 
@@ -275,7 +277,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ConfigError(f"its layout is {self.layout!r}. Known layouts: {', '.join(LAYOUTS)}.")
+            raise ConfigError(f"its layout is {self.layout!r}, and this version reads {', '.join(LAYOUTS)}.")
         _check_stacks(self.stacks, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
         for file in self.files:
@@ -308,48 +310,52 @@ class Manifest:
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"manifest {path}: cannot be read: {error}.") from None
+            raise ConfigError(f"manifest {path}: cannot be read: {reason(error)}.") from None
         try:
             return cls._from_dict(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"manifest {path}: not a tpuembed manifest ({str(error).removesuffix('.')}). Export again."
-            ) from None
+        except KeyError as error:
+            fault = f"it lacks the field {error}"
+        except (TypeError, AttributeError):
+            fault = "a field has a value of another type"
+        except (ValueError, RecursionError) as error:
+            fault = reason(error).removesuffix(".")
+        raise ConfigError(f"manifest {path}: not a tpuembed manifest: {fault}. Export again.")
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value.pop("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
+        if value["format"] != FORMAT:
+            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
-        value["stacks"] = tuple(StackEntry(**_known(StackEntry, entry)) for entry in value["stacks"])
-        value["files"] = {path: FileEntry(**_known(FileEntry, entry)) for path, entry in value["files"].items()}
-        value["features"] = tuple(FeatureEntry(**_known(FeatureEntry, entry)) for entry in value.get("features", ()))
-        value["vocabularies"] = tuple(
-            VocabularyEntry(**_known(VocabularyEntry, entry)) for entry in value.get("vocabularies", ())
-        )
+        value["stacks"] = tuple(_entry(StackEntry, entry) for entry in value["stacks"])
+        value["files"] = {path: _entry(FileEntry, entry) for path, entry in value["files"].items()}
+        value["features"] = tuple(_entry(FeatureEntry, entry) for entry in value.get("features", ()))
+        value["vocabularies"] = tuple(_entry(VocabularyEntry, entry) for entry in value.get("vocabularies", ()))
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
-        return cls(**_known(cls, value))
+        return _entry(cls, value)
 
 
-def _known(kind: Any, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `value` that a `kind` has."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: field for name, field in value.items() if name in names}
+def _entry(kind: type[T], value: Mapping[str, Any]) -> T:
+    """Return the `kind` that has the fields of `value`. Other fields are ignored. Raises KeyError if one is missing."""
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
+    needed = (field for field in fields if field.default is field.default_factory is dataclasses.MISSING)
+    if missing := [field.name for field in needed if field.name not in value]:
+        raise KeyError(missing[0])
+    return kind(**{field.name: value[field.name] for field in fields if field.name in value})
 
 
 def _table(value: Mapping[str, Any]) -> TableEntry:
     quantization = value.get("quantization")
-    found = None if quantization is None else QuantizationEntry(**quantization)
-    return TableEntry(**_known(TableEntry, {**value, "quantization": found}))
+    found = None if quantization is None else _entry(QuantizationEntry, quantization)
+    return _entry(TableEntry, {**value, "quantization": found})
 
 
 def _packing(value: Mapping[str, Any]) -> Packing:
-    inputs = tuple(PackedInput(**entry) for entry in value["inputs"])
+    inputs = tuple(_entry(PackedInput, entry) for entry in value["inputs"])
     outputs = value["outputs"]
     if outputs is not None:
-        outputs = tuple(PackedOutput(**{**entry, "shape": tuple(entry["shape"])}) for entry in outputs)
+        outputs = tuple(_entry(PackedOutput, {**entry, "shape": tuple(entry["shape"])}) for entry in outputs)
     return Packing(inputs=inputs, outputs=outputs, left_out=value["left_out"])
 
 
@@ -364,12 +370,12 @@ def _tensor_spec(spec: Mapping[str, Any]) -> TensorSpec:
 
 def _check_integers(entry: Any, **minimums: int) -> None:
     """Raise ConfigError unless these fields of `entry` are integers of at least the given minimums."""
+    kind, name = type(entry).__name__.removesuffix("Entry").lower(), getattr(entry, "name", None)
     for field, minimum in minimums.items():
         value = getattr(entry, field)
         if type(value) is not int or not minimum <= value < 2**63:
-            raise ConfigError(
-                f"{type(entry).__name__} {entry}: {field} must be an integer of at least {minimum}, got {value!r}."
-            )
+            what = kind if name is None else f"{kind} {name!r}"
+            raise ConfigError(f"{what}: {field} must be an integer of at least {minimum}, got {value!r}.")
 
 
 def _check_inside(file: object) -> None:

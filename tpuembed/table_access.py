@@ -80,7 +80,7 @@ class LiveTables:
         shape = _shape(f"layer {self.layer!r}: table {table!r}: embedding_table", values)
         if shape != (config.vocabulary_size, config.dim):
             raise ConfigError(
-                f"layer {self.layer!r}: table {table!r} is [{config.vocabulary_size}, {config.dim}]. embedding_table is "
+                f"layer {self.layer!r}: table {table!r} is [{config.vocabulary_size}, {config.dim}], but embedding_table is "
                 f"{list(shape)}. Write a part of the table with assign_rows."
             )
         self.assign_rows(table, 0, values)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpuembed.errors import ServingError
+from tpuembed.errors import ServingError, reason
 from tpuembed_serving.grpc.listening import check_socket_path
 from tpuembed_serving.http.app import create_app
 from tpuembed_serving.http.example_requests import EXAMPLES
@@ -126,7 +126,7 @@ def _find_versions(base_path: Path, source: str) -> dict[int, Path]:
     try:
         versions = find_versions(base_path)
     except OSError as error:
-        raise ServingError(f"{source}: cannot be read: {error.strerror}") from None
+        raise ServingError(f"{source}: cannot be read: {reason(error)}") from None
     if not versions and (base_path / GRAPH_FILE).exists():
         remedy = "Move the model into a folder named by an integer, and serve the parent of that folder"
         if base_path.name.isdecimal():

@@ -89,6 +89,18 @@ def test_a_message_that_no_test_meets_any_more_fails(suite: Path) -> None:
     assert "messages that this test does not meet: suite/test_a.py::test_two 3" in output
 
 
+def test_the_last_error_that_a_command_writes(suite: Path) -> None:
+    test = "from tests.support.messages import said\n\ndef test_x(tmp_path):\n    said(f{!r})\n"
+    whole = "Usage: x\n\nError: {tmp_path}/a: port 34567.\n"
+    (suite / "suite" / "test_a.py").write_text(test.format(whole))
+    assert run(suite, "suite", "--update-messages")[0] == 0
+    assert entries(suite) == {"suite/test_a.py::test_x": "Error: TMP/a: port PORT."}
+    assert run(suite)[0] == 0
+    for output in (whole.replace("/a", "/b"), "the Error: {tmp_path}/a: port 34567.", f"Traceback: {whole}"):
+        (suite / "suite" / "test_a.py").write_text(test.format(output))
+        assert run(suite)[0] == 1, output
+
+
 def test_an_update_by_two_processes(suite: Path) -> None:
     write(suite, **{"suite/test_a.py::test_gone": "OSError: x", "suite/test_gone.py::test_x": "OSError: x"})
     (suite / "suite" / "test_b.py").write_text(SUITE.replace("table", "layer"))

@@ -1,4 +1,4 @@
-"""The messages of our errors. `refused` compares each with tests/golden/messages.txt.
+"""The messages of our errors. `refused` and `said` compare each with tests/golden/messages.txt.
 
 `pytest --update-messages` rewrites that file, which lists below each message the tests that meet it.
 tests/conftest.py calls `Messages` from pytest's hooks.
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
-__all__ = ["GOLDEN", "Messages", "begin", "current", "normalised", "parse", "refused", "render"]
+__all__ = ["GOLDEN", "Messages", "begin", "current", "normalised", "parse", "refused", "render", "said"]
 
 GOLDEN: Final = "tests/golden/messages.txt"
 """The file of all messages, below pytest's root."""
@@ -154,12 +154,13 @@ class Messages:
         elif left and self.compare:
             pytest.fail(f"{GOLDEN} holds messages that this test does not meet: {', '.join(left)}\n{_COMMAND}", False)
 
-    def check(self, error: BaseException) -> None:
-        """Compare the message of `error` with the golden's, or note it for the update."""
+    def check(self, message: str) -> None:
+        """Compare `message`, which begins with its class, with the golden's, or note it for the update."""
         __tracebackhide__ = True
         self.count += 1
         key = self.test if self.count == 1 else f"{self.test} {self.count}"
-        line = f"{type(error).__name__}: {normalised(str(error), self.root, self.base)}"
+        kind, _, words = message.partition(": ")
+        line = f"{kind}: {normalised(words, self.root, self.base)}"
         self.met[key] = line
         if self.update or not self.compare:
             return
@@ -212,7 +213,20 @@ def refused(
     __tracebackhide__ = True
     with pytest.raises(kind, match=match) as raised:
         yield raised
-    current().check(raised.value)
+    current().check(f"{type(raised.value).__name__}: {raised.value}")
+
+
+def said(output: str) -> None:
+    """Assert that `output`, of a command or a server, is the message that the golden holds.
+
+    Args:
+        output: What the command wrote, without a traceback. Its last line that begins with "Error: " begins the message. If
+            there is none, all of it is the message, as in an answer of the server.
+    """
+    __tracebackhide__ = True
+    assert "Traceback" not in output, output
+    message = ("\n" + output).rpartition("\nError: ")[2].strip()
+    current().check(f"Error: {message}")
 
 
 def _test(key: str) -> str:

@@ -58,7 +58,7 @@ def _hardware(strategy: Any, asked: Any) -> str:
     if name not in (None, "UNSUPPORTED", found):
         hardware = f"TPUs with embedding hardware {found}" if found else "no TPU"
         raise ConfigError(
-            f"TPUEmbedding: embedding_feature={name} needs that TPU hardware. {type(strategy).__name__} has {hardware}. "
+            f"TPUEmbedding: embedding_feature={name} needs a TPU with that hardware. {type(strategy).__name__} has {hardware}. "
             "Leave it None, or pass UNSUPPORTED to replicate the tables."
         )
     return str(name or found or "UNSUPPORTED")

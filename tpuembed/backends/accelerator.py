@@ -150,7 +150,7 @@ class StepGuard:
             )
         if call in self._seen:
             raise TrainingError(
-                f"TPUEmbedding: called twice in one step. {self._hardware} takes one batch per step. Call the layer once "
+                f"TPUEmbedding: called twice in one step. A step is one batch on {self._hardware}. Call the layer once "
                 "with all features, or set size_threshold to replicate small tables."
             )
         self._seen.add(call)

@@ -27,6 +27,7 @@ from tpuembed.config import (
     feature_config_to_dict,
     optimizer_from,
 )
+from tpuembed.config.checks import differing
 from tpuembed.config.structure import check_plain, flatten, pack_like
 from tpuembed.errors import ConfigError
 
@@ -187,7 +188,9 @@ def _check_names(tables: list[TableConfig], equal_allowed: bool) -> None:
     for table in tables:
         other = by_name.setdefault(table.name, table)
         if other != table:
-            raise ConfigError(f"two different tables are called {table.name!r}: {other} and {table}. Rename one.")
+            raise ConfigError(
+                f"two different tables are called {table.name!r}. They differ in {differing(other, table)}. Rename one."
+            )
         if other is not table and not equal_allowed:
             raise ConfigError(
                 f"two tables are called {table.name!r}: several features have their own TableConfig of that name. Give them the "
@@ -361,7 +364,9 @@ def optimizer_to_tf(spec: Optimizer) -> Any:
         ConfigError: no accelerator supports it (FTRL with an initial accumulator of zero).
     """
     if type(spec) not in _TF_CLASSES:
-        raise ConfigError(f"optimizer {spec.kind}: TensorFlow's embedding accelerators have none of this kind")
+        raise ConfigError(
+            f"optimizer {spec.kind}: TensorFlow's embedding accelerators have none of this kind. Choose another."
+        )
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     if isinstance(spec, SGD):
         del fields["slot_variable_creation_fn"]  # TensorFlow's SGD has no slots
@@ -369,7 +374,8 @@ def optimizer_to_tf(spec: Optimizer) -> Any:
         optimizer = _TF_CLASSES[type(spec)](**fields)
     except ValueError as error:
         raise ConfigError(
-            f"optimizer {spec.kind}: not supported by embedding accelerators. TensorFlow: {error}"
+            f"optimizer {spec.kind}: embedding accelerators do not support it. TensorFlow: {str(error).rstrip('.')}. Change the "
+            "value, or set size_threshold to replicate the table."
         ) from None
     optimizer.low_dimensional_packing_status = 0  # TensorFlow's False is not the enum that its own proto takes
     return optimizer

@@ -182,7 +182,7 @@ def _check_kinds(features: Sequence[Ids]) -> None:
     if "sparse" in kinds and "ragged" in kinds:
         raise ConfigError(
             f"feature {kinds['sparse']!r} has sparse ids, and feature {kinds['ragged']!r} has ragged ids. "
-            f"{_HARDWARE} takes one of these kinds per call. Convert one in the input pipeline."
+            f"One call takes only one of these kinds on {_HARDWARE}. Convert one in the input pipeline."
         )
     for feature in features:
         check_ids(feature)

@@ -10,7 +10,14 @@ from typing import Any, Protocol
 
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.config.checks import check_keys
-from tpuembed.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, ConfigError, TpuEmbedError
+from tpuembed.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    ConfigError,
+    TpuEmbedError,
+    reason,
+)
 from tpuembed.files import FilePath, MissingBucketError, as_path
 
 __all__ = ["Checkpoint", "Format", "TableInfo", "find_format", "formats", "open_checkpoint"]
@@ -96,12 +103,10 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
         raise
     except MissingBucketError as error:
         raise CheckpointNotFoundError(f"checkpoint {path}: {error.strerror}. Check the URL.") from None
-    except PermissionError as error:
-        is_told = not error.filename or "://" in str(error.filename)  # the credentials are for the whole store
-        where = "" if is_told else f" (of {error.filename})"
-        raise CheckpointError(f"checkpoint {path}: cannot be read: {error.strerror or error}{where}.") from None
     except (OSError, ValueError) as error:  # a name that is too long or has a zero byte
-        raise CheckpointError(f"checkpoint {path}: cannot be read: {error}.") from None
+        file = str(error.filename or "") if isinstance(error, PermissionError) else ""
+        where = f"{file}: " if file and "://" not in file else ""  # the credentials are for the whole store
+        raise CheckpointError(f"checkpoint {path}: {where}cannot be read: {reason(error)}.") from None
 
 
 def _open(path: FilePath, options: Mapping[str, Any]) -> Checkpoint:

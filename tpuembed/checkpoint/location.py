@@ -11,6 +11,7 @@ from tpuembed.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     first_few,
+    reason,
 )
 from tpuembed.files import FilePath, as_path
 from tpuembed.tensor_bundle import index_path
@@ -95,7 +96,7 @@ def _named_by(state_file: FilePath) -> FilePath:
     try:
         match = _STATE_LINE.search(state_file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"checkpoint state {state_file}: cannot be read: {error}.") from None
+        raise CheckpointError(f"checkpoint state {state_file}: cannot be read: {reason(error)}.") from None
     if match is None:
         raise CheckpointCorruptError(
             f"checkpoint state {state_file}: has no model_checkpoint_path. Give the checkpoint's own path."

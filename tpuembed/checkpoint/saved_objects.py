@@ -125,7 +125,7 @@ def find_root(graph: ObjectGraph, path: str, where: str) -> int:
         children = graph.nodes[number].children
         if name not in children:
             raise UnknownObjectError.of(
-                f"{where}: option root={path!r}: there is no object {done + name!r}", _holders_of_layers(graph)
+                f"{where}: has no object {done + name!r} (option root={path!r})", _holders_of_layers(graph)
             )
         number, done = children[name], f"{done}{name}/"
     return number

@@ -212,7 +212,9 @@ class Checkpoint(abc.ABC):
         Raises:
             CheckpointCorruptError: it does not have its checksum.
         """
-        raise CheckpointFormatError(f"{self._shown}: weight {weight.key!r}: its format has no weights of layers.")
+        raise CheckpointFormatError(
+            f"{self._shown}: weight {weight.key!r}: this format holds tables only. Export tables."
+        )
 
     def update_counts(self) -> Mapping[str, int]:
         """Return table name -> the number of updates of the tpuembed layer that has it, if the layer wrote it.
@@ -262,5 +264,6 @@ class Checkpoint(abc.ABC):
         rows = self._tables[table].rows
         if not 0 <= start <= stop <= rows:
             raise RowRangeError(
-                f"{self._shown}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows."
+                f"{self._shown}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows. "
+                f"Give rows in [0, {rows})."
             )

@@ -17,6 +17,7 @@ from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
 from tpuembed.compat.keras_rs_inputs import prepare
 from tpuembed.compat.partitioned_layer import PartitionedEmbedding, place_features
 from tpuembed.config import FeatureConfig as LayerFeature
+from tpuembed.config.checks import differing
 from tpuembed.config.structure import check_plain, flatten, map_leaves
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
@@ -340,8 +341,8 @@ def _check_names(configs: Mapping[str, FeatureConfig]) -> None:
     for config in configs.values():
         if tables.setdefault(config.table.name, config.table) != config.table:
             raise ConfigError(
-                f"two different tables are called {config.table.name!r}: {tables[config.table.name]} and {config.table}. "
-                "Rename one."
+                f"two different tables are called {config.table.name!r}. They differ in "
+                f"{differing(tables[config.table.name], config.table)}. Rename one."
             )
 
 

@@ -57,7 +57,8 @@ def translate_keras_optimizer(optimizer: Any) -> Any:
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
-            f"translate_keras_optimizer: {optimizer!r} is not a Keras 3 optimizer. Pass one, or pass this to the layer."
+            f"translate_keras_optimizer: {type(optimizer).__name__} is not a Keras 3 optimizer. Pass one, or "
+            "pass this to the layer."
         )
     return optimizer_to_tf(resolve_optimizer(optimizer))
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["check_choice", "check_count", "check_keys", "check_name", "check_number", "did_you_mean"]
+__all__ = ["check_choice", "check_count", "check_keys", "check_name", "check_number", "did_you_mean", "differing"]
 
 _SHOWN: Final = 30
 
@@ -18,6 +18,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1)
     shown = ", ".join(names[:_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _SHOWN else "")
     return f"did you mean {near[0]!r}?" if near else f"known: {shown or 'none'}"
+
+
+def differing(one: object, other: object) -> str:
+    """Return the fields in which two configs of one class differ, with both values of numbers and strings."""
+    pairs = [(name, value, vars(other)[name]) for name, value in vars(one).items() if value != vars(other)[name]]
+    return ", ".join(name + (f" ({a!r}, {b!r})" if isinstance(a, int | str) else "") for name, a, b in pairs)
 
 
 def check_keys(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:

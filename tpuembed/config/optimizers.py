@@ -55,9 +55,13 @@ class Optimizer:
         if self.weight_decay_factor is not None:
             check_number(f"{self.kind}: weight_decay_factor", self.weight_decay_factor, 0.0)
         elif self.multiply_weight_decay_factor_by_learning_rate:
-            raise ConfigError(f"{self.kind}: multiply_weight_decay_factor_by_learning_rate needs a weight_decay_factor")
+            raise ConfigError(
+                f"{self.kind}: multiply_weight_decay_factor_by_learning_rate needs a weight_decay_factor. Give one."
+            )
         if self.clipvalue is not None and not self.use_gradient_accumulation:
-            raise ConfigError(f"{self.kind}: clipvalue needs use_gradient_accumulation, as on the TPU")
+            raise ConfigError(
+                f"{self.kind}: clipvalue needs use_gradient_accumulation=True, as on the TPU. Leave one out."
+            )
 
     def _bounds(self) -> tuple[float | None, float | None] | None:
         """Return `clipvalue` as (min, max)."""
@@ -222,7 +226,9 @@ class FTRL(Optimizer):
         if self.learning_rate_power > 0.0:
             raise ConfigError(f"ftrl: learning_rate_power must be at most 0, got {self.learning_rate_power!r}")
         if self.initial_accumulator_value == 0.0 and not self.allow_zero_accumulator:
-            raise ConfigError("ftrl: initial_accumulator_value 0 needs allow_zero_accumulator=True")
+            raise ConfigError(
+                "ftrl: initial_accumulator_value is 0. Give a positive one, or allow_zero_accumulator=True."
+            )
         if self.weight_decay_factor is not None:
             raise ConfigError("ftrl: weight_decay_factor is not supported. Use l2_regularization_strength.")
 

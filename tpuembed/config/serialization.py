@@ -9,7 +9,7 @@ from typing import Any
 from tpuembed.config.checks import check_keys, did_you_mean
 from tpuembed.config.structure import flatten, map_leaves
 from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfig
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 
 __all__ = ["dump_config", "feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
@@ -29,14 +29,13 @@ def load_mapping(source: str | Path | Mapping[str, Any], what: str) -> Mapping[s
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"{what} {path}: cannot be read: {reason}") from None
+        raise ConfigError(f"{what} {path}: cannot be read: {reason(error)}") from None
     try:
         parsed = (
             json.loads(text, object_pairs_hook=_unique_pairs) if path.suffix == ".json" else _yaml().load_unique(text)
         )
-    except ValueError as error:
-        raise ConfigError(f"{what} {path}: cannot be parsed: {' '.join(str(error).split())}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} {path}: cannot be parsed: {' '.join(reason(error).split())}") from None
     if not isinstance(parsed, Mapping):
         raise ConfigError(f"{what} {path}: expected a mapping at the top, got {type(parsed).__name__}")
     return parsed
@@ -91,7 +90,7 @@ def _table_from_dict(name: str, fields: Any) -> TableConfig:
     check_keys(where, fields, _TABLE_KEYS)
     missing = [key for key in ("vocabulary_size", "dim") if key not in fields]
     if missing:
-        raise ConfigError(f"{where}: missing {' and '.join(missing)}")
+        raise ConfigError(f"{where}: {' and '.join(missing)} is missing. Give it.")
     if fields.get("name", name) != name:
         raise ConfigError(f"{where}: its field name is {fields['name']!r}. Make them equal.")
     quantization = fields.get("quantization_config")

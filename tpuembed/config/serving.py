@@ -104,7 +104,7 @@ class ServingConfig:
             check_name("serving_config: feature", name)
             if feature.weighted and f"{name}_weights" in self.features:
                 raise ConfigError(
-                    f"serving_config: the weights of {name!r} and the feature {name + '_weights'!r} share a name"
+                    f"serving_config: feature {name + '_weights'!r} has the name of the weights of feature {name!r}. Rename one."
                 )
 
     @classmethod
@@ -196,7 +196,7 @@ def _entry(where: str, fields: Any, cls: Any) -> Any:
     check_keys(where, fields, (field.name for field in known))
     required = {field.name for field in known if field.default is dataclasses.MISSING}
     if required - set(fields):
-        raise ConfigError(f"{where}: missing {', '.join(sorted(required - set(fields)))}")
+        raise ConfigError(f"{where}: {' and '.join(sorted(required - set(fields)))} is missing. Give it.")
     try:
         return cls(**fields)
     except ConfigError as error:

@@ -45,14 +45,18 @@ def flatten_up_to(shallow: Any, deep: Any, what: str, path: str = "") -> Iterato
     found = _children(deep)
     if found is None:
         raise ConfigError(
-            f"{what} at {path or 'the top'}: expected a structure with {_keys(children)}, got {type(deep).__name__}"
+            f"{_place(what, path)} must be a structure with the keys {_keys(children)}, got {type(deep).__name__}"
         )
     if [key for key, _ in children] != [key for key, _ in found]:
         raise ConfigError(
-            f"{what} at {path or 'the top'}: the layer was configured with {_keys(children)}, got {_keys(found)}"
+            f"{_place(what, path)} must have the keys of the layer's config, {_keys(children)}, got {_keys(found)}"
         )
     for (key, child), (_, other) in zip(children, found, strict=True):
         yield from flatten_up_to(child, other, what, f"{path}/{key}" if path else key)
+
+
+def _place(what: str, path: str) -> str:
+    return f"{what} at {path!r}" if path else what
 
 
 def _keys(children: list[tuple[str, Any]]) -> str:
@@ -62,11 +66,13 @@ def _keys(children: list[tuple[str, Any]]) -> str:
 def check_plain(structure: Any) -> None:
     """Raise ConfigError for a structure that JSON would change: keys that are not strings, named tuples."""
     if hasattr(structure, "_fields"):
-        raise ConfigError(f"a structure with a named tuple ({type(structure).__name__}) cannot be written. Use a dict.")
+        raise ConfigError(
+            f"features: a named tuple ({type(structure).__name__}) cannot be saved in a config. Use a dict."
+        )
     if isinstance(structure, Mapping):
         for key in structure:
             if not isinstance(key, str):
-                raise ConfigError(f"a structure with the key {key!r} cannot be written. Use string keys.")
+                raise ConfigError(f"features: the key {key!r} cannot be saved in a config. Use strings as keys.")
     for _, child in _children(structure) or ():
         check_plain(child)
 

@@ -62,7 +62,7 @@ class QuantizationConfig:
         fields = [field.name for field in dataclasses.fields(cls)]
         check_keys("quantization_config", value, fields)
         if missing := [field for field in fields if field not in value]:
-            raise ConfigError(f"quantization_config: missing {' and '.join(missing)}")
+            raise ConfigError(f"quantization_config: {' and '.join(missing)} is missing. Give it.")
         return cls(**value)
 
     @property
@@ -140,13 +140,19 @@ class TableConfig:
         out["combiner"] = self.combiner
         if self.initializer is not None:
             if not isinstance(self.initializer, str | Mapping):
-                raise ConfigError(f"table {self.name!r}: initializer {self.initializer!r} cannot be written as a dict")
+                raise ConfigError(
+                    f"table {self.name!r}: initializer of type {type(self.initializer).__name__} cannot be saved. Give a name "
+                    "or a dict."
+                )
             out["initializer"] = self.initializer
         if isinstance(self.optimizer, Optimizer):
             out["optimizer"] = self.optimizer.to_dict()
         elif self.optimizer is not None:
             if not isinstance(self.optimizer, str | Mapping):
-                raise ConfigError(f"table {self.name!r}: optimizer {self.optimizer!r} cannot be written as a dict")
+                raise ConfigError(
+                    f"table {self.name!r}: optimizer of type {type(self.optimizer).__name__} cannot be saved. Give a name "
+                    "or a dict."
+                )
             out["optimizer"] = self.optimizer
         if self.quantization_config is not None:
             out["quantization_config"] = dataclasses.asdict(self.quantization_config)

@@ -32,7 +32,7 @@ _SIGNED_SECONDS: Final = 6 * 3600
 _MAX_PUT_BYTES: Final = 5 << 30
 _DELETED_AT_ONCE: Final = 1000
 _DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401")
-_NO_CREDENTIALS: Final = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true"
+_NO_CREDENTIALS: Final = "no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,11 @@ class Bucket:
         except (NoCredentialsError, PartialCredentialsError):
             raise PermissionError(errno.EACCES, _NO_CREDENTIALS, self._url(key)) from None
         except BotoCoreError as error:
-            raise OSError(errno.EIO, one_line(error), self._url(key)) from None
+            raise OSError(
+                errno.EIO,
+                f"{one_line(error).partition(': ')[2]}. Check the network and AWS_ENDPOINT_URL",
+                self._url(key),
+            ) from None
 
     def _meaning(self, error: Any, key: str) -> OSError:
         said = error.response.get("Error", {})

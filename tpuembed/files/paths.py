@@ -112,9 +112,10 @@ def as_path(text: str | FilePath) -> FilePath:
     if scheme == "file":
         return Path(urllib.parse.unquote(rest.removeprefix("localhost")))
     bucket, _, key = rest.partition("/")
-    if scheme not in SCHEMES or not bucket:
+    if scheme not in SCHEMES:
         raise ConfigError(
-            f"{text}: only local paths and s3://BUCKET/KEY, gs://BUCKET/KEY and file:///PATH can be read. Copy it "
-            "to a disk."
+            f"URL {text}: scheme {scheme!r} is not supported. Give a path, s3://BUCKET/KEY, gs://BUCKET/KEY or file:///PATH."
         )
+    if not bucket:
+        raise ConfigError(f"URL {text}: has no bucket. Write {scheme}://BUCKET/KEY.")
     return UrlPath(scheme, bucket) / key

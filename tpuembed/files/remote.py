@@ -41,9 +41,9 @@ _NO_BUCKET: Final = "status code: 404 Not Found"
 _ANSWER: Final = re.compile(r"non-2xx status code: (\d{3})\b")
 
 _CREDENTIALS: Final = {
-    "/latest/api/token": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true; profiles in "
-    '~/.aws are not read: eval "$(aws configure export-credentials --format env)"',
-    "/computeMetadata/": "no credentials: set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true",
+    "/latest/api/token": "no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true. Profiles in "
+    '~/.aws are not read. Run: eval "$(aws configure export-credentials --format env)"',
+    "/computeMetadata/": "no credentials. Set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true",
 }
 """Paths of the service that gives a cloud's machine its identity, which is tried last -> the remedy if there is none."""
 
@@ -172,11 +172,11 @@ def _fail(path: "UrlPath", error: Exception) -> NoReturn:
     if isinstance(error, ValueError):  # the client cannot encode the key, for example because of control characters
         raise FileNotFoundError(errno.ENOENT, _line(error), str(path)) from None
     if isinstance(error, exceptions.PreconditionError):
-        raise OSError(errno.ESTALE, "it has changed since it was opened", str(path)) from None
+        raise OSError(errno.ESTALE, "it has changed since it was opened. Open it again", str(path)) from None
     refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
     if refused or _status(error) in NOT_ALLOWED:
         line = _line(error)
-        remedy = "" if line in _CREDENTIALS.values() else "; the credentials are wrong, or may not read there"
+        remedy = "" if line in _CREDENTIALS.values() else ". The credentials are wrong, or may not read there"
         raise PermissionError(errno.EACCES, line + remedy, str(path)) from None
     raise OSError(errno.EIO, _line(error), str(path)) from None
 

@@ -70,7 +70,7 @@ def restore_tables(
         CheckpointError: as `open_checkpoint` and its reads.
     """
     if not callable(getattr(layer, "live_tables", None)):
-        raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {layer!r}.")
+        raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {type(layer).__name__}.")
     return _restore(layer, path, RestoreRequest.of(tables, slots, resize, lossy), options)
 
 

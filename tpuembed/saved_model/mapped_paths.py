@@ -120,7 +120,7 @@ def _tensor_of(node: bytes) -> MappedTensor | None:
     try:
         path, dtype, shape = attributes[_PATH], attributes[b"dtype"], attributes[b"shape"]
     except KeyError as error:
-        raise MalformedError(f"an ImmutableConst node has no attribute {error}") from None
+        raise MalformedError(f"an ImmutableConst node has no attribute {error.args[0].decode()!r}") from None
     dims = (dim.signed(_DIM_SIZE) for dim in shape.message(_ATTR_SHAPE).messages(_DIM))
     name = _DTYPES.get(dtype.integer(_ATTR_TYPE), "")
     return MappedTensor(os.fsdecode(path.data(_ATTR_BYTES)), name, tuple(dims))

@@ -49,7 +49,8 @@ class Topology:
             )
         if self.batch_size % cores:
             raise ConfigError(
-                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores. Make it a multiple."
+                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores. Make it a "
+                f"multiple of {cores}."
             )
 
     @property

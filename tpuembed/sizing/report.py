@@ -159,7 +159,7 @@ def estimate(
     """
     check_number("margin", margin, 0.0)
     if margin > _MOST_MARGIN:
-        raise ConfigError(f"margin must be at most {_MOST_MARGIN}, got {margin!r}. 0.25 adds a quarter.")
+        raise ConfigError(f"margin must be at most {_MOST_MARGIN}, got {margin!r}. A margin of 0.25 adds a quarter.")
     steps = _check(features, sample, topology)
     plan = _Plan.of(features, sample, topology, optimizer, stacking)
     stacks = tuple(plan.stack_size(name, steps, margin) for name in sorted(plan.by_stack()))
@@ -177,7 +177,7 @@ def _check(features: Mapping[str, FeatureConfig], sample: Mapping[str, FeatureId
             raise ConfigError(f"sample: has no feature {path!r}; {did_you_mean(path, sample)}")
         if config.max_sequence_length or len(config.output_shape or ()) > 1:
             raise ConfigError(
-                f"feature {path!r}: sequences are not counted. Leave it out, or count its ids as one per example."
+                f"feature {path!r}: sequences are not counted. Leave the feature out, or give it one id per example."
             )
         ids, rows = sample[path].ids, config.table.vocabulary_size
         if len(ids) and ids.max() >= rows:
@@ -186,7 +186,8 @@ def _check(features: Mapping[str, FeatureConfig], sample: Mapping[str, FeatureId
             )
     counts = {path: sample[path].count for path in features}
     if len(set(counts.values())) > 1:
-        raise ConfigError(f"sample: features have different numbers of examples: {counts}. Make them equal.")
+        shown = ", ".join(f"{path!r} {count}" for path, count in counts.items())
+        raise ConfigError(f"sample: features have different numbers of examples: {shown}. Make them equal.")
     steps = next(iter(counts.values())) // topology.batch_size
     if not steps:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 
 __all__ = ["FeatureIds", "read_sample"]
 
@@ -67,7 +67,7 @@ def read_sample(path: str | Path) -> dict[str, FeatureIds]:
     try:
         found = _READERS[path.suffix](path)
     except OSError as error:
-        raise ConfigError(f"sample {path}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"sample {path}: cannot be read: {reason(error)}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"sample {path}: is not a {path.suffix} file: {error}") from None
     if not found or not next(iter(found.values())).count:
@@ -79,10 +79,10 @@ def _read_npz(path: Path) -> dict[str, FeatureIds]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: _checked_array(path, name, arrays[name]) for name in arrays.files}
-    except (ValueError, TypeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"sample {path}: is not an .npz of plain arrays: {error}") from None
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, zipfile.BadZipFile, zlib.error, EOFError):
+        raise ConfigError(f"sample {path}: is not an .npz of plain arrays. Write it with numpy.savez.") from None
 
 
 def _checked_array(path: Path, name: str, array: Any) -> FeatureIds:

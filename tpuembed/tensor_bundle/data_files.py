@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tpuembed.errors import CheckpointCorruptError, CheckpointError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, reason
 from tpuembed.files import ByteFile, FilePath, FileVersion, open_bytes, read_all, versions
 from tpuembed.tensor_bundle.entries import Slice
 from tpuembed.tensor_bundle.index import shard_path
@@ -77,7 +77,9 @@ class DataFiles:
         except OSError as error:
             _fail(error)
         except EOFError as error:
-            raise CheckpointCorruptError(f"data file {error}. It was truncated after it was opened.") from None
+            raise CheckpointCorruptError(
+                f"data file {error}. It was truncated after it was opened. Read it when no program writes to it."
+            ) from None
 
     def _file(self, shard: int) -> ByteFile:
         file = self._files.get(shard)
@@ -111,4 +113,4 @@ def _bytes_of(out: Array) -> memoryview:
 
 
 def _fail(error: OSError) -> NoReturn:
-    raise CheckpointError(f"data file {error.filename}: cannot be read: {error.strerror}.") from None
+    raise CheckpointError(f"data file {error.filename}: cannot be read: {reason(error)}.") from None

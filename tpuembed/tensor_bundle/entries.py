@@ -133,14 +133,17 @@ def decode_entry(data: bytes) -> tuple[Entry, tuple[SliceRegion, ...]]:
 
 def _check_bytes(entry: Entry, sliced: bool) -> None:
     if min(entry.shard, entry.offset, entry.size, *entry.shape) < 0:
-        raise MalformedError(f"a negative number in {entry}")
+        raise MalformedError(
+            f"it has a negative number: shape {list(entry.shape)}, data file {entry.shard}, offset {entry.offset}, "
+            f"size {entry.size}"
+        )
     if sliced and entry.size:
         raise MalformedError(f"it lists slices and {entry.size} bytes of its own")
     if entry.dtype == STRING or entry.dtype in OPAQUE:
         return
     item_bytes = numpy_dtype(entry.dtype).itemsize
     if math.prod(max(size, 1) for size in entry.shape) * item_bytes > _MAX_BYTES:
-        raise MalformedError(f"shape {entry.shape} is absurd")
+        raise MalformedError(f"{entry.dtype} {list(entry.shape)} takes more than {_MAX_BYTES} bytes")
     expected = math.prod(entry.shape) * item_bytes
     if not sliced and entry.size != expected:
         raise MalformedError(
@@ -153,7 +156,7 @@ def _decode_shape(proto: Message) -> tuple[int, ...]:
         raise MalformedError("its rank is unknown")
     dims = proto.messages(2)
     if len(dims) > _MAX_DIMS:
-        raise UnsupportedError(f"it has {len(dims)} dimensions, more than {_MAX_DIMS}")
+        raise UnsupportedError(f"it has {len(dims)} dimensions (the most is {_MAX_DIMS})")
     return tuple(dim.signed(1) for dim in dims)
 
 

@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, overload
 
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    reason,
+)
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
 from tpuembed.protobuf import MalformedError, UnsupportedError, shown
 from tpuembed.tensor_bundle.entries import (
@@ -71,9 +77,11 @@ def read_index(path: str | FilePath) -> BundleIndex:
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"index {path}: no such file. Check the checkpoint's path.") from None
     except OSError as error:
-        raise CheckpointError(f"index {path}: cannot be read: {error.strerror}.") from None
+        raise CheckpointError(f"index {path}: cannot be read: {reason(error)}.") from None
     except UnsupportedError as error:
-        raise CheckpointFormatError(f"index {path}: {error}, which is not supported.") from None
+        raise CheckpointFormatError(
+            f"index {path}: {error}, which is not supported. Restore it in TensorFlow and save it again."
+        ) from None
     except MalformedError as error:
         raise CheckpointCorruptError.of(f"index {path}: {error}") from None
 
@@ -132,10 +140,10 @@ def _take_slice(key: bytes, whole: Entry, region: SliceRegion, pieces: dict[byte
     shape = region.shape_in(whole.shape)
     piece = pieces.pop(slice_key(key, region.starts, region.lengths), None)
     if piece is None:
-        raise MalformedError(f"its slice at {region.starts} of shape {shape} is missing")
+        raise MalformedError(f"its slice at {list(region.starts)} of shape {list(shape)} is missing")
     if (piece.dtype, piece.shape) != (whole.dtype, shape):
         raise MalformedError(
-            f"its slice at {region.starts} should be {whole.dtype} {list(shape)}, but the index has {piece.dtype} "
+            f"its slice at {list(region.starts)} should be {whole.dtype} {list(shape)}, but the index has {piece.dtype} "
             f"{list(piece.shape)}"
         )
     return dataclasses.replace(piece.parts()[0], start=region.starts)

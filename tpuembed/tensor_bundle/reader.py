@@ -17,6 +17,7 @@ from tpuembed.errors import (
     ConfigError,
     RowRangeError,
     UnknownTableError,
+    reason,
 )
 from tpuembed.files import FilePath, as_path, versions
 from tpuembed.protobuf import MalformedError
@@ -102,7 +103,7 @@ class Bundle:
             stamps = versions([index, *(self.data_path(shard) for shard in sorted(shards))])
             parts = [crc.value(index.read_bytes()), *((stamp.size, stamp.tag) for stamp in stamps)]
         except OSError as error:
-            raise CheckpointError(f"checkpoint {self.prefix}: cannot be read any more: {error.strerror}.") from None
+            raise CheckpointError(f"checkpoint {self.prefix}: cannot be read any more: {reason(error)}.") from None
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def entry(self, key: str) -> Entry:
@@ -144,7 +145,9 @@ class Bundle:
         entry = self.entry(key)
         dtype, rows = self._dtype(key, entry), entry.shape[0] if entry.shape else 0
         if not 0 <= start <= stop <= rows:
-            raise RowRangeError(f"tensor {key!r}: rows [{start}, {stop}) are not inside its {rows} rows.")
+            raise RowRangeError(
+                f"tensor {key!r}: rows [{start}, {stop}) are not inside its {rows} rows. Give rows in [0, {rows})."
+            )
         shape = (stop - start, *entry.shape[1:])
         if out is None:
             out = np.empty(shape, dtype)
@@ -203,7 +206,8 @@ class Bundle:
         entry = self.entry(key)
         if entry.dtype != STRING or entry.shape:
             raise CheckpointFormatError(
-                f"bundle {self.prefix}: tensor {key!r} is {entry.dtype} {list(entry.shape)}, not a scalar string."
+                f"bundle {self.prefix}: tensor {key!r} is {entry.dtype} {list(entry.shape)}. It should be a scalar string. "
+                "Choose another tensor."
             )
         text: bytes = self._read_strings(key, entry).item()
         return text
@@ -255,7 +259,7 @@ class Bundle:
     def _dtype(self, key: str, entry: Entry) -> np.dtype[Any]:
         if entry.dtype == STRING or entry.dtype in OPAQUE:
             raise CheckpointFormatError(
-                f"bundle {self.prefix}: tensor {key!r} has dtype {entry.dtype}, which is not numeric."
+                f"bundle {self.prefix}: tensor {key!r} has dtype {entry.dtype}. It should be numeric. Choose another tensor."
             )
         return numpy_dtype(entry.dtype)
 

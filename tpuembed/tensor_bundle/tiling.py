@@ -38,7 +38,7 @@ def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
     for piece in slices:
         corners ^= _corners(piece.start, piece.shape, cut)
     if corners:
-        raise MalformedError(f"its {len(slices)} slices overlap and leave holes, near {min(corners)}")
+        raise MalformedError(f"its {len(slices)} slices overlap and leave holes, near {list(min(corners))}")
 
 
 def _corners(start: Sequence[int], shape: Sequence[int], cut: Sequence[int]) -> set[tuple[int, ...]]:

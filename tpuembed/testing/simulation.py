@@ -59,7 +59,7 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
                 "run_eagerly=True."
             )
         if options is not None:
-            raise ConfigError(f"simulated_tpu: options={options!r} of strategy.run are not supported. Drop them.")
+            raise ConfigError("simulated_tpu: strategy.run takes no options here. Call it without.")
         return mirrored_run._call_for_each_replica(
             self, getattr(fn, "python_function", fn), tuple(args), dict(kwargs or {})
         )

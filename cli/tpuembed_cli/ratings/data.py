@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 
 __all__ = ["Ratings", "generate", "load", "split"]
 
@@ -41,9 +41,7 @@ def load(path: Path) -> Ratings:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"ratings {path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}."
-        ) from None
+        raise ConfigError(f"ratings {path}: cannot be read: {reason(error)}.") from None
     header = bool(lines) and not lines[0].split("\t")[0].strip().isdecimal()
     rows = [
         _row(path, number, line)

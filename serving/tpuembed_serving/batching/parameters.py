@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Final
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 from tpuembed.protobuf import MalformedError
 from tpuembed.protobuf_text import message_class, parse_text
 
@@ -98,7 +98,7 @@ def read_parameters(path: Path, *, of_one_model: bool = False) -> BatchingParame
     try:
         return _parse(path.read_text(encoding="utf-8"), of_one_model)
     except OSError as error:
-        raise ConfigError(f"batching parameters {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"batching parameters {path}: cannot be read: {reason(error)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"batching parameters {path}: is not UTF-8 text. Save it as UTF-8") from None
     except ConfigError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 
 __all__ = ["KEY_REFUSAL", "ApiKeys"]
 
@@ -34,8 +34,8 @@ class ApiKeys:
         try:
             text = path.read_text(encoding="ascii")
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
-            raise ConfigError(f"API key file {path}: cannot be read: {reason}") from None
+            why = reason(error) if isinstance(error, OSError) else "it is not ASCII. Write keys in ASCII"
+            raise ConfigError(f"API key file {path}: cannot be read: {why}") from None
         lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
         keys = {number: line for number, line in lines if line and not line.startswith("#")}
         if not keys:

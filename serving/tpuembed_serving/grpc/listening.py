@@ -35,7 +35,9 @@ def _parse_argument(argument: str) -> ChannelArgument:
     if not (key and equals and text):
         raise ConfigError(f"gRPC channel argument {argument!r} is not KEY=VALUE. Give KEY=VALUE,KEY=VALUE")
     if not key.startswith("grpc."):
-        raise ConfigError(f"gRPC channel argument {key!r} does not begin with 'grpc.'. gRPC has no such argument")
+        raise ConfigError(
+            f"gRPC channel argument {key!r} does not begin with 'grpc.', as all of gRPC's do. Correct its name"
+        )
     try:
         value: int | str = int(text) if text.isascii() and "_" not in text else text
     except ValueError:

@@ -6,7 +6,7 @@ Source: tensorflow_serving/config/model_server_config.proto. The error texts are
 from pathlib import Path
 from typing import Any, Final
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 from tpuembed.protobuf import MalformedError
 from tpuembed.protobuf_text import message_class, parse_text
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
@@ -42,7 +42,7 @@ def read_models(path: Path) -> tuple[ModelSettings, ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"config {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"config {path}: cannot be read: {reason(error)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"config {path}: is not UTF-8 text. Save it as UTF-8") from None
     return parse_models(text, str(path))

@@ -6,7 +6,7 @@ Source: tensorflow_serving/config/monitoring_config.proto.
 from pathlib import Path
 from typing import Final
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, reason
 from tpuembed.protobuf import MalformedError
 from tpuembed.protobuf_text import message_class, parse_text
 from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
@@ -29,7 +29,7 @@ def read_metrics_path(path: Path) -> str | None:
     try:
         message = parse_text(path.read_text(encoding="utf-8"), message_class("MonitoringConfig", _MESSAGES)())
     except OSError as error:
-        raise ConfigError(f"monitoring config {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"monitoring config {path}: cannot be read: {reason(error)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"monitoring config {path}: is not UTF-8 text. Save it as UTF-8") from None
     except MalformedError as error:

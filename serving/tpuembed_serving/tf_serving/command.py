@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import yaml
 
-from tpuembed.errors import ServingError
+from tpuembed.errors import ServingError, reason
 from tpuembed.protobuf import MalformedError
 from tpuembed.saved_model import GRAPH_FILE, mapped_tensors
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions
@@ -101,8 +101,8 @@ def not_carried_over(settings: ServerSettings, given: Iterable[str]) -> Iterator
             reasons[f"{option} {seconds:g}"] = (
                 f"TensorFlow Serving takes whole seconds. The output has {_whole(seconds)}"
             )
-    for option, reason in sorted(reasons.items()):
-        yield f"not carried over: {option} ({reason})"
+    for option, why in sorted(reasons.items()):
+        yield f"not carried over: {option} ({why})"
 
 
 def tf_serving_files(
@@ -201,7 +201,7 @@ def _served(model: ModelSettings) -> dict[int, Path]:
     try:
         found = find_versions(model.base_path)
     except OSError as error:
-        raise ServingError(f"MODEL_DIR {model.base_path}: cannot be read: {error.strerror}") from None
+        raise ServingError(f"MODEL_DIR {model.base_path}: cannot be read: {reason(error)}") from None
     return {number: found[number] for number in model.policy.wanted(found)}
 
 

@@ -1,6 +1,7 @@
 """From what a user types to one bundle."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -154,9 +155,8 @@ def test_paths_that_cannot_be_read(path: str) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://host/ckpt-1", "s3://", "s3:///ckpt-1", "http://host/ckpt-1", "://x"])
 def test_urls_that_are_not_read(url: str) -> None:
-    with refused(ConfigError) as caught:
+    with refused(ConfigError, match=re.escape(f"URL {url}: ")):
         open_checkpoint(url)
-    assert str(caught.value).startswith(url)
 
 
 def test_a_file_url(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_diff(prefix: Path, tmp_path: Path) -> None:
         (["head", "{ckpt}", "wide", "--rows", "0:3"], "rows [0, 3) are not inside its 2 rows"),
         (["head", "{ckpt}", "wide", "--rows", "2:1"], "rows [2, 1) are not inside its 2 rows"),
         (["head", "{ckpt}", "wide", "--rows", "9999999999999999999:9999999999999999999"], "are not inside its 2 rows"),
-        (["describe", "ftp://x/y"], "only local paths and s3://"),
+        (["describe", "ftp://x/y"], "URL ftp://x/y: "),
         (["describe", "{ckpt}", "--checkpoint-option", "a=b"], "'a'"),
         (["verify", "{ckpt}.index.txt"], "no such file, directory or prefix"),
         (["describe", "{tmp}/" + "a" * 5000], "too long"),

@@ -242,7 +242,7 @@ def test_a_server_that_refuses(gcs: GcsStub, status: int, kind: type[OSError], m
     assert "\n" not in str(caught.value)
 
 
-NOT_ALLOWED = "the store answers 403 {}; the credentials are wrong, or may not read there"
+NOT_ALLOWED = "the store answers 403 {}. The credentials are wrong, or may not read there"
 XML = b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>No.</Message><HostId>x</HostId></Error>'
 
 

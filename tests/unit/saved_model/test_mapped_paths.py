@@ -106,5 +106,5 @@ def test_bytes_that_are_no_graph() -> None:
 def test_a_node_without_a_path() -> None:
     node = constant(b"/x", [1])
     del node.attr["shape"]
-    with refused(MalformedError, match="no attribute b'shape'"):
+    with refused(MalformedError, match="no attribute 'shape'"):
         mapped_tensors(graph([node], []).SerializeToString())

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.config import OPTIMIZERS
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, reason
 
 __all__ = ["check_size", "checked_count", "merge_configs", "parse_config", "slot_names"]
 
@@ -22,7 +22,7 @@ def parse_config(where: str, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError.of(f"{where} does not parse: {error}") from None
+        raise CheckpointCorruptError.of(f"{where} does not parse: {reason(error)}") from None
     tables = config.get("tables") if isinstance(config, dict) else None
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise CheckpointCorruptError.of(f"{where} has no mapping `tables` of mappings")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from tpuembed.checkpoint.keras.h5_listing import Window
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, reason
 from tpuembed.files import ByteStream, FileVersion
 
 __all__ = [
@@ -143,7 +143,7 @@ def parse_config(name: str, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} does not parse: {error}") from None
+        raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} does not parse: {reason(error)}") from None
     if not isinstance(config, dict):
         raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} is not an object")
     return config

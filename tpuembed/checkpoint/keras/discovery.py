@@ -62,7 +62,7 @@ def _check_slots(weights: Weights, table: Table) -> None:
         if (dataset.shape, dataset.dtype, dataset.stated_dtype) != form:
             raise CheckpointCorruptError.of(
                 f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
-                f"{slot!r} ({dataset.path}) is {dataset.dtype} {dataset.shape}"
+                f"{slot!r} ({dataset.path}) is {dataset.dtype} {list(dataset.shape or ())}"
             )
 
 
@@ -100,11 +100,11 @@ def _check_config(weights: Weights, config: LayerConfig, tables: Sequence[Table]
         )
     for table in tables:
         fields = config.tables.get(table.name, {})
-        expected = (fields.get("vocabulary_size"), fields.get("dim"))
-        if table.shape != expected:
+        expected = [fields.get("vocabulary_size"), fields.get("dim")]
+        if list(table.shape) != expected:
             raise CheckpointCorruptError.of(
                 f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer {config.name!r}, "
-                f"but {table.shape} in the weights"
+                f"but {list(table.shape)} in the weights"
             )
 
 

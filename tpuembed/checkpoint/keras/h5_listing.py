@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpuembed.checkpoint.keras import h5_lister
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError, reason
 from tpuembed.files import ByteFile
 
 __all__ = ["Dataset", "Listing", "Window", "list_files"]
@@ -52,10 +52,10 @@ class Window:
             self.file.read_into(self.start + offset, out)
         except EOFError as error:
             raise CheckpointCorruptError(
-                f"weights file {self.name}: was truncated after it was opened: {error}."
+                f"weights file {error}. It was truncated after it was opened. Read it when no program writes to it."
             ) from None
         except OSError as error:
-            raise CheckpointError(f"weights file {self.name}: cannot be read: {error.strerror}.") from None
+            raise CheckpointError(f"weights file {self.name}: cannot be read: {reason(error)}.") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tpuembed.checkpoint.keras.tables import Table, own_layer_updates
 from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
-from tpuembed.errors import CheckpointError
+from tpuembed.errors import CheckpointError, reason
 from tpuembed.files import FilePath, versions
 
 __all__ = ["KerasCheckpoint"]
@@ -129,7 +129,7 @@ class KerasCheckpoint(Checkpoint):
         try:
             found = versions(self._weights.files)
         except OSError as error:
-            raise CheckpointError(f"weights {self.path}: cannot be read any more: {error.strerror}.") from None
+            raise CheckpointError(f"weights {self.path}: cannot be read any more: {reason(error)}.") from None
         places = {
             group.path: {name: _place(dataset) for name, dataset in group.datasets.items()}
             for group in self._weights.groups.values()

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from tpuembed.errors import CheckpointCorruptError, CheckpointError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, reason
 from tpuembed.files import FilePath, versions
 
 __all__ = ["INDEX_ENDING", "read_index", "shard_path"]
@@ -25,9 +25,9 @@ def read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
             raise _corrupt(path, f"has over {_MAX_INDEX_BYTES} bytes")
         index = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"weights index {path}: cannot be read: {error.strerror}.") from None
+        raise CheckpointError(f"weights index {path}: cannot be read: {reason(error)}.") from None
     except (ValueError, RecursionError) as error:
-        raise _corrupt(path, f"does not parse: {error}") from None
+        raise _corrupt(path, f"does not parse: {reason(error)}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise _corrupt(path, "has no mapping `weight_map` of groups to files")

@@ -19,6 +19,7 @@ from tpuembed.errors import (
     CheckpointFormatError,
     UnknownObjectError,
     first_few,
+    reason,
 )
 from tpuembed.files import FilePath, open_bytes, versions
 
@@ -116,7 +117,7 @@ class Weights:
         }
         if not kept:
             raise UnknownObjectError.of(
-                f"weights {self.path}: option root={root!r}: there is no such object", self._holders_of_layers()
+                f"weights {self.path}: has no object {root!r} (option root)", self._holders_of_layers()
             )
         groups = {name: dataclasses.replace(group, path=name) for name, group in kept.items()}
         return dataclasses.replace(self, groups=groups, config=None)
@@ -213,7 +214,7 @@ def open_window(path: FilePath) -> Window:
     try:
         file = open_bytes(path)
     except OSError as error:
-        raise CheckpointError(f"weights file {path}: cannot be read: {error.strerror}.") from None
+        raise CheckpointError(f"weights file {path}: cannot be read: {reason(error)}.") from None
     return Window(str(path), file, 0, file.version.size)
 
 

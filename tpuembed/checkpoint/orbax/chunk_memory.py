@@ -117,11 +117,11 @@ class ChunkMemory:
         """Raise CheckpointFormatError if a chunk cannot be decoded in the memory for chunks."""
         need = array.decoding_bytes
         if not self.fits(array):
-            stored = f" beside up to {array.stored_bytes} as stored, {need} together" if array.stored_bytes else ""
+            stored = f" ({array.chunk_bytes} decoded, {array.stored_bytes} stored)" if array.stored_bytes else ""
             raise CheckpointFormatError(
-                f"checkpoint {array.leaf.item.folder}: array {array.leaf.shown} has chunks of {list(array.chunk)}, "
-                f"{array.chunk_bytes} bytes, which are decoded whole{stored}, over the {self._bytes} allowed. Give the "
-                f"option chunk_memory_bytes={need}, or save it with orbax.checkpoint.SaveArgs(chunk_byte_size=...)."
+                f"checkpoint {array.leaf.item.folder}: array {array.leaf.shown}: a chunk of {list(array.chunk)} takes {need} "
+                f"bytes of memory{stored}, but the limit is {self._bytes}. Give the option chunk_memory_bytes={need}, or save "
+                "smaller chunks with orbax.checkpoint.SaveArgs(chunk_byte_size=...)."
             )
 
     def pool(self, array: ChunkedArray, chunks: int, *, spread: bool) -> Any:

@@ -136,7 +136,7 @@ def merge(tables: Iterable[TableLeaves]) -> dict[str, TableLeaves]:
         other = merged.setdefault(table.name, table)
         if other is not table:
             raise CheckpointFormatError(
-                f"checkpoint {table.table.item.folder}: {other.table.shown} and {table.table.shown} are both "
+                f"checkpoint {table.table.item.folder}: arrays {other.table.shown} and {table.table.shown} are both "
                 f"table {table.name!r}. Rename one and save again."
             )
     return merged

@@ -24,7 +24,7 @@ from tpuembed.checkpoint.orbax.stack_specs import given_specs, saved_specs, to_m
 from tpuembed.checkpoint.orbax.tables import open_tables
 from tpuembed.checkpoint.types import Array, Checkpoint
 from tpuembed.config.checks import check_count
-from tpuembed.errors import CheckpointError
+from tpuembed.errors import CheckpointError, reason
 from tpuembed.files import FilePath, versions
 
 __all__ = ["OrbaxCheckpoint"]
@@ -119,7 +119,7 @@ class OrbaxCheckpoint(Checkpoint):
                 files += _files_below(folder)
             digest.update(json.dumps([(version.size, version.tag) for version in versions(files)]).encode())
         except OSError as error:
-            raise CheckpointError(f"checkpoint {self.path}: cannot be read any more: {error.strerror}.") from None
+            raise CheckpointError(f"checkpoint {self.path}: cannot be read any more: {reason(error)}.") from None
         return digest.hexdigest()
 
     def _metadata_files(self) -> Iterator[FilePath]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.config.checks import check_count, check_keys
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, MissingExtraError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, MissingExtraError, reason
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
 from tpuembed.protobuf import MalformedError
 from tpuembed.protobuf_text import message_class, parse_text
@@ -79,7 +79,7 @@ def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
             raise CheckpointCorruptError.of(f"file {path}: {error}") from None
     if len(found) > 1:
         shown = " and ".join(str(path) for path in found)
-        raise CheckpointFormatError(f"checkpoint: {shown} both describe how tables are stacked. {HOW_TO_SAY}.")
+        raise CheckpointFormatError(f"checkpoint files {shown} both describe how tables are stacked. {HOW_TO_SAY}.")
     return next(iter(found.values()), ())
 
 
@@ -102,7 +102,7 @@ def given_specs(value: Any) -> tuple[StackSpec, ...]:
     except ConfigError:
         raise
     except (MalformedError, OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: {error}. {HOW_TO_SAY}.") from None
+        raise ConfigError(f"{where}: {reason(error)}. {HOW_TO_SAY}.") from None
 
 
 def to_mapping(specs: Iterable[StackSpec]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def match_specs(where: str, stacks: Iterable[Stack], specs: Sequence[StackSpec])
     missing = sorted(set(found) ^ set(by_name))
     if missing:
         raise CheckpointMismatchError(
-            f"checkpoint {where}: has the stacks {_shown(found)}, but the embedding spec describes {_shown(by_name)}. "
+            f"checkpoint {where}: its stacks are {_shown(found)}, but those of the embedding spec are {_shown(by_name)}. "
             f"{missing[0]!r} is in only one of them. Give the spec that the model was trained with."
         )
     return by_name

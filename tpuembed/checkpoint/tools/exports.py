@@ -9,7 +9,14 @@ import numpy as np
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    ConfigError,
+    RowRangeError,
+    UnknownTableError,
+    reason,
+)
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
 from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
@@ -93,8 +100,8 @@ class _ExportTables:
         stop = last if stop is None else stop
         if not first <= start <= stop <= last:
             raise RowRangeError(
-                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its rows [{first}, "
-                f"{last})."
+                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its rows [{first}, {last}). Give "
+                "rows inside them."
             )
         return self._read(entry, self._stacks[entry.stack], start - first, stop - start)
 
@@ -120,7 +127,7 @@ class _ExportTables:
                 f"export {self.path}: data file {error}. Copy the version again, or export it again."
             ) from None
         except OSError as error:
-            raise CheckpointError(f"export {self.path}: {path} cannot be read: {error.strerror}.") from None
+            raise CheckpointError(f"export {self.path}: {path} cannot be read: {reason(error)}.") from None
         return decode_int8(out) if stack.storage == "int8" else out
 
 

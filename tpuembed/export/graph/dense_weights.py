@@ -133,8 +133,8 @@ def _find(where: str, names: Names, wanted: "_Wanted", saved: Objects) -> Candid
     if candidates:
         roots = ", ".join(candidate.path or "the root" for candidate in candidates)
         raise CheckpointMismatchError(
-            f"{where}: {len(candidates)} saved models fit this one: {roots}. Nothing in their names tells which is meant. Name it "
-            f"with checkpoint_options={{'root': ...}} (--checkpoint-option root={candidates[0].path})"
+            f"{where}: {len(candidates)} saved models fit this one: {roots}. Name the right one with "
+            f"checkpoint_options={{'root': ...}} (--checkpoint-option root={candidates[0].path})."
         )
     try:
         return match_by_name(names, wanted.objects, saved)
@@ -143,12 +143,12 @@ def _find(where: str, names: Names, wanted: "_Wanted", saved: Objects) -> Candid
         known, asked = {weight.name for weight in theirs.values()}, {weight.name for weight in mine.values()}
         without = [weight for weight in mine.values() if weight.name not in known] or list(mine.values())
         left = [weight for weight in theirs.values() if weight.name not in asked and not weight.is_count]
-        nearest = f" Of the saved model that is most alike: {failures[0]}." if failures else ""
+        nearest = f" In the most similar saved model, {failures[0]}." if failures else ""
         raise CheckpointMismatchError(
-            f"{where}: no saved model is proven to hold every weight of this one; without a value: {_shown(without)}. Left over in "
-            f"the checkpoint: {_shown(left)}. By their names: {error}.{nearest} Build the model as it was trained, give layers "
-            "names, or name the saved model with --checkpoint-option root=PATH. A part of the trained model also needs "
-            "allow_unused_weights=True (--allow-unused-weights)"
+            f"{where}: no saved model is proven to hold every weight of this model. Without a value: {_shown(without)}. Left over "
+            f"in the checkpoint: {_shown(left)}. Names do not match: {error}.{nearest} Build the model as it was trained, give its "
+            "layers names, or name the saved model with --checkpoint-option root=PATH. For a part of the trained model, also pass "
+            "allow_unused_weights=True (--allow-unused-weights)."
         ) from None
 
 
@@ -199,10 +199,10 @@ def _check_config(
     if wrong is not None:
         number, other, like = wrong
         raise CheckpointMismatchError(
-            f"{where}: layers without names of their own would be confused: the model's layer {mine[number].name!r} has the place "
-            f"of {saved.nodes[other].name!r} ({saved.nodes[other].path}) there, and by the config in the file it is "
-            f"{saved.nodes[like].name!r} ({saved.nodes[like].path}). Build and return them in the order of training, or give them "
-            "names"
+            f"{where}: the model's layer {mine[number].name!r} has no name of its own. By its place it is "
+            f"{saved.nodes[other].name!r} ({saved.nodes[other].path}), but by the config in the file "
+            f"{saved.nodes[like].name!r} ({saved.nodes[like].path}). Build and return layers in the order of training, or give "
+            "them names."
         )
 
 
@@ -212,8 +212,8 @@ def _check_dtypes(where: str, wanted: "_Wanted", found: Candidate) -> None:
     for key, weight in found.pairs.items():
         if weight.dtype != mine[key].dtype:
             raise CheckpointMismatchError(
-                f"{where}: {_label(weight)} is {weight.dtype} there, the model's {mine[key].name} {mine[key].dtype}; build the "
-                "model with the dtype that it was trained with"
+                f"{where}: {_label(weight)} is {weight.dtype}, but the model's {mine[key].name} is {mine[key].dtype}. Build the "
+                "model with the dtype that it was trained with."
             )
 
 
@@ -224,7 +224,7 @@ def _check_policies(where: str, model: Any, policies: Mapping[str, str]) -> None
         if saved is not None and saved != mine and layer.weights:
             raise CheckpointMismatchError(
                 f"{where}: layer {layer.name!r} was trained with the dtype policy {saved!r}, and the model's has {mine!r}. Their "
-                f"numbers differ. Call keras.config.set_dtype_policy({saved!r}) in the factory, or give the layer dtype={saved!r}"
+                f"numbers differ. Call keras.config.set_dtype_policy({saved!r}) in the factory, or give the layer dtype={saved!r}."
             )
 
 
@@ -241,8 +241,8 @@ class _Tracked:
         lost = [weight.path for weight in model.weights if id(weight) not in reached]
         if lost:
             raise CheckpointMismatchError(
-                f"{where}: tf.train.Checkpoint saves no layers that a model keeps in a Python list or dict, so it has no value for "
-                f"{', '.join(lost[:_SHOWN])}. Save the trained model with {_WEIGHTS_FILE} and export that file"
+                f"{where}: has no value for {', '.join(lost[:_SHOWN])}. tf.train.Checkpoint does not save layers that a model "
+                f"keeps in a Python list or dict. Save the trained model with {_WEIGHTS_FILE} and export that file."
             )
 
     def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
@@ -316,9 +316,8 @@ class _Saveable:
         raw = [variable.name.partition(":")[0] for variable in raw_variables(model) if id(variable) not in saved]
         if raw:
             raise CheckpointMismatchError(
-                f"{where}: Keras saves no tf.Variable that a layer holds as it is, so the file has no value for "
-                f"{', '.join(raw[:_SHOWN])}. Make it with self.add_weight, or save the trained model with "
-                "tf.train.Checkpoint(model=model)"
+                f"{where}: has no value for {', '.join(raw[:_SHOWN])}. Keras saves only what self.add_weight made, and no other "
+                "tf.Variable. Make it with self.add_weight, or save the trained model with tf.train.Checkpoint(model=model)."
             )
 
     def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:

@@ -116,10 +116,11 @@ def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = No
         model, structure = made
         tensors = _named_specs(structure, name)
     elif not isinstance(made, keras.Model):
-        raise ConfigError(f"model {name!r}: the factory returned {type(made).__name__}; return a Keras 3 model")
+        raise ConfigError(f"model {name!r}: the factory returned {type(made).__name__}. Return a Keras 3 model.")
     elif not getattr(made, "inputs", None):
         raise ConfigError(
-            f"model {name!r}: a subclassed model has no inputs to read; return (model, {{name: tf.TensorSpec}}) from the factory"
+            f"model {name!r}: a subclassed model does not name its inputs. Return (model, {{name: tf.TensorSpec}}) "
+            "from the factory."
         )
     else:
         model, structure = made, made.inputs[0] if isinstance(made, keras.Sequential) else made.input
@@ -134,8 +135,8 @@ def check_layers(model: Any) -> None:
         kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(node).__mro__]
         if ("keras_rs", "DistributedEmbedding") in kinds:
             raise ConfigError(
-                f"model: layer {node.name!r} is keras_rs.layers.DistributedEmbedding, which holds its tables itself; "
-                "import keras_rs from tpuembed.compat, whose layer of that name takes the same arguments"
+                f"model: layer {node.name!r} is keras_rs.layers.DistributedEmbedding, which holds its tables itself. "
+                "Import keras_rs from tpuembed.compat, whose layer of that name takes the same arguments."
             )
 
 
@@ -148,7 +149,7 @@ def _named_specs(structure: Any, name: str) -> dict[str, Any]:
             raise ConfigError(f"model {name!r}: input {path!r}: expected a tf.TensorSpec, got {spec!r}")
         key = path if by_key else (getattr(spec, "name", None) or path or "inputs")
         if key in named:
-            raise ConfigError(f"model {name!r}: two of its inputs are called {key!r}; rename one")
+            raise ConfigError(f"model {name!r}: two of its inputs are called {key!r}. Rename one.")
         named[key] = spec
     return named
 
@@ -158,7 +159,7 @@ def _named_inputs(model: Any, structure: Any) -> dict[str, Any]:
     by_key = isinstance(structure, Mapping)
     named = {path if by_key else tensor.name: tensor for path, tensor in flatten(structure)}
     if len(named) < len(model.inputs):
-        raise ConfigError(f"model: two of its inputs are called the same, of {', '.join(named)}; rename one")
+        raise ConfigError(f"model: two of its inputs are called the same, of {', '.join(named)}. Rename one.")
     return named
 
 

@@ -120,8 +120,8 @@ def _form(name: str, tensor: Any) -> InputForm:
     is_known = dtype.is_integer or dtype.is_floating or dtype == tf.string
     if not is_known or shape.rank != 2 or getattr(tensor, "ragged_rank", None) not in (None, 1):
         raise ConfigError(
-            f"model input {name!r}: a {kind} input must hold integers, floats or strings and have rank 2 to be served padded; "
-            f"it is {dtype.name} {shape}"
+            f"model input {name!r}: is {kind} {dtype.name} {shape}. A {kind} input can be served if it has rank 2 and holds "
+            "integers, floats or strings. Make it one, or dense."
         )
     padded = tf.int64 if dtype.is_integer else tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
     spec = tf.TensorSpec([None, None], padded, name=name)

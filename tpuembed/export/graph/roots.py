@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.errors import CheckpointError, TpuEmbedError, UnknownObjectError, UnknownTableError
+from tpuembed.errors import CheckpointError, TpuEmbedError, UnknownObjectError, UnknownTableError, first_few
 from tpuembed.files import FilePath
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def naming_roots(path: str | FilePath, options: Mapping[str, Any] | None, model:
             others = {name: value for name, value in options.items() if name != "root"}
             fitting = _fitting(path, others, error, model)
         if fitting and str(options["root"]).strip("/") not in fitting:
-            shown = ", ".join(fitting[:_SHOWN]) + (", ..." if len(fitting) > _SHOWN else "")
+            shown = first_few(fitting, _SHOWN)
             text = str(error).partition(". Objects that hold layers")[0]
             remedy = (
                 f"{shown}. Give --checkpoint-option root={fitting[0]}" if fitting[0] else "all of it: leave root out"

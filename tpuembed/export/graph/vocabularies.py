@@ -287,7 +287,7 @@ def _made_as(vocabulary: _Vocabulary) -> tuple[str, int, str]:
 def _differs(mine: _Vocabulary, saved: _Vocabulary, source: str | FilePath, where: str = "") -> CheckpointMismatchError:
     than = where or f"the trained {saved.layer!r}"
     begin = f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than {than}. "
-    end = "Give the layer the vocabulary, and the name, that it was trained with"
+    end = "Give the layer the vocabulary and the name that it was trained with."
     if mine.entries is None or saved.entries is None:
         return CheckpointMismatchError(f"{begin}They are made in another order than in the file. {end}")
     here, there = mine.described, saved.described
@@ -339,7 +339,7 @@ def _of_file(path: FilePath, layers: Iterable[str]) -> tuple[Any, list[_Vocabula
         with open_stream(path) as file, zipfile.ZipFile(file) as archive:
             return _of_archive(archive, layers)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise CheckpointCorruptError(f"model file {path}: {error}; restore it from another copy") from None
+        raise CheckpointCorruptError.of(f"model file {path}: cannot be unpacked: {error}") from None
 
 
 def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tuple[Any, list[_Vocabulary]]:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
+from tpuembed.errors import first_few
 
 __all__ = ["Candidate", "Mismatch", "Names", "find_candidates", "match_by_name"]
 
@@ -247,8 +248,8 @@ class _Walk:
             others = [child for child in others if not theirs[child] or any(self._may_be(mine, child) for mine in rest)]
         if len(rest) != len(others):
             raise Mismatch(
-                f"{where.path}: {len(others)} of its layers and {len(rest)} of the model's have no name of their own, or none "
-                "that the other side has"
+                f"{where.path} has {len(others)} layers without a name of their own, or with one that the model lacks, and the "
+                f"model has {len(rest)} such layers"
             )
         confirmed = {name for other in others for name in self._chosen(self._saved, other)}
         forms = Counter(self._form(child, confirmed) for child in rest)
@@ -335,7 +336,7 @@ class _Walk:
             if made < before.get(alike, 0):
                 raise Mismatch(
                     f"{where.path} holds layers of one form whose names repeat ({alike[0][0]}), and the model has them in another "
-                    "order than it makes them in; return a dict of outputs, or save with model.save_weights('model.weights.h5')"
+                    "order than it makes them in (return a dict of outputs, or save with model.save_weights('model.weights.h5'))"
                 )
             before[alike] = made
 
@@ -504,9 +505,9 @@ def _inside(owners: Mapping[tuple[str, ...], Sequence[int]], scope: tuple[str, .
 
 
 def _why_not(model: Objects, scope: tuple[str, ...], owners: Sequence[int], found: Sequence[int]) -> str:
-    mine = ", ".join(sorted(weight.name for owner in owners for weight in model.nodes[owner].weights.values()))
+    mine = first_few(sorted(weight.name for owner in owners for weight in model.nodes[owner].weights.values()))
     if not scope:
-        return f"nobody chose the names of {mine}, and Keras numbers layers anew in every process"
+        return f"Keras made the names of {mine}, and it numbers layers anew in every process"
     return f"{len(found)} saved layers and {len(owners)} of the model are called {'/'.join(scope)} ({mine})"
 
 

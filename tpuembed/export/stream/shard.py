@@ -215,7 +215,7 @@ def open_source(source: Source) -> "Checkpoint":
     if checkpoint.fingerprint() != source.fingerprint:
         checkpoint.close()
         raise CheckpointMismatchError(
-            f"checkpoint {source.path}: its files changed while it was being exported. Export it when it is complete."
+            f"source {source.path}: changed during its export. Export again when no program changes it."
         )
     return checkpoint
 

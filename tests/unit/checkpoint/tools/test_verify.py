@@ -157,7 +157,7 @@ def test_a_store_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             verify_files("gs://bucket/models")
     remote._store.cache_clear()
     assert re.fullmatch(
-        r"checkpoint gs://bucket/models: cannot be read: the store answers 403 \w+; the credentials are wrong, or may not .*",
+        r"checkpoint gs://bucket/models: cannot be read: the store answers 403 \w+\. The credentials are wrong, or may not .*",
         str(caught.value),
     )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tpuembed.errors import TpuEmbedError, WorkerError
+from tpuembed.errors import TpuEmbedError, WorkerError, reason
 from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.stream.batch import Failure
@@ -267,4 +267,4 @@ def _spawn(stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0, env=environment)
     except OSError as error:
         stderr.close()
-        raise WorkerError(f"worker process {sys.executable!r}: cannot be started: {error.strerror}.") from None
+        raise WorkerError(f"worker process {sys.executable!r}: cannot be started: {reason(error)}.") from None
