@@ -13,9 +13,11 @@ RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "performance.md"
 
 HEAD = """# Performance
 
-Written by `python -m benchmarks.report` from `benchmarks/results/`, which `python -m benchmarks` fills: every number has its peer
-or its limit beside it, taken in the same run, in turns, medians of the rounds. What counts is the ratio; the figures are those of
-a virtual machine with 2 cores, which also ran the clients. Its disk and its neighbours make rounds differ by 30%.
+`python -m benchmarks` measures, and `python -m benchmarks.report` writes this page from `benchmarks/results/`.
+
+- Every number has a peer or a limit beside it. Both were measured in the same run, in turns. Numbers are medians of the rounds.
+- Compare the ratios. The figures are those of a virtual machine with 2 cores, which also ran the clients.
+- Rounds differ by 30%, because other machines share the disk and the processors.
 """
 
 Row = Sequence[object]

@@ -33,6 +33,7 @@ def _public_names(module: str) -> list[str]:
     "module",
     [
         "tpuembed/__init__.py",
+        "tpuembed/checkpoint/tools/__init__.py",
         "tpuembed/export/__init__.py",
         "tpuembed/sizing/__init__.py",
         "tpuembed/testing/__init__.py",
