@@ -70,5 +70,3 @@ def setup(app: Sphinx) -> None:
     """Connect the functions of this file."""
     app.connect("source-read", _link_to_repository)
     app.connect("autodoc-process-signature", _signature)
-    # Until each folder of the table of contents has its first page.
-    logging.getLogger("sphinx.directives.other").logger.addFilter(lambda record: "glob pattern" not in str(record.msg))
