@@ -20,14 +20,15 @@ class RequestTimeouts:
     ) -> None:
         """Watch `requests`. `fail` is called for each that has reached its deadline, and must remove it."""
         self._loop, self._requests, self._fail = loop, requests, fail
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._next = 0.0
 
     def expect(self, deadline: float) -> None:
         """Check the requests at `deadline` at the latest, by the loop's clock."""
-        if self._timer is None or deadline < self._timer.when():
+        if self._timer is None or deadline < self._next:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(deadline, self._expire)
+            self._timer, self._next = self._loop.call_at(deadline, self._expire), deadline
 
     def _expire(self) -> None:
         self._timer = None
