@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
@@ -66,7 +67,15 @@ def _signature(
     return signature and signature.replace("<factory>", "..."), returns
 
 
+def _examples(_app: Sphinx, context: click.Context, lines: list[str]) -> None:
+    """Show a command's examples, as `--help` does."""
+    examples = getattr(context.command, "examples", ())
+    if examples:
+        lines += ["Examples::", "", *(f"    {example}" for example in examples), ""]
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions of this file."""
     app.connect("source-read", _link_to_repository)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("sphinx-click-process-epilog", _examples)
