@@ -80,6 +80,7 @@ def test_a_page_that_breaks_the_convention(page: str, says: str) -> None:
     [
         ("$ echo a; echo b >&2", "a", "b"),
         ("$ echo a b c", "a ... c"),
+        ("$ echo 0.25 s", "0.... s"),
         ("$ echo a", "...", "a"),
         ("$ seq 9", "1", "...", "8", "9"),
         ("$ seq 9", "..."),

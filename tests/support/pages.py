@@ -31,6 +31,7 @@ _CODE = {"python": "python", "py": "python", "bash": "console", "sh": "console",
 _LOG_LINE = re.compile(
     r"^(?:WARNING: All log messages before absl::InitializeLog\(\)|[IWE]0000 00:00:\d).*\n", re.MULTILINE
 )
+_ANYTHING = re.compile(r"\.{3,}")  # "0...." is a number of any digits
 _ANY_LINES = r"(?:.*\n)*?"
 
 
@@ -258,7 +259,7 @@ def _prints(expected: str, printed: str, *, and_more: bool = False) -> bool:
     """Compare lines: `...` is any number of lines, or anything within one."""
     pattern = ""
     for line in expected.splitlines():
-        pattern += _ANY_LINES if line.strip() == "..." else ".*?".join(map(re.escape, line.split("..."))) + r"\n"
+        pattern += _ANY_LINES if line.strip() == "..." else ".*?".join(map(re.escape, _ANYTHING.split(line))) + r"\n"
     return re.fullmatch(pattern + _ANY_LINES * and_more, printed + "\n" * bool(printed)) is not None
 
 
