@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tpuembed_cli.command import Command
+from tpuembed_cli.options import verbosity_options
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
 if TYPE_CHECKING:
@@ -15,16 +17,26 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    short_help="Train on ratings, export, serve and predict.",
+    examples=(
+        "tpuembed demo",
+        "tpuembed demo --ratings ml-100k/u.data --out demo --epochs 10",
+    ),
+)
 @click.option(
     "--ratings", type=click.Path(path_type=Path), metavar="FILE", help="MovieLens u.data (user, item, rating by tabs)."
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep checkpoint, export and predictions here."
 )
-@click.option("--epochs", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option(
+    "--epochs", type=click.IntRange(min=1), default=5, show_default=True, help="How often to go over the ratings."
+)
+@verbosity_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def demo(ratings: Path | None, out: Path | None, epochs: int, as_json: bool) -> None:
+def demo(ratings: Path | None, out: Path | None, epochs: int, verbose: bool, quiet: bool, as_json: bool) -> None:
     """Train on ratings, checkpoint, export, serve, and predict over HTTP.
 
     Without --ratings a set of MovieLens 100K's shape is generated. Ratings are trained on as (rating - 1) / 4; RMSE and the
@@ -33,15 +45,16 @@ def demo(ratings: Path | None, out: Path | None, epochs: int, as_json: bool) -> 
     from tpuembed_cli.ratings import data
 
     loaded = data.generate() if ratings is None else data.load(ratings)
-    import_tensorflow()
+    import_tensorflow(verbose=verbose)
     from tpuembed_cli.ratings.pipeline import run_demo
 
     out = Path(tempfile.mkdtemp(prefix="tpuembed-demo-")) if out is None else out
     with stdout_on_stderr():
-        result = run_demo(loaded, str(ratings or "generated"), out, epochs, lambda text: click.echo(text, err=True))
+        say = (lambda _: None) if quiet else (lambda text: click.echo(text, err=True))
+        result = run_demo(loaded, str(ratings or "generated"), out, epochs, say)
     if as_json:
         click.echo(json.dumps(result.to_dict()))
-    else:
+    elif not quiet:
         _print(result)
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuembed.errors import printable
+from tpuembed_cli.command import Command
+from tpuembed_cli.options import PATH
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import print_json, table_of, to_terminal, with_unit
 
@@ -17,8 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["describe"]
 
 
-@click.command()
-@click.argument("path")
+@click.command(
+    cls=Command,
+    short_help="Show what a checkpoint or an export contains.",
+    examples=(
+        "tpuembed describe checkpoints/ckpt-1",
+        "tpuembed describe models/rec --json",
+    ),
+)
+@click.argument("path", type=PATH)
 @options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuembed.errors import printable
+from tpuembed_cli.command import Command
+from tpuembed_cli.options import PATH, options_of
 from tpuembed_cli.options import checkpoint_options as options
-from tpuembed_cli.options import options_of
 from tpuembed_cli.output import print_json, table_of, to_terminal
 from tpuembed_cli.progress import byte_progress
 
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["diff"]
 
 
-@click.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
+@click.command(
+    cls=Command,
+    short_help="Compare two checkpoints or exports, row by row.",
+    examples=(
+        "tpuembed diff checkpoints/ckpt-1 checkpoints/ckpt-2",
+        "tpuembed diff checkpoints/ckpt-1 models/rec/1 --json",
+    ),
+)
+@click.argument("first", type=PATH, metavar="A")
+@click.argument("second", type=PATH, metavar="B")
 @click.option("--slots", is_flag=True, help="Also compare the rows of optimizer slots.")
 @options
 @options_of("--first-option", "first_options", "The same, for A only.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpuembed_cli.command import Command
 from tpuembed_cli.output import print_json, table_of, to_terminal, with_unit
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    short_help="Estimate the SparseCore limits that tables need.",
+    examples=("tpuembed doctor features.yaml sample.npz --chips 8 --batch-size 16384",),
+)
 @click.argument("config", type=click.Path())
 @click.argument("sample", type=click.Path())
 @click.option("--chips", type=click.IntRange(1), required=True, help="TPU chips that share the tables.")

@@ -7,18 +7,50 @@ from typing import Any
 import click
 
 from tpuembed.errors import UnknownObjectError
-from tpuembed_cli.options import SIZE, checkpoint_options, output_names_option, rows_option, storage_option
+from tpuembed_cli.command import Command
+from tpuembed_cli.options import (
+    PATH,
+    SIZE,
+    checkpoint_options,
+    output_names_option,
+    rows_option,
+    storage_option,
+    verbosity_options,
+)
 from tpuembed_cli.progress import byte_progress
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
 __all__ = ["export"]
 
+_SECTIONS = {
+    "What to export": (
+        *("--serving-config", "--model", "--allow-unused-weights", "--table", "--feature", "--output-name", "--rows"),
+        "--checkpoint-option",
+    ),
+    "How it is stored": ("--storage", "--max-error", "--layout", "--serving-root", "--version"),
+    "How it runs": ("--max-memory", "--workers", "--engine", "--ray-address", "--resume"),
+}
 
-@click.command()
-@click.argument("checkpoint")
-@click.argument("model_dir")
+
+@click.command(
+    cls=Command,
+    short_help="Write a SavedModel of the tables of a checkpoint.",
+    sections=_SECTIONS,
+    api_names={"max_memory_bytes": "--max-memory", "serving_config": "serving_config"},
+    examples=(
+        "tpuembed export checkpoints/ckpt-1 models/rec",
+        "tpuembed export checkpoints models/rec --model train:build",
+        "tpuembed export ckpt-1 models/rec --table users --storage int8 --dry-run",
+        "tpuembed export ckpt-1 s3://bucket/rec --layout mmap --serving-root /models/rec",
+    ),
+)
+@click.argument("checkpoint", type=PATH)
+@click.argument("model_dir", type=PATH)
 @click.option(
-    "--serving-config", metavar="FILE", help="Features to serve, as YAML or JSON. Default: the checkpoint's own."
+    "--serving-config",
+    type=PATH,
+    metavar="FILE",
+    help="Features to serve, as YAML or JSON. Default: the checkpoint's own.",
 )
 @click.option("--model", metavar="MODULE:FACTORY", help="Export the whole Keras model that FACTORY() builds.")
 @click.option(
@@ -27,7 +59,11 @@ __all__ = ["export"]
     help="With --model: ignore saved weights that the model does not have, as for fewer heads or one tower.",
 )
 @click.option(
-    "--table", "tables", metavar="NAME", multiple=True, help="Export only this table and its features. Repeatable."
+    "--table",
+    "tables",
+    metavar="NAME",
+    multiple=True,
+    help="Export only this table and its features. Repeatable.",
 )
 @click.option(
     "--feature", "features", metavar="NAME", multiple=True, help="Export only this feature and its table. Repeatable."
@@ -76,6 +112,7 @@ __all__ = ["export"]
 )
 @checkpoint_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@verbosity_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def export(
     checkpoint: str,
@@ -86,6 +123,8 @@ def export(
     resume: bool,
     version: int | None,
     dry_run: bool,
+    verbose: bool,
+    quiet: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -98,9 +137,10 @@ def export(
     request |= {"model_dir": model_dir, "version": version, "resume": resume}
     with stdout_on_stderr():  # a model's code may print, and that must not mix with the report
         _check_without_tensorflow(checkpoint, request)
-        import_tensorflow()
-        text = (_plan if dry_run else _run)(checkpoint, request, as_json)
-    click.echo(text)
+        import_tensorflow(verbose=verbose)
+        text = _plan(checkpoint, request, as_json) if dry_run else _run(checkpoint, request, as_json, quiet)
+    if as_json or dry_run or not quiet:
+        click.echo(text)
 
 
 def _check_without_tensorflow(checkpoint: str, request: dict[str, Any]) -> None:
@@ -124,12 +164,12 @@ def _plan(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
     return json.dumps(plan.to_dict()) if as_json else plan.describe()
 
 
-def _run(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
+def _run(checkpoint: str, request: dict[str, Any], as_json: bool, quiet: bool) -> str:
     from tpuembed.export import export_saved_model
 
-    with byte_progress("export") as on_progress:
+    with byte_progress("export", quiet=quiet) as on_progress:
         report = export_saved_model(checkpoint, on_progress=on_progress, **request)
-    if report.dropped_features:
+    if report.dropped_features and not quiet:
         click.echo(f"Left out with their tables: {', '.join(report.dropped_features)}", err=True)
     if as_json:
         return json.dumps(report.to_dict())

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpuembed_cli.command import Command
+from tpuembed_cli.options import PATH, complete_tables
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import json_text
 
@@ -29,9 +31,16 @@ class _RowRange(click.ParamType[tuple[int, int]]):
         return int(match[1] or 0), int(match[2])
 
 
-@click.command()
-@click.argument("path")
-@click.argument("table")
+@click.command(
+    cls=Command,
+    short_help="Print rows of a table.",
+    examples=(
+        "tpuembed head checkpoints/ckpt-1 users --rows 0:5",
+        "tpuembed head models/rec users --json",
+    ),
+)
+@click.argument("path", type=PATH)
+@click.argument("table", shell_complete=complete_tables)
 @click.option(
     "--rows", "row_range", type=_RowRange(), metavar="START:STOP", help="Default: the first five existing rows."
 )

@@ -1,5 +1,6 @@
 """`tpuembed`: the group of commands. The module of a command is imported when the command runs."""
 
+import difflib
 import importlib
 import io
 import os
@@ -11,6 +12,7 @@ import click
 
 import tpuembed
 from tpuembed.errors import TpuEmbedError, printable
+from tpuembed_cli.command import Command
 
 __all__ = ["cli", "main"]
 
@@ -41,15 +43,28 @@ class _Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that `args` name; see click. An unknown one is refused with the closest name."""
+        close = difflib.get_close_matches(args[0], _COMMANDS, 1)
+        if close and args[0] not in _COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except TpuEmbedError as error:
-            raise click.ClickException(_short(str(error))) from error
+            raise click.ClickException(_short(self._with_flags(ctx, str(error)))) from error
         except BrokenPipeError:
             raise  # the reader of stdout has closed it, as `head` does: click exits with 1 and prints nothing
         except OSError as error:
             raise click.ClickException(_short(str(error))) from error
+
+    def _with_flags(self, ctx: click.Context, message: str) -> str:
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        return command.with_flags(message) if isinstance(command, Command) else message
 
 
 def _short(message: str) -> str:

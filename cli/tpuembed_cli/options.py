@@ -8,19 +8,23 @@ from typing import Any, TypeVar
 
 import click
 
+from tpuembed.errors import TpuEmbedError
 from tpuembed.manifest import STORAGE_TYPES
 
 __all__ = [
     "FOLDER",
+    "PATH",
     "SIZE",
     "STORAGE_TYPES",
     "ByteSize",
     "checkpoint_options",
+    "complete_tables",
     "option_group",
     "options_of",
     "output_names_option",
     "rows_option",
     "storage_option",
+    "verbosity_options",
 ]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)
@@ -67,6 +71,26 @@ class _LocalFolder(click.Path):
 
 
 FOLDER = _LocalFolder(path_type=Path)
+PATH = click.Path()
+"""A path or a URL. Shells complete it as a path."""
+
+
+def complete_tables(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of the tables in the checkpoint or export of the command, for a shell."""
+    from tpuembed.checkpoint import open_checkpoint
+
+    try:
+        with open_checkpoint(str(context.params.get("path"))) as checkpoint:
+            return sorted(name for name in checkpoint.tables() if name.startswith(incomplete))
+    except (TpuEmbedError, OSError):
+        return []
+
+
+def verbosity_options(command: _Command) -> _Command:
+    """Add `--verbose` and `--quiet` to a command."""
+    verbose = click.option("--verbose", "-v", is_flag=True, help="Also show TensorFlow's own messages.")
+    quiet = click.option("--quiet", "-q", is_flag=True, help="Show warnings and errors only; --json still prints.")
+    return verbose(quiet(command))
 
 
 def _as_mapping(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:

@@ -13,9 +13,11 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 @contextlib.contextmanager
-def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Return a context with a callback of (bytes done, total bytes)."""
-    if sys.stderr.isatty():
+def byte_progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Return a context with a callback of (bytes done, total bytes). `quiet` shows nothing."""
+    if quiet:
+        yield lambda *_: None
+    elif sys.stderr.isatty():
         with _bar(label) as update:
             yield update
     else:

@@ -14,16 +14,18 @@ from tpuembed.errors import MissingExtraError
 __all__ = ["import_tensorflow", "stdout_on_stderr"]
 
 
-def import_tensorflow() -> None:
-    """Import TensorFlow.
+def import_tensorflow(*, verbose: bool = False) -> None:
+    """Import TensorFlow. `verbose` shows its messages, at the import and later.
 
     Raises:
         MissingExtraError: it is not installed.
     """
     if "tensorflow" in sys.modules:
         return
+    if verbose:
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as notices, _redirected(2, notices.fileno()):
+    with tempfile.TemporaryFile() as notices, _redirected(2, 2 if verbose else notices.fileno()):
         try:
             import tensorflow  # noqa: F401, ICN001 - imported for its messages
         except ModuleNotFoundError as error:

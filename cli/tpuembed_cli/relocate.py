@@ -5,14 +5,20 @@ from pathlib import Path
 import click
 
 from tpuembed.errors import ConfigError
+from tpuembed_cli.command import Command
+from tpuembed_cli.options import PATH
 from tpuembed_cli.output import print_json
 
 __all__ = ["relocate"]
 
 
-@click.command()
-@click.argument("export")
-@click.argument("root")
+@click.command(
+    cls=Command,
+    short_help="Change the folder that an export maps tables from.",
+    examples=("tpuembed relocate models/rec /srv/models/rec",),
+)
+@click.argument("export", type=PATH)
+@click.argument("root", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def relocate(export: str, root: str, as_json: bool) -> None:
     """Make EXPORT, of layout mmap, map its tables from ROOT/<version>/.

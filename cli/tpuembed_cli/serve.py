@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from click.core import ParameterSource
 
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
+from tpuembed_cli.command import Command
 from tpuembed_cli.options import FOLDER, SIZE
 from tpuembed_cli.security_options import security_options, take_security
 from tpuembed_cli.telemetry_options import take_log, take_telemetry, telemetry_options
@@ -30,11 +32,54 @@ _OF_LOADING = {"config", "config_poll_seconds", "max_load_retries", "load_retry_
     *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
 """Options without a meaning if another server loads and runs the models."""
+_SECTIONS = {
+    "Models and versions": (
+        *(
+            "--name",
+            "--config",
+            "--config-poll-seconds",
+            "--poll-seconds",
+            "--max-load-retries",
+            "--load-retry-seconds",
+        ),
+        *("--allow-version-labels-for-unavailable-models", "--verify-on-load", "--prewarm", "--random-access"),
+    ),
+    "Ports, processes and stop": (
+        *("--host", "--rest-port", "--grpc-port", "--grpc-socket-path", "--grpc-channel-arguments", "--no-grpc"),
+        *("--workers", "--listen-when-loaded", "--lame-duck-seconds", "--drain-seconds"),
+    ),
+    "Batching and requests": (
+        *("--run-threads", "--max-queued-requests", "--rest-timeout-ms", "--enable-batching"),
+        *("--batching-parameters-file", "--enable-per-model-batching-parameters", "--max-batch-rows"),
+    ),
+    "Log and telemetry": (
+        *("--log-format", "--verbose", "--quiet", "--access-log", "--metrics", "--monitoring-config-file", "--otel"),
+    ),
+    "Access and limits": (
+        *("--api-key-file", "--tls-cert", "--tls-key", "--tls-client-ca", "--enable-cors", "--max-request-memory"),
+        *("--max-body-bytes", "--max-connections", "--max-header-bytes", "--max-rows", "--max-json-depth"),
+        "--receive-seconds",
+    ),
+    "TensorFlow Serving": ("--backend", "--target", "--print-tf-serving"),
+}
+_GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+VARIABLES = "TPUEMBED_SERVE_"
 _POSITIVE = click.IntRange(min=1)
 _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
 
-@click.command(short_help="Serve the models under MODEL_DIR over HTTP.")
+@click.command(
+    cls=Command,
+    short_help="Serve models over HTTP and gRPC.",
+    sections=_SECTIONS,
+    variables=VARIABLES,
+    examples=(
+        "tpuembed serve models/rec",
+        "tpuembed serve models/rec --name rec --host 0.0.0.0 --workers 4 --log-format json",
+        "tpuembed serve --config models.config --config-poll-seconds 10 --metrics",
+        "tpuembed serve models/rec --rest-port 8443 --tls-cert cert.pem --tls-key key.pem",
+    ),
+)
 @click.argument("model_dir", type=FOLDER, required=False)
 @click.option("--name", help="The model's name in URLs; the default is the folder's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
@@ -188,7 +233,7 @@ def serve(
         _check_extra(() if no_grpc else _GRPC_PACKAGES)
     from tpuembed_serving import LoadSettings, ServerSettings
 
-    run = functools.partial(_print_tf_serving, context) if prints else _serve
+    run = functools.partial(_print_tf_serving if prints else _serve, context)
     options["batching"] = take_batching(options)
     options["telemetry"] = take_telemetry(options)
     options["log"] = take_log(options)
@@ -209,10 +254,21 @@ def serve(
         run(ServerSettings(models=read_models(config), config_file=config, **options))
 
 
-def _serve(settings: "ServerSettings") -> None:
+def _serve(context: click.Context, settings: "ServerSettings") -> None:
     from tpuembed_serving import serve as run_server
 
+    assert isinstance(context.command, Command)
+    if unknown := context.command.unknown_variables(os.environ):
+        _warn(settings, f"no option of tpuembed serve has these environment variables: {', '.join(unknown)}")
     run_server(settings)
+
+
+def _warn(settings: "ServerSettings", text: str) -> None:
+    """Write a warning to the log of the server, before it starts."""
+    from tpuembed_serving.telemetry.server_log import log_to_stderr
+
+    log_to_stderr(settings.log)
+    logging.getLogger("tpuembed_serving").warning(text)
 
 
 def _print_tf_serving(context: click.Context, settings: "ServerSettings") -> None:
@@ -283,7 +339,7 @@ def _check_target(context: click.Context, model_dir: Path | None, name: str | No
         raise click.UsageError(f"--target is {target!r}. Give HOST:PORT of TensorFlow Serving's gRPC API.")
     given = [] if model_dir is None else ["MODEL_DIR"]
     for parameter in context.command.params:
-        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        is_given = context.get_parameter_source(parameter.name or "") in _GIVEN
         if is_given and parameter.name in _OF_LOADING:
             given.append(parameter.opts[0])
     if given:

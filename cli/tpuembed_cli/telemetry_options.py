@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from tpuembed_cli.options import option_group
 
@@ -63,6 +64,11 @@ def take_log(options: dict[str, Any]) -> Any:
     from tpuembed_serving.settings import LogSettings
 
     verbose, quiet = options.pop("verbose"), options.pop("quiet")
+    if verbose and quiet:
+        source = click.get_current_context().get_parameter_source
+        from_flags = [source(name) is ParameterSource.COMMANDLINE for name in ("verbose", "quiet")]
+        if any(from_flags) and not all(from_flags):  # a flag wins over a variable
+            verbose, quiet = from_flags
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet contradict each other. Leave one out.")
     level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tpuembed.errors import CheckpointCorruptError, printable
+from tpuembed_cli.command import Command
+from tpuembed_cli.options import PATH
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import print_json, with_unit
 from tpuembed_cli.progress import byte_progress
@@ -15,8 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
-@click.command()
-@click.argument("path")
+@click.command(
+    cls=Command,
+    short_help="Compare a checkpoint or an export with its checksums.",
+    examples=(
+        "tpuembed verify checkpoints/ckpt-1",
+        "tpuembed verify models/rec/1",
+    ),
+)
+@click.argument("path", type=PATH)
 @options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def verify(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None:

@@ -160,6 +160,18 @@ def test_describe_and_export_print_one_json_object(checkpoint: Path, tmp_path: P
     assert "users" in _run("describe", checkpoint).stdout
 
 
+def test_a_quiet_export_prints_what_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    done = _run("export", checkpoint, tmp_path / "m", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert json.loads(_run("export", checkpoint, tmp_path / "m", "-q", "--json").stdout)["version"] == 2
+    assert "users: 30 rows" in _run("export", checkpoint, tmp_path / "m", "-q", "--dry-run").stdout
+
+
+def test_a_verbose_export_shows_messages_of_tensorflow(checkpoint: Path, tmp_path: Path) -> None:
+    done = _run("export", checkpoint, tmp_path / "m", "--verbose")
+    assert (done.returncode, "absl::InitializeLog" in done.stderr) == (0, True)
+
+
 def test_a_warning_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     """Here of what a killed export of something else has left."""
     left = tmp_path / "m" / ".staging-1-left"
@@ -227,7 +239,7 @@ _SERVING = {
         (["{ckpt}", "{tmp}/m", "--serving-config", "{tmp}/none.yaml"], "cannot be read"),
         (["{ckpt}", "{tmp}/m", "--model", "nowhere"], "expected MODULE:FACTORY"),
         (["{ckpt}", "{tmp}/m", "--model", "nowhere:f"], "cannot be imported"),
-        (["{ckpt}", "{tmp}/m", "--max-memory", "8"], "max_memory_bytes is 8"),
+        (["{ckpt}", "{tmp}/m", "--max-memory", "8"], "--max-memory is 8"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_1(
