@@ -14,6 +14,8 @@ from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 IDS = np.array([3, 0, 9])
 
 

@@ -13,6 +13,8 @@ from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError, UnknownTableError
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 IDS = np.array([3, 0, 9])
 DENSE = np.random.default_rng(0).normal(50.0, 3.0, (3, 2)).astype(np.float32)
 

@@ -13,6 +13,8 @@ from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.manifest import Manifest
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 WARMUP = "assets.extra/tf_serving_warmup_requests"
 ROWS = 40
 

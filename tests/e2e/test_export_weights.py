@@ -15,6 +15,8 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_mode
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, ConfigError
 from tpuembed_cli.main import cli
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 IDS = np.array([3, 0, 9])
 HEADS = ("click", "watch", "like")
 

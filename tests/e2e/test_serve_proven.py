@@ -15,6 +15,8 @@ from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.tensorflow import session as runtime
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 SIZES = {"a": (40, 4), "b": (30, 8)}
 PLAIN = {
     "one": {"table": "a", "input": "id"},

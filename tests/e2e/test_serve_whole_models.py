@@ -13,6 +13,8 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_mode
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.tensorflow import session as runtime
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 NAMES = ("a", "b", "c")
 ROWS = {"a": 10, "b": 20, "c": 30}
 IDS = {"a": np.array([0, 9, 3]), "b": np.array([19, 0, 7]), "c": np.array([29, 29, 0])}

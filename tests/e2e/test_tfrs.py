@@ -13,6 +13,8 @@ from tests.support import capi
 from tpuembed import TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 ROOT = Path(__file__).parents[1] / "golden" / "tfrs"
 E = tf.tpu.experimental.embedding
 

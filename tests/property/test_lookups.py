@@ -212,7 +212,7 @@ def lookups(combiner: str, weighted: bool, policy: str, length: int = 0, few: bo
             ),
             "padded": lambda name: PaddedIds(name, layer_features[name], matrix, of_matrix),
         }
-        for kind, make in kinds.items():
+        for kind, make in kinds.items() if few else ():  # only exports depend on `few`
             flat = [make(name).flatten() for name in names]
             for way, rows in (("layer", _trained(flat, names)), ("model", bound.lookup(flat, names))):
                 found |= {f"{way}, {kind}, {name}": each for name, each in zip(names, rows, strict=True)}

@@ -5,7 +5,8 @@ inlined (`not_inlined`) is one such operation. The operation `If` runs a functio
 cheaper than a call if it is taken.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import tensorflow as tf
@@ -23,19 +24,28 @@ def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
 
 
 def choose(
-    condition: Tensor, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Tensor
+    condition: Tensor,
+    then: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    *arguments: Tensor,
+    shared: bool = False,
 ) -> list[Tensor]:
     """Return the outputs of `then` or `otherwise` for `arguments`. Both must refer to the same variables.
 
     Args:
         condition: scalar bool.
         then, otherwise: each returns a tensor, or a list of as many tensors of the same dtypes.
+        shared: True if the branches use their arguments alone. They are then traced once in a process, for arguments with any
+            first dimension, because tracing takes a good part of an export's time.
     """
-    specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
-    branches = [
-        tf.function(branch, input_signature=specs, autograph=False).get_concrete_function()
-        for branch in (then, otherwise)
-    ]
+    if shared:
+        specs = [
+            tf.TensorSpec([None, *argument.shape[1:]][: argument.shape.rank], argument.dtype) for argument in arguments
+        ]
+        branches = [_traced_once(branch, *specs) for branch in (then, otherwise)]
+    else:
+        specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
+        branches = [_traced(branch, specs) for branch in (then, otherwise)]
     captured = [branch.captured_inputs for branch in branches]
     if [id(tensor) for tensor in captured[0]] != [id(tensor) for tensor in captured[1]]:
         raise ValueError("the branches refer to different variables")
@@ -50,6 +60,17 @@ def choose(
     for tensor, one, other in zip(found, *outputs, strict=True):
         tensor.set_shape(_common_shape(one.shape, other.shape))
     return list(found)
+
+
+@lru_cache(maxsize=256)
+def _traced_once(branch: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
+    # Nothing of the graph or the device that the first caller traces may be part of it.
+    with tf.init_scope(), tf.device(None):
+        return _traced(branch, specs)
+
+
+def _traced(branch: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
+    return tf.function(branch, input_signature=specs, autograph=False).get_concrete_function()
 
 
 def _common_shape(one: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:

@@ -196,7 +196,8 @@ class AdjacentSegments(Segments):
         """Sum each segment."""
         segments = tf.convert_to_tensor(self.ids)
         in_order = tf.reduce_all(segments >= tf.concat([tf.zeros_like(segments[:1]), segments[:-1]], 0))
-        (sums,) = choose(in_order, _sorted_sum, tf.math.unsorted_segment_sum, values, segments, self.count)
+        branches = _sorted_sum, tf.math.unsorted_segment_sum
+        (sums,) = choose(in_order, *branches, values, segments, self.count, shared=True)
         return tf.ensure_shape(sums, [None, *values.shape[1:]])
 
 
