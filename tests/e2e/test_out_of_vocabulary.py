@@ -18,8 +18,6 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_mode
 from tpuembed.errors import ConfigError
 from tpuembed.live import export_model
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
-
 Array = np.ndarray[Any, Any]
 ROWS = {"users": 7, "items": 11, "ünïts": 5}
 DIM = 3

@@ -59,21 +59,20 @@ def test_sparse_ids_of_rank_three_are_combined_over_their_last_axis(combiner: st
     np.testing.assert_allclose(found, truth, atol=1e-6)
 
 
-def test_sums_of_lists_share_their_functions_and_no_device() -> None:
-    width = 11  # of no other test: the first trace is here
+def test_sums_of_lists_share_their_functions() -> None:
+    width, count = 11, tf.constant(3, tf.int64)
+    rows = tf.constant(np.arange(3 * width, dtype=np.float32).reshape(3, width))
+    found = AdjacentSegments(tf.constant([0, 0, 2], tf.int64), count).add(rows)
+    np.testing.assert_array_equal(found, [rows[0] + rows[1], np.zeros(width), rows[2]])
 
     @tf.function(input_signature=[tf.TensorSpec([None, width]), tf.TensorSpec([None], tf.int64)], autograph=False)
     def add(rows: Any, segments: Any) -> list[Any]:
-        with tf.device("/cpu:0"):
-            strategies = [AdjacentSegments(ids, tf.constant(3, tf.int64)) for ids in (segments, 2 - segments)]
-            return [strategy.add(rows) for strategy in strategies]
+        return [AdjacentSegments(ids, count).add(rows) for ids in (segments, 2 - segments)]
 
     functions = add.get_concrete_function().graph.as_graph_def().library.function
     assert len(functions) == 2  # for segments in order, and for others
-    assert not any(node.device for function in functions for node in function.node_def)
-    rows = np.arange(3 * width, dtype=np.float32).reshape(3, width)
-    first, second = add(rows, np.array([0, 0, 2]))
-    np.testing.assert_array_equal(first, [rows[0] + rows[1], np.zeros(width), rows[2]])
+    first, second = add(rows, tf.constant([0, 0, 2], tf.int64))
+    np.testing.assert_array_equal(first, found)
     np.testing.assert_array_equal(second, [rows[2], np.zeros(width), rows[0] + rows[1]])
 
 

@@ -64,8 +64,7 @@ def choose(
 
 @lru_cache(maxsize=256)
 def _traced_once(branch: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
-    # Nothing of the graph or the device that the first caller traces may be part of it.
-    with tf.init_scope(), tf.device(None):
+    with tf.init_scope():  # it outlives the graph that its first caller traces
         return _traced(branch, specs)
 
 

@@ -1,13 +1,13 @@
-"""Exports of these tests start no processes: the graphs do not depend on who writes the rows."""
+"""Exports without worker processes, for the tests that ask for them: the graphs do not depend on who writes the rows."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.export.in_process import exports_in_this_process
+from tests.support.export import in_process
 
 
-@pytest.fixture(scope="module", autouse=True)
-def in_this_process() -> Iterator[None]:
-    with exports_in_this_process():
+@pytest.fixture(scope="module")
+def exports_in_this_process() -> Iterator[None]:
+    with in_process.exports_in_this_process():
         yield
