@@ -292,7 +292,7 @@ class ServedModel:
         record.retry_at = time.monotonic() + self._options.retry_seconds
         left = self._options.max_retries + 1 - record.tries
         more = f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
-        record.fault = f"{status.message}. {more}"
+        record.fault = f"{status.message.rstrip('.')}. {more}"
         self._enter(record, State.END, status)
 
     def _enter(self, record: _Version, state: State, error: StatusError | None) -> None:
