@@ -63,6 +63,7 @@ def test_each_failure_is_logged_once(log: Log) -> None:
     assert log.note(one(State.LOADING, "", 1)) == ["INFO loading m from /models/m/1"]
     assert len(log.note(one(State.END, fault, 2))) == 1
     assert log.note(one(State.END, fault, 2)) == []
+    assert len(log.note(one(State.END, fault, 3))) == 1, "of several workers, one has failed all the time"
 
 
 def test_a_load_that_a_stop_ends_is_no_error(log: Log) -> None:
