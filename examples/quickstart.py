@@ -1,7 +1,6 @@
 """Train, checkpoint, export: the README's example."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 
@@ -15,10 +14,12 @@ def build():
     return keras.Model(inputs, keras.layers.Dense(1, name="score")(joined))
 
 if __name__ == "__main__":
+    keras.utils.set_random_seed(1)
     model = build()
     model.compile(optimizer="adagrad", loss="mse")  # the dense part, with Adagrad
-    watched = tf.ragged.constant([[3, 14], [159], [2, 65, 358]], dtype=tf.int64)
-    examples = {"user": np.array([1, 2, 3]), "watched": watched}
-    model.fit(tf.data.Dataset.from_tensors((examples, np.ones((3, 1)))).repeat(20), verbose=0, shuffle=False)
+    examples = {"user": tf.constant([1, 2, 3], tf.int64),
+                "watched": tf.ragged.constant([[3, 14], [159], [2, 65, 358]], dtype=tf.int64)}
+    model.fit(tf.data.Dataset.from_tensors((examples, tf.ones((3, 1)))).repeat(20), verbose=0, shuffle=False)
+    print("scores:", model(examples).numpy().round(4).ravel())
     checkpoint = tf.train.Checkpoint(model=model).write("quickstart/ckpt")
-    print(export_saved_model(checkpoint, "quickstart/recommender", model=build).path)
+    print("export:", export_saved_model(checkpoint, "quickstart/recommender", model=build).path)
