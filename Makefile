@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
 RATINGS := .data/ml-100k.inter
 EXTRAS := tf,serve,hdf5,jax,cloud,ray,dev
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.
@@ -15,7 +16,7 @@ NEWEST_TESTS := $(addprefix tests/unit/,cli config files layer live serving) tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-docs test-long test-oldest test-newest-python tpu-proof check docs bench format clean
+.PHONY: help demo test test-docs test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -23,12 +24,18 @@ help:  ## list the targets
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
-	@touch $(STAMP)
+	@touch $(STAMP) $(DEMO)
+
+$(DEMO): pyproject.toml
+	@echo "Installing TensorFlow and the server into $(VENV): 650 MB to download, 2.3 GB on the disk. Unpacking takes a minute."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[tf,serve]'
+	@touch $(DEMO)
 
 $(RATINGS): | $(STAMP)
 	-$(BIN)/python tests/fetch_movielens.py $@  # without it one test says what it misses
 
-demo: $(STAMP)  ## train, checkpoint, export, serve and predict, end to end
+demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; installs what this needs alone
 	$(BIN)/tpuembed demo
 
 test: $(STAMP) $(RATINGS)  ## the test suite, or one room of it: make test AREA=serving/batching
@@ -68,6 +75,9 @@ $(VENV)/.docs: $(STAMP)
 docs: $(VENV)/.docs  ## the documentation's site, under build/docs: a dead link or a broken docstring is an error
 	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --keep-going --quiet -d build/doctrees docs build/docs
 
+package: $(STAMP)  ## sdist and wheel under dist/, checked by twine; the wheel installed and used in a fresh environment
+	$(BIN)/python -m pytest -n 0 -m long tests/package
+
 bench: $(STAMP)  ## every benchmark, as JSON and a table under benchmarks/results/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	$(BIN)/python -m benchmarks
@@ -77,4 +87,4 @@ format: $(STAMP)  ## rewrite the source as `make check` wants it
 	$(BIN)/ruff format .
 
 clean:  ## remove what the targets made
-	rm -rf build $(VENV) .venv-oldest .venv-newest .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist $(VENV) .venv-oldest .venv-newest .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,10 @@
 """`tpuembed demo`: train, export, serve and predict, with the results on one screen."""
 
+import csv
 import json
+import shlex
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,17 +49,19 @@ def demo(ratings: Path | None, out: Path | None, epochs: int, verbose: bool, qui
     from tpuembed_cli.ratings import data
 
     loaded = data.generate() if ratings is None else data.load(ratings)
+    say = (lambda _: None) if quiet else (lambda text: click.echo(text, err=True))
+    say("loading TensorFlow")
     import_tensorflow(verbose=verbose)
     from tpuembed_cli.ratings.pipeline import run_demo
 
     out = Path(tempfile.mkdtemp(prefix="tpuembed-demo-")) if out is None else out
     with stdout_on_stderr():
-        say = (lambda _: None) if quiet else (lambda text: click.echo(text, err=True))
         result = run_demo(loaded, str(ratings or "generated"), out, epochs, say)
     if as_json:
         click.echo(json.dumps(result.to_dict()))
     elif not quiet:
         _print(result)
+        click.echo(_now_try(result))
 
 
 def _print(result: "DemoResult") -> None:
@@ -78,3 +84,20 @@ def _print(result: "DemoResult") -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console(soft_wrap=True).print(table)
+
+
+def _now_try(result: "DemoResult") -> str:
+    """Return the commands, for a shell, that serve the demo's model and repeat the first test prediction."""
+    with open(result.test_predictions, newline="") as file:
+        first = next(csv.DictReader(file))
+    instances = json.dumps({"instances": [{"user_id": int(first["user"]), "movie_id": int(first["item"])}]})
+    program = "tpuembed" if shutil.which("tpuembed") else shlex.quote(str(Path(sys.executable).with_name("tpuembed")))
+    return f"""
+Now try: serve the model, wait until the server is ready, predict, stop the server.
+
+    {program} serve {shlex.quote(str(Path(result.export_path).parent))} &
+    curl -sf --retry 300 --retry-delay 1 --retry-connrefused http://127.0.0.1:8501/readyz
+    curl -d '{instances}' http://127.0.0.1:8501/v1/models/ratings:predict
+    kill $!
+
+The answer is the first prediction of the table, {result.first_prediction:.6f}."""

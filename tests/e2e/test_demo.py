@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+
+from tests.support.serving.served import free_port
 
 RATINGS = Path(__file__).parents[2] / ".data" / "ml-100k.inter"
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main", "demo"]
@@ -89,10 +92,23 @@ def test_the_export_answers_the_checkpoints_numbers(movielens: Any) -> None:
     np.testing.assert_allclose(hidden[:, 0], [float(row["prediction"]) for row in rows], atol=1e-5)
 
 
-def test_generated_ratings_walk_the_same_road() -> None:
-    found = _demo("--epochs", "1")
-    assert found["largest_difference"] <= 1e-6
-    assert 0.1 < found["test_rmse"] < 0.4
+@pytest.mark.timeout(600)
+def test_generated_ratings_and_the_commands_to_try_next(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--epochs", "1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    cells = dict(re.findall(r"│ (.*?) +│ (.*?) +│", done.stdout))
+    assert float(cells["largest difference"].split()[0]) <= 1e-6
+    assert 0.1 < float(cells["test RMSE"]) < 0.4
+    assert "WARNING" not in done.stderr
+
+    lines = re.findall(r"^    (.*)$", done.stdout, re.MULTILINE)
+    script = "\n".join(lines).replace(" &", " --no-grpc --rest-port 8501 &").replace("8501", str(free_port()))
+    tried = subprocess.run(["bash", "-ec", script + "\nwait"], capture_output=True, text=True, timeout=200)
+    assert tried.returncode == 0, tried.stderr
+    (((prediction,),),) = json.loads(tried.stdout.removeprefix('{"status":"ready"}')).values()
+    assert f"{prediction:.6f}" == cells["first prediction"].split()[0]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tpuembed.errors import ServingError
 
 __all__ = ["Client", "serving"]
 
-_READY_SECONDS = 90.0
+_READY_SECONDS = 180.0
 
 
 @contextlib.contextmanager

@@ -57,15 +57,15 @@ def run_demo(ratings: Ratings, origin: str, out: Path, epochs: int, say: Callabl
     users, items = int(ratings.users.max()) + 1, int(ratings.items.max()) + 1
     say(f"1/5 train: {len(train)} ratings, {users - 1} users, {items - 1} items, {epochs} epochs")
     model = build(users, items)
-    train_rmse = _train(model, train, epochs)
+    train_rmse = _train(model, train, epochs, say)
     predicted = model.predict(_inputs(test), batch_size=4096, verbose=0)[:, 0]
-    say("2/5 checkpoint")
+    say(f"2/5 checkpoint: {out / 'ckpt'}")
     checkpoint = tf.train.Checkpoint(model=model).write(str(out / "ckpt"))
-    say("3/5 export")
+    say(f"3/5 export: {out / 'ratings'}")
     report = export_saved_model(checkpoint, out / "ratings", model=lambda: build(users, items))
     say("4/5 serve")
     with serving(out / "ratings") as client:
-        say("5/5 predict over HTTP")
+        say(f"5/5 predict over HTTP: {len(test)} test ratings, then {_TIMED_REQUESTS} requests of one row")
         served = _predict(client, test)
         p50 = client.p50_ms(test.users[:_TIMED_REQUESTS].tolist(), test.items[:_TIMED_REQUESTS].tolist())
     return DemoResult(
@@ -98,11 +98,14 @@ def _inputs(ratings: Ratings) -> dict[str, npt.NDArray[np.int64]]:
     return {"user_id": ratings.users, "movie_id": ratings.items}
 
 
-def _train(model: Any, train: Ratings, epochs: int) -> list[float]:
+def _train(model: Any, train: Ratings, epochs: int, say: Callable[[str], None]) -> list[float]:
     model.compile(optimizer="adagrad", loss="mse", metrics=[rmse()])
     dataset = tf.data.Dataset.from_tensor_slices((_inputs(train), train.labels[:, None]))
     dataset = dataset.shuffle(len(train), seed=42).batch(_BATCH).prefetch(2)
-    history = model.fit(dataset, epochs=epochs, verbose=0, shuffle=False)
+    epoch_said = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: say(f"    epoch {epoch + 1} of {epochs}: RMSE {logs['rmse']:.4f}")
+    )
+    history = model.fit(dataset, epochs=epochs, verbose=0, shuffle=False, callbacks=[epoch_said])
     return [float(value) for value in history.history["rmse"]]
 
 
