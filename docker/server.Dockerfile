@@ -4,7 +4,7 @@ FROM python:3.11-slim-bookworm
 
 RUN useradd --create-home --uid 1000 tpuembed
 WORKDIR /opt/tpuembed
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY tpuembed tpuembed
 COPY serving serving
 COPY cli cli

@@ -1,0 +1,119 @@
+"""What `python -m build` makes under dist/: its files, its metadata, and the wheel in an environment of its own."""
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import tpuembed
+
+pytestmark = pytest.mark.long  # `make package` runs them, and `make test-long`
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"tpuembed": ROOT, "tpuembed_serving": ROOT / "serving", "tpuembed_cli": ROOT / "cli"}
+CHECKPOINT = ROOT / "tests/golden/tfrs/no_optimizer/ckpt"
+
+
+@pytest.fixture(scope="module")
+def dist() -> Path:
+    """Build dist/ anew, as a release does."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    built = subprocess.run([sys.executable, "-m", "build"], cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return ROOT / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> "Message[str, str]":
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def _tracked(*folders: str) -> set[str]:
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(listed.stdout.splitlines())
+
+
+def test_the_metadata_is_what_package_indexes_accept(dist: Path) -> None:
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir()], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_the_wheel_has_the_three_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    tracked = _tracked(*(str(folder.relative_to(ROOT) / name) for name, folder in FOLDERS.items()))
+    assert found == {path.removeprefix("serving/").removeprefix("cli/") for path in tracked}
+
+
+def test_the_sdist_has_the_packages_the_documents_and_the_license_and_no_tests(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = _tracked("tpuembed", "serving", "cli", "docs", "examples", "*.md", "LICENSE", "pyproject.toml")
+    assert found - {"PKG-INFO", ".gitignore"} == {
+        path for path in wanted if not path.startswith(("tests/", "benchmarks/"))
+    }
+
+
+def test_links_of_the_readme_are_absolute_and_their_files_exist(metadata: "Message[str, str]") -> None:
+    targets = re.findall(r"\]\(([^)]+)\)", str(metadata.get_payload()))
+    assert len(targets) > 15
+    for target in targets:
+        assert target.startswith("https://"), target
+        ours = re.match(
+            r"https://(?:raw\.githubusercontent|github)\.com/tpuembed/tpuembed/(?:blob/)?main/([^#]+)", target
+        )
+        assert ours is None or (ROOT / ours[1]).is_file(), target
+
+
+def test_the_python_versions_are_those_that_ci_runs(metadata: "Message[str, str]") -> None:
+    named = [
+        value.rpartition(" ")[2] for value in metadata.get_all("Classifier", []) if re.search(r":: 3\.\d+$", value)
+    ]
+    makefile = (ROOT / "Makefile").read_text()
+    newest = re.search(r"^NEWEST_PYTHON \?= (\S+)$", makefile, re.MULTILINE)
+    lowest = str(metadata["Requires-Python"]).removeprefix(">=")
+    assert newest is not None
+    assert named == [lowest, newest[1]]
+
+
+def test_the_wheel_works_in_an_environment_without_tensorflow(wheel: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "venv" / "bin"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pip = [str(programs / "python"), "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([*pip, "install", "--quiet", wheel], check=True, env=environment)
+
+    def run(*arguments: str) -> str:
+        command = [str(programs / "tpuembed"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("--version") == f"tpuembed, version {tpuembed.__version__}\n"
+    commands = set(re.findall(r"^  ([a-z]+) ", run("--help"), re.MULTILINE))
+    assert {"demo", "describe", "diff", "doctor", "export", "head", "relocate", "serve", "verify"} <= commands
+    for command in commands:
+        assert "Usage: tpuembed " + command in run(command, "--help")
+    assert re.search(r"video/table\.v1 +│ 11 +│ 4 ", run("describe", str(CHECKPOINT)))
+    packages = subprocess.run([*pip, "freeze"], check=True, env=environment, capture_output=True, text=True).stdout
+    assert "tensorflow" not in packages
+    subprocess.run([*pip, "check"], check=True, env=environment)
