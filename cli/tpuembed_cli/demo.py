@@ -49,7 +49,11 @@ def demo(ratings: Path | None, out: Path | None, epochs: int, verbose: bool, qui
     from tpuembed_cli.ratings import data
 
     loaded = data.generate() if ratings is None else data.load(ratings)
-    say = (lambda _: None) if quiet else (lambda text: click.echo(text, err=True))
+
+    def say(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
     say("loading TensorFlow")
     import_tensorflow(verbose=verbose)
     from tpuembed_cli.ratings.pipeline import run_demo
