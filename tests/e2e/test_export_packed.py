@@ -14,6 +14,8 @@ from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.manifest import Manifest, Packing
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 Array = npt.NDArray[Any]
 SIZES = {"a": (40, 4), "b": (30, 4), "c": (500, 16)}
 
