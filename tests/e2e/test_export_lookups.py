@@ -13,6 +13,8 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_mode
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.manifest import Manifest
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 Array = npt.NDArray[Any]
 VIDEOS, USERS = (40, 4), (30, 4)
 
