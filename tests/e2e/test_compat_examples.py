@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
+from tests.support.messages import refused
 from tpuembed import open_checkpoint
 from tpuembed.errors import ConfigError
 
@@ -101,9 +102,7 @@ def trace(hardware: str, batch: int = 16) -> Any:
 def test_tfrs_steps_trace_on_tpus() -> None:
     assert "SendTPUEmbeddingGradients" in trace("V1")
     assert "SendTPUEmbeddingGradients" not in trace("UNSUPPORTED")
-    with pytest.raises(
-        ConfigError, match="Give the FeatureConfig an output_shape"
-    ):  # as TensorFlow's own class wants it
+    with refused(ConfigError):  # as TensorFlow's own class wants it
         trace("V2")
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.manifest import Manifest
@@ -199,49 +200,29 @@ def test_a_subset_writes_only_its_tables_bytes(checkpoint: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("features", "options", "error", "message"),
+    ("features", "options", "error"),
     [
-        (
-            {"x": {"table": "user"}},
-            {},
-            UnknownTableError,
-            "table 'user' is not in the checkpoint; did you mean 'users'",
-        ),
-        (
-            {"x": {"table": "users", "out_of_vocabulary": 30}},
-            {},
-            ConfigError,
-            "row 30 is outside table 'users' of 30 rows",
-        ),
-        ({"_x": {"table": "users"}}, {}, ConfigError, "Rename it"),
-        ({"a b": {"table": "users"}}, {}, ConfigError, "Rename it"),
-        ({"x": {"table": "users"}}, {"tables": ["videos"]}, ConfigError, "no feature uses videos"),
-        ({"x": {"table": "users"}}, {"tables": []}, ConfigError, "tables is empty"),
-        ({"x": {"table": "users"}}, {"tables": ["nope"]}, UnknownTableError, "'nope'"),
-        ({"x": {"table": "users"}}, {"storage": "int4"}, ConfigError, "storage must be one of .*; got 'int4'"),
-        ({"x": {"table": "users"}}, {"storage": {"users": "int4"}}, ConfigError, "storage: table 'users'"),
-        (
-            {"x": {"table": "users"}},
-            {"storage": {"user": "int8"}},
-            UnknownTableError,
-            "'user' is not exported; did you",
-        ),
-        ({"x": {"table": "users"}}, {"layout": "paged"}, ConfigError, "layout"),
-        (
-            {"x": {"table": "users"}},
-            {"serving_root": "/m"},
-            ConfigError,
-            "serving_root: supported only for layout mmap",
-        ),
-        ({"x": {"table": "users"}}, {"layout": "mmap", "serving_root": "m"}, ConfigError, "is relative"),
-        ({"x": {"table": "users"}}, {"engine": "beam"}, ConfigError, "engine"),
-        ({"x": {"table": "users"}}, {"workers": 0}, ConfigError, "workers"),
+        ({"x": {"table": "user"}}, {}, UnknownTableError),
+        ({"x": {"table": "users", "out_of_vocabulary": 30}}, {}, ConfigError),
+        ({"_x": {"table": "users"}}, {}, ConfigError),
+        ({"a b": {"table": "users"}}, {}, ConfigError),
+        ({"x": {"table": "users"}}, {"tables": ["videos"]}, ConfigError),
+        ({"x": {"table": "users"}}, {"tables": []}, ConfigError),
+        ({"x": {"table": "users"}}, {"tables": ["nope"]}, UnknownTableError),
+        ({"x": {"table": "users"}}, {"storage": "int4"}, ConfigError),
+        ({"x": {"table": "users"}}, {"storage": {"users": "int4"}}, ConfigError),
+        ({"x": {"table": "users"}}, {"storage": {"user": "int8"}}, UnknownTableError),
+        ({"x": {"table": "users"}}, {"layout": "paged"}, ConfigError),
+        ({"x": {"table": "users"}}, {"serving_root": "/m"}, ConfigError),
+        ({"x": {"table": "users"}}, {"layout": "mmap", "serving_root": "m"}, ConfigError),
+        ({"x": {"table": "users"}}, {"engine": "beam"}, ConfigError),
+        ({"x": {"table": "users"}}, {"workers": 0}, ConfigError),
     ],
 )
 def test_a_request_that_cannot_be_answered_leaves_nothing(
-    checkpoint: Any, tmp_path: Path, features: Any, options: Any, error: type[Exception], message: str
+    checkpoint: Any, tmp_path: Path, features: Any, options: Any, error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=message):
+    with refused(error):
         _export(checkpoint, tmp_path, features, **options)
     assert not any((tmp_path / "m").glob("*")) if (tmp_path / "m").exists() else True
 
@@ -249,7 +230,7 @@ def test_a_request_that_cannot_be_answered_leaves_nothing(
 @pytest.mark.parametrize("size", [{"vocabulary_size": 31}, {"dim": 5}])
 def test_a_size_that_disagrees_with_the_checkpoint_is_refused(checkpoint: Any, tmp_path: Path, size: Any) -> None:
     config = {"features": {"x": {"table": "users"}}, "tables": {"users": size}}
-    with pytest.raises(CheckpointMismatchError, match=r"in the serving_config, but .* in the checkpoint"):
+    with refused(CheckpointMismatchError):
         export_saved_model(checkpoint[0], tmp_path / "m", serving_config=config)
 
 

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 
@@ -153,32 +154,32 @@ def _fails_when_called() -> Any:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:keras")  # about the model that breaks
 @pytest.mark.parametrize(
-    ("factory", "error", "message"),
+    ("factory", "error"),
     [
-        (_wider, CheckpointMismatchError, r"has shape \(4, 2\), the model's .* \(4, 3\)"),
-        (_deeper, CheckpointMismatchError, "without a value: .*extra|without a value: .*dense"),
-        (_other_table(name="tt"), UnknownTableError, "did you mean 't'"),
-        (_other_table(rows=11), CheckpointMismatchError, r"\[11, 4\] in the model, but \[10, 4\] in the checkpoint"),
-        (_no_table, ConfigError, "no tpuembed.TPUEmbedding layer"),
-        (_raises, ConfigError, "the factory failed: RuntimeError: no GPU today"),
-        (_fails_when_called, ConfigError, "its call failed while it was traced: KeyError: .*missing"),
-        (lambda: 3, ConfigError, "returned int; return a Keras 3 model"),
-        (lambda: _Tower(), ConfigError, r"return \(model, \{name: tf.TensorSpec\}\)"),
-        (lambda: (_Tower(), {"item": 3}), ConfigError, "expected a tf.TensorSpec, got 3"),
-        ("tests.e2e.test_export_models", ConfigError, "expected MODULE:FACTORY"),
-        ("tests.e2e.test_export_models:_singel", ConfigError, "has no callable '_singel'"),
+        (_wider, CheckpointMismatchError),
+        (_deeper, CheckpointMismatchError),
+        (_other_table(name="tt"), UnknownTableError),
+        (_other_table(rows=11), CheckpointMismatchError),
+        (_no_table, ConfigError),
+        (_raises, ConfigError),
+        (_fails_when_called, ConfigError),
+        (lambda: 3, ConfigError),
+        (lambda: _Tower(), ConfigError),
+        (lambda: (_Tower(), {"item": 3}), ConfigError),
+        ("tests.e2e.test_export_models", ConfigError),
+        ("tests.e2e:_singel", ConfigError),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_and_leaves_nothing(
-    checkpoint: str, tmp_path: Path, factory: Any, error: type[Exception], message: str
+    checkpoint: str, tmp_path: Path, factory: Any, error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=message):
+    with refused(error):
         export_saved_model(checkpoint, tmp_path / "m", model=factory)
     assert not list(tmp_path.glob("m/*"))
 
 
 def test_a_live_model_is_refused(checkpoint: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="pass the function that builds the model"):
+    with refused(ConfigError):
         export_saved_model(checkpoint, tmp_path / "m", model=_single())
 
 
@@ -191,7 +192,7 @@ def test_two_saved_models_that_fit_are_ambiguous(tmp_path: Path) -> None:
         TPUEmbedding(FeatureConfig(_table()), optimizer="sgd")
         return _no_table()
 
-    with pytest.raises(CheckpointMismatchError, match="2 saved models fit"):
+    with refused(CheckpointMismatchError):
         export_saved_model(prefix, tmp_path / "m", model=factory)
 
 
@@ -215,15 +216,12 @@ def _tower(table: str) -> Callable[[], Any]:
 def test_a_serving_config_must_agree_with_the_model(checkpoint: str, tmp_path: Path) -> None:
     good = {"features": {"item": {"table": "t", "input": "id"}}}
     assert export_saved_model(checkpoint, tmp_path / "m", model=_single, serving_config=good).version == 1
-    for change, message in (
-        ({"input": "ids"}, "has rank 2, the model's input has shape"),
-        ({"input": "id", "out_of_vocabulary": "zeros"}, "out_of_vocabulary is decided by the model's layer"),
-    ):
+    for change in ({"input": "ids"}, {"input": "id", "out_of_vocabulary": "zeros"}):
         bad = {"features": {"item": {"table": "t", **change}}}
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError):
             export_saved_model(checkpoint, tmp_path / "m", model=_single, serving_config=bad)
     config = {"features": {"items": {"table": "t", "input": "id"}}}
-    with pytest.raises(ConfigError, match="no input of the model; did you mean 'item'"):
+    with refused(ConfigError):
         export_saved_model(checkpoint, tmp_path / "m", model=_single, serving_config=config)
 
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError, UnknownTableError
 
@@ -64,7 +65,7 @@ def test_the_hash_table_of_a_string_lookup_is_exported(tmp_path: Path) -> None:
 
 def test_a_string_lookup_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     prefix = _checkpoint(_words(["red", "green"])(), tmp_path)
-    with pytest.raises(ConfigError, match="layer 'index' has no vocabulary"):
+    with refused(ConfigError):
         export_saved_model(prefix, tmp_path / "m", model=_words(None))
     assert not list(tmp_path.glob("m/*"))
 
@@ -102,7 +103,7 @@ def _unsavable() -> Any:
 
 
 def test_what_tensorflow_cannot_save_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"TensorFlow cannot save it: AssertionError: .*untracked") as error:
+    with refused(ExportError) as error:
         export_saved_model(_checkpoint(_unsavable(), tmp_path), tmp_path / "m", model=_unsavable)
     assert len(str(error.value).splitlines()) == 1
     assert not list(tmp_path.glob("m/*"))
@@ -112,7 +113,7 @@ def test_a_factory_that_exits_is_an_error(tmp_path: Path) -> None:
     def leaves() -> Any:
         raise SystemExit(0)
 
-    with pytest.raises(ConfigError, match="the factory failed: SystemExit"):
+    with refused(ConfigError):
         export_saved_model(_checkpoint(_sequential(), tmp_path), tmp_path / "m", model=leaves)
 
 
@@ -129,19 +130,19 @@ def test_of_two_towers_the_one_of_the_models_shapes_is_taken(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("config", "error", "message"),
+    ("config", "error"),
     [
-        ({"table": "u"}, UnknownTableError, "table 'u' is not in the checkpoint"),
-        ({"tables": {"t": {"dim": 5}}}, CheckpointMismatchError, "5 in the serving_config, but 4 in the checkpoint"),
-        ({"tables": {"t": {"combiner": "sum"}}}, ConfigError, "combiner is decided by the model's layer"),
+        ({"table": "u"}, UnknownTableError),
+        ({"tables": {"t": {"dim": 5}}}, CheckpointMismatchError),
+        ({"tables": {"t": {"combiner": "sum"}}}, ConfigError),
     ],
 )
 def test_the_tables_of_a_serving_config_are_held_against_a_model(
-    config: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+    config: dict[str, Any], error: type[Exception], tmp_path: Path
 ) -> None:
     features = {"item": {"table": config.get("table", "t"), "input": "id"}}
     serving_config = {"features": features, "tables": config.get("tables", {})}
-    with pytest.raises(error, match=message):
+    with refused(error):
         export_saved_model(
             _checkpoint(_sequential(), tmp_path), tmp_path / "m", model=_sequential, serving_config=serving_config
         )
@@ -149,13 +150,13 @@ def test_the_tables_of_a_serving_config_are_held_against_a_model(
 
 @pytest.mark.parametrize("version", [0, -1, True, 2.0, "3", 2**63])
 def test_a_version_that_no_server_reads_is_refused(version: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="version must be"):
+    with refused(ConfigError):
         export_saved_model(_checkpoint(_sequential(), tmp_path), tmp_path / "m", version=version)
     assert not (tmp_path / "m").exists()
 
 
 def test_one_name_is_no_list_of_tables(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tables must be a list of names"):
+    with refused(ConfigError):
         export_saved_model(_checkpoint(_sequential(), tmp_path), tmp_path / "m", tables="t")
 
 

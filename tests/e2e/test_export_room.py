@@ -22,6 +22,7 @@ from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.export.full_disk import CONFIG
 from tests.support.export.killed_export import SHARD_BYTES, slow_down
 from tests.support.export.processes import children
+from tests.support.messages import refused
 from tpuembed import export_saved_model
 from tpuembed.errors import CheckpointError, CheckpointNotFoundError, ExportError, TpuEmbedError, WorkerError
 from tpuembed.export.stream.engines import local
@@ -49,9 +50,7 @@ def test_a_copy_of_shared_tables_needs_room(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(Path, "hardlink_to", _no_links)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
-        with pytest.raises(
-            ExportError, match=r"needs .* \(12800 bytes\), but its disk has .*100 bytes\) free. Free space"
-        ):
+        with refused(ExportError):
             export(tmp_path / "ckpt", tmp_path / "m")
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
     report = export(tmp_path / "ckpt", tmp_path / "m")

@@ -13,6 +13,7 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, QuantizationConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.backends import host
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
@@ -139,14 +140,12 @@ def test_a_bound_on_the_error_publishes_nothing(source: Any, tmp_path: Path) -> 
             source[0], tmp_path / "m", serving_config=config, storage={"float32_int8": "int8"}, max_error=max_error
         )
 
-    with pytest.raises(
-        ExportError, match=r"table 'float32_int8': stored as int8, a value differs by 0\.0\d+ from float32, but max_e"
-    ):
+    with refused(ExportError):
         export(1e-4)
     assert not list((tmp_path / "m").glob("[0-9]*"))
     report = export(0.1)
     assert report.errors["float32_int8"].max_abs <= 0.1
-    with pytest.raises(ConfigError, match="max_error must be at least 0, got -1"):
+    with refused(ConfigError):
         export(-1)
 
 
@@ -155,9 +154,7 @@ def test_a_row_that_cannot_be_stored_publishes_nothing(tmp_path: Path) -> None:
     rows[13, 2] = 70000.0
     path = tf.train.Checkpoint(t=tf.Variable(rows)).write(str(tmp_path / "ckpt"))
     config = {"features": {"x": {"table": "t"}}}
-    with pytest.raises(
-        ExportError, match=r"table 't': row 13 contains 70000, which overflows float16\. Store this table"
-    ):
+    with refused(ExportError):
         export_saved_model(path, tmp_path / "m", serving_config=config, storage="float16")
     assert not list((tmp_path / "m").glob("[0-9]*"))
 
@@ -228,9 +225,7 @@ def test_a_serving_config_says_what_a_foreign_checkpoint_does_not(source: Any, t
 def test_two_quantizations_of_a_table_are_refused(quantized: Any, tmp_path: Path) -> None:
     tables = {"users": {"quantization_config": {"num_buckets": 15, "lower": -0.5, "upper": 0.75}}}
     config = {"features": {"u": {"table": "users"}}, "tables": tables}
-    with pytest.raises(
-        CheckpointMismatchError, match=r"'users': its quantization_config is .*=15.* but .*=16.*Leave it"
-    ):
+    with refused(CheckpointMismatchError):
         export_saved_model(quantized[0], tmp_path / "m", serving_config=config)
 
 
@@ -253,9 +248,8 @@ def test_the_command_reports_errors_and_refuses_past_a_bound(source: Any, tmp_pa
     (tmp_path / "serving.json").write_text(json.dumps({"features": {"x": {"table": "float32_int8"}}}))
     command = [source[0], str(tmp_path / "m"), "--serving-config", str(tmp_path / "serving.json")]
     command += ["--storage", "float32_int8=int8"]
-    refused = CliRunner().invoke(export_command, [*command, "--max-error", "1e-5"])
-    assert isinstance(refused.exception, ExportError)
-    assert "table 'float32_int8': stored as int8" in str(refused.exception)
+    with refused(ExportError):
+        CliRunner().invoke(export_command, [*command, "--max-error", "1e-5"], catch_exceptions=False)
     done = CliRunner().invoke(export_command, [*command, "--max-error", "0.1"])
     assert done.exit_code == 0, done.output
     assert "\n  float32_int8: int8, largest error 0.0" in done.stdout

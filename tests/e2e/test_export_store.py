@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.export.processes import wait_for_end
+from tests.support.messages import said
 from tests.support.serving.process import run_command
 from tests.support.stores import S3, S3Proxy, S3Request, moto_server
 from tpuembed import export_saved_model
@@ -154,7 +155,7 @@ def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> N
     assert_answers(server.download(bucket, "m/1", tmp_path / "there"))
     again = run_command("export", *arguments, "--version", "1", "--dry-run")
     assert again.returncode == 1
-    assert "version 1 exists. Choose another one, such as 2" in again.stderr
+    said(again.stderr)
 
 
 def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, server: S3, bucket: str) -> None:
@@ -178,23 +179,18 @@ def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, serv
     assert "stranger: is not part of the export" in damaged.stdout
     moved = run_command("relocate", url, "/models")
     assert moved.returncode == 1
-    assert "opy it to a disk" in moved.stderr
+    said(moved.stderr)
 
 
 def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    for url, said in (
-        (f"gs://{bucket}/m", "an export can be written only to a disk or to s3://"),
-        (f"ftp://{bucket}/m", "opy it to a disk"),
-        ("s3://no-such-bucket-here/m", "the bucket 'no-such-bucket-here' does not exist"),
-    ):
+    for url in (f"gs://{bucket}/m", f"ftp://{bucket}/m", "s3://no-such-bucket-here/m"):
         done = run_command("export", prefix, url, "--serving-config", tmp_path / "config.json")
-        assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-        assert said in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+        said(done.stderr)
     served = run_command("serve", f"s3://{bucket}/m")
     assert served.returncode == 2
-    assert "opy the version to a disk" in served.stderr
+    said(served.stderr)
 
 
 def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(

@@ -11,6 +11,7 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from tests.support import capi
+from tests.support.messages import refused, said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, ConfigError
 from tpuembed_cli.main import cli
@@ -98,7 +99,7 @@ def test_some_heads_in_any_order_have_their_own_numbers(
 ) -> None:
     part = len(outputs) < len(HEADS)
     if part:
-        with pytest.raises(CheckpointMismatchError, match=r"no place for .*like.*--allow-unused-weights"):
+        with refused(CheckpointMismatchError):
             export_saved_model(sources[name], tmp_path / "m", model=_heads(outputs))
     report = export_saved_model(
         sources[name], tmp_path / "m", model=_heads(outputs), allow_unused_weights=part, workers=1
@@ -110,7 +111,7 @@ def test_some_heads_in_any_order_have_their_own_numbers(
 
 
 def test_a_factory_with_fewer_hidden_layers_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"no place for 2 saved weights: hidden3/kernel .*hidden3/bias"):
+    with refused(CheckpointMismatchError):
         export_saved_model(sources["ckpt.index"], tmp_path / "m", model=_heads(hidden=3))
 
 
@@ -120,12 +121,12 @@ def test_the_command_takes_the_flag(sources: dict[str, Path], tmp_path: Path, mo
     )
     monkeypatch.chdir(tmp_path)
     arguments = ["export", str(sources["ckpt.index"]), "m", "--model", "watch_only:build", "--workers", "1"]
-    refused = CliRunner().invoke(cli, arguments)
-    assert refused.exit_code == 1
-    assert "like/kernel" in refused.output
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 1
+    said(done.output)
     assert CliRunner().invoke(cli, [*arguments, "--allow-unused-weights"]).exit_code == 0
     lookups = ["export", str(sources["ckpt.index"]), "n", "--allow-unused-weights"]
-    assert "only for a whole model" in CliRunner().invoke(cli, lookups).output
+    said(CliRunner().invoke(cli, lookups).output)
 
 
 def test_a_model_trained_on_ids_is_served_on_strings(
@@ -169,7 +170,7 @@ def test_one_tower_of_two_is_found_by_its_tables_and_needs_the_flag(tmp_path: Pa
         def factory(table: str = table) -> Any:
             return _tower(table)
 
-        with pytest.raises(CheckpointMismatchError, match="no place for 2 saved weights: projection/kernel"):
+        with refused(CheckpointMismatchError):
             export_saved_model(prefix, tmp_path / table, model=factory)
         report = export_saved_model(prefix, tmp_path / table, model=factory, allow_unused_weights=True)
         (found,) = capi.predict(report.path, {"ids": IDS}).values()
@@ -181,7 +182,7 @@ def test_root_names_the_model_beside_its_average(tmp_path: Path) -> None:
     for weight in average.weights:
         weight.assign(weight / 2)
     prefix = tf.train.Checkpoint(model=model, average=average).write(str(tmp_path / "ckpt"))
-    with pytest.raises(CheckpointFormatError, match=r"two embedding layers have a table 't' .*root=(model|average)"):
+    with refused(CheckpointFormatError):
         open_checkpoint(prefix)
     for root, trained in (("model", model), ("average", average)):
         options = {"root": root}
@@ -193,19 +194,19 @@ def test_root_names_the_model_beside_its_average(tmp_path: Path) -> None:
         report = export_saved_model(prefix, tmp_path / f"{root}-lookups", checkpoint_options=options)
         found = capi.predict(report.path, {"id": IDS[:, None]})["id"]
         np.testing.assert_array_equal(found, tf.gather(next(iter(table.values())), IDS))
-    with pytest.raises(ConfigError, match=r"there is no object 'modle'\. Objects that hold layers with weights: "):
+    with refused(ConfigError, match="'modle'"):
         open_checkpoint(prefix, root="modle")
 
 
 def test_a_weight_of_another_dtype_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     for name in ("ckpt.index", "model.weights.h5"):
-        with pytest.raises(CheckpointMismatchError, match=r"hidden0.* is float32 there, the model's hidden0.* float16"):
+        with refused(CheckpointMismatchError):
             export_saved_model(sources[name], tmp_path / "m", model=_heads(dtype="float16"))
 
 
 def test_another_dtype_policy_than_in_training_is_refused(tmp_path: Path) -> None:
     _trained(_heads(dtype="mixed_bfloat16")).save(tmp_path / "model.keras")
-    with pytest.raises(CheckpointMismatchError, match="'hidden0' was trained with the dtype policy 'mixed_bfloat16'"):
+    with refused(CheckpointMismatchError):
         export_saved_model(tmp_path / "model.keras", tmp_path / "m", model=_heads())
     export_saved_model(tmp_path / "model.keras", tmp_path / "m", model=_heads(dtype="mixed_bfloat16"), workers=1)
 
@@ -229,15 +230,8 @@ class _Holder(keras.Model):
         return {"out": first(x) + 2 * second(x)}
 
 
-@pytest.mark.parametrize(
-    ("how", "works", "refused"),
-    [
-        ("list", "w.weights.h5", "saves no layers .* in a Python list or dict.*model.save_weights"),
-        ("dict", "w.weights.h5", "saves no layers .* in a Python list or dict.*model.save_weights"),
-        ("raw", "ckpt.index", "Keras saves no tf.Variable .* scale.* self.add_weight"),
-    ],
-)
-def test_what_one_kind_of_file_does_not_save_the_other_does(how: str, works: str, refused: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "works"), [("list", "w.weights.h5"), ("dict", "w.weights.h5"), ("raw", "ckpt.index")])
+def test_what_one_kind_of_file_does_not_save_the_other_does(how: str, works: str, tmp_path: Path) -> None:
     def factory() -> Any:
         return _Holder(how), {"ids": tf.TensorSpec([None], tf.int64)}
 
@@ -252,7 +246,7 @@ def test_what_one_kind_of_file_does_not_save_the_other_does(how: str, works: str
     (other,) = {"w.weights.h5", "ckpt.index"} - {works}
     report = export_saved_model(tmp_path / works, tmp_path / "m", model=factory, workers=1)
     np.testing.assert_allclose(capi.predict(report.path, {"ids": IDS})["out"], truth, atol=1e-5)
-    with pytest.raises(CheckpointMismatchError, match=refused):
+    with pytest.raises(CheckpointMismatchError, match=r"has no value for .*(dense/kernel|scale)"):
         export_saved_model(tmp_path / other, tmp_path / "n", model=factory)
 
 
@@ -271,5 +265,5 @@ def test_root_names_a_layer_of_a_weight_file(tmp_path: Path) -> None:
     )
     (found,) = capi.predict(report.path, {"ids": IDS}).values()
     np.testing.assert_allclose(found, towers.candidate(IDS), atol=1e-5)
-    with pytest.raises(ConfigError, match="option root='candidates': there is no such object"):
+    with refused(ConfigError, match="'candidates'"):
         open_checkpoint(tmp_path / "w.weights.h5", root="candidates")

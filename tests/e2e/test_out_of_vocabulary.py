@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tests.support.serving.process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
@@ -378,7 +379,7 @@ def test_a_serving_config_overrides_lookups_and_is_refused_for_a_model(trained: 
     with pytest.raises(tf.errors.InvalidArgumentError, match="feature new: id 7 of row 1 is not in table users_mean"):
         call(dense1_zeros=tf.constant([99, 1], tf.int64), new=tf.constant([0, 7], tf.int64))
     stated = {"features": {"dense1_zeros": feature | {"out_of_vocabulary": "error"}}}
-    with pytest.raises(ConfigError, match="feature 'dense1_zeros': out_of_vocabulary is decided by the model's layer"):
+    with refused(ConfigError):
         export_saved_model(checkpoint, folder / "refused", model=build, serving_config=stated)
 
 
@@ -414,9 +415,7 @@ def test_parts_of_tables(tmp_path: Path) -> None:
         tf.errors.InvalidArgumentError, match=r"feature c: id 3 of row 2 is not in table t, which has rows \[4, 8\)"
     ):
         call(a=tf.constant(ids), b=tf.constant(ids), c=tf.constant(ids))
-    with pytest.raises(
-        ConfigError, match=r"feature 'b': out_of_vocabulary row 5 is not among the exported rows \[6, 8\)"
-    ):
+    with refused(ConfigError):
         export_saved_model(checkpoint, tmp_path / "n", model=small, rows={"t": (6, 8)})
 
 

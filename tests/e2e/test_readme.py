@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.messages import said
 from tests.support.serving.served import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def test_the_quickstart_pasted_into_a_shell_prints_what_the_readme_shows(tmp_pat
     functions, _, script = (ROOT / "examples" / "quickstart.py").read_text().partition(GUARD)
     (tmp_path / "unguarded.py").write_text(functions + textwrap.dedent(script))
     refused = _run(tmp_path, *export, "unguarded:build")
-    assert "'unguarded' trains or runs a model while it is imported" in refused.stderr
+    said(refused.stderr)
 
 
 def test_the_example_is_the_file_beside_it() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.messages import refused
 from tests.support.serving.process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed_serving.batching.parameters import BatchingParameters
@@ -241,12 +242,9 @@ def test_parameters_of_a_version_that_are_wrong_fail_its_load(tmp_path: Path) ->
     identity = tf.function(lambda x: {"y": x + 0}).get_concrete_function(tf.TensorSpec([None], name="x"))
     tf.saved_model.save(tf.Module(), str(tmp_path / "1"), signatures={"serving_default": identity})
     options = runtime.RunOptions(per_model_batching=True)
-    for text, message in (
-        ("max_batch_size { value: 0 }", "max_batch_size is 0"),
-        ("num_batch_threads { value: 1 }", "num_batch_threads concerns all models"),
-    ):
+    for text in ("max_batch_size { value: 0 }", "num_batch_threads { value: 1 }"):
         (tmp_path / "1" / "batching_params.pbtxt").write_text(text)
-        with pytest.raises(StatusError, match=message):
+        with refused(StatusError):
             runtime.load(tmp_path / "1", options=options)
     (tmp_path / "1" / "batching_params.pbtxt").write_text("max_batch_size { value: 3 }")
     servable = runtime.load(tmp_path / "1", options=options)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.models import save_zoo
 from tests.support.serving.process import ServerProcess, run_command
@@ -19,24 +20,21 @@ from tests.support.serving.process import ServerProcess, run_command
 def test_a_missing_model_dir(tmp_path: Path) -> None:
     result = run_command("serve", tmp_path / "none")
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [
-        f"Error: MODEL_DIR {tmp_path / 'none'}: cannot be read: No such file or directory"
-    ]
+    said(result.stderr)
 
 
 def test_a_file_for_a_model_dir(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = run_command("serve", tmp_path / "file")
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [f"Error: MODEL_DIR {tmp_path / 'file'}: cannot be read: Not a directory"]
+    said(result.stderr)
 
 
 def test_a_version_for_a_model_dir(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").touch()
     result = run_command("serve", tmp_path)
     assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert "contains saved_model.pb, so it is one version" in line
+    said(result.stderr)
 
 
 def test_a_busy_port(tmp_path: Path) -> None:
@@ -44,9 +42,8 @@ def test_a_busy_port(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         result = run_command("serve", tmp_path, "--rest-port", str(port))
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [
-        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use. Choose another port with --rest-port"
-    ]
+    assert f"port {port}" in result.stderr
+    said(result.stderr)
 
 
 def test_a_host_that_is_none(tmp_path: Path) -> None:
@@ -66,43 +63,39 @@ def test_a_host_that_is_none(tmp_path: Path) -> None:
 def test_bad_usage_exits_2(tmp_path: Path, options: tuple[str, str]) -> None:
     result = run_command("serve", tmp_path, *options)
     assert result.returncode == 2
-    assert "Traceback" not in result.stderr
+    said(result.stderr)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ((), "give either MODEL_DIR or --config"),
-        (("DIR", "--config", "models.config"), "give either MODEL_DIR or --config"),
-        (("DIR", "--config-poll-seconds", "1"), "--config-poll-seconds needs --config"),
-        (("--config", "models.config", "--name", "m"), "--name is for MODEL_DIR"),
+        (),
+        ("DIR", "--config", "models.config"),
+        ("DIR", "--config-poll-seconds", "1"),
+        ("--config", "models.config", "--name", "m"),
     ],
 )
-def test_a_folder_and_a_config_exclude_each_other(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_a_folder_and_a_config_exclude_each_other(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     result = run_command("serve", *(str(tmp_path) if one == "DIR" else one for one in arguments))
     assert result.returncode == 2
-    assert message in result.stderr
+    said(result.stderr)
 
 
 def test_a_config_that_is_broken(tmp_path: Path) -> None:
     path = tmp_path / "models.config"
     result = run_command("serve", "--config", path)
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [f"Error: config {path}: cannot be read: No such file or directory"]
+    said(result.stderr)
     path.write_text('model_config_list {\n  config { name: "m" basepath: "/m" }\n}', encoding="utf-8")
     result = run_command("serve", "--config", path)
     assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"Error: config {path}, line 2, column 22: ")
-    assert 'no field named "basepath"' in line
+    said(result.stderr)
     missing = tmp_path / "missing"
     path.write_text(
         f'model_config_list {{ config {{ name: "m" base_path: "{missing}" model_platform: "tensorflow" }} }}',
         encoding="utf-8",
     )
-    assert run_command("serve", "--config", path).stderr.splitlines() == [
-        f"Error: config {path}, model m: base_path {missing}: cannot be read: No such file or directory"
-    ]
+    said(run_command("serve", "--config", path).stderr)
 
 
 def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: Path) -> None:

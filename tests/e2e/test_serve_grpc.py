@@ -22,6 +22,7 @@ from tensorflow_serving.apis import (
     prediction_service_pb2_grpc,
 )
 
+from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.models import TABLE, save_scale, save_zoo
 from tests.support.serving.process import ServerProcess, run_command
@@ -228,9 +229,8 @@ def test_a_taken_port(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         result = run_command("serve", tmp_path, "--rest-port", "0", "--grpc-port", str(port))
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [
-        f"Error: cannot listen on 127.0.0.1 port {port}: Address already in use. Choose another port with --grpc-port"
-    ]
+    assert f"port {port}" in result.stderr
+    said(result.stderr)
 
 
 def test_two_servers_do_not_share_a_port(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_two_servers_do_not_share_a_port(tmp_path: Path) -> None:
         port = running.grpc_address.rpartition(":")[2]
         result = run_command("serve", tmp_path / "m", "--rest-port", "0", "--grpc-port", port)
     assert result.returncode == 1
-    assert "Choose another port with --grpc-port" in result.stderr
+    said(result.stderr)
 
 
 def test_a_default_port_that_is_taken_leaves_rest(tmp_path: Path) -> None:

@@ -138,8 +138,7 @@ def test_rows_that_take_too_much_memory_are_refused_at_once(server: ServerProces
     before, started = resident_bytes(server), time.monotonic()
     status, found = server.predict(body)
     assert (status, time.monotonic() - started < 20) == (413, True)
-    assert "--max-request-memory" in found["error"]
-    assert "MiB of memory. The limit is 1024.0 MiB" in found["error"]
+    assert " 1024.0 MiB " in found["error"]
     assert resident_bytes(server) - before < 400 << 20
 
 
@@ -148,7 +147,7 @@ def test_answers_that_take_too_much_memory_are_refused_before_the_run(model: Pat
         running.wait_for(1)
         assert running.predict({"signature_name": "wide", "instances": [1] * 1000})[0] == 200
         status, found = running.predict({"signature_name": "wide", "instances": [1] * 40_000})
-    assert (status, "The limit is 8.0 MiB" in found["error"]) == (413, True)
+    assert (status, " 8.0 MiB " in found["error"]) == (413, True)
 
 
 @pytest.mark.parametrize("content", [b" ", b"[", b"1,"])

@@ -12,6 +12,7 @@ import tensorflow as tf
 from prometheus_client.parser import text_string_to_metric_families
 from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
+from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.process import ServerProcess, run_command
 from tpuembed import export_saved_model
@@ -127,15 +128,14 @@ def test_models_are_listed(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "text"),
+    ("options", "code"),
     [
-        (["--access-log", "/nowhere/log"], 1, "access log /nowhere/log: cannot be written"),
-        (["--monitoring-config-file", "/nowhere/config"], 1, "monitoring config /nowhere/config: cannot be read"),
-        (["--metrics", "--monitoring-config-file", "/x"], 2, "Leave one out"),
+        (["--access-log", "/nowhere/log"], 1),
+        (["--monitoring-config-file", "/nowhere/config"], 1),
+        (["--metrics", "--monitoring-config-file", "/x"], 2),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_the_start(tmp_path: Path, options: list[str], code: int, text: str) -> None:
+def test_what_cannot_be_done_is_refused_at_the_start(tmp_path: Path, options: list[str], code: int) -> None:
     done = run_command("serve", tmp_path, "--no-grpc", "--workers", "2", *options)
     assert done.returncode == code
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
+    said(done.stderr)

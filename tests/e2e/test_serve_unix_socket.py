@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import predict_pb2
 
+from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import ServerProcess, run_command
@@ -83,31 +84,18 @@ def test_a_path_that_cannot_be_used_ends_the_command_at_once(model_dir: Path, tm
     path = tmp_path / "mine"
     path.write_text("mine")
     ended = run_command("serve", model_dir, "--rest-port", "0", "--grpc-port", "0", "--grpc-socket-path", path)
-    assert (ended.returncode, ended.stderr) == (
-        1,
-        f"Error: cannot listen on {path} for gRPC: it exists and is not a socket. It was not changed. "
-        "Choose another path with --grpc-socket-path\n",
-    )
+    assert ended.returncode == 1
+    said(ended.stderr)
     assert path.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            ("--workers", "2"),
-            "--grpc-socket-path and --workers 2: processes cannot share a Unix socket. Leave one out.",
-        ),
-        (("--no-grpc",), "--grpc-socket-path and --no-grpc contradict each other. Leave one out."),
-        (("--grpc-port", "0", "--grpc-channel-arguments", "age=1"), "does not begin with 'grpc.'"),
-    ],
+    "options", [("--workers", "2"), ("--no-grpc",), ("--grpc-port", "0", "--grpc-channel-arguments", "age=1")]
 )
-def test_options_that_contradict_each_other(
-    model_dir: Path, tmp_path: Path, options: tuple[str, ...], words: str
-) -> None:
+def test_options_that_contradict_each_other(model_dir: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     ended = run_command("serve", model_dir, "--grpc-socket-path", tmp_path / "s", *options)
     assert ended.returncode == 2
-    assert words in ended.stderr
+    said(ended.stderr)
 
 
 def test_keys_are_asked_for_on_the_socket_too(model_dir: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
 
@@ -47,7 +48,7 @@ def test_an_export_looks_up_what_tfrs_looks_up(tmp_path: Path) -> None:
 
 
 def test_a_foreign_checkpoint_needs_a_serving_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Give a serving_config or a model"):
+    with refused(ConfigError):
         export_saved_model(ROOT / "adam_lookups", tmp_path / "m")
 
 
