@@ -548,7 +548,7 @@ def test_own_file(tmp_path: Path) -> None:
         (None, {"user": None}, CheckpointCorruptError, "a matrix 'user', but there is none"),
         (None, {"user": np.int32(1)}, CheckpointCorruptError, r"a matrix 'user', but it is <i4 \(\)"),
         (None, {"user|accumulators": None}, CheckpointCorruptError, "'user/accumulators', but there is none"),
-        (None, {"user|accumulators": TABLE[:5]}, CheckpointCorruptError, r"its slot 'accumulators' .* \(5, 4\)"),
+        (None, {"user|accumulators": TABLE[:5]}, CheckpointCorruptError, r"its slot 'accumulators' .* \[5, 4\]"),
         (None, {"user|accumulators": TABLE.astype("f8")}, CheckpointCorruptError, "its slot 'accumulators' .* <f8"),
     ],
 )

@@ -328,9 +328,10 @@ def test_chunk_over_the_memory_for_chunks(files_tree: Path) -> None:
     for beyond in (files_tree / "emb").glob("[1-9].0"):
         beyond.unlink()
     message = refusal(files_tree, CheckpointFormatError)
-    assert "has chunks of [134217728, 4], 2147483648 bytes" in message
+    assert "a chunk of [134217728, 4] takes" in message
     need = 2 * 2147483648 + 2147483648 // 64 + 4096
-    assert f"beside up to {need - 2147483648} as stored, {need} together, over the 545259520 allowed" in message
+    for number in (2147483648, need - 2147483648, need, 545259520):
+        assert str(number) in message
     assert f"chunk_memory_bytes={need}" in message
     assert "SaveArgs(chunk_byte_size=...)" in message
 
