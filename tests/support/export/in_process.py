@@ -1,6 +1,7 @@
 """Exports without worker processes, for tests that are about something else: each process takes half a second to start."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -10,13 +11,13 @@ from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.stream.batch import Failure, run_batch
 from tpuembed.export.stream.engines import Engine, choose_engine
-from tpuembed.export.stream.shard import ShardResult, Source, ignore
+from tpuembed.export.stream.shard import ShardResult, Source, Target, ignore
 
 __all__ = ["InProcessEngine", "exports_in_this_process"]
 
 
 class InProcessEngine(Engine):
-    """Runs every batch in the caller's thread, and reports errors as a worker process does."""
+    """Runs every batch in the caller's thread. Sends targets as JSON and reports errors, as for a worker process."""
 
     def run(
         self,
@@ -29,8 +30,9 @@ class InProcessEngine(Engine):
     ) -> list[ShardResult]:
         results = list[ShardResult]()
         for batch in writer.batches(tasks):
+            target = Target(**json.loads(json.dumps(vars(writer.target(batch)))))
             try:
-                found = run_batch(batch.shards, writer.target(batch), source)
+                found = run_batch(batch.shards, target, source)
             except Exception as error:
                 raise Failure.of(error).error(batch) from error
             for result in found:

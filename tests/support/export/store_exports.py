@@ -1,53 +1,28 @@
 """Exports into a store without a graph, by an engine of this process."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.export.fakes import FakeCheckpoint, random_table, source_of
+from tests.support.export.in_process import InProcessEngine
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ExportError
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.publish.store.writer import StoreWriter
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.report import StreamReport
 from tpuembed.export.run import choose_writer
-from tpuembed.export.stream.batch import run_batch
-from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.execute import stream_tables
-from tpuembed.export.stream.shard import ShardResult, Source, Target, ignore
 from tpuembed.tensor_bundle import index_path, shard_path, write_index
 
 PART_BYTES, SHARD_BYTES = 3000, 2000
 TABLES = {name: random_table(rows, 8, seed=rows) for name, rows in (("a", 1), ("b", 300), ("c", 2), ("d", 90))}
 TABLES |= {"wide": random_table(50, 16)}
-
-
-class Here(Engine):
-    """An engine of this process, which tests can look into and hurry up."""
-
-    def run(
-        self,
-        tasks: Sequence[ShardTask],
-        source: Source,
-        writer: VersionWriter,
-        *,
-        on_result: Callable[[ShardResult], None] = ignore,
-        on_progress: Callable[[int], None] = ignore,
-    ) -> list[ShardResult]:
-        results = list[ShardResult]()
-        for batch in writer.batches(tasks):
-            target = Target(**json.loads(json.dumps(vars(writer.target(batch)))))
-            for result in run_batch(batch.shards, target, source):
-                results.append(result)
-                on_result(result)
-            on_progress(sum(result.bytes for result in results))
-        return results
 
 
 def plan_of(prefix: Path, **options: Any) -> ExportPlan:
@@ -72,7 +47,7 @@ def save_graph(staging: VersionWriter, name: str = "graph") -> None:
 
 def fill(staging: StoreWriter, plan: ExportPlan, prefix: Path, **options: Any) -> StreamReport:
     save_graph(staging)
-    return stream_tables(source_of(prefix), staging, Here(), **options)
+    return stream_tables(source_of(prefix), staging, InProcessEngine(), **options)
 
 
 def export(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.export.fakes import source_of
-from tests.support.export.store_exports import SHARD_BYTES, TABLES, Here, plan_of, save_graph
+from tests.support.export.in_process import InProcessEngine
+from tests.support.export.store_exports import SHARD_BYTES, TABLES, plan_of, save_graph
 from tests.support.messages import refused
 from tests.support.stores import S3
 from tpuembed.errors import CheckpointCorruptError, ConfigError, ExportError, TpuEmbedError, UnknownTableError
@@ -55,7 +56,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield Place(f"s3://{request.getfixturevalue('bucket')}/m", request.getfixturevalue("server"))
 
 
-class Interrupted(Here):
+class Interrupted(InProcessEngine):
     """Fails after some of the tasks."""
 
     def __init__(self, error: Exception) -> None:
@@ -75,12 +76,14 @@ def writer_for(place: Place, prefix: Path, lasts: bool = True, **options: Any) -
     return choose_writer(place.url, plan_of(prefix), ExportOptions(**options), source)
 
 
-def export(place: Place, prefix: Path, engine: Here | None = None, **options: Any) -> tuple[str, StreamReport]:
+def export(
+    place: Place, prefix: Path, engine: InProcessEngine | None = None, **options: Any
+) -> tuple[str, StreamReport]:
     writer = writer_for(place, prefix, **options)
     writer.check()
     with writer:
         save_graph(writer)
-        report = stream_tables(source_of(prefix), writer, engine or Here())
+        report = stream_tables(source_of(prefix), writer, engine or InProcessEngine())
         for stack in writer.plan.stacks if isinstance(as_path(place.url), Path) else ():
             (writer.path / "variables" / stack.file).hardlink_to(report.folder / stack.file)
         return str(writer.publish()), report
