@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tpuembed_serving.core.servable import State, VersionProgress, VersionStatus
 from tpuembed_serving.settings import ServerSettings
@@ -40,6 +40,7 @@ RELOAD: Final = "reload"
 
 Statuses = Mapping[str, Sequence[VersionStatus]]
 """The versions of each model, newest first."""
+_Report = TypeVar("_Report", VersionStatus, VersionProgress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,37 +141,36 @@ def merge_states(workers: Collection[States]) -> View:
 
 
 def _merge_progress(workers: Sequence[Sequence[VersionProgress]]) -> tuple[VersionProgress, ...]:
-    """Return how far each version is in all workers. As in `_least`, a failure counts first, then the earliest state."""
+    """Return how far each version is in all workers. Of several failures, the one with the most tries counts."""
     found: dict[tuple[str, Path], list[VersionProgress]] = {}
-    for one in itertools.chain.from_iterable(workers):
+    for one in sorted(itertools.chain.from_iterable(workers), key=lambda one: one.tries, reverse=True):
         found.setdefault((one.model, one.path), []).append(one)
     merged = []
     for reports in found.values():
-        failed = [one for one in reports if one.fault]
-        least = max(failed, key=lambda one: one.tries) if failed else min(reports, key=lambda one: one.state)
-        if len(reports) < len(workers) and not failed and least.state < State.UNLOADING:
-            least = least._replace(state=State.START)
-        merged.append(least)
+        failed = next((one for one in reports if one.fault), None)
+        least = _least(reports, failed, len(workers))
+        merged.append(least or reports[0]._replace(state=State.START))
     return tuple(merged)
 
 
 def merge_statuses(workers: Sequence[Sequence[VersionStatus]]) -> list[VersionStatus]:
     """Return one model's versions, newest first, each in the earliest state that any worker reports."""
-    by_number = [{status.version: status for status in statuses} for statuses in workers]
-    numbers = sorted({number for statuses in by_number for number in statuses}, reverse=True)
-    return [_least(number, [statuses.get(number) for statuses in by_number]) for number in numbers]
+    found: dict[int, list[VersionStatus]] = {}
+    for status in itertools.chain.from_iterable(workers):
+        found.setdefault(status.version, []).append(status)
+    merged = []
+    for number, reports in sorted(found.items(), reverse=True):
+        failed = next((status for status in reports if status.error is not None), None)
+        merged.append(_least(reports, failed, len(workers)) or VersionStatus(number, State.START, None))
+    return merged
 
 
-def _least(number: int, found: Sequence[VersionStatus | None]) -> VersionStatus:
-    """Return the merged status of a version.
+def _least(reports: Sequence[_Report], failed: _Report | None, workers: int) -> _Report | None:
+    """Return the report that counts for a version, or None if a worker that has not found the version will load it.
 
-    A failure counts first. A worker that has not found the version yet will load it, unless the others already unload it.
+    A failure counts first, then the earliest state. Versions that workers already unload are not loaded any more.
     """
-    known = [status for status in found if status is not None]
-    failed = next((status for status in known if status.error is not None), None)
-    if failed is not None:
-        return failed
-    least = min(known, key=lambda status: status.state)
-    if len(known) < len(found) and least.state < State.UNLOADING:
-        return VersionStatus(number, State.START, None)
+    least = failed or min(reports, key=lambda report: report.state)
+    if failed is None and len(reports) < workers and least.state < State.UNLOADING:
+        return None
     return least
