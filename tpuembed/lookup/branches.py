@@ -5,7 +5,7 @@ inlined (`not_inlined`) is one such operation. The operation `If` runs a functio
 cheaper than a call if it is taken.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -38,14 +38,12 @@ def choose(
         shared: True if the branches use their arguments alone. They are then traced once in a process, for arguments with any
             first dimension, because tracing takes a good part of an export's time.
     """
+    shapes = [argument.shape for argument in arguments]
     if shared:
-        specs = [
-            tf.TensorSpec([None, *argument.shape[1:]][: argument.shape.rank], argument.dtype) for argument in arguments
-        ]
-        branches = [_traced_once(branch, *specs) for branch in (then, otherwise)]
-    else:
-        specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
-        branches = [_traced(branch, specs) for branch in (then, otherwise)]
+        shapes = [[None, *shape[1:]][: shape.rank] for shape in shapes]
+    specs = [tf.TensorSpec(shape, argument.dtype) for shape, argument in zip(shapes, arguments, strict=True)]
+    trace = _traced_once if shared else _traced
+    branches = [trace(branch, *specs) for branch in (then, otherwise)]
     captured = [branch.captured_inputs for branch in branches]
     if [id(tensor) for tensor in captured[0]] != [id(tensor) for tensor in captured[1]]:
         raise ValueError("the branches refer to different variables")
@@ -65,10 +63,10 @@ def choose(
 @lru_cache(maxsize=256)
 def _traced_once(branch: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
     with tf.init_scope():  # it outlives the graph that its first caller traces
-        return _traced(branch, specs)
+        return _traced(branch, *specs)
 
 
-def _traced(branch: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
+def _traced(branch: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
     return tf.function(branch, input_signature=specs, autograph=False).get_concrete_function()
 
 
