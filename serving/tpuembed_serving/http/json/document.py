@@ -22,7 +22,7 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
-from tpuembed_serving.http.json.pieces import LARGE_BYTES, Run, read_pieces, with_runs
+from tpuembed_serving.http.json.pieces import LARGE_BYTES, PieceRun, read_pieces, with_runs
 
 __all__ = ["LEAST_DECODING_BYTES", "Document", "JsonObject", "decoding_bytes", "format_error", "parse_document"]
 
@@ -60,7 +60,7 @@ def parse_document(body: bytes, max_depth: int | None = None, check: Check = noo
     Raises:
         StatusError: the body is not JSON, not an object, or nested too deeply.
     """
-    rest, runs = body, dict[str, Run]()
+    rest, runs = body, dict[str, PieceRun]()
     if len(body) >= LARGE_BYTES:
         rest, runs = read_pieces(body, functools.partial(_parse_list, max_depth=max_depth), check)
     root = _parse(rest, check)

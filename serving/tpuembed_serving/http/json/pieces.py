@@ -19,7 +19,7 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError
 
-__all__ = ["LARGE_BYTES", "LongList", "Run", "pause", "read_pieces", "with_runs"]
+__all__ = ["LARGE_BYTES", "LongList", "PieceRun", "pause", "read_pieces", "with_runs"]
 
 LARGE_BYTES: Final = 512 * 2**10
 """A smaller body is parsed at once, which takes at most about 20 milliseconds."""
@@ -42,7 +42,7 @@ _BEFORE: Final = re.compile(rb'[\]}"\s]*\Z')
 _AFTER: Final = re.compile(rb'[\[{"\s]*')
 
 
-class Run(NamedTuple):
+class PieceRun(NamedTuple):
     """Pieces that follow one another in a body.
 
     Attributes:
@@ -67,13 +67,13 @@ class LongList:
 
     def __init__(
         self,
-        parts: Sequence[Run | list[Any]],
+        parts: Sequence[PieceRun | list[Any]],
         change: Callable[[list[Any]], list[Any]] | None = None,
         most: int = sys.maxsize,
     ) -> None:
         """Create the list of the elements of `parts`, in pieces of up to `most`, each changed by `change`."""
         self._parts, self._change, self._most = parts, change, most
-        self._size = sum([part.size if isinstance(part, Run) else len(part) for part in parts])
+        self._size = sum([part.size if isinstance(part, PieceRun) else len(part) for part in parts])
 
     def mapped(self, change: Callable[[list[Any]], list[Any]], most: int = sys.maxsize) -> "LongList":
         """Return this list with each piece changed. `change` returns as many elements. Pieces have up to `most`."""
@@ -84,7 +84,7 @@ class LongList:
         """Yield lists of successive elements. Other threads run in between."""
         is_first = True
         for part in self._parts:
-            for whole in part.lists() if isinstance(part, Run) else (part,):
+            for whole in part.lists() if isinstance(part, PieceRun) else (part,):
                 for start in range(0, len(whole), self._most):
                     if not is_first:
                         pause(check)
@@ -110,7 +110,7 @@ def pause(check: Check) -> None:
 
 def read_pieces(
     body: bytes, parse_list: Callable[[int, bytes], list[Any]], check: Check
-) -> tuple[bytes, dict[str, Run]]:
+) -> tuple[bytes, dict[str, PieceRun]]:
     """Return the rest of a body, and the runs of pieces that were cut out, by the names that stand for them.
 
     Args:
@@ -118,7 +118,7 @@ def read_pieces(
         parse_list: parses a list inside so many containers. Raises StatusError if the text is not one list and nothing else.
         check: called after each piece.
     """
-    name, found, kept = secrets.token_hex(16), dict[str, Run](), list[bytes]()
+    name, found, kept = secrets.token_hex(16), dict[str, PieceRun](), list[bytes]()
     opened, tried = list[bytes](), list[int]()  # the containers at this place, and where a cut in each was tried last
     at, copied, unread = 0, 0, 4 * _LONGEST_BYTES
     while len(body) - at > _PIECE_BYTES and (token := _TOKEN.search(body, at, at + max(0, unread))):
@@ -150,7 +150,7 @@ def read_pieces(
     return b"".join([*kept, body[copied:]]), found
 
 
-def _cut(body: bytes, start: int, parse_list: Callable[[bytes], list[Any]], check: Check) -> Run:
+def _cut(body: bytes, start: int, parse_list: Callable[[bytes], list[Any]], check: Check) -> PieceRun:
     """Return the pieces of a list from an element's start, as far as they are found."""
     cuts, size = list[tuple[int, int]](), 0
     mark, comma = _end_of_element(body, start)
@@ -161,10 +161,10 @@ def _cut(body: bytes, start: int, parse_list: Callable[[bytes], list[Any]], chec
         cuts.append((start, end))
         start, size = end + 1, size + count
         pause(check)
-    return Run(body, parse_list, cuts, size)
+    return PieceRun(body, parse_list, cuts, size)
 
 
-def with_runs(value: Any, runs: Mapping[str, Run], levels: int = _MOST_LEVELS) -> Any:
+def with_runs(value: Any, runs: Mapping[str, PieceRun], levels: int = _MOST_LEVELS) -> Any:
     """Return a value of the rest of a body, with LongLists in the place of the lists that have runs."""
     if not levels:
         return value
@@ -177,7 +177,7 @@ def with_runs(value: Any, runs: Mapping[str, Run], levels: int = _MOST_LEVELS) -
     if type(value) is not list or _PLAIN.issuperset(map(type, value)):
         return value
     last = list[Any]()
-    parts: list[Run | list[Any]] = [last]
+    parts: list[PieceRun | list[Any]] = [last]
     for element in value:
         if type(element) is str and element in runs:
             last = []
