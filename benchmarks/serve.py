@@ -259,7 +259,8 @@ class Bench:
         """Median milliseconds of a call of 1 row in the process that calls."""
         code = (
             "import json, sys, time, numpy as np\nfrom pathlib import Path\n"
-            "from tpuembed_serving.http.server import prepare_tensorflow\nprepare_tensorflow()\n"
+            "from tpuembed_serving import LogSettings\nfrom tpuembed_serving.http.server import prepare_tensorflow\n"
+            "prepare_tensorflow(LogSettings())\n"
             "from tpuembed_serving.tensorflow import session as runtime\n"
             f"servable = runtime.load(Path({str(self._model_dir / '1')!r}))\n"
             "signature = servable.signatures['serving_default']\n"

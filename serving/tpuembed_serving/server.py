@@ -165,9 +165,8 @@ def _announce(settings: ServerSettings, log: StateLog) -> None:
         logger.info("serving %s at %s", model.name, _model_url(url, model.name))
     if not settings.models:
         logger.info("no model to serve yet, listening at %s", url)
-    shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     if settings.grpc_port is not None:
-        logger.info("gRPC at %s:%d", shown, settings.grpc_port)
+        logger.info("gRPC at %s:%d", _in_url(settings.host), settings.grpc_port)
     if settings.grpc_socket_path is not None:
         logger.info("gRPC also at unix:%s", settings.grpc_socket_path)
     log.listening()
@@ -199,7 +198,11 @@ def _curl_options(settings: ServerSettings) -> list[str]:
 
 def _url(settings: ServerSettings, host: str) -> str:
     scheme = "https" if settings.security.tls else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.rest_port}"
+    return f"{scheme}://{_in_url(host)}:{settings.rest_port}"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _model_url(url: str, name: str) -> str:

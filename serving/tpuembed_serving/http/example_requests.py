@@ -34,26 +34,9 @@ _ZEROS: Final[Mapping[str, Any]] = {
 _MOST_CHARACTERS: Final = 1000
 """A longer body is no example to paste."""
 _STRING_PARSERS: Final = (
-    *(
-        b"ParseExample",
-        b"ParseSingle",
-        b"ParseSequence",
-        b"ParseTensor",
-        b"StringToNumber",
-        b"DecodeBase64",
-        b"DecodeBmp",
-    ),
-    *(
-        b"DecodeCSV",
-        b"DecodeCompressed",
-        b"DecodeGif",
-        b"DecodeImage",
-        b"DecodeJ",
-        b"DecodePng",
-        b"DecodeProto",
-        b"DecodeWav",
-    ),
-)
+    b"ParseExample ParseSingle ParseSequence ParseTensor StringToNumber DecodeBase64 DecodeBmp DecodeCSV DecodeCompressed "
+    b"DecodeGif DecodeImage DecodeJ DecodePng DecodeProto DecodeWav"
+).split()
 """Operations that refuse an empty string."""
 
 

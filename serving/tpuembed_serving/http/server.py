@@ -54,7 +54,7 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
         server.run(sockets=[listener])
 
 
-def prepare_tensorflow(log: LogSettings = LogSettings()) -> None:  # noqa: B008 - it is frozen
+def prepare_tensorflow(log: LogSettings) -> None:
     """Set TensorFlow's environment variables before its import. Silences its notes, and turns off oneDNN.
 
     oneDNN costs more than it saves in batches of few rows.

@@ -93,7 +93,10 @@ class RemoteModels:
         *,
         changed: Callable[[], None] = noop,
     ) -> None:
-        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API. `changed` is called after each poll."""
+        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API.
+
+        `changed` is called after a poll that changes whether every model is available.
+        """
         self._changed, self._was_ready = changed, False
         self._target, self._poll_seconds, self._connect = target, poll_seconds, connect
         self._states: StatusSource | None = None
