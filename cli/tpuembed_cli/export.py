@@ -23,12 +23,18 @@ from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 __all__ = ["export"]
 
 _SECTIONS = {
-    "What to export": (
-        *("--serving-config", "--model", "--allow-unused-weights", "--table", "--feature", "--output-name", "--rows"),
+    "What to export": [
+        "--serving-config",
+        "--model",
+        "--allow-unused-weights",
+        "--table",
+        "--feature",
+        "--output-name",
+        "--rows",
         "--checkpoint-option",
-    ),
-    "How it is stored": ("--storage", "--max-error", "--layout", "--serving-root", "--version"),
-    "How it runs": ("--max-memory", "--workers", "--engine", "--ray-address", "--resume"),
+    ],
+    "How it is stored": ["--storage", "--max-error", "--layout", "--serving-root", "--version"],
+    "How it runs": ["--max-memory", "--workers", "--engine", "--ray-address", "--resume"],
 }
 
 

@@ -33,34 +33,63 @@ _OF_LOADING = {"config", "config_poll_seconds", "max_load_retries", "load_retry_
 }
 """Options without a meaning if another server loads and runs the models."""
 _SECTIONS = {
-    "Models and versions": (
-        *(
-            "--name",
-            "--config",
-            "--config-poll-seconds",
-            "--poll-seconds",
-            "--max-load-retries",
-            "--load-retry-seconds",
-        ),
-        *("--allow-version-labels-for-unavailable-models", "--verify-on-load", "--prewarm", "--random-access"),
-    ),
-    "Ports, processes and stop": (
-        *("--host", "--rest-port", "--grpc-port", "--grpc-socket-path", "--grpc-channel-arguments", "--no-grpc"),
-        *("--workers", "--listen-when-loaded", "--lame-duck-seconds", "--drain-seconds"),
-    ),
-    "Batching and requests": (
-        *("--run-threads", "--max-queued-requests", "--rest-timeout-ms", "--enable-batching"),
-        *("--batching-parameters-file", "--enable-per-model-batching-parameters", "--max-batch-rows"),
-    ),
-    "Log and telemetry": (
-        *("--log-format", "--verbose", "--quiet", "--access-log", "--metrics", "--monitoring-config-file", "--otel"),
-    ),
-    "Access and limits": (
-        *("--api-key-file", "--tls-cert", "--tls-key", "--tls-client-ca", "--enable-cors", "--max-request-memory"),
-        *("--max-body-bytes", "--max-connections", "--max-header-bytes", "--max-rows", "--max-json-depth"),
+    "Models and versions": [
+        "--name",
+        "--config",
+        "--config-poll-seconds",
+        "--poll-seconds",
+        "--max-load-retries",
+        "--load-retry-seconds",
+        "--allow-version-labels-for-unavailable-models",
+        "--verify-on-load",
+        "--prewarm",
+        "--random-access",
+    ],
+    "Ports, processes and stop": [
+        "--host",
+        "--rest-port",
+        "--grpc-port",
+        "--grpc-socket-path",
+        "--grpc-channel-arguments",
+        "--no-grpc",
+        "--workers",
+        "--listen-when-loaded",
+        "--lame-duck-seconds",
+        "--drain-seconds",
+    ],
+    "Batching and requests": [
+        "--run-threads",
+        "--max-queued-requests",
+        "--rest-timeout-ms",
+        "--enable-batching",
+        "--batching-parameters-file",
+        "--enable-per-model-batching-parameters",
+        "--max-batch-rows",
+    ],
+    "Log and telemetry": [
+        "--log-format",
+        "--verbose",
+        "--quiet",
+        "--access-log",
+        "--metrics",
+        "--monitoring-config-file",
+        "--otel",
+    ],
+    "Access and limits": [
+        "--api-key-file",
+        "--tls-cert",
+        "--tls-key",
+        "--tls-client-ca",
+        "--enable-cors",
+        "--max-request-memory",
+        "--max-body-bytes",
+        "--max-connections",
+        "--max-header-bytes",
+        "--max-rows",
+        "--max-json-depth",
         "--receive-seconds",
-    ),
-    "TensorFlow Serving": ("--backend", "--target", "--print-tf-serving"),
+    ],
+    "TensorFlow Serving": ["--backend", "--target", "--print-tf-serving"],
 }
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 VARIABLES = "TPUEMBED_SERVE_"
