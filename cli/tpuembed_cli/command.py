@@ -54,7 +54,7 @@ class Command(click.Command):
         flags = {str(one.name): _flag(one) for one in options} | self._api_names
         names = "|".join(map(re.escape, flags))
         return (
-            re.sub(rf"(?<![\w./-])({names})(?![\w/]|\.\w)", lambda match: flags[match[1]], message)
+            re.sub(rf"(?<![\w./-])({names})(?:=True)?(?![\w/]|\.\w)", lambda match: flags[match[1]], message)
             if names
             else message
         )

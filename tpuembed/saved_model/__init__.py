@@ -3,7 +3,14 @@
 It finds the paths that a graph maps tables from, and the sizes and checksums of data files.
 """
 
-from tpuembed.saved_model.mapped_paths import MappedTensor, graph_crc32c, mapped_from, mapped_tensors, replace_paths
+from tpuembed.saved_model.mapped_paths import (
+    MappedTensor,
+    graph_crc32c,
+    mapped_folders,
+    mapped_from,
+    mapped_tensors,
+    replace_paths,
+)
 from tpuembed.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
 from tpuembed.saved_model.table_files import GRAPH_FILE, check_sizes, file_crc32c, size_faults
 
@@ -15,6 +22,7 @@ __all__ = [
     "check_sizes",
     "file_crc32c",
     "graph_crc32c",
+    "mapped_folders",
     "mapped_from",
     "mapped_tensors",
     "relocate_export",

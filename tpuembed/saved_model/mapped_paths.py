@@ -20,7 +20,7 @@ from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest, StackEntry
 from tpuembed.protobuf import MalformedError, Message, bytes_field, edit_messages
 
-__all__ = ["MappedTensor", "graph_crc32c", "mapped_from", "mapped_tensors", "replace_paths"]
+__all__ = ["MappedTensor", "graph_crc32c", "mapped_folders", "mapped_from", "mapped_tensors", "replace_paths"]
 
 _OP: Final = b"ImmutableConst"
 _PATH: Final = b"memory_region_name"
@@ -103,6 +103,15 @@ def graph_crc32c(graph: bytes, manifest: Manifest) -> int:
     """
     mapped = manifest.layout == "mmap"
     return int(google_crc32c.value(mapped_from(graph, manifest, PurePosixPath()) if mapped else graph))
+
+
+def mapped_folders(graph: bytes, manifest: Manifest) -> set[str]:
+    """Return the folders that the stacks of `manifest` are mapped from: one, for a graph as it was written.
+
+    Raises:
+        ConfigError: the graph does not map the stacks of the manifest.
+    """
+    return {path.removesuffix(f"/{stack.file}") for path, stack in _places(graph, manifest)}
 
 
 def _edit_nodes(graph: bytes, edit: Callable[[bytes], bytes]) -> bytes:

@@ -78,6 +78,9 @@ def test_errors_name_flags() -> None:
     assert export.with_flags("max_memory_bytes is 8. Export 31 in the serving_config") == (
         "--max-memory is 8. Export 31 in the serving_config"
     )
+    assert export.with_flags("pass allow_unused_weights=True. Not allow_unused_weights=Truely") == (
+        "pass --allow-unused-weights. Not --allow-unused-weights=Truely"
+    )
 
 
 # ---- variables of `serve`

@@ -8,7 +8,7 @@ from typing import Any
 from tpuembed.errors import CheckpointError, ConfigError
 from tpuembed.files import FilePath, names_below, open_stream, versions
 from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest, StackEntry
-from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, size_faults
+from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.verification import Damage, damaged_parts, stream_crc
 
@@ -59,6 +59,7 @@ def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> Ver
         damaged=(*stacks, *files, *tensors, *extra),
         unchecked=(
             *(f"{name}: did not exist when the export was written" for name in free),
+            *(_other_folder(version, manifest) if not files else ()),
             f"{MANIFEST_PATH}: has no checksum itself",
         ),
     )
@@ -107,11 +108,23 @@ def _file_fault(version: FilePath, name: str, entry: FileEntry, manifest: Manife
         graph = path.read_bytes()
         on_read(entry.size)
         actual = graph_crc32c(graph, manifest)
+        if manifest.layout == "mmap" and len(folders := mapped_folders(graph, manifest)) > 1:
+            return f"maps its tables from several folders: {', '.join(map(repr, sorted(folders)))}"
     elif (size := versions([path])[0].size) != entry.size:
         return f"has {size} bytes, but the manifest has {entry.size}"
     else:
         actual = file_crc32c(path, on_read)
     return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, but the manifest has {entry.crc32c:#010x}"
+
+
+def _other_folder(version: FilePath, manifest: Manifest) -> Iterator[str]:
+    """Yield a sentence if the graph maps its tables from another folder than `version`: `relocate` may change it, so it
+    has no checksum.
+    """
+    if manifest.layout == "mmap":
+        (folder,) = mapped_folders((version / GRAPH_FILE).read_bytes(), manifest)
+        if not isinstance(version, Path) or folder != str(version.absolute()):
+            yield f"{GRAPH_FILE}: the folder that it maps tables from, {folder!r}, has no checksum"
 
 
 def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:

@@ -59,7 +59,7 @@ def restore_dense_weights(
     if left and not allow_unused_weights:
         raise CheckpointMismatchError(
             f"{where}: the model has no place for {len(left)} saved weight{'s' * (len(left) > 1)}: {_shown(left)}. Build the "
-            "model as it was trained. To export only a part of it, pass allow_unused_weights=True (--allow-unused-weights)"
+            "model as it was trained. To export only a part of it, pass allow_unused_weights=True."
         )
     wanted.assign(found, checkpoint)
     # These compute with constants that were made of their weights.
@@ -133,8 +133,8 @@ def _find(where: str, names: Names, wanted: "_Wanted", saved: Objects) -> Candid
     if candidates:
         roots = ", ".join(candidate.path or "the root" for candidate in candidates)
         raise CheckpointMismatchError(
-            f"{where}: {len(candidates)} saved models fit this one: {roots}. Name the right one with "
-            f"checkpoint_options={{'root': ...}} (--checkpoint-option root={candidates[0].path})."
+            f"{where}: {len(candidates)} saved models fit this one: {roots}. Name the right one "
+            f"with --checkpoint-option root={candidates[0].path}."
         )
     try:
         return match_by_name(names, wanted.objects, saved)
@@ -148,7 +148,7 @@ def _find(where: str, names: Names, wanted: "_Wanted", saved: Objects) -> Candid
             f"{where}: no saved model is proven to hold every weight of this model. Without a value: {_shown(without)}. Left over "
             f"in the checkpoint: {_shown(left)}. Names do not match: {error}.{nearest} Build the model as it was trained, give its "
             "layers names, or name the saved model with --checkpoint-option root=PATH. For a part of the trained model, also pass "
-            "allow_unused_weights=True (--allow-unused-weights)."
+            "allow_unused_weights=True."
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 import re
 import shutil
@@ -292,7 +293,23 @@ def test_a_relocated_export_is_whole(export: Path) -> None:
     assert found is not None
     relocate_export(path, found[1], "/another/place")
     assert (path / "saved_model.pb").read_bytes() != before
-    assert verify_files(path).damaged == ()
+    report = verify_files(path)
+    assert report.damaged == ()
+    assert "saved_model.pb: the folder that it maps tables from, '/another/place/2', has no checksum" in report.unchecked
+
+
+@pytest.mark.parametrize("layout_export", ["mmap"], indirect=True)
+def test_one_bit_of_the_folder_that_tables_are_mapped_from(layout_export: Path) -> None:
+    """`relocate` changes the folder, so the checksum of the graph does not hold it. All tables have the same one."""
+    path = layout_export / "saved_model.pb"
+    folder, graph = os.fsencode(layout_export), path.read_bytes()
+    starts = [found.start() for found in re.finditer(re.escape(folder), graph)]
+    assert len(starts) >= 2
+    for start in starts:
+        for position in range(start, start + len(folder)):
+            flip(path, position, 0)
+            assert damaged_files(layout_export) == ["saved_model.pb"], position
+            flip(path, position, 0)
 
 
 def rewrite_manifest(export: Path, **fields: Any) -> str:

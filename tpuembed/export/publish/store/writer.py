@@ -61,7 +61,7 @@ class StoreWriter(VersionWriter):
         if self.options.layout == "mmap" and self.options.serving_root is None:
             raise ConfigError(
                 f"MODEL_DIR {self.model_dir}: a server cannot map files of a store. Name the folder that versions "
-                "will be copied to, or mounted at, with serving_root (--serving-root ROOT), or choose layout "
+                "will be copied to, or mounted at, with serving_root, or choose layout "
                 "'variables'."
             )
         root = self._root
