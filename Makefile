@@ -9,8 +9,10 @@ EXTRAS := tf,serve,hdf5,jax,cloud,ray,dev
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13
-OLDEST_TESTS := tests/unit tests/conformance tests/e2e/test_road.py
-NEWEST_TESTS := $(addprefix tests/unit/,cli config files layer live serving) tests/conformance tests/e2e/test_road.py
+# Where their interfaces are met; `make test-long` runs all unit and conformance tests with both.
+OLDEST_TESTS := $(addprefix tests/unit/,layer live compat export/graph checkpoint/keras serving/tensorflow) tests/e2e/test_road.py
+NEWEST_TESTS := $(addprefix tests/unit/,cli config files live serving/core serving/http) tests/e2e/test_road.py
+ALL_UNITS := tests/unit tests/conformance tests/e2e/test_road.py
 
 # Each process that a test starts would compile the project once more.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,16 +46,18 @@ test: $(STAMP) $(RATINGS)  ## the test suite, or one room of it: make test AREA=
 test-docs: $(STAMP)  ## the pages of docs/tutorials, docs/how-to and docs/migrate: what they do, and what they print
 	$(BIN)/python -m pytest -n 2 --dist load tests/docs
 
-test-long: $(STAMP) $(RATINGS)  ## the tests of `make test` and those with big files, clusters, fuzzing and soaks
+test-long: $(STAMP) $(RATINGS)  ## all tests: of `make test`, those with big files, clusters, fuzzing and soaks, and of each TensorFlow and Python
 	$(BIN)/python -m pytest -n 2 -m "not long" tests
 	$(BIN)/python -m pytest -m long --timeout 3600 tests
+	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)"
+	$(MAKE) test-newest-python NEWEST_TESTS="$(ALL_UNITS)"
 
 .venv-oldest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]' $(OLDEST)
 	@touch $@
 
-test-oldest: .venv-oldest/.installed $(RATINGS)  ## unit and conformance tests and one export end to end, with the oldest TensorFlow and Keras
+test-oldest: .venv-oldest/.installed $(RATINGS)  ## the layer, graphs and one export end to end, with the oldest TensorFlow and Keras
 	.venv-oldest/bin/python -m pytest -n 2 -m "not long" --no-messages $(OLDEST_TESTS)
 
 test-newest-python: $(STAMP)  ## what may differ between Pythons, with the newest one, if this machine has it

@@ -88,9 +88,19 @@ def complete_tables(context: click.Context, _: click.Parameter, incomplete: str)
 
 def verbosity_options(command: _Command) -> _Command:
     """Add `--verbose` and `--quiet` to a command."""
-    verbose = click.option("--verbose", "-v", is_flag=True, help="Also show TensorFlow's own messages.")
-    quiet = click.option("--quiet", "-q", is_flag=True, help="Show warnings and errors only; --json still prints.")
+    verbose = click.option(
+        "--verbose", "-v", is_flag=True, callback=_not_both, help="Also show TensorFlow's own messages."
+    )
+    quiet = click.option(
+        "--quiet", "-q", is_flag=True, callback=_not_both, help="Show warnings and errors only; --json still prints."
+    )
     return verbose(quiet(command))
+
+
+def _not_both(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    if value and (context.params.get("verbose") or context.params.get("quiet")):
+        raise click.UsageError("--verbose and --quiet contradict each other. Leave one out.")
+    return value
 
 
 def _as_mapping(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.command import Command
@@ -267,7 +268,7 @@ def serve(
     options["telemetry"] = take_telemetry(options)
     options["log"] = take_log(options)
     options["security"] = take_security(options)
-    options["run_threads"] = run_threads or max(1, (os.cpu_count() or 1) // options["workers"])
+    options["run_threads"] = run_threads or max(1, available_cpus() // options["workers"])
     options["load"] = LoadSettings(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
     )

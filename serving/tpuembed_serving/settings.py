@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.checks import check_positive
@@ -197,7 +198,7 @@ class ServerSettings:
     grpc_channel_arguments: tuple[ChannelArgument, ...] = ()
     poll_seconds: float = 1.0
     rest_timeout_ms: int = 30_000
-    run_threads: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
+    run_threads: int = dataclasses.field(default_factory=available_cpus)
     max_queued_requests: int = 1000
     max_body_bytes: int | None = None
     max_request_memory: int = 1 << 30

@@ -8,12 +8,12 @@ one batch.
 import asyncio
 import collections
 import concurrent.futures
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from tpuembed.cpus import available_cpus
 from tpuembed_serving.batching.queue import BatchQueue, OnOutcome, QueuedRequest
 from tpuembed_serving.batching.request_timeouts import RequestTimeouts
 from tpuembed_serving.batching.runner import Outcome, Postponed
@@ -70,7 +70,7 @@ class ModelExecutor:
         self._free = threads
         self._max_queued = max_queued
         self._timeout_seconds = timeout_seconds
-        is_full = 1 < processes >= (os.cpu_count() or 1)
+        is_full = 1 < processes >= available_cpus()
         self._inline_seconds = _INLINE_SECONDS_OF_MANY if is_full else _INLINE_SECONDS
         self._queues: dict[int, dict[str, BatchQueue]] = {}
         self._groups: dict[Any, collections.deque[QueuedRequest]] = {}

@@ -12,11 +12,11 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
@@ -43,7 +43,7 @@ INLINE_ELEMENTS: Final = 16 * 2**10
 _INLINE_SECONDS: Final = 0.01
 _SLOW_BYTES: Final = 16 * 2**10
 """More bytes of a body that needs a slow parser are parsed in a thread: each byte takes up to two microseconds."""
-_CONVERTING_THREADS: Final = max(2, min(4, os.cpu_count() or 1))
+_CONVERTING_THREADS: Final = max(2, min(4, available_cpus()))
 _ELEMENT_BYTES: Final = 16
 """About the memory of an element of an input: in the request's array, and in the one of its batch."""
 

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +12,6 @@ import orjson
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model import GRAPH_FILE
 from tpuembed_serving.core.servable import Array, Servable
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.status import StatusError
@@ -33,11 +31,6 @@ _ZEROS: Final[Mapping[str, Any]] = {
 """The values of the dtypes that requests and answers in JSON have."""
 _MOST_CHARACTERS: Final = 1000
 """A longer body is no example to paste."""
-_STRING_PARSERS: Final = (
-    b"ParseExample ParseSingle ParseSequence ParseTensor StringToNumber DecodeBase64 DecodeBmp DecodeCSV DecodeCompressed "
-    b"DecodeGif DecodeImage DecodeJ DecodePng DecodeProto DecodeWav"
-).split()
-"""Operations that refuse an empty string."""
 
 
 def example_body(servable: Servable, version_dir: Path | None) -> str | None:
@@ -81,10 +74,8 @@ def _of_signature(servable: Servable, version_dir: Path | None) -> str | None:
         return None
     if any(info.dtype not in _ZEROS for info in (*signature.inputs, *signature.outputs)):
         return None
-    if any(info.dtype == "string" for info in signature.inputs) and (
-        version_dir is None or (manifest is None and _parses_strings(version_dir))
-    ):
-        return None
+    if manifest is None and any(info.dtype == "string" for info in signature.inputs):
+        return None  # the graph may parse it
     first = _first_rows(manifest)
     values = {}
     for info in signature.inputs:
@@ -116,18 +107,6 @@ def _shapes(servable: Servable, name: str) -> dict[str, list[int] | None] | None
         alias: None if shape["unknown_rank"] else [int(dim["size"]) for dim in shape["dim"]]
         for alias, shape in shapes.items()
     }
-
-
-def _parses_strings(version_dir: Path) -> bool:
-    """Returns True if the graph has an operation that refuses an empty string, or cannot be read."""
-    try:
-        with (
-            (version_dir / GRAPH_FILE).open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as graph,
-        ):
-            return any(graph.find(name) >= 0 for name in _STRING_PARSERS)
-    except (OSError, ValueError):
-        return True
 
 
 def _json(inputs: Mapping[str, Array], signature: str, *, by_rows: bool) -> str | None:

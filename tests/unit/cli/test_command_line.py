@@ -83,6 +83,13 @@ def test_errors_name_flags() -> None:
     )
 
 
+@pytest.mark.parametrize("command", [["export", "c", "o"], ["demo"]])
+@pytest.mark.parametrize("flags", [["-v", "-q"], ["-q", "-v"]])
+def test_verbose_and_quiet_contradict_each_other(command: list[str], flags: list[str]) -> None:
+    done = CliRunner().invoke(cli, [*command, *flags])
+    assert (done.exit_code, "--verbose and --quiet contradict each other" in done.stderr) == (2, True)
+
+
 # ---- variables of `serve`
 
 OPTIONS = [parameter.opts[0] for parameter in serve.params if isinstance(parameter, click.Option)]

@@ -91,7 +91,7 @@ def test_a_config_is_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_workers_share_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServerSettings] = []
     monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("tpuembed_cli.serve.available_cpus", lambda: 8)
     for workers in (1, 3, 16):
         CliRunner().invoke(command.serve, [str(tmp_path), "--workers", str(workers)])
     assert [settings.run_threads for settings in served] == [8, 2, 1]

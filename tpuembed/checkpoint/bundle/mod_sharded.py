@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from tpuembed.checkpoint.types import Array
+from tpuembed.cpus import available_cpus
 
 __all__ = ["DISK", "STORE", "BufferSizes", "ModSharded", "ReadRuns", "buffer_bytes", "read_mod_sharded"]
 
@@ -98,7 +99,7 @@ def _read_by_two(read_blocks: Callable[[int, Array], None], start: int, out: Arr
 
 @functools.cache
 def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tpuembed-rows")
+    return ThreadPoolExecutor(min(4, available_cpus()), thread_name_prefix="tpuembed-rows")
 
 
 os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork

@@ -295,7 +295,9 @@ def test_a_relocated_export_is_whole(export: Path) -> None:
     assert (path / "saved_model.pb").read_bytes() != before
     report = verify_files(path)
     assert report.damaged == ()
-    assert "saved_model.pb: the folder that it maps tables from, '/another/place/2', has no checksum" in report.unchecked
+    assert (
+        "saved_model.pb: the folder that it maps tables from, '/another/place/2', has no checksum" in report.unchecked
+    )
 
 
 @pytest.mark.parametrize("layout_export", ["mmap"], indirect=True)

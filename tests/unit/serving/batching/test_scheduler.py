@@ -247,7 +247,7 @@ def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
 def test_a_run_of_a_millisecond_stays_on_the_loops_thread_where_no_processor_is_left(
     monkeypatch: pytest.MonkeyPatch, processes: int, stays: bool
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("tpuembed_serving.batching.scheduler.available_cpus", lambda: 2)
     threads = list[threading.Thread]()
     servable = DoublingServable(lambda: threads.append(threading.current_thread()))
     monkeypatch.setattr(servable, "merging", lambda _: Merging(is_proven=True, is_steady=True))

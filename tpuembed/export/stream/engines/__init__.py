@@ -1,8 +1,7 @@
 """The engines, which run the shards of a plan on this machine or on a cluster."""
 
-import os
-
 from tpuembed.config.checks import check_choice, check_count
+from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError
 from tpuembed.export.stream.engines.local import LocalEngine
 from tpuembed.export.stream.engines.protocol import Engine
@@ -40,6 +39,4 @@ def check_engine(name: str, ray_address: str | None) -> None:
 
 def default_workers(engine: str = "local") -> int:
     """Return the number of processors that this process may use; 64 for a cluster, whose CPUs are not known."""
-    if engine == "ray":
-        return _AT_ONCE_ON_A_CLUSTER
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _AT_ONCE_ON_A_CLUSTER if engine == "ray" else available_cpus()
