@@ -101,7 +101,7 @@ def test_a_config_that_is_broken(tmp_path: Path) -> None:
 def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: Path) -> None:
     model_dir = tmp_path / "by_this_name"
     model_dir.mkdir()
-    with ServerProcess(model_dir, tmp_path / "server.log", "--name", "a model") as server:
+    with ServerProcess(model_dir, tmp_path / "server.log", "--name", "a model", fresh=True) as server:
         assert server.model_url.endswith("/v1/models/a%20model")
         assert server.request("GET", "/healthz")[0] == 200
         assert f"model a model: {model_dir} has no version yet. Waiting for one" in server.log
@@ -152,7 +152,7 @@ def test_a_stop_where_python_ignores_exceptions(tmp_path: Path) -> None:
 
 
 def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, tmp_path.with_name(f"{tmp_path.name}.log")) as server:
+    with ServerProcess(tmp_path, tmp_path.with_name(f"{tmp_path.name}.log"), fresh=True) as server:
         assert server.stop() == 0
 
 
@@ -167,7 +167,7 @@ def test_onednn_is_off_unless_it_is_asked_for(
     if asked is not None:
         monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", asked)
     save_zoo(tmp_path / "zoo" / "1")
-    with ServerProcess(tmp_path / "zoo", tmp_path / "log", "--workers", workers) as server:
+    with ServerProcess(tmp_path / "zoo", tmp_path / "log", "--workers", workers, fresh=True) as server:
         server.wait_for(1)
         assert "TensorFlow" in server.log  # its notes are there
         assert ("oneDNN custom operations are on" in server.log) == (asked is not None)
@@ -177,7 +177,7 @@ def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> No
     """It has the drain and ten seconds more. The version is closed, which cancels the run; else SIGALRM ends the process."""
     save_zoo(tmp_path / "zoo" / "1")
     options = ("--drain-seconds", "1", "--rest-timeout-ms", "600000")
-    with ServerProcess(tmp_path / "zoo", tmp_path / "log", *options) as server:
+    with ServerProcess(tmp_path / "zoo", tmp_path / "log", *options, fresh=True) as server:
         server.wait_for(1)
         with socket.create_connection((server.host, server.port)) as connection:
             body = b'{"signature_name": "slow", "instances": [1000000000000]}'

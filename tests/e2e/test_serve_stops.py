@@ -100,7 +100,7 @@ class ClosedLoop:
 def stop_under_load(model_dir: Path, log: Path, api: str, workers: int, lame_duck_seconds: float) -> None:
     options = ["--workers", str(workers), "--lame-duck-seconds", str(lame_duck_seconds)]
     options += ["--grpc-port", "0"] if api == "grpc" else []
-    with ServerProcess(model_dir, log, *options) as server:
+    with ServerProcess(model_dir, log, *options, fresh=True) as server:
         wait_for(lambda: server.request("GET", "/readyz")[0] == 200)
         with ClosedLoop(server, api) as load:
             wait_for(lambda: load.outcomes["answered"] > 500)
@@ -138,7 +138,7 @@ def test_ten_stops_lose_no_request(model_dir: Path, tmp_path: Path, api: str, wo
 def test_a_stop_in_the_middle_of_the_load(model_dir: Path, tmp_path: Path, workers: int) -> None:
     """SIGINT: no lame duck, and the supervisor's workers hear of it from it alone."""
     options = ("--workers", str(workers), "--lame-duck-seconds", "50")
-    with ServerProcess(model_dir, tmp_path / "log", *options) as server:
+    with ServerProcess(model_dir, tmp_path / "log", *options, fresh=True) as server:
         wait_for(lambda: server.request("GET", "/readyz")[0] == 200)
         with ClosedLoop(server, "rest") as load:
             wait_for(lambda: load.outcomes["answered"] > 500)
@@ -160,7 +160,7 @@ def test_a_server_starts_again_at_once_on_the_same_ports(tmp_path: Path, workers
     ports: tuple[str, ...] = ("--grpc-port", "0")
     for number in range(2):
         options = ("--workers", str(workers), "--lame-duck-seconds", "0", *ports)
-        with ServerProcess(tmp_path / "empty", tmp_path / f"log-{number}", *options) as server:
+        with ServerProcess(tmp_path / "empty", tmp_path / f"log-{number}", *options, fresh=True) as server:
             wait_for(lambda: server.request("GET", "/healthz")[0] == 200)
             rest, grpc_port = str(server.port), server.grpc_address.rpartition(":")[2]
             ports = ("--rest-port", rest, "--grpc-port", grpc_port)

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -13,24 +15,78 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tpuembed_cli.main import main
+
 SCRIPT = Path(sys.executable).with_name("tpuembed")
 START_SECONDS = 120.0
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.support.serving.preloaded"])
+
+
+class Fork:
+    """`tpuembed` in a fork of a process that has imported TensorFlow, which takes most of the time of a start.
+
+    It has the methods of `subprocess.Popen` that tests of servers use. Without stdin and stdout.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._process = _FORKS.Process(target=_run, args=(list(command), dict(os.environ), str(Path.cwd()), str(log)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("tpuembed", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(command: list[str], environment: dict[str, str], folder: str, log: str) -> None:
+    """Be the command, in the fork."""
+    for descriptor, path, mode in ((0, os.devnull, os.O_RDONLY), (1, os.devnull, os.O_WRONLY), (2, log, os.O_WRONLY)):
+        opened = os.open(path, mode)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    main()
 
 
 class ServerProcess:
     """A running server on a free port; `with` stops it."""
 
-    def __init__(self, model_dir: Path | None, log: Path, *options: str, default_grpc: bool = False) -> None:
+    def __init__(
+        self, model_dir: Path | None, log: Path, *options: str, default_grpc: bool = False, fresh: bool = False
+    ) -> None:
         """`model_dir` is None where the options have a config; the model of `predict` and others is its first.
 
-        Without gRPC, unless an option names its port or `default_grpc` leaves it to the command.
+        Without gRPC, unless an option names its port or `default_grpc` leaves it to the command. `fresh` starts the
+        command as a shell does: for tests of the start itself.
         """
         self._log = log
         what = [] if model_dir is None else [str(model_dir)]
         grpc = [] if default_grpc or {"--grpc-port", "--no-grpc"} & set(options) else ["--no-grpc"]
         command = [str(SCRIPT), "serve", *what, "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)
+            self.process: Fork | subprocess.Popen[bytes] = (
+                subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL) if fresh else Fork(command, log)
+            )
         try:
             self.model_url = self.announced("serving ").split()[-1]
         except BaseException:
