@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.parse
 from collections.abc import Sequence
@@ -26,11 +27,12 @@ _FORKS.set_forkserver_preload(["tests.support.serving.preloaded"])
 class Fork:
     """`tpuembed` in a fork of a process that has imported TensorFlow, which takes most of the time of a start.
 
-    It has the methods of `subprocess.Popen` that tests of servers use. Without stdin and stdout.
+    It has the methods of `subprocess.Popen` that tests of servers use. stdin is empty.
     """
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
-        self._process = _FORKS.Process(target=_run, args=(list(command), dict(os.environ), str(Path.cwd()), str(log)))
+    def __init__(self, command: Sequence[str], stderr: Path, stdout: Path = Path(os.devnull)) -> None:
+        streams = (os.devnull, str(stdout), str(stderr))
+        self._process = _FORKS.Process(target=_run, args=(list(command), dict(os.environ), str(Path.cwd()), streams))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -55,10 +57,10 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(command: list[str], environment: dict[str, str], folder: str, log: str) -> None:
+def _run(command: list[str], environment: dict[str, str], folder: str, streams: Sequence[str]) -> None:
     """Be the command, in the fork."""
-    for descriptor, path, mode in ((0, os.devnull, os.O_RDONLY), (1, os.devnull, os.O_WRONLY), (2, log, os.O_WRONLY)):
-        opened = os.open(path, mode)
+    for descriptor, path in enumerate(streams):
+        opened = os.open(path, os.O_WRONLY if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
         os.close(opened)
     os.chdir(folder)
@@ -179,8 +181,14 @@ def messages(log: str) -> list[str]:
 
 def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """`tpuembed` with these arguments, to its end."""
-    command: Sequence[str] = [str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [str(SCRIPT), *map(str, arguments)]
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        process = Fork(command, Path(err.name), Path(out.name))
+        try:
+            code = process.wait(120)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
 def workers(server: ServerProcess) -> list[int]:

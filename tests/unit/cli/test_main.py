@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tpuembed
 from tests.support.export.writers import stream_tables
+from tests.support.serving.process import run_command
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.export.plan.planner import plan_export
@@ -24,8 +25,9 @@ _COMMANDS = ("demo", "describe", "diff", "doctor", "export", "head", "relocate",
 _CPU_SECONDS = 0.5
 
 
-def _run(*arguments: Any, **options: Any) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options)
+def _run_in_a_new_process(*arguments: Any) -> "subprocess.CompletedProcess[str]":
+    """As a shell does: TensorFlow is not imported yet."""
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120)
 
 
 def _python(code: str) -> "subprocess.CompletedProcess[str]":
@@ -129,10 +131,10 @@ def test_a_missing_extra_is_one_sentence_with_the_command(missing: list[str], co
 def test_every_command_has_help() -> None:
     for name, command in cli.commands.items() or []:
         assert command.help, name
-    listed = _run("--help").stdout
+    listed = run_command("--help").stdout
     for name in _COMMANDS:
         assert name in listed
-        assert "Usage:" in _run(name, "--help").stdout
+        assert "Usage:" in run_command(name, "--help").stdout
 
 
 @pytest.fixture(scope="module")
@@ -143,32 +145,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_describe_and_export_print_one_json_object(checkpoint: Path, tmp_path: Path) -> None:
-    found = json.loads(_run("describe", checkpoint, "--json").stdout)
+    found = json.loads(run_command("describe", checkpoint, "--json").stdout)
     assert found["format"] == "dense"
     users = {"name": "users", "rows": 30, "dim": 4, "dtype": "float32", "slots": ["momenta", "velocities"]}
     assert found["tables"] == [{**users, "layout": "", "bytes": 30 * 4 * 4 * 3}]
-    done = _run("export", checkpoint, tmp_path / "m", "--json")
+    done = run_command("export", checkpoint, tmp_path / "m", "--json")
     report = json.loads(done.stdout)
     assert done.stderr == ""
     assert report["path"] == str(tmp_path / "m" / "1")
     assert (report["version"], report["tables"], report["bytes_written"]) == (1, ["users"], 30 * 4 * 4)
     for key in ("seconds", "stream_seconds", "peak_rss_bytes", "worker_peak_rss_bytes"):
         assert report[key] > 0
-    described = json.loads(_run("describe", tmp_path / "m", "--json").stdout)
+    described = json.loads(run_command("describe", tmp_path / "m", "--json").stdout)
     assert described["signatures"]["serving_default"]["inputs"] == {"x": {"dtype": "int64", "shape": [None, None]}}
-    assert "users" in _run("describe", tmp_path / "m").stdout
-    assert "users" in _run("describe", checkpoint).stdout
+    assert "users" in run_command("describe", tmp_path / "m").stdout
+    assert "users" in run_command("describe", checkpoint).stdout
 
 
 def test_a_quiet_export_prints_what_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
-    done = _run("export", checkpoint, tmp_path / "m", "--quiet")
+    done = _run_in_a_new_process("export", checkpoint, tmp_path / "m", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert json.loads(_run("export", checkpoint, tmp_path / "m", "-q", "--json").stdout)["version"] == 2
-    assert "users: 30 rows" in _run("export", checkpoint, tmp_path / "m", "-q", "--dry-run").stdout
+    assert json.loads(run_command("export", checkpoint, tmp_path / "m", "-q", "--json").stdout)["version"] == 2
+    assert "users: 30 rows" in run_command("export", checkpoint, tmp_path / "m", "-q", "--dry-run").stdout
 
 
 def test_a_verbose_export_shows_messages_of_tensorflow(checkpoint: Path, tmp_path: Path) -> None:
-    done = _run("export", checkpoint, tmp_path / "m", "--verbose")
+    done = _run_in_a_new_process("export", checkpoint, tmp_path / "m", "--verbose")
     assert (done.returncode, "absl::InitializeLog" in done.stderr) == (0, True)
 
 
@@ -179,16 +181,16 @@ def test_a_warning_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     with open_checkpoint(str(checkpoint)) as opened:
         plan = plan_export(list(opened.tables().values()), storage={"*": "int8"})
         stream_tables(plan, source_of(opened), left / "tables", choose_engine("local", 1))
-    done = _run("export", checkpoint, tmp_path / "m")
+    done = run_command("export", checkpoint, tmp_path / "m")
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"Warning: MODEL_DIR {tmp_path / 'm'}: another unfinished export is in ")
 
 
 def test_a_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    plan = json.loads(_run("export", checkpoint, tmp_path / "m", "--dry-run", "--json").stdout)
+    plan = json.loads(run_command("export", checkpoint, tmp_path / "m", "--dry-run", "--json").stdout)
     assert plan["table_bytes"] == 480
-    assert "users: 30 rows" in _run("export", checkpoint, tmp_path / "m", "--dry-run").stdout
+    assert "users: 30 rows" in run_command("export", checkpoint, tmp_path / "m", "--dry-run").stdout
     assert not (tmp_path / "m").exists()
 
 
@@ -249,7 +251,7 @@ def test_bad_input_is_one_line_and_exit_code_1(
         (tmp_path / name).write_text(text)
     (tmp_path / "cut").mkdir()
     places = {"tmp": tmp_path, "ckpt": checkpoint, "truncated": _truncated(checkpoint, tmp_path / "cut")}
-    done = _run("export", *(argument.format(**places) for argument in arguments))
+    done = run_command("export", *(argument.format(**places) for argument in arguments))
     assert done.returncode == 1, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -273,7 +275,7 @@ def test_bad_input_is_one_line_and_exit_code_1(
     ],
 )
 def test_bad_usage_and_what_is_not_built_exit_with_2(checkpoint: Path, tmp_path: Path, arguments: list[str]) -> None:
-    done = _run("export", checkpoint, tmp_path / "m", *arguments)
+    done = run_command("export", checkpoint, tmp_path / "m", *arguments)
     assert done.returncode == 2, done.stderr
     assert "Error:" in done.stderr
     assert not (tmp_path / "m").exists()
@@ -291,7 +293,7 @@ def test_what_a_factory_prints_stays_off_stdout(checkpoint: Path, tmp_path: Path
 
 def test_an_existing_version_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "m" / "7").mkdir(parents=True)
-    done = _run("export", checkpoint, tmp_path / "m", "--version", "7")
+    done = run_command("export", checkpoint, tmp_path / "m", "--version", "7")
     assert (done.returncode, list((tmp_path / "m" / "7").iterdir())) == (1, [])
     assert "version 7 exists" in done.stderr
 

@@ -18,6 +18,7 @@ from click import Context
 from click.testing import CliRunner
 
 from tests.support.checkpoint.bundles import write
+from tests.support.serving.process import run_command
 from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 from tpuembed_cli.main import cli
 
@@ -27,7 +28,7 @@ GOLDEN = ROOT / "tests" / "golden" / "tfrs" / "keras_adam"
 
 
 def run(*arguments: Any) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return run_command(*arguments)
 
 
 def ok(*arguments: Any) -> str:
