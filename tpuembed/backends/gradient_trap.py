@@ -30,21 +30,25 @@ _SAVED = (
     "layer, restore a checkpoint, and train that."
 )
 _REMEMBERED = 64
+_STEP = 256
+"""What RngReadAndSkip adds for a delta of 1."""
 
 
 class TakenGradients:
     """The calls whose gradient was already taken, where call and gradient are traced apart and only the running step
     knows.
 
-    Each such call draws a random number. Its gradient fails if that number is among the last ones taken, and adds it
-    otherwise.
+    Each such call draws a random number. Its gradient writes that number to the next place of a ring, and then reads the
+    ring. It fails if the number is there twice. TensorFlow does not order two gradients of one graph that it inlines. In
+    any order, the one that writes last finds both. A lock would do too, but two of them in one graph can wait for each
+    other for ever: TensorFlow orders some of the ops that they hold, and not the locks.
     """
 
     def __init__(self) -> None:
         """Start with no numbers taken."""
         with tf.init_scope():
-            self._numbers = tf.Variable(tf.zeros([_REMEMBERED], tf.int64), trainable=False, name="gradients_taken")
-            self._section = tf.CriticalSection(name="gradients_taken")
+            self._ring = tf.Variable(tf.zeros([_REMEMBERED], tf.int64), trainable=False, name="gradients_taken")
+            self._next = tf.Variable(tf.zeros([3], tf.int64), trainable=False, name="next_gradient")
 
     def draw(self) -> Tensor | None:
         """Return an int64 scalar that differs at every run of the graph. Returns None if call and gradient are traced together."""
@@ -54,21 +58,17 @@ class TakenGradients:
             shape=tf.constant([], tf.int32), minval=tf.constant(1, tf.int64), maxval=tf.constant(tf.int64.max, tf.int64)
         )
 
-    def take(self, number: Tensor) -> Sequence[Any]:
-        """Return ops that fail if the gradient of the call with this `number` was taken before.
-
-        The ops run in a critical section, because TensorFlow does not order two gradients of functions in one graph.
-        """
-        return [self._section.execute(lambda: self._take(number), exclusive_resource_access=False)]
-
-    def _take(self, number: Tensor) -> Tensor:
-        numbers = local(self._numbers)
-        before = numbers.read_value()
-        check = tf.debugging.Assert(tf.reduce_all(tf.not_equal(before, number)), [_TWICE])
-        with tf.control_dependencies([check] if check is not None else []):
-            assigned = numbers.assign(tf.concat([number[None], before[:-1]], 0), read_value=False)
-        with tf.control_dependencies([assigned]):
-            return tf.identity(number)
+    def take(self, number: Tensor) -> Any:
+        """Return an op that fails if the gradient of the call with this `number` was taken before."""
+        ring, place = local(self._ring), local(self._next)
+        # The one op that reads and increments a variable at once on every device. Its state is a counter and a key.
+        counted = tf.raw_ops.RngReadAndSkip(resource=place.handle, alg=tf.constant(1), delta=tf.constant(1, tf.uint64))
+        written = tf.raw_ops.ResourceScatterNdUpdate(
+            ref=ring.handle, indices=counted[:1, None] // _STEP % _REMEMBERED, updates=number[None], use_locking=True
+        )
+        with tf.control_dependencies([written]):
+            found = tf.math.count_nonzero(tf.equal(ring.read_value(), number))
+        return tf.debugging.Assert(tf.equal(found, 1), [_TWICE])
 
 
 def gradient_trap(
@@ -103,7 +103,7 @@ def gradient_trap(
         if any(graph is earlier for earlier in graphs):
             raise TrainingError(_TWICE)
         graphs.append(graph)
-        checks = [] if number is None or graph is here else taken.take(number)
+        checks = [] if number is None or graph is here else [taken.take(number)]
         with tf.control_dependencies([] if tf.executing_eagerly() else list(checks)):
             updates = apply_gradients([tf.convert_to_tensor(gradient) for gradient in gradients])
         return tf.zeros_like(dummy) if graph is None else _zeros_after([*checks, *updates], dummy)
