@@ -243,7 +243,7 @@ def test_one_bit_anywhere(layout_export: Path) -> None:
             continue
         path = layout_export / name
         size = path.stat().st_size
-        positions = range(size) if ".data-" in name else rng.integers(0, size, 30).tolist()
+        positions = range(size) if ".data-" in name and size < 100 else rng.integers(0, size, 30).tolist()
         for position in positions:
             flip(path, position, 5)
             assert damaged_files(layout_export) == [name], position
