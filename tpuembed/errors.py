@@ -22,6 +22,8 @@ An error names the object, both values and the remedy.
 import errno
 import os
 import re
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Self
 
@@ -45,6 +47,7 @@ __all__ = [
     "one_line",
     "printable",
     "reason",
+    "warn",
 ]
 
 _REMEDIES = {
@@ -186,3 +189,11 @@ def one_line(error: BaseException) -> str:
     """Return the type of another package's error and the start of its message, without colours and line ends."""
     message = re.sub(r"\x1b\[[0-9;]*m", "", str(error.args[0]) if error.args else str(error))
     return f"{type(error).__name__}: {' '.join(message.split())[:300]}"
+
+
+def warn(message: str) -> None:
+    """Warn. The warning names the caller's line, which is the last one outside of tpuembed."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "tpuembed":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

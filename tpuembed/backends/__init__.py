@@ -1,6 +1,5 @@
 """The backends: one per hardware path. A backend owns the tables of a layer and updates them."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from tpuembed.backends.sparsecore import SparseCoreBackend
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.backends.tpu_v1 import TpuV1Backend
 from tpuembed.backends.training import train
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, warn
 from tpuembed.runtime.environment import check_environment
 from tpuembed.runtime.table_scope import current_source
 
@@ -71,7 +70,6 @@ def _warn_without_effect(layer_options: LayerOptions, strategy: Any) -> None:
         "sparse_core_embedding_config": layer_options.sparse_core_config,
     }
     for option in (option for option, value in given.items() if value):
-        warnings.warn(
+        warn(
             f"TPUEmbedding: {option} has no effect under {type(strategy).__name__.lstrip('_')}: no embedding accelerator is used.",
-            stacklevel=5,
         )

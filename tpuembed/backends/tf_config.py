@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +28,7 @@ from tpuembed.config import (
 )
 from tpuembed.config.checks import differing
 from tpuembed.config.structure import check_plain, flatten, pack_like
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, warn
 
 __all__ = [
     "Trackable",
@@ -145,10 +144,9 @@ def _table_name(path: str, table: Any, index: int, served: Mapping[Any, str] | N
             )
         return served[table]
     name = f"table_{index}"
-    warnings.warn(
+    warn(
         f"a TableConfig without a name is called {name!r}, by its place among the features. Adding a feature that sorts "
         "earlier would rename it, and checkpoints use that name as a key. Give it a name.",
-        stacklevel=6,
     )
     return name
 

@@ -22,7 +22,7 @@ class Optimizer:
 
     Attributes:
         learning_rate: a number, a callable without arguments that is read at every update, or a Keras
-            `LearningRateSchedule`, evaluated at the layer's own count of updates.
+            `LearningRateSchedule`, evaluated at the layer's own count of updates. It may be positional.
         use_gradient_accumulation: sum the gradients of duplicate ids before the rule is applied, once per row.
         clipvalue: bounds of each element of the summed gradient: c for (-c, c), or (min, max). None for no bound.
         weight_decay_factor: w -= weight_decay_factor * w, for rows that a step touched, before the rule.
@@ -34,7 +34,7 @@ class Optimizer:
     kind: ClassVar[str]
     slots: ClassVar[tuple[str, ...]] = ()
 
-    learning_rate: Any = 0.001
+    learning_rate: Any = dataclasses.field(default=0.001, kw_only=False)
     use_gradient_accumulation: bool = True
     clip_weight_min: float | None = None
     clip_weight_max: float | None = None
@@ -120,7 +120,7 @@ class SGD(Optimizer):
 
     kind: ClassVar[str] = "sgd"
 
-    learning_rate: Any = 0.01
+    learning_rate: Any = dataclasses.field(default=0.01, kw_only=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

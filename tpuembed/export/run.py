@@ -6,13 +6,12 @@ The graph is saved before the first table byte is read, so that most errors occu
 import contextlib
 import json
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
@@ -109,10 +108,9 @@ def run_export(
         contextlib.nullcontext() if writer.is_shared else engine.starting(source, len(plan.shards)),
     ):
         for unfinished in writer.kept:
-            warnings.warn(
+            warn(
                 f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
                 "to resume it, or delete it. It is deleted automatically after 7 days.",
-                stacklevel=3,
             )
         graph = request.save_graph(plan, writer.path)  # while the workers start
         bound = ErrorBound(plan.shards, options.max_error)
@@ -144,4 +142,4 @@ def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:
     rows = {task.table: task.chunk_rows for task in plan.shards}
     for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):
         if advice is not None:
-            warnings.warn(advice, stacklevel=4)
+            warn(advice)

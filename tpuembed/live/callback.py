@@ -1,13 +1,12 @@
 """A Keras callback that exports every few epochs of `fit`."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from tpuembed.config.checks import check_choice, check_count
-from tpuembed.errors import ConfigError, TpuEmbedError
+from tpuembed.errors import ConfigError, TpuEmbedError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.report import ExportReport
 from tpuembed.files import FilePath, as_path
@@ -80,7 +79,7 @@ class ExportCallback(keras.callbacks.Callback):
         except TpuEmbedError as error:
             if self._on_error == "raise":
                 raise
-            warnings.warn(f"ExportCallback: not exported: {error}", stacklevel=2)
+            warn(f"ExportCallback: not exported: {error}")
         else:
             self._unexported = 0
 

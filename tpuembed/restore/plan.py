@@ -1,7 +1,6 @@
 """The plan of a restore: data made from metadata alone. It reports every mismatch before a row is written."""
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import FTRL
 from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError, warn
 from tpuembed.table_access import LiveTables
 
 __all__ = ["RestoreRequest", "TablePlan", "plan_tables"]
@@ -191,10 +190,9 @@ def _checked_slots(
 ) -> tuple[str, ...]:
     if rows_only and not (info.slots and state.slots):
         if state.slots:
-            warnings.warn(
+            warn(
                 f"{where} has no slots. The slots of table {state.config.name!r} of layer {layer!r} "
                 f"({_shown(sorted(state.slots))}) are not changed.",
-                stacklevel=2,
             )
         return ()
     if set(info.slots) != set(state.slots):

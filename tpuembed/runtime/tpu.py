@@ -4,11 +4,10 @@ import dataclasses
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from tpuembed.errors import ConfigError, MissingExtraError
+from tpuembed.errors import ConfigError, MissingExtraError, warn
 from tpuembed.runtime.environment import check_keras_backend
 
 __all__ = ["TpuEnvironment", "configure_tpu"]
@@ -68,9 +67,8 @@ def configure_tpu() -> TpuEnvironment:
         chosen["TF_XLA_FLAGS"] = flags
     os.environ.update(chosen)
     for name, value, needed in _differing(kept | kept_flags, wanted):
-        warnings.warn(
+        warn(
             f"tpuembed.configure_tpu(): {name} keeps your value {value!r}. TPUs with SparseCores need {needed!r}.",
-            stacklevel=2,
         )
     return TpuEnvironment(chosen, kept | kept_flags)
 

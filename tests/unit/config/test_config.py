@@ -321,3 +321,10 @@ def test_a_wrong_out_of_vocabulary_is_refused(policy: Any) -> None:
         TableConfig(10, 4, "t", out_of_vocabulary=policy)
     with refused(ConfigError, match="out_of_vocabulary"):
         FeatureConfig(TableConfig(10, 4, "t"), out_of_vocabulary=policy)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adagrad, AdagradMomentum, Adam, FTRL])
+def test_a_learning_rate_may_be_positional(kind: Any) -> None:
+    assert kind(0.25) == kind(learning_rate=0.25)
+    with pytest.raises(TypeError):
+        kind(0.25, 0.5)

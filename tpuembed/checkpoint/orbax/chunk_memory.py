@@ -1,13 +1,12 @@
 """The memory for decoding whole chunks, and the chunks that stay decoded from one read to the next."""
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any, Final, Protocol
 
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.errors import CheckpointFormatError
+from tpuembed.errors import CheckpointFormatError, warn
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "ChunkMemory", "ChunkedArray", "Opener"]
 
@@ -186,7 +185,7 @@ class ChunkMemory:
         self._wasted[array.name] += wasted
         limit = _WASTED_PASSES * array.total_bytes
         if before <= limit < self._wasted[array.name] and advice:
-            warnings.warn(advice, stacklevel=5)
+            warn(advice)
 
     def clear(self) -> None:
         """Drop all chunks."""

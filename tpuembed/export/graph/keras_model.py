@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +12,7 @@ import tensorflow as tf
 from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
-from tpuembed.errors import ConfigError, TpuEmbedError, one_line
+from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
 from tpuembed.export.graph.dense_weights import raw_variables, recorded
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
@@ -213,7 +212,7 @@ class KerasModel(ExportableModel):
             for request in requests:
                 self({name: tf.constant(value, self._specs[name].dtype) for name, value in request.items()})
         except Exception as error:  # whatever a model raises
-            warnings.warn(f"no requests to warm up: the model fails for zeros: {one_line(error)}", stacklevel=2)
+            warn(f"no requests to warm up: the model fails for zeros: {one_line(error)}")
             return []
         return requests
 

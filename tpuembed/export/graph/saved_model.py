@@ -8,7 +8,6 @@ bytes are added to the bundle afterwards. A mapped stack is not a variable of th
 import abc
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow.python.ops import resource_variable_ops
 
-from tpuembed.errors import ExportError, one_line
+from tpuembed.errors import ExportError, one_line, warn
 from tpuembed.export.graph.examples import parse_examples, unparsable
 from tpuembed.export.graph.mapped_table import MappedTable
 from tpuembed.export.graph.packing import matrix_spec
@@ -196,9 +195,8 @@ def _functions(model: ExportableModel) -> dict[str, Any]:
 
     functions = {"serving_default": serving_default}
     if reason := unparsable(specs):
-        warnings.warn(
+        warn(
             f"Leaving out the signature serving_examples: tf.train.Example cannot hold the input {reason}.",
-            stacklevel=2,
         )
     else:
         functions["serving_examples"] = serving_examples

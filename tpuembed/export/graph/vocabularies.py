@@ -14,7 +14,6 @@ import functools
 import hashlib
 import json
 import re
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, warn
 from tpuembed.export.graph.layer_graphs import snake_case
 from tpuembed.files import FilePath, as_path, names_below, open_stream
 from tpuembed.manifest import VocabularyEntry
@@ -190,7 +189,7 @@ def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[Vocabulary
     equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
     unknown = [one for one in mine if one not in equal]
     if unknown:
-        warnings.warn(_not_compared(unknown, left, source), stacklevel=2)
+        warn(_not_compared(unknown, left, source))
     return tuple(dataclasses.replace(one.described, compared=one in equal) for one in mine)
 
 

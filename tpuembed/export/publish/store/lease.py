@@ -11,11 +11,10 @@ import dataclasses
 import re
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
-from tpuembed.errors import ExportError
+from tpuembed.errors import ExportError, warn
 from tpuembed.export.publish.store.record import Owner, StoreModelDir, StoreRecord
 from tpuembed.export.publish.version_writer import (
     MAX_VERSION,
@@ -162,11 +161,10 @@ def reserve_version(
 def _warn_below(root: StoreModelDir, version: int, found: StoreVersions) -> None:
     newest = max(found.versions, default=0)
     if version < newest:
-        warnings.warn(
+        warn(
             f"MODEL_DIR {root.path}: resuming an interrupted export as version {version}. Version {newest} "
             f"already exists, so servers that load only the newest version will not load version {version}. To "
             f"export version {found.free} instead, start over with --restart (resume=False).",
-            stacklevel=2,
         )
 
 
@@ -177,10 +175,9 @@ def _wait_until_certain(unfinished: StoreUnfinished) -> StoreUnfinished:
     owner = unfinished.record.owner if unfinished.record else None
     if unfinished.is_dead or (owner and owner.is_here):
         return unfinished
-    warnings.warn(
+    warn(
         f"MODEL_DIR {unfinished.root.path}: version {unfinished.version}: the same export may still run on "
         f"another machine. Waiting up to {LEASE_SECONDS:.0f} seconds to find out.",
-        stacklevel=2,
     )
     while not unfinished.is_dead:
         time.sleep(_POLL_SECONDS)

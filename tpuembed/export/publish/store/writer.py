@@ -10,11 +10,10 @@ import dataclasses
 import functools
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tpuembed.errors import ConfigError, ExportError
+from tpuembed.errors import ConfigError, ExportError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout, choose_layout, data_file_names
@@ -219,10 +218,9 @@ class StoreWriter(VersionWriter):
         try:
             self._leave(keep=keep)
         except (OSError, ExportError) as failure:
-            warnings.warn(
+            warn(
                 f"MODEL_DIR {self.model_dir}: the rest of version {self._lease.version} cannot be removed: "
                 f"{str(failure).removesuffix('.')}. The next export to this MODEL_DIR removes it.",
-                stacklevel=3,
             )
         finally:
             owner = self._lease.record.owner

@@ -12,14 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tpuembed.errors import TpuEmbedError, WorkerError, reason
+from tpuembed.errors import TpuEmbedError, WorkerError, reason, warn
 from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.stream.batch import Failure
@@ -158,7 +157,7 @@ class _WorkerPool:
         if failures > len(_RETRY_SECONDS):
             failure.error.args = (f"{str(failure.error).removesuffix('.')}. It failed {failures} times.",)
             raise failure.error
-        warnings.warn(f"{str(failure.error).removesuffix('.')}. Retrying.", stacklevel=6)
+        warn(f"{str(failure.error).removesuffix('.')}. Retrying.")
         self._selector.unregister(worker.replies)
         self._workers.remove(worker)
         worker.kill()
