@@ -14,7 +14,7 @@ _OPTIONS = [
     click.option(
         "--api-key-file",
         type=_FILE,
-        help="A file with one key per line; requests need one ('Authorization: Bearer KEY' or 'X-API-Key: KEY').",
+        help="A file with one KEY or 'NAME: KEY' per line; requests need one ('Authorization: Bearer KEY' or 'X-API-Key: KEY').",
     ),
     click.option("--tls-cert", type=_FILE, help="The server's certificate and its chain, PEM: TLS on both ports."),
     click.option("--tls-key", type=_FILE, help="Its private key, PEM, without a password."),

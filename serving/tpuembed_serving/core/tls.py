@@ -12,7 +12,7 @@ __all__ = ["TlsSettings"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """Files in PEM format, read when the server starts.
+    """Files in PEM format, read when the server starts, and again after a change.
 
     Attributes:
         certificate: the server's certificate, with the chain to its root.
@@ -23,9 +23,30 @@ class TlsSettings:
     certificate: Path
     key: Path
     client_ca: Path | None = None
+    _reloads: list[None] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files."""
+        return [self.certificate, self.key, *([self.client_ca] if self.client_ca else [])]
+
+    def reload(self, context: ssl.SSLContext) -> str:
+        """Read the files again, for new connections of HTTP with this `context` and of gRPC. Return the line to log.
+
+        An authority that is no longer in the file stays accepted over HTTP, because a context forgets none.
+
+        Raises:
+            ConfigError: they do not fit. Those of before stay in use.
+        """
+        self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        self._load_into(context)
+        self._reloads.append(None)
+        return f"TLS certificate {self.certificate}: read again, for new connections"
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
         try:
             context.load_cert_chain(self.certificate, self.key, password=_no_password)
         except (OSError, ValueError) as error:
@@ -49,13 +70,25 @@ class TlsSettings:
         return options
 
     def grpc_credentials(self) -> Any:
-        """Return the grpc.ServerCredentials."""
+        """Return the grpc.ServerCredentials. Connections after a `reload` get what the files have then."""
         import grpc
 
-        pair = [(self.key.read_bytes(), self.certificate.read_bytes())]
-        if self.client_ca is None:
-            return grpc.ssl_server_credentials(pair)
-        return grpc.ssl_server_credentials(pair, self.client_ca.read_bytes(), require_client_auth=True)
+        def read() -> Any:
+            authorities = None if self.client_ca is None else self.client_ca.read_bytes()
+            pair = (self.key.read_bytes(), self.certificate.read_bytes())
+            return grpc.ssl_server_certificate_configuration([pair], authorities)
+
+        known = len(self._reloads)
+
+        def fetch() -> Any:
+            """Return the configuration if it is new, or None; gRPC calls this for each handshake."""
+            nonlocal known
+            if known == len(self._reloads):
+                return None
+            known = len(self._reloads)
+            return read()
+
+        return grpc.dynamic_ssl_server_credentials(read(), fetch, self.client_ca is not None)
 
 
 def _no_password(*_: object) -> str:

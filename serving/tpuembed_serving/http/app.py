@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.changed_files import follow_files
 from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline
 from tpuembed_serving.core.servable import VersionProgress
 from tpuembed_serving.core.service import ModelService
@@ -52,7 +53,7 @@ class ServingApp(FastAPI):
         self.stopping = threading.Event()
         self.executor = _executor(settings)
         self.worker_group: WorkerGroup = link or SingleProcess()
-        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.worker_group)
+        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.worker_group, settings.security.api_keys)
         load = load or functools.partial(
             load_version, settings=settings, stopping=self.stopping, warmed_up=self.telemetry.warmed_up
         )
@@ -229,11 +230,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if not app.loads_first:  # before the import of TensorFlow, which takes seconds
         await app.start_grpc()
     app.repository.start()
+    keys = app.settings.security.api_keys
+    following = asyncio.create_task(follow_files([keys.path], keys.reload)) if keys and keys.path else None
     try:
         await app.load_first()
         await app.start_grpc()
         yield
     finally:
+        if following:
+            following.cancel()
         await app.stop_grpc()
         app.stopping.set()
         app.executor.close()

@@ -63,7 +63,7 @@ class DirectPredict:
                 request_id = sane_request_id(value)
             elif name in _UNUSUAL and (name != b"connection" or value.lower() != b"keep-alive"):
                 return None
-        if not 0 <= size <= self._max_bytes or (self._keys is not None and not self._keys.accept(headers)):
+        if not 0 <= size <= self._max_bytes or (self._keys is not None and self._keys.accept(headers) is None):
             return None
         record = None
         if self.telemetry is not None:

@@ -233,7 +233,7 @@ class HttpEndpoint:
         """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing."""
         if self._keys is None or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
-        return self._keys.accept(scope["headers"])
+        return self._keys.accept(scope["headers"]) is not None
 
     async def _reply(self, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
         try:

@@ -7,6 +7,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import uvicorn
 
+from tpuembed_serving.core.changed_files import follow_files
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.http.protocol import close_slow_connections, protocol_class
@@ -119,7 +121,11 @@ class _Server(uvicorn.Server):
         """Start; see uvicorn."""
         await super().startup(sockets)
         if self.started:
-            self._closing_slow = asyncio.create_task(close_slow_connections(self.server_state.connections))
+            self._tasks = [asyncio.create_task(close_slow_connections(self.server_state.connections))]
+            tls = self._app.settings.security.tls
+            if tls is not None and self.config.ssl is not None:
+                reload = functools.partial(tls.reload, self.config.ssl)
+                self._tasks.append(asyncio.create_task(follow_files(tls.files, reload)))
             self._loop = asyncio.get_running_loop()
             self._on_listening()
 
@@ -134,7 +140,8 @@ class _Server(uvicorn.Server):
             await asyncio.wait([stopping], timeout=_POLL_SECONDS)
         self.config.timeout_graceful_shutdown = max(1, math.ceil(end - time.monotonic()))
         await super().shutdown(sockets)
-        self._closing_slow.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def _accept_the_rest(self, sockets: Sequence[socket.socket], end: float) -> None:
         """Accept every connection that is established for its client, refuse the others, and close the port."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
+from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.telemetry.metric_types import Family, Snapshot, read_values
@@ -49,7 +50,8 @@ class ServerMetrics:
 
     wants_request_id = False
 
-    def __init__(self, queue_depth: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, queue_depth: Callable[[], int] = lambda: 0, keys: ApiKeys | None = None) -> None:
+        self._keys = keys
         serving, ours, loader = ":tensorflow:serving:", ":tpuembed:serving:", ":tensorflow:cc:saved_model:"
         batching = f"{serving}batching_session:"
         self._families: dict[Family, MetricWrapperBase] = {}
@@ -84,6 +86,7 @@ class ServerMetrics:
         self._load_attempts = counter(f"{loader}load_attempt_count", "Loads of a version", "model_path", "status")
         self._load_latency = counter(f"{loader}load_latency", "Microseconds of the loads of a version", "model_path")
         self._stages = histogram(f"{ours}stage_latency", "Microseconds of a stage", _LATENCY, "model_name", "stage")
+        self._key_requests = counter(f"{ours}api_key_request_count", "Requests by the name of their API key", "key")
         self._run_rows = histogram(f"{ours}run_rows", "Rows of a batch", _SIZES)
         self._run_requests = histogram(f"{ours}run_requests", "Requests of a batch", _SIZES)
         depth = Gauge(f"{ours}queue_depth", "Requests in the queue", registry=None)
@@ -106,6 +109,8 @@ class ServerMetrics:
     def finish(self, record: RequestRecord) -> None:
         """Count a request. Only those that succeed have a latency, as in TensorFlow Serving."""
         api, entrypoint = record.api, record.entrypoint
+        if self._keys is not None:
+            self._of(self._key_requests, self._keys.accept(record.headers) or "").inc()
         if entrypoint != REST and api not in _COUNTED_CALLS:
             return
         model = self._name(record.model)

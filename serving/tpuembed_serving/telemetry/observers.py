@@ -8,6 +8,7 @@ from typing import Final, Self
 
 from tpuembed_serving.batching.queue import QueuedRequest
 from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.request_record import Headers, Observer, RequestRecord
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.status import StatusError
@@ -52,13 +53,15 @@ class Telemetry:
             worker_group.register(_METRICS, lambda _: metrics.snapshot())
 
     @classmethod
-    def of(cls, settings: TelemetrySettings, executor: object, worker_group: WorkerGroup) -> Self:
+    def of(
+        cls, settings: TelemetrySettings, executor: object, worker_group: WorkerGroup, keys: ApiKeys | None = None
+    ) -> Self:
         """Create the observers that `settings` ask for. The batches of `executor` are counted if it is a ModelExecutor."""
         observers: list[Observer] = []
         metrics = None
         if settings.metrics_path is not None:
             local = executor if isinstance(executor, ModelExecutor) else None
-            metrics = ServerMetrics((lambda: local.waiting) if local else int)
+            metrics = ServerMetrics((lambda: local.waiting) if local else int, keys)
             observers.append(metrics)
         if settings.access_log is not None:
             observers.append(AccessLog(settings.access_log))

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.messages import refused
 from tpuembed.errors import ConfigError
-from tpuembed_serving.core.api_keys import ApiKeys
+from tpuembed_serving.core.api_keys import UNNAMED, ApiKeys
 
 FIRST, SECOND = "first-key-0123456789", "second_key~9876543210"
 
@@ -38,9 +38,20 @@ def test_any_key_of_the_file_opens_and_nothing_else_does(tmp_path: Path) -> None
         assert not keys.accept(wrong), wrong
 
 
+def test_a_key_may_have_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"ranking-team: {FIRST}\n{SECOND}\nold:{FIRST}\nranking-team:  {FIRST}x\n")
+    keys = ApiKeys.read(path)
+    assert keys.accept([(b"x-api-key", FIRST.encode())]) == "ranking-team"
+    assert keys.accept([(b"x-api-key", f"{FIRST}x".encode())]) == "ranking-team"
+    assert keys.accept([(b"x-api-key", SECOND.encode())]) == UNNAMED
+    assert keys.accept([(b"x-api-key", f"old:{FIRST}".encode())]) == UNNAMED, "a colon without a space is of the key"
+    assert keys.accept([(b"x-api-key", b"ranking-team")]) is None
+
+
 def test_the_keys_themselves_are_not_kept() -> None:
-    assert FIRST.encode() not in pickle.dumps(ApiKeys([FIRST]))
-    assert FIRST not in repr(vars(ApiKeys([FIRST])))
+    assert FIRST.encode() not in pickle.dumps(ApiKeys([("team", FIRST)]))
+    assert FIRST not in repr(vars(ApiKeys([("team", FIRST)])))
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_pages_and_refusals_have_lines_and_health_checks_have_none(tmp_path: Path) -> None:
     """Only the access log sees them: TensorFlow Serving's metrics count no pages."""
-    guard = SecuritySettings(api_keys=ApiKeys(["k" * 20]))
+    guard = SecuritySettings(api_keys=ApiKeys([("", "k" * 20)]))
     telemetry = TelemetrySettings(access_log=str(tmp_path / "log"), metrics_path="/metrics")
     make_version(tmp_path / "m", 1)
     settings = ServerSettings.for_model_dir(tmp_path / "m", security=guard, telemetry=telemetry)
