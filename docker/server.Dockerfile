@@ -14,7 +14,7 @@ RUN pip install --no-cache-dir '.[serve]'
 
 USER 1000
 ENV MODEL_NAME=model
-EXPOSE 8501
+EXPOSE 8500 8501
 HEALTHCHECK --interval=10s --timeout=3s --start-period=60s \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8501/readyz', timeout=2)"]
 # exec: the server is the process that SIGTERM reaches. It answers for 5 seconds more and has 30 to finish requests: stop it with
