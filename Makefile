@@ -18,7 +18,7 @@ ALL_UNITS := tests/unit tests/conformance tests/e2e/test_road.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-docs test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
+.PHONY: help demo load-tools test test-docs test-clients test-console test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,10 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $(STAMP) $(DEMO)
+
+tpuembed/_lookup.so: native/lookup.c native/build.py  # an installation compiles it too
+	@command -v cc gcc clang >/dev/null || [ -z "$$CI" ] || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y gcc libc6-dev; }
+	-$(PYTHON) native/build.py
 
 $(DEMO): pyproject.toml
 	@echo "Installing TensorFlow and the server into $(VENV): 650 MB to download, 2.3 GB on the disk. Unpacking takes a minute."
@@ -40,13 +44,29 @@ $(RATINGS): | $(STAMP)
 demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; installs what this needs alone
 	$(BIN)/tpuembed demo
 
-test: $(STAMP) $(RATINGS)  ## the test suite, or one room of it: make test AREA=serving/batching
+test: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
 	$(BIN)/python -m pytest -n 2 -m "not long" $(if $(AREA),tests/unit/$(AREA),tests)
+
+load-tools:  # wrk and h2load, where tests are those of CI; elsewhere tests without them are skipped by name
+	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v h2load; } >/dev/null; then \
+	apt-get -qq update && apt-get -qq install -y wrk nghttp2-client; fi
 
 test-docs: $(STAMP)  ## the pages of docs/tutorials, docs/how-to and docs/migrate: what they do, and what they print
 	$(BIN)/python -m pytest -n 2 --dist load tests/docs
 
-test-long: $(STAMP) $(RATINGS)  ## all tests: of `make test`, those with big files, clusters, fuzzing and soaks, and of each TensorFlow and Python
+.venv-clients/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+test-clients: $(STAMP) .venv-clients/.installed  ## tritonclient and KServe's SDK against a whole server, in an environment of their own
+	$(BIN)/python -m pytest -n 0 -m long tests/clients
+
+test-console: $(STAMP)  ## the server's console in a headless Chromium; screenshots under build/screenshots
+	@command -v chromedriver >/dev/null || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y chromium chromium-driver; }
+	$(BIN)/python -m pytest -n 0 -m long tests/e2e/test_serve_console.py
+
+test-long: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed  ## all tests: of `make test`, those with big files, clusters, fuzzing and soaks, and of each TensorFlow and Python
 	$(BIN)/python -m pytest -n 2 -m "not long" tests
 	$(BIN)/python -m pytest -m long --timeout 3600 tests
 	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)"
@@ -82,7 +102,7 @@ docs: $(VENV)/.docs  ## the documentation's site, under build/docs: a dead link 
 package: $(STAMP)  ## sdist and wheel under dist/, checked by twine; the wheel installed and used in a fresh environment
 	$(BIN)/python -m pytest -n 0 -m long tests/package
 
-bench: $(STAMP)  ## every benchmark, as JSON and a table under benchmarks/results/
+bench: $(STAMP) tpuembed/_lookup.so  ## every benchmark, as JSON and a table under benchmarks/results/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
@@ -91,4 +111,4 @@ format: $(STAMP)  ## rewrite the source as `make check` wants it
 	$(BIN)/ruff format .
 
 clean:  ## remove what the targets made
-	rm -rf build dist $(VENV) .venv-oldest .venv-newest .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist $(VENV) .venv-oldest .venv-newest .venv-clients .tpu-proof benchmarks/results/*.png .pytest_cache .mypy_cache .ruff_cache

@@ -14,13 +14,20 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 RUNS = {
     "train_step": "train_step.run()",
+    "tracking": "tracking.run()",
     "export": "export.run()",
     "load": "load.run()",
     "lookups": "lookups.run()",
+    "lookups_2": "lookups.run(threads=2)",
+    "overlay": "overlay.run()",
+    "overlay_soak": "overlay_soak.run()",
     "serve": "serve.run()",
     "serve_2": "serve.run(workers=2)",
     "serve_plain": "serve.run_plain()",
     "read_checkpoint": "read_checkpoint.run()",
+    "stats": "stats.run()",
+    "bench": "bench.run()",
+    "console": "console.run()",
 }
 
 

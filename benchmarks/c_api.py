@@ -9,15 +9,21 @@ import dataclasses
 import json
 import pickle
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.support.capi import Output, c_library
+from tpuembed.manifest import Manifest
+from tpuembed.native_lookup import NativeLookups, _in_threads
 
 Array = np.ndarray[Any, Any]
 _FLOAT, _INT64 = 1, 9
@@ -34,6 +40,8 @@ class Contender:
     version: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+    how: str = "signature"
+    """Or "native": native lookups of that export, or "bound": the loop of pooled_rows.c in its tables."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,22 +146,103 @@ class _Call:
                 self._library.tf.TF_DeleteTensor(ctypes.c_void_p(tensor))
 
 
-def _measure(calls: Mapping[str, _Call], shape: Shape) -> dict[str, float]:
-    """Median microseconds by contender; every round begins with another one."""
+class _NativeCall:
+    """Native lookups with the inputs of its requests: `packed` of a matrix, or named ones."""
+
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self, version: str, threads: int, feeds: list[Mapping[str, Array]]) -> None:
+        manifest = Manifest.read(Path(version))
+        assert manifest is not None
+        self._lookups = NativeLookups(manifest, Path(version), threads=max(threads, 1))
+        self._feeds, self._threads = feeds, max(threads, 1)
+
+    def seconds(self, index: int) -> float:
+        feed = self._feeds[index % len(self._feeds)]
+        started = self.clock()
+        self._run(feed)
+        return self.clock() - started
+
+    def values(self) -> Array:
+        found = self._run(self._feeds[0])
+        return found if isinstance(found, np.ndarray) else np.concatenate([found[name] for name in sorted(found)], 1)
+
+    def _run(self, feed: Mapping[str, Array]) -> Any:
+        return self._lookups.packed(feed["ids"]) if list(feed) == ["ids"] else self._lookups.named(feed)
+
+    def free(self) -> None:
+        self._feeds = []
+
+
+class _BoundCall(_NativeCall):
+    """The loop of pooled_rows.c in the same tables."""
+
+    def __init__(self, version: str, threads: int, feeds: list[Mapping[str, Array]]) -> None:
+        super().__init__(version, threads, feeds)
+        structs = self._lookups._structs
+        places = [one.rows + one.base_row_offset * one.row_bytes for one in structs]
+        self._tables = (ctypes.c_void_p * len(places))(*places)
+        self._count, self._width = len(places), sum(one.dim for one in structs)
+        self._loop = _bound()
+
+    def _run(self, feed: Mapping[str, Array]) -> Array:
+        ids = feed["ids"]
+        out = np.empty((len(ids), self._width), np.float32)
+        hot = ids.shape[1] // self._count
+        pointers = self._tables, self._count, ids.ctypes.data, hot, out.ctypes.data
+        bounds = np.linspace(0, len(ids), min(4 * self._threads, len(ids)) + 1, dtype=np.int64).tolist()
+        if self._threads == 1 or len(ids) < 4 * self._threads:
+            self._loop(*pointers, 0, len(ids))
+        else:
+            _in_threads(self._threads, [partial(self._loop, *pointers, *pair) for pair in pairwise(bounds)])
+        return out
+
+
+@cache
+def _bound() -> Any:
+    source = Path(__file__).with_name("pooled_rows.c")
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/bound.so"
+        command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, str(source)]
+        subprocess.run(command, check=True)
+        loop = ctypes.CDLL(library).sum_rows
+    loop.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        *[ctypes.c_int64] * 2,
+    ]
+    loop.restype = None
+    return loop
+
+
+def _measure(calls: Mapping[str, Any], shape: Shape) -> dict[str, float]:
+    """Median microseconds by contender. Every round has another order: memory that one frees is warm for the next."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    names, times = list(calls), _CALLS.get(shape.batch, 1)
+    names, times, random = list(calls), _CALLS.get(shape.batch, 1), np.random.default_rng(0)
     for index in range(shape.rounds + 1):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            taken = [calls[name].seconds(index + turn) for turn in range(times)]
+        for place, name in enumerate(random.permutation(names).tolist()):
+            # Neighbours take different requests: the rows of the last one are in the processor's cache.
+            taken = [calls[name].seconds(times * (index + place) + turn) for turn in range(times)]
             if index:  # the first round warms up
                 seconds[name] += taken
     return {name: statistics.median(taken) * 1e6 for name, taken in seconds.items()}
 
 
-def _check_equal(calls: Mapping[str, _Call]) -> float:
+def _check_equal(calls: Mapping[str, Any]) -> float:
     """The largest difference of any contender's numbers to the first one's."""
     values = [call.values() for call in calls.values()]
     return max(float(np.abs(found - values[0]).max()) for found in values)
+
+
+def _call(
+    library: _Library, session: _Session, contender: Contender, threads: int, feeds: list[Mapping[str, Array]]
+) -> Any:
+    if contender.how == "signature":
+        return _Call(library, session, contender, feeds)
+    return (_NativeCall if contender.how == "native" else _BoundCall)(contender.version, threads, feeds)
 
 
 def main() -> None:
@@ -163,7 +252,7 @@ def main() -> None:
     found = {}
     for shape in shapes:
         calls = {
-            each.name: _Call(library, sessions[each.version], each, shape.feeds[each.name])
+            each.name: _call(library, sessions[each.version], each, threads, shape.feeds[each.name])
             for each in contenders
             if each.name in shape.feeds
         }

@@ -61,11 +61,16 @@ def _rounds(loader: str, versions: dict[str, Path], rounds: int) -> dict[str, li
     seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for index in range(rounds + 1):
         for layout in LAYOUTS if index % 2 else reversed(LAYOUTS):
-            with _child(loader, versions[layout]) as child:
-                took = json.loads(_line(child))["seconds"]
+            took = seconds_to_answer(loader, versions[layout])
             if index:  # the first round warms up
                 seconds[layout].append(took)
     return seconds
+
+
+def seconds_to_answer(loader: str, version: Path) -> float:
+    """Load a version in a process of its own; return the seconds from the call that loads to the first answer."""
+    with _child(loader, version) as child:
+        return float(json.loads(_line(child))["seconds"])
 
 
 def _two_processes(version: Path) -> dict[str, float]:

@@ -3,6 +3,8 @@
     python -m benchmarks.lookups [--rounds N] [--threads N] [--cpu] [--rows N] [--folder DIR]
 
 Contenders, all in one process and in turn, so that a slow moment of the machine meets them all:
+- `native`, which is `tpuembed.native_lookup` in the same tables, and `C bound`, a loop in C that adds rows of float32 without any
+  check (benchmarks/pooled_rows.c);
 - an export's `packed` (one matrix in, one out) and `serving_default` (26 inputs, 26 outputs), of features that take one id and
   of features that take lists;
 - `tf.nn.embedding_lookup_sparse` and `tf.tpu.experimental.embedding.serving_embedding_lookup` of 26 variables, in two forms:
@@ -35,7 +37,8 @@ NAMES = [f"f{index:02}" for index in range(FEATURES)]
 SHAPES = [(batch, hot, False) for batch in (1, 256, 4096) for hot in (1, 20)] + [(1, 20, True), (4096, 20, True)]
 ROUNDS = {1: 20, 256: 10, 4096: 1}
 """Batch -> how many times as many rounds as asked for."""
-REQUESTS = 3
+REQUESTS = {1: 16, 256: 16, 4096: 3}
+"""Batch -> different requests, so that the rows of one are seldom in the cache of the processor."""
 TOLERANCE = 1e-6
 SCALE = np.float32(0.05)
 
@@ -53,19 +56,20 @@ def run(
         package = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
         contenders = [Contender(**fields) for fields in json.loads(Path(made, "contenders.json").read_text())]
         shapes = [_shape(rounds, rows, *shape) for shape in SHAPES]
-        found = _measured(package, threads, cpu, contenders, shapes)
+        found = microseconds(package, threads, cpu, contenders, shapes)
         small = [
             dataclasses.replace(shape, name=f"{shape.name}, caller's thread") for shape in shapes if shape.batch == 1
         ]
-        found |= _measured(package, 0, cpu, contenders, small)
+        found |= microseconds(package, 0, cpu, contenders, small)
     return {"rounds": rounds, "threads": threads, "cpu": int(cpu)} | {
         name: _summary(each) for name, each in found.items()
     }
 
 
-def _measured(
+def microseconds(
     package: str, threads: int, cpu: bool, contenders: Sequence[Contender], shapes: Sequence[Shape]
 ) -> dict[str, Any]:
+    """Measure in a process without Python's TensorFlow, which is installed at `package`. See `benchmarks.c_api`."""
     request = pickle.dumps((package, threads, cpu, contenders, shapes))
     done = subprocess.run([sys.executable, "-m", "benchmarks.c_api"], input=request, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -81,6 +85,10 @@ def _summary(found: dict[str, Any]) -> dict[str, Any]:
         if ours in taken and f"serving_embedding_lookup, {form}" in taken
         for function in ("embedding_lookup_sparse", "serving_embedding_lookup")
     }
+    native = taken["native"]
+    ratios["packed lists / native"] = round(taken["packed lists"] / native, 2)
+    if "C bound" in taken:
+        ratios["native / C bound"] = round(native / taken["C bound"], 2)
     return {"difference": found["difference"], "us": {name: round(value, 1) for name, value in taken.items()}, **ratios}
 
 
@@ -95,7 +103,7 @@ _PAIRS = [
 
 def _shape(rounds: int, rows: int, batch: int, hot: int, padded: bool) -> Shape:
     rng = np.random.default_rng(batch + hot)
-    requests = [_feeds(rng, rows, batch, hot, padded) for _ in range(REQUESTS)]
+    requests = [_feeds(rng, rows, batch, hot, padded) for _ in range(REQUESTS[batch])]
     name = f"batch {batch}, hotness {hot}{', padded' if padded else ''}"
     feeds = {contender: [request[contender] for request in requests] for contender in requests[0]}
     return Shape(name=name, batch=batch, rounds=rounds * ROUNDS[batch], feeds=feeds)
@@ -112,6 +120,9 @@ def _feeds(rng: np.random.Generator, rows: int, batch: int, hot: int, padded: bo
     parts |= {f"{name}/values": value[value >= 0] for name, value in named.items()}
     parts |= {f"{name}/shape": np.array([batch, hot]) for name in NAMES}
     feeds: dict[str, Feed] = {"packed lists": {"ids": matrix}, "serving_default, lists": named}
+    feeds["native"] = {"ids": matrix}
+    if not padded:
+        feeds["C bound"] = {"ids": matrix}
     for function in ("embedding_lookup_sparse", "serving_embedding_lookup"):
         feeds[f"{function}, by name"] = parts
         if not padded:  # lists of one length have the same indices
@@ -138,14 +149,17 @@ def write_models(made: str, rows: int) -> None:
     contenders = []
     for form, packed, named in (("id", "packed", "serving_default"), ("ids", "packed lists", "serving_default, lists")):
         features = {name: {"table": name, "input": form, "combiner": "sum"} for name in NAMES}
-        report = export_saved_model(prefix, place / "model", serving_config={"features": features})
-        contenders += _contenders(report.path, {"packed": packed, "serving_default": named})
-    contenders += _contenders(_write_lookups(place / "tensorflow", tables), None)
+        report = export_saved_model(prefix, place / "model", serving_config={"features": features}, layout="mmap")
+        contenders += contenders_of(report.path, {"packed": packed, "serving_default": named})
+        if form == "ids":
+            one = {"version": str(report.path), "inputs": {}, "outputs": {}}
+            contenders += [{**one, "name": "native", "how": "native"}, {**one, "name": "C bound", "how": "bound"}]
+    contenders += contenders_of(_write_lookups(place / "tensorflow", tables), None)
     (place / "contenders.json").write_text(json.dumps(contenders))
     print(Path(tf.__file__).parent)
 
 
-def _contenders(version: Path, names: Mapping[str, str] | None) -> list[dict[str, Any]]:
+def contenders_of(version: Path, names: Mapping[str, str] | None) -> list[dict[str, Any]]:
     """Of the signatures called so in a SavedModel; of all where no names are given."""
     from tensorflow.core.protobuf import saved_model_pb2
 

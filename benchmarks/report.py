@@ -27,7 +27,8 @@ _TRAINERS = ("tpuembed", "keras", "keras_rs")
 
 def main() -> None:
     """Write the page."""
-    parts = [HEAD, *_ratios(), *_training(), *_exports(), *_loads(), *_lookups(), *_servers()]
+    parts = [HEAD, *_ratios(), *_training(), *_exports(), *_fresh()]
+    parts += [*_loads(), *_lookups(), *_overlays(), *_servers(), *_tools()]
     PAGE.write_text("\n".join(parts))
 
 
@@ -106,6 +107,38 @@ def _training() -> Iterator[str]:
         'The layer updates the rows of a step. Keras and keras-rs update the whole table. "Tables" is the peak of memory, in '
         "sizes of the table: Adam needs 3 and Adagrad 2 for the table and its slots. It is not measured for small tables.\n"
     )
+    yield from _tracking()
+
+
+def _tracking() -> Iterator[str]:
+    found = _result("tracking")
+    if not found:
+        return
+    yield f"## A training step with `track_rows=True`, Adam, width {found['dim']} (`benchmarks/tracking.py`)\n"
+    cases = {name: one for name, one in found.items() if name.endswith(" ids")}
+    rows = [
+        (f"{int(name.removesuffix(' ids')):,}", one["plain ms"], one["tracked ms"], one["tracked / plain"])
+        for name, one in cases.items()
+    ]
+    yield _table(("ids", "without, ms", "with, ms", "with / without"), rows)
+
+
+def _fresh() -> Iterator[str]:
+    found = _result("fresh")
+    if not found:
+        return
+    yield "## From a training step to the first answer with its rows (`benchmarks/fresh.py`)\n"
+    yield (
+        f"A table of {found['table GB']:.0f} GB; each step changes {found['rows changed a step']:,} rows. ExportCallback publishes "
+        f"an overlay, and a server that looks for versions every 0.2 s loads it: {found['seconds median']} s, of which the export "
+        f"takes {found['of it export']} s. The full export of the same table takes {found['full export']} s until it is "
+        "published.\n"
+    )
+    rows = list(zip(found["rows in the overlay"], found["seconds"], found["bytes written / full"], strict=True))
+    yield _table(
+        ("rows in the overlay", "seconds", "bytes written / full export"),
+        [(f"{count:,}", seconds, share) for count, seconds, share in rows],
+    )
 
 
 def _exports() -> Iterator[str]:
@@ -154,14 +187,19 @@ def _loads() -> Iterator[str]:
 
 
 def _lookups() -> Iterator[str]:
-    found = _result("lookups")
-    cases = {name: case for name, case in found.items() if isinstance(case, dict)}
-    if not cases:
-        return
-    yield "## Lookups: 26 tables of 100,000 x 64, one thread, microseconds (`benchmarks/lookups.py`)\n"
+    for name, threads in (("lookups", "one thread"), ("lookups_2", "two threads")):
+        cases = {case: each for case, each in _result(name).items() if isinstance(each, dict)}
+        if cases:
+            yield f"## Lookups: 26 tables of 100,000 x 64, {threads}, microseconds (`benchmarks/lookups.py`)\n"
+            yield _lookup_table(cases)
+
+
+def _lookup_table(cases: dict[str, Any]) -> str:
     names = [
         "packed",
         "packed lists",
+        "native",
+        "C bound",
         "serving_default",
         "embedding_lookup_sparse, at its best",
         "serving_embedding_lookup, at its best",
@@ -170,7 +208,74 @@ def _lookups() -> Iterator[str]:
         (case, *(_number(each["us"][name]) if name in each["us"] else "" for name in names))
         for case, each in cases.items()
     ]
-    yield _table(("", *names), rows)
+    return _table(("", *names), rows)
+
+
+def _overlays() -> Iterator[str]:
+    found = _result("overlay")
+    if found:
+        size = found["rows"] * found["dim"] * 4 / 1e9
+        yield f"## Overlays of a table of {size:.1f} GB (`benchmarks/overlay.py`)\n"
+        yield "A lookup of random ids with TensorFlow's operations, one thread. An overlay of 1% has 1% of the ids:\n"
+        names = ("plain", "overlay of 1%", "overlay of 10%")
+        lookups = {case: each for case, each in found.items() if case.endswith(" ids")}
+        rows: list[Row] = [
+            (case, *(_number(each["us"][name]) for name in names), *(each[f"{name} / plain"] for name in names[1:]))
+            for case, each in lookups.items()
+        ]
+        yield _table(("", *(f"{name}, microseconds" for name in names), "1% / plain", "10% / plain"), rows)
+        yield "Load and first answer:\n"
+        loads = {case.removeprefix("load, "): each for case, each in found.items() if case.startswith("load, ")}
+        rows = [
+            (
+                case,
+                *(_number(each["seconds"][name]) for name in names),
+                *(each[f"{name} / plain"] for name in names[1:]),
+            )
+            for case, each in loads.items()
+        ]
+        yield _table(("", *(f"{name}, s" for name in names), "1% / plain", "10% / plain"), rows)
+    found = _result("overlay_soak")
+    if found:
+        yield "## A delta every three seconds, under load (`benchmarks/overlay_soak.py`)\n"
+        windows = found["windows"]
+        keys = ("count", "requests_per_second", "p50_ms", "p99_ms")
+        yield _table(
+            ("windows of a second", "count", "requests per second", "p50, ms", "p99, ms"),
+            [(name, *(each[key] for key in keys)) for name, each in windows.items()],
+        )
+        yield (
+            f"{found['deltas']} deltas in {found['minutes']:g} minutes, {found['requests']:,} requests over {found['connections']} "
+            f"connections: {found['requests failed']} failed. Of {found['answers compared']:,} answers that were compared with the "
+            f"rows of the live versions, {found['answers of no live version']} differed. The server's own memory: "
+            f"{found['memory MB, after swap 10']:.0f} MB after ten deltas, {found['memory MB, at the end']:.0f} MB at the end, "
+            f"{found['memory MB, most']:.0f} MB at most. p99 with a swap / without: {found['p99 with a swap / without']}. "
+            "`tpuembed apply` and the client ran on the same 2 cores.\n"
+        )
+
+
+def _tools() -> Iterator[str]:
+    found = _result("stats")
+    if found:
+        yield f"## `tpuembed stats` and `tpuembed verify` of {found['GB']} GB in the page cache (`benchmarks/stats.py`)\n"
+        rows = [(name, found[f"{name} GB/s"], found[f"{name} peak MB"]) for name in ("stats", "verify")]
+        yield _table(("", "GB/s", "peak memory, MB"), rows)
+        yield f"stats / verify: {found['stats / verify']}. It stores every row as each type, and compares it with 256 others.\n"
+    found = _result("bench")
+    if found:
+        yield "## `tpuembed bench` and wrk against one server, requests per second (`benchmarks/bench.py`)\n"
+        keys = ("bench, own client", "wrk", "own client / wrk", "limit", "client processors")
+        rows = [(case, *(each[key] for key in keys)) for case, each in found.items() if isinstance(each, dict)]
+        yield _table(("", *keys), rows)
+    found = _result("console")
+    if found:
+        least, most = found["least and greatest ratio"]
+        yield "## Predictions beside open consoles (`benchmarks/console.py`)\n"
+        yield (
+            f"With {found['pages']} open pages / with none: {found['open / closed']:.3f} of the requests per second, the median of "
+            f"{found['rounds']} rounds ({least:.2f} to {most:.2f}), at {found['connections']} connections. "
+            f"The pages alone take {found['processors, pages alone']:.1%} of one processor.\n"
+        )
 
 
 def _servers() -> Iterator[str]:

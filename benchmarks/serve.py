@@ -94,6 +94,11 @@ class Server:
             stderr=self._log,
         )
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def ask(self, body: str) -> bytes:
         """One request."""
         request = urllib.request.Request(self.url, body.encode(), {"Content-Type": "application/json"})
@@ -142,6 +147,9 @@ def figures(running: "subprocess.Popen[str]") -> dict[str, float]:
     """What wrk has measured."""
     text, _ = running.communicate()
     errors = sum(map(int, re.findall(r"Non-2xx or 3xx responses: (\d+)", text)))
+    errors += sum(
+        map(int, re.findall(r"(?:connect|read|write|timeout) (\d+)", text))
+    )  # "Socket errors: connect 0, ..."
     rate = re.search(r"Requests/sec:\s+([\d.]+)", text)
     assert rate, text
     return {
@@ -163,7 +171,7 @@ class Bench:
 
     def __init__(self, folder: Path, workers: int, peers: Path | None, only: Sequence[str]) -> None:
         self._folder, self._workers, self._peers = folder, workers, peers
-        self._model_dir, self._plain_dir = export(folder)
+        self.model_dir, self._plain_dir = export(folder)
         self._stack = contextlib.ExitStack()
         self.servers: dict[str, Server] = {}
         try:
@@ -190,7 +198,7 @@ class Bench:
 
     def _start(self, name: str, **environment: str) -> Server:
         port = _free_port()
-        model_dir = self._plain_dir if name in (PLAIN, NAIVE_PLAIN) else self._model_dir
+        model_dir = self._plain_dir if name in (PLAIN, NAIVE_PLAIN) else self.model_dir
         arguments = [str(port), str(self._workers), str(model_dir)]
         if name == PLAIN:
             code = "from tpuembed_cli.main import main; main()"
@@ -200,7 +208,7 @@ class Bench:
             code = "from tpuembed_cli.main import main; main()"
             self._grpc_port = _free_port()
             ports = ["--rest-port", str(port), "--grpc-port", str(self._grpc_port), "--workers", str(self._workers)]
-            command = [sys.executable, "-c", code, "serve", str(self._model_dir), *ports]
+            command = [sys.executable, "-c", code, "serve", str(self.model_dir), *ports]
         else:
             python = environment_of(name, self._peers) if name in PEERS and self._peers else sys.executable
             command = [python, str(_SCRIPT), "naive" if name == NAIVE_PLAIN else name, *arguments]
@@ -262,7 +270,7 @@ class Bench:
             "from tpuembed_serving import LogSettings\nfrom tpuembed_serving.http.server import prepare_tensorflow\n"
             "prepare_tensorflow(LogSettings())\n"
             "from tpuembed_serving.tensorflow import session as runtime\n"
-            f"servable = runtime.load(Path({str(self._model_dir / '1')!r}))\n"
+            f"servable = runtime.load(Path({str(self.model_dir / '1')!r}))\n"
             "signature = servable.signatures['serving_default']\n"
             "times = []\nfor number in range(3000):\n"
             "    ids = [np.array([number * 31 % 100000]) for _ in signature.inputs]\n"

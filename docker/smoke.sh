@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Bring both servers up over MODEL_DIR, send BODY to each, and compare the answers.
+# Start both servers over MODEL_DIR, send BODY to each, and compare the answers.
 #   MODEL_DIR=/data/ratings MODEL_NAME=ratings docker/smoke.sh '{"instances": [{"user_id": 1, "movie_id": 2}]}'
 set -euo pipefail
 
@@ -12,7 +12,7 @@ compose=(docker compose --file "$(dirname "$0")/compose.yaml")
 answers=$(mktemp --directory)
 trap '"${compose[@]}" down; rm -r "$answers"' EXIT
 
-# wait_for PORT: until the model of the server on PORT is AVAILABLE, for two minutes at most.
+# wait_for PORT: wait until the model of the server on PORT is AVAILABLE, at most two minutes.
 wait_for() {
     for _ in $(seq 120); do
         if curl --silent --fail "http://127.0.0.1:$1/v1/models/$name" | grep --quiet AVAILABLE; then

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
         TableConfig,
     )
     from tpuembed.errors import TpuEmbedError
-    from tpuembed.export import ExportReport, export_saved_model
+    from tpuembed.export import (
+        ExportReport,
+        apply_package,
+        compact_version,
+        export_saved_model,
+        list_versions,
+        prune_versions,
+        rollback_version,
+    )
     from tpuembed.layer import TPUEmbedding
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
@@ -50,12 +58,17 @@ _HOME = {
     "TableInfo": "tpuembed.checkpoint",
     "TpuEmbedError": "tpuembed.errors",
     "TpuEnvironment": "tpuembed.runtime.tpu",
+    "apply_package": "tpuembed.export",
+    "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
     "export_saved_model": "tpuembed.export",
     "input_options": "tpuembed.backends.input_pipeline",
+    "list_versions": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
+    "prune_versions": "tpuembed.export",
     "restore_tables": "tpuembed.restore",
+    "rollback_version": "tpuembed.export",
 }
 
 __all__ = [
@@ -76,12 +89,17 @@ __all__ = [
     "TpuEmbedError",
     "TpuEnvironment",
     "__version__",
+    "apply_package",
+    "compact_version",
     "configure_tpu",
     "export_model",
     "export_saved_model",
     "input_options",
+    "list_versions",
     "open_checkpoint",
+    "prune_versions",
     "restore_tables",
+    "rollback_version",
 ]
 
 

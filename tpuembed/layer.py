@@ -24,8 +24,9 @@ from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.lookup import Ids, as_tensors, ids_of
+from tpuembed.row_stamps import RowStamps, WatchedVariable
 from tpuembed.runtime.table_scope import TableSource
-from tpuembed.runtime.weight_files import load_tables, save_tables
+from tpuembed.runtime.weight_files import check_tables, load_stamps, load_tables, save_stamps, save_tables
 from tpuembed.table_access import LiveTables, check_writable
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class TPUEmbedding(keras.layers.Layer):
         embedding_feature: None, or UNSUPPORTED to avoid the embedding accelerator.
         sparse_core_embedding_config: `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`, for SparseCores only.
         size_threshold: on an accelerator, tables of at most this many rows are replicated. None replicates none.
+        track_rows: keep, for each row, the number of the update that last touched it: 4 bytes a row. An export finds
+            changed rows by it. Not for tables whose optimizer changes every row at each step, nor for an accelerator
+            of several hosts or with pipelining.
         name: as for every Keras layer.
         **kwargs: the same.
 
@@ -77,6 +81,7 @@ class TPUEmbedding(keras.layers.Layer):
         sparse_core_embedding_config: Any = None,
         *,
         size_threshold: int | None = None,
+        track_rows: bool = False,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -84,6 +89,8 @@ class TPUEmbedding(keras.layers.Layer):
         self.supports_jit = False  # Keras would compile `fit` on a GPU, where an id outside the table does not fail
         if size_threshold is not None:
             check_count("TPUEmbedding: size_threshold", size_threshold, 0)
+        if not isinstance(track_rows, bool):
+            raise ConfigError(f"TPUEmbedding: track_rows must be True or False, got {track_rows!r}.")
         features, table_names = features_from(feature_config)
         spec = None if optimizer is None else resolve_optimizer(optimizer)
         with tf.init_scope():
@@ -97,6 +104,7 @@ class TPUEmbedding(keras.layers.Layer):
             batch_size=batch_size,
             sparse_core_config=sparse_core_embedding_config,
             size_threshold=size_threshold,
+            track_rows=track_rows,
         )
         self._parts = _Untracked(features, table_names, layer_options, choose(layer_options))
         self._create_weights(updates)
@@ -110,11 +118,19 @@ class TPUEmbedding(keras.layers.Layer):
         )
         self._tpu_embedding.restore_rows = self.restore_saved
         trained_here = any(state.optimizer is not None for state in states)
+        self._row_stamps = (
+            RowStamps(backend.states, updates) if self._parts.layer_options.track_rows and states else None
+        )
         # Keras counts, lists and freezes them as weights of the layer. They are wrapped, not copied.
+        wrap = keras.Variable if self._row_stamps is None else WatchedVariable
         self._table_weights = [
-            keras.Variable(variable, trainable=trainable, autocast=False, name=variable.name.split(":")[0])
+            wrap(variable, trainable=trainable, autocast=False, name=variable.name.split(":")[0])
             for variable, trainable in backend.weights() + ([(updates, False)] if trained_here else [])
         ]
+        if self._row_stamps is not None:
+            self._tpu_embedding.restoring = self._row_stamps.rewritten
+            for weight in self._table_weights:
+                weight.watcher = self._row_stamps
         self._dummy = None
         if trained_here:
             self._dummy = self.add_weight(
@@ -210,7 +226,7 @@ class TPUEmbedding(keras.layers.Layer):
         """
         backend = self._parts.backend
         check_writable(self.name, doing, backend.states)
-        return LiveTables(self.name, backend.states, self.updates, backend.writing, backend.fetch)
+        return LiveTables(self.name, backend.states, self.updates, backend.writing, backend.fetch, self._row_stamps)
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
         """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.
@@ -278,7 +294,8 @@ class TPUEmbedding(keras.layers.Layer):
         A SavedModel has the tables as plain variables, because a graph cannot hold the config and count of that node.
         """
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
-        hidden = ("_dummy", "_table_weights", *_KERAS_LISTS) if save_type == "checkpoint" else ("_tpu_embedding",)
+        in_checkpoint, in_model = ("_dummy", "_table_weights", *_KERAS_LISTS), ("_tpu_embedding", "_row_stamps")
+        hidden = in_checkpoint if save_type == "checkpoint" else in_model
         return {name: child for name, child in children.items() if name not in hidden}
 
     def get_config(self) -> dict[str, Any]:
@@ -293,6 +310,7 @@ class TPUEmbedding(keras.layers.Layer):
             "sparse_core_embedding_config": sparse_core_config_to_dict(layer_options.sparse_core_config),
             "embedding_feature": getattr(layer_options.embedding_feature, "name", layer_options.embedding_feature),
             "size_threshold": layer_options.size_threshold,
+            "track_rows": layer_options.track_rows,
         }
 
     @classmethod
@@ -308,6 +326,8 @@ class TPUEmbedding(keras.layers.Layer):
         """Write tables, slots, count of updates and config into `.weights.h5` and `.keras`, by name."""
         if not self.saved_by_another:
             save_tables(store, self.named_variables(), int(self.updates.numpy()), self.checkpoint_config())
+            if self._row_stamps is not None:
+                save_stamps(store, self._row_stamps.arrays(), self._row_stamps.saved())
 
     def load_own_variables(self, store: Any) -> None:
         """Assign the arrays of `save_own_variables`.
@@ -317,7 +337,15 @@ class TPUEmbedding(keras.layers.Layer):
         """
         if self.saved_by_another or not self._parts.backend.states:
             return  # an export has no states: it reads the rows from its checkpoint
+        stamps = self._row_stamps
+        if stamps is not None:
+            check_tables(store, self.name, self.named_variables())  # a file that is refused changes no stamp
+            stamps.rewritten()
         self.updates.assign(load_tables(store, self.name, self.named_variables()))
+        if stamps is not None:
+            saved = load_stamps(store, self._parts.backend.states, stamps.write)
+            if saved is not None:
+                stamps.adopt_saved(saved)
 
     def named_variables(self) -> dict[str, Any]:
         """Return {name of a table, or `<table>/<slot>`: its variable, float32 [rows, dim]}."""

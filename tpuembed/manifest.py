@@ -4,6 +4,7 @@ The manifest is at `<version>/assets.extra/tpuembed.json`; TensorFlow Serving ig
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections import Counter
@@ -20,10 +21,14 @@ __all__ = [
     "LOOKUP_SCOPE",
     "MANIFEST_PATH",
     "STORAGE_TYPES",
+    "ArrayEntry",
+    "BaseEntry",
     "FeatureEntry",
     "FileEntry",
     "Folder",
+    "HistoryEntry",
     "Manifest",
+    "OverlayEntry",
     "PackedInput",
     "PackedOutput",
     "Packing",
@@ -39,10 +44,12 @@ LOOKUP_SCOPE: Final = "tpuembed_lookup"
 """The name scope of a lookup's operations in an export. The server treats the scope as one operation. Each row of its
 outputs depends only on the ids of that row, and entries of -1 after a row's ids change nothing.
 """
-FORMAT = 1
-"""The format number. A new field that readers need raises it. Other new fields do not, because readers ignore unknown
-fields.
+FORMAT: Final = 1
+"""The format number of a version whose tables are its own. A new field that readers need raises it. Other new fields do
+not, because readers ignore unknown fields.
 """
+OVERLAY_FORMAT: Final = 2
+"""The format number of a version that has a base."""
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
@@ -71,7 +78,8 @@ class FeatureEntry:
         input: "id" for int64 [batch], or "ids" for int64 [batch, hot], padded with -1.
         weighted: whether `<name>_weights` is an input too.
         max_sequence_length: if positive, its rows are not combined.
-        out_of_vocabulary: "error" if ids that are not rows fail the request; else any id is answered.
+        out_of_vocabulary: "error" if ids that are not rows fail the request; "zeros", or the row to take instead.
+        combiner: of a list: "sum", "mean" or "sqrtn". Empty in exports that are older than this field.
     """
 
     name: str
@@ -80,6 +88,7 @@ class FeatureEntry:
     weighted: bool
     max_sequence_length: int
     out_of_vocabulary: str | int
+    combiner: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +189,8 @@ class TableEntry:
     Attributes:
         quantization: applied to its values before they were stored; None if there was none, or if the export is older
             than this field.
+        base_row_offset, base_rows: in a stack with an overlay: its rows [0, base_rows) are rows [base_row_offset,
+            base_row_offset + base_rows) of the stack's file. The rows from `base_rows` on are all in the overlay.
     """
 
     name: str
@@ -190,9 +201,85 @@ class TableEntry:
     row_offset: int
     first_row: int = 0
     quantization: QuantizationEntry | None = None
+    base_row_offset: int = 0
+    base_rows: int = 0
 
     def __post_init__(self) -> None:
-        _check_integers(self, rows=1, dim=1, row_offset=0, first_row=0)
+        _check_integers(self, rows=1, dim=1, row_offset=0, first_row=0, base_row_offset=0, base_rows=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayEntry:
+    """An array of the graph that is the content of a data file, or a part of it.
+
+    Attributes:
+        name: of the variable.
+        key: its key in the bundle `variables/variables`.
+        rows: its first dimension.
+        file: the data file's path inside the version directory.
+        offset, size: the place of its bytes in that file, in bytes.
+        crc32c: of those bytes, unmasked.
+    """
+
+    name: str
+    key: str
+    rows: int
+    file: str
+    size: int
+    crc32c: int
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        _check_integers(self, rows=1, offset=0, size=1, crc32c=0)
+        _check_inside(self.file)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlayEntry:
+    """The rows of a stack that are not those of its base.
+
+    Attributes:
+        base_rows: rows of the stack's own file, which is the base's.
+        rows: stored rows, sorted by their number in the stack.
+        words: int64; bit n % 32 of word n // 32 is set if row n is in `rows`. The upper half of a word, an int32, is one
+            less than the number of bits that are set in all earlier words.
+        crc32c: of all rows of the stack, in the bytes of a full export; None if it is not known.
+    """
+
+    base_rows: int
+    rows: ArrayEntry
+    words: ArrayEntry
+    crc32c: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_integers(self, base_rows=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseEntry:
+    """The version that an export was written for, and whose data files it links.
+
+    Attributes:
+        version: its number in the MODEL_DIR of the export.
+        fingerprint: Manifest.tables_fingerprint of it.
+    """
+
+    version: int
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        _check_integers(self, version=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HistoryEntry:
+    """The RowHistory of a table when it was exported."""
+
+    spans: tuple[tuple[str, int], ...]
+    updates: int
+
+    def __post_init__(self) -> None:
+        _check_integers(self, updates=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,6 +293,8 @@ class StackEntry:
         file: the data file's path inside the version directory.
         offset, size: the place of its bytes in that file, in bytes.
         crc32c: of those bytes, unmasked.
+        base_file: in an export with a base: the path of the same file in the base. Empty if the export wrote the file.
+        overlay: the rows that replace those in `file`; None if there are none.
     """
 
     name: str
@@ -217,18 +306,49 @@ class StackEntry:
     offset: int
     size: int
     crc32c: int
+    base_file: str = ""
+    overlay: OverlayEntry | None = None
 
     def __post_init__(self) -> None:
         _check_integers(self, rows=1, dim=1, offset=0, size=1, crc32c=0)
         _check_inside(self.file)
+        if self.base_file:
+            _check_inside(self.base_file)
         if self.storage not in _ROW_BYTES:
             raise ConfigError(f"stack {self.name!r}: unknown storage {self.storage!r}.")
+        _check_size(
+            self.name, f"{self.storage} [{self.file_rows}, {self.dim}]", self.file_rows * self.row_bytes, self.size
+        )
+        if self.overlay is not None:
+            rows, words, count = self.overlay.rows, self.overlay.words, -(-self.rows // 32)
+            _check_size(rows.name, f"{self.storage} [{rows.rows}, {self.dim}]", rows.rows * self.row_bytes, rows.size)
+            _check_size(words.name, f"int64 [{count}]", 8 * count, words.size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one stored row."""
         element, more = _ROW_BYTES[self.storage]
-        needed = self.rows * (self.dim * element + more)
-        if self.size != needed:
-            raise ConfigError(
-                f"stack {self.name!r}: {self.storage} [{self.rows}, {self.dim}] takes {needed} bytes, not {self.size}."
-            )
+        return self.dim * element + more
+
+    @property
+    def file_rows(self) -> int:
+        """Return the number of rows in `file`."""
+        return self.rows if self.overlay is None else self.overlay.base_rows
+
+    @property
+    def arrays(self) -> tuple[ArrayEntry, ...]:
+        """Return the arrays of the graph that hold its rows: that of `file` first."""
+        own = ArrayEntry(
+            name=self.name,
+            key=self.key,
+            rows=self.file_rows,
+            file=self.file,
+            offset=self.offset,
+            size=self.size,
+            crc32c=self.crc32c,
+        )
+        more = () if self.overlay is None else (self.overlay.rows, self.overlay.words)
+        return own, *more
 
 
 class Folder(Protocol):
@@ -259,6 +379,9 @@ class Manifest:
         vocabularies: of a whole model, sorted by layer.
         padding: of a whole model: its list inputs, by name, with their padding: -1, "" or "NaN".
         packing: of the signature `packed`.
+        finite: whether every value of the tables was checked, and is finite. False in exports that did not check.
+        base: the version whose files this one links, with overlays for the rows that differ; None if all is its own.
+        histories: of the tables whose rows are tracked, by table.
     """
 
     tool_version: str
@@ -274,6 +397,9 @@ class Manifest:
     vocabularies: tuple[VocabularyEntry, ...] = ()
     padding: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
     packing: Packing = Packing(left_out="the export is older than this signature")
+    finite: bool = False
+    base: BaseEntry | None = None
+    histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -283,18 +409,31 @@ class Manifest:
         for file in self.files:
             _check_inside(file)
 
+    @property
+    def arrays(self) -> tuple[ArrayEntry, ...]:
+        """Return the arrays of all stacks."""
+        return tuple(array for stack in self.stacks for array in stack.arrays)
+
     def table_files(self) -> dict[str, int]:
         """Return the bytes of each data file of the stacks, by its path inside the version directory."""
         sizes: dict[str, int] = {}
-        for stack in self.stacks:
-            sizes[stack.file] = max(sizes.get(stack.file, 0), stack.offset + stack.size)
+        for array in self.arrays:
+            sizes[array.file] = max(sizes.get(array.file, 0), array.offset + array.size)
         return sizes
+
+    @property
+    def tables_fingerprint(self) -> str:
+        """Return a text that is equal for versions whose stacks are the same bytes of the same tables, in any layout."""
+        stacks = [(s.name, s.rows, s.dim, s.storage, [(a.size, a.crc32c) for a in s.arrays]) for s in self.stacks]
+        tables = [dataclasses.asdict(table) for table in self.tables]
+        return hashlib.sha256(json.dumps([stacks, tables], sort_keys=True).encode()).hexdigest()
 
     def write(self, version_dir: Path) -> None:
         """Write the manifest into `version_dir`, and create its folder."""
         path = version_dir / MANIFEST_PATH
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        number = FORMAT if self.base is None else OVERLAY_FORMAT
+        text = json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -323,13 +462,16 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] != FORMAT:
-            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT}")
+        if value["format"] not in (FORMAT, OVERLAY_FORMAT):
+            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} and {OVERLAY_FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
-        value["stacks"] = tuple(_entry(StackEntry, entry) for entry in value["stacks"])
+        value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
+        base = value.get("base")
+        value["base"] = None if base is None else _entry(BaseEntry, base)
         value["files"] = {path: _entry(FileEntry, entry) for path, entry in value["files"].items()}
         value["features"] = tuple(_entry(FeatureEntry, entry) for entry in value.get("features", ()))
         value["vocabularies"] = tuple(_entry(VocabularyEntry, entry) for entry in value.get("vocabularies", ()))
+        value["histories"] = {name: _history(entry) for name, entry in value.get("histories", {}).items()}
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
@@ -349,6 +491,18 @@ def _table(value: Mapping[str, Any]) -> TableEntry:
     quantization = value.get("quantization")
     found = None if quantization is None else _entry(QuantizationEntry, quantization)
     return _entry(TableEntry, {**value, "quantization": found})
+
+
+def _stack(value: Mapping[str, Any]) -> StackEntry:
+    overlay = value.get("overlay")
+    if overlay is not None:
+        arrays = {name: _entry(ArrayEntry, overlay[name]) for name in ("rows", "words")}
+        overlay = _entry(OverlayEntry, {**overlay, **arrays})
+    return _entry(StackEntry, {**value, "overlay": overlay})
+
+
+def _history(value: Mapping[str, Any]) -> HistoryEntry:
+    return _entry(HistoryEntry, {**value, "spans": tuple((str(token), int(start)) for token, start in value["spans"])})
 
 
 def _packing(value: Mapping[str, Any]) -> Packing:
@@ -385,9 +539,15 @@ def _check_inside(file: object) -> None:
         raise ConfigError(f"file {file!r} is not a path inside the export.")
 
 
+def _check_size(name: str, what: str, needed: int, size: int) -> None:
+    if size != needed:
+        raise ConfigError(f"stack {name!r}: {what} takes {needed} bytes, not {size}.")
+
+
 def _check_stacks(stacks: Iterable[StackEntry], *, mapped: bool) -> None:
-    _check_distinct("stack", [stack.name for stack in stacks])
-    in_place = sorted(stacks, key=attrgetter("file", "offset"))
+    arrays = [array for stack in stacks for array in stack.arrays]
+    _check_distinct("stack", [array.name for array in arrays])
+    in_place = sorted(arrays, key=attrgetter("file", "offset"))
     for file, group in groupby(in_place, key=attrgetter("file")):
         shared = list(group)
         if mapped and (len(shared) > 1 or shared[0].offset):
@@ -420,6 +580,8 @@ def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:
             raise ConfigError(
                 f"table {table.name!r} starts at row {table.row_offset} of {stack.name!r}, not at {rows}."
             )
+        if stack.overlay and table.base_row_offset + table.base_rows > stack.file_rows:
+            raise ConfigError(f"table {table.name!r} has rows after the {stack.file_rows} rows of {stack.file}.")
         rows += table.rows
     if rows != stack.rows:
         raise ConfigError(f"stack {stack.name!r} has {stack.rows} rows, but its tables have {rows}.")

@@ -14,6 +14,7 @@ from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_config import local
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.row_stamps import RowStamps
 
 __all__ = ["HasTables", "LiveTables", "check_writable"]
 
@@ -30,6 +31,7 @@ class LiveTables:
         updates: the variable that counts the layer's updates.
         writing: returns a context in which rows may be written.
         fetch: must be called before rows are read.
+        stamps: of the rows. None if they are not tracked.
     """
 
     layer: str
@@ -37,6 +39,7 @@ class LiveTables:
     updates: Any
     writing: Callable[[], AbstractContextManager[None]] = nullcontext
     fetch: Callable[[], None] = lambda: None
+    stamps: RowStamps | None = None
 
     def state(self, table: str) -> TableState:
         """Return the state of `table`.
@@ -71,6 +74,8 @@ class LiveTables:
         where = f"layer {self.layer!r}: {table if slot is None else f'{table}/{slot}'!r}"
         rows = _checked_rows(where, values, config.dim)
         _check_range(where, start, rows.shape[0], config.vocabulary_size)
+        if self.stamps is not None:  # before the write, which may fail halfway
+            self.stamps.wrote(table, int(start), int(start) + rows.shape[0])
         with self.writing():
             _write_pieces(variable, int(start), rows, config.dim)
 

@@ -15,7 +15,7 @@ _OPTIONS = [
         "--enable_batching/--disable_batching",
         "enable_batching",
         default=None,
-        help="Batch requests of a signature together.  [default: if its graph proves that this changes no answer]",
+        help="Always or never batch requests.  [default: batch if the graph proves that this changes no answer]",
     ),
     click.option(
         "--batching-parameters-file",
@@ -35,7 +35,7 @@ _OPTIONS = [
         type=click.IntRange(min=1),
         default=512,
         show_default=True,
-        help="Most rows of a batch of several requests, unless parameters set it.",
+        help="The most rows of a batch of several requests. Batching parameters take its place.",
     ),
 ]
 

@@ -1,6 +1,7 @@
 """The class of every command: sections and examples in `--help`, environment variables, and flags in error messages."""
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,9 @@ from click.core import ParameterSource
 
 __all__ = ["Command"]
 
+_SERVICE_LINK = re.compile(r"(?:tcp|udp|sctp)://.+:\d+")
+"""What Kubernetes and Docker set as NAME_PORT for a Service or a linked container."""
+
 
 class Command(click.Command):
     """A command with examples.
@@ -18,7 +22,10 @@ class Command(click.Command):
         examples: lines to paste, each a whole command.
         sections: titles of `--help`, and the flags of the options in each. Other options are under "Options".
         variables: the start of the names of the environment variables that set its options; empty if there are none.
+        service_links: the variables that have the name of an option, and were ignored: see `parse_args`.
     """
+
+    service_links: Sequence[str] = ()
 
     def __init__(
         self,
@@ -60,7 +67,15 @@ class Command(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; see click. An error about the value of a variable names the variable."""
+        """Parse; see click. An error about the value of a variable names the variable.
+
+        For a Service called `tpuembed-serve-rest`, Kubernetes sets TPUEMBED_SERVE_REST_PORT to tcp://10.0.0.1:80. A variable
+        whose name ends in _PORT and that has such a value is taken out of the environment.
+        """
+        ports = [self._variable(one) for one in self.params if self.variables and self._variable(one).endswith("_PORT")]
+        self.service_links = [port for port in ports if _SERVICE_LINK.fullmatch(os.environ.get(port, ""))]
+        for link in self.service_links:
+            del os.environ[link]
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:

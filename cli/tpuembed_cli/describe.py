@@ -31,7 +31,10 @@ __all__ = ["describe"]
 @options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None:
-    """Show the tables of the checkpoint, or tables and signatures of the export, at PATH (a version, or a MODEL_DIR)."""
+    """Show the tables of the checkpoint or the export at PATH, and the signatures of an export.
+
+    PATH of an export is a version or MODEL_DIR, whose highest version is read.
+    """
     from tpuembed.checkpoint.tools import describe_checkpoint, describe_export, find_export
 
     export = find_export(path)
@@ -49,25 +52,42 @@ def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> No
 
 
 def _origin(found: dict[str, Any]) -> str:
-    """Return the layout of an export, the version of its writer, and its source."""
+    """Return the layout of an export, its base, the version of its writer, and its source."""
     source = found["source"]
+    base = f", overlay of version {found['base']['version']}" if found["base"] else ""
     origin = f" from {source['path']} ({source['format']})" if {"path", "format"} <= source.keys() else ""
-    return f", layout {found['layout']}, by tpuembed {found['tool_version']}{origin}"
+    return f", layout {found['layout']}{base}, by tpuembed {found['tool_version']}{origin}"
 
 
 def _checkpoint_table(description: "CheckpointDescription") -> "Table":
-    rows = [{**dataclasses.asdict(table), "bytes": with_unit(table.bytes)} for table in description.tables]
+    tracked = any(table.tracked_updates is not None for table in description.tables)
+    rows = []
+    for table in description.tables:
+        row = {**dataclasses.asdict(table), "bytes": with_unit(table.bytes)}
+        updates = row.pop("tracked_updates")
+        said = "" if updates is None else f"rows tracked, {updates} updates"
+        rows.append({**row, "tracking": said} if tracked else row)
     return table_of(f"tables ({with_unit(description.bytes)})", rows)
 
 
 def _export_tables(found: dict[str, Any]) -> list["Table"]:
+    hidden = () if found["base"] else ("base_row_offset", "base_rows", "base_file", "overlay")
     rows = [
         {**table, "quantization": _levels(table["quantization"]), "bytes": with_unit(table["bytes"])}
         for table in found["tables"]
     ]
     stacks = [
-        {**stack, "size": with_unit(stack["size"]), "crc32c": f"{stack['crc32c']:#010x}"} for stack in found["stacks"]
+        {
+            **stack,
+            "size": with_unit(stack["size"]),
+            "crc32c": f"{stack['crc32c']:#010x}",
+            "overlay": f"{stack['overlay']['rows']['rows']} rows" if stack["overlay"] else None,
+        }
+        for stack in found["stacks"]
     ]
+    for row in (*rows, *stacks):
+        for name in hidden:
+            row.pop(name, None)
     tables = [table_of(f"tables ({with_unit(found['bytes'])})", rows), table_of("stacks", stacks)]
     for name, signature in found["signatures"].items():
         rows = [

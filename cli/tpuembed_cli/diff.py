@@ -8,8 +8,7 @@ from tpuembed.errors import printable
 from tpuembed_cli.command import Command
 from tpuembed_cli.options import PATH, options_of
 from tpuembed_cli.options import checkpoint_options as options
-from tpuembed_cli.output import print_json, table_of, to_terminal
-from tpuembed_cli.progress import byte_progress
+from tpuembed_cli.output import byte_progress, print_json, table_of, to_terminal
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint.tools import CheckpointDiff, LargestChange, TableDiff

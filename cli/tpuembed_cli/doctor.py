@@ -25,15 +25,21 @@ __all__ = ["doctor"]
 @click.argument("config", type=click.Path())
 @click.argument("sample", type=click.Path())
 @click.option("--chips", type=click.IntRange(1), required=True, help="TPU chips that share the tables.")
-@click.option("--batch-size", type=click.IntRange(1), required=True, help="Examples of one step of all chips.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), required=True, help="Examples of one step, on all chips together."
+)
 @click.option(
     "--sparse-cores-per-chip", type=click.IntRange(1), default=4, show_default=True, help="4 on v5p, 2 on v6e."
 )
 @click.option(
-    "--margin", type=click.FloatRange(0), default=0.25, show_default=True, help="Added to the maximum of the sample."
+    "--margin",
+    type=click.FloatRange(0),
+    default=0.25,
+    show_default=True,
+    help="Fraction to add to the maximum of the sample.",
 )
 @click.option("--optimizer", help="For tables without their own: sgd, adagrad, adagrad_momentum, adam or ftrl.")
-@click.option("--no-stacking", is_flag=True, help="As disable_table_stacking=True.")
+@click.option("--no-stacking", is_flag=True, help="Estimate as with disable_table_stacking=True.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def doctor(
     config: str,

@@ -9,6 +9,7 @@ import click
 from tpuembed.errors import UnknownObjectError
 from tpuembed_cli.command import Command
 from tpuembed_cli.options import (
+    BASE,
     PATH,
     SIZE,
     checkpoint_options,
@@ -17,7 +18,7 @@ from tpuembed_cli.options import (
     storage_option,
     verbosity_options,
 )
-from tpuembed_cli.progress import byte_progress
+from tpuembed_cli.output import byte_progress, with_unit
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 
 __all__ = ["export"]
@@ -31,9 +32,21 @@ _SECTIONS = {
         "--feature",
         "--output-name",
         "--rows",
+        "--require-finite",
         "--checkpoint-option",
     ],
-    "How it is stored": ["--storage", "--max-error", "--layout", "--serving-root", "--version"],
+    "How it is stored": [
+        "--storage",
+        "--max-error",
+        "--layout",
+        "--serving-root",
+        "--version",
+        "--base",
+        "--max-overlay",
+        "--delta-to",
+        "--sign-key",
+        "--keep",
+    ],
     "How it runs": ["--max-memory", "--workers", "--engine", "--ray-address", "--resume"],
 }
 
@@ -42,11 +55,22 @@ _SECTIONS = {
     cls=Command,
     short_help="Write a SavedModel of the tables of a checkpoint.",
     sections=_SECTIONS,
-    api_names={"max_memory_bytes": "--max-memory", "serving_config": "serving_config"},
+    api_names={
+        "max_memory_bytes": "--max-memory",
+        "serving_config": "serving_config",
+        "a serving_config or a model": "--serving-config FILE or --model MODULE:FACTORY",
+        "Give base too": "Give --base too",
+        "Leave base out": "Leave --base out",
+        "leave base out": "leave --base out",
+        "Leave engine out": "Leave --engine out",
+    },
     examples=(
         "tpuembed export checkpoints/ckpt-1 models/rec",
         "tpuembed export checkpoints models/rec --model train:build",
         "tpuembed export ckpt-1 models/rec --table users --storage int8 --dry-run",
+        "tpuembed export checkpoints models/rec --require-finite --keep 3",
+        "tpuembed export checkpoints models/rec --base latest",
+        "tpuembed export checkpoints models/rec --base latest --delta-to s3://bucket/deltas",
         "tpuembed export ckpt-1 s3://bucket/rec --layout mmap --serving-root /models/rec",
     ),
 )
@@ -62,7 +86,7 @@ _SECTIONS = {
 @click.option(
     "--allow-unused-weights",
     is_flag=True,
-    help="With --model: ignore saved weights that the model does not have, as for fewer heads or one tower.",
+    help="With --model: ignore saved weights that the model does not have, such as those of another tower.",
 )
 @click.option(
     "--table",
@@ -76,19 +100,20 @@ _SECTIONS = {
 )
 @output_names_option
 @rows_option
+@click.option("--require-finite", is_flag=True, help="Fail at a NaN or an infinity in a table or a dense weight.")
 @storage_option
 @click.option(
     "--max-error",
     type=click.FloatRange(min=0),
     metavar="X",
-    help="Fail if a stored value would differ by more from its float32 value. Default: no bound.",
+    help="Fail if a stored value would differ from its float32 value by more than X. Default: no bound.",
 )
 @click.option(
     "--layout",
     type=click.Choice(["variables", "mmap"]),
     default="variables",
     show_default=True,
-    help="Load the tables, from any location; or map their files.",
+    help="variables: the server loads the tables into memory. mmap: it maps their files.",
 )
 @click.option(
     "--serving-root",
@@ -96,20 +121,53 @@ _SECTIONS = {
     help="For mmap: MODEL_DIR as the server sees it. Default: its path on this machine; required for a store.",
 )
 @click.option(
-    "--max-memory", type=SIZE, default="512MiB", show_default=True, help="Bound on all workers' buffers together."
+    "--max-memory",
+    type=SIZE,
+    default="512MiB",
+    show_default=True,
+    help="The most memory of all workers' buffers together.",
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Processes that stream. Default: one per processor.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes that write tables. Default: one per processor.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="Processes of this machine, or a Ray cluster whose nodes all see CHECKPOINT and MODEL_DIR, or reach the store.",
+    help="local: processes of this machine. ray: a Ray cluster. All its nodes must reach CHECKPOINT and MODEL_DIR.",
 )
 @click.option(
-    "--ray-address", metavar="ADDRESS", help="The cluster. Default: that of RAY_ADDRESS, or a new one on this machine."
+    "--ray-address",
+    metavar="ADDRESS",
+    help="With --engine ray: the cluster. Default: that of RAY_ADDRESS, or a new one on this machine.",
 )
 @click.option("--version", type=click.IntRange(1, 2**63 - 1), help="Version to write. Default: the next free one.")
+@click.option(
+    "--base",
+    type=BASE,
+    metavar="latest|N",
+    help="Write an overlay of this version: link its files, and write only the rows that changed.",
+)
+@click.option(
+    "--max-overlay",
+    type=click.FloatRange(min=0),
+    metavar="SHARE",
+    help="With --base: write a full version if the overlay needs more than SHARE of the tables' bytes. Default: 0.15.",
+)
+@click.option(
+    "--delta-to",
+    type=PATH,
+    metavar="DIR|URL",
+    help="With --base: write no version but a package there, for `tpuembed apply` on other machines.",
+)
+@click.option(
+    "--sign-key", type=PATH, metavar="FILE", help="With --delta-to: sign the package with the key in this file."
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Afterwards remove all versions but the newest N. To keep those that servers use, see tpuembed prune.",
+)
 @click.option(
     "--resume/--restart",
     default=True,
@@ -179,10 +237,21 @@ def _run(checkpoint: str, request: dict[str, Any], as_json: bool, quiet: bool) -
         click.echo(f"Left out with their tables: {', '.join(report.dropped_features)}", err=True)
     if as_json:
         return json.dumps(report.to_dict())
+    removed = f"\n  removed versions {', '.join(map(str, report.removed))}" if report.removed else ""
+    if report.base is not None:
+        return (
+            f"{report.path}: overlay of version {report.base}: {report.rows_changed:,} rows changed, "
+            f"{with_unit(report.bytes_written - report.bytes_reused)} written beside {with_unit(report.bytes_reused)} linked, "
+            f"in {report.seconds:.1f} s{removed}"
+        )
     rate = (report.bytes_written - report.bytes_reused) / max(report.stream_seconds, 1e-9) / 1e6
-    reused = f", {report.bytes_reused / 1e6:.1f} MB of it reused" if report.bytes_reused else ""
+    reused = f", {with_unit(report.bytes_reused)} of it reused" if report.bytes_reused else ""
     return (
-        f"{report.path}: {len(report.tables)} tables, {report.bytes_written / 1e6:.1f} MB in {report.seconds:.1f} s{reused} "
-        f"(streamed in {report.stream_seconds:.2f} s, {rate:.0f} MB/s); peak memory {report.peak_rss_bytes / 1e6:.0f} MB, "
-        f"workers {report.worker_peak_rss_bytes / 1e6:.0f} MB"
-    ) + "".join(f"\n  {table}: {error}" for table, error in report.errors.items() if error.storage != "float32")
+        (
+            f"{report.path}: {len(report.tables)} tables, {with_unit(report.bytes_written)} in {report.seconds:.1f} s{reused} "
+            f"(streamed in {report.stream_seconds:.2f} s, {rate:.0f} MB/s); peak memory {report.peak_rss_bytes / 1e6:.0f} MB, "
+            f"workers {report.worker_peak_rss_bytes / 1e6:.0f} MB"
+        )
+        + "".join(f"\n  {table}: {error}" for table, error in report.errors.items() if error.storage != "float32")
+        + removed
+    )

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
     from tpuembed.checkpoint.tools import Rows
 
-__all__ = ["head"]
+__all__ = ["RowRange", "head"]
 
 _SHOWN = 8
 
 
-class _RowRange(click.ParamType[tuple[int, int]]):
+class RowRange(click.ParamType[tuple[int, int]]):
+    """Rows START:STOP."""
+
     name = "range"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
@@ -42,7 +44,7 @@ class _RowRange(click.ParamType[tuple[int, int]]):
 @click.argument("path", type=PATH)
 @click.argument("table", shell_complete=complete_tables)
 @click.option(
-    "--rows", "row_range", type=_RowRange(), metavar="START:STOP", help="Default: the first five existing rows."
+    "--rows", "row_range", type=RowRange(), metavar="START:STOP", help="Default: the first five existing rows."
 )
 @click.option("--slot", help="Rows of this optimizer slot, such as accumulators, instead.")
 @options

@@ -18,14 +18,22 @@ __all__ = ["cli", "main"]
 
 _COMMANDS = {
     "demo": "tpuembed_cli.demo:demo",
+    "apply": "tpuembed_cli.apply:apply",
+    "bench": "tpuembed_cli.bench:bench",
+    "compact": "tpuembed_cli.versions:compact",
     "describe": "tpuembed_cli.describe:describe",
     "diff": "tpuembed_cli.diff:diff",
     "doctor": "tpuembed_cli.doctor:doctor",
     "export": "tpuembed_cli.export:export",
     "head": "tpuembed_cli.head:head",
+    "projector": "tpuembed_cli.stats:projector",
+    "prune": "tpuembed_cli.versions:prune",
     "relocate": "tpuembed_cli.relocate:relocate",
+    "rollback": "tpuembed_cli.versions:rollback",
     "serve": "tpuembed_cli.serve:serve",
+    "stats": "tpuembed_cli.stats:stats",
     "verify": "tpuembed_cli.verify:verify",
+    "versions": "tpuembed_cli.versions:versions",
 }
 _MOST_LINES = 5
 

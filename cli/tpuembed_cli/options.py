@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,7 +11,6 @@ from tpuembed.errors import TpuEmbedError
 from tpuembed.manifest import STORAGE_TYPES
 
 __all__ = [
-    "FOLDER",
     "PATH",
     "SIZE",
     "STORAGE_TYPES",
@@ -55,22 +53,23 @@ class ByteSize(click.ParamType[int]):
 SIZE = ByteSize()
 
 
-class _LocalFolder(click.Path):
-    """A folder of this machine."""
+class Base(click.ParamType[Any]):
+    """A version, or "latest"."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path. Fails for a URL."""
-        if "://" in str(value):
-            self.fail(
-                f"{value} is in a store, but models can be served only from disks. Copy the version to a disk, "
-                "saved_model.pb last, or mount the bucket.",
-                param,
-                ctx,
-            )
-        return super().convert(value, param, ctx)
+    name = "base"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the number in `value`, or "latest"."""
+        if value == "latest":
+            return "latest"
+        if not value.isdecimal():
+            self.fail(f"{value!r} is no version. Write latest, or the number of a version.", param, ctx)
+        return click.IntRange(1, 2**63 - 1).convert(value, param, ctx)
 
 
-FOLDER = _LocalFolder(path_type=Path)
+BASE = Base()
+
+
 PATH = click.Path()
 """A path or a URL. Shells complete it as a path."""
 
@@ -121,8 +120,8 @@ def options_of(flag: str, argument: str, text: str) -> Callable[[_Command], _Com
 checkpoint_options = options_of(
     "--checkpoint-option",
     "checkpoint_options",
-    "What the checkpoint's files do not say: partition_strategy=div, or root=PATH for the object that is meant, such as "
-    "model/query of a subclassed model. A wrong PATH is refused with those that there are. Repeatable.",
+    "State what the checkpoint's files do not say: partition_strategy=div, or root=PATH to choose an object, such as "
+    "model/query of a subclassed model. The error for a wrong PATH lists the valid ones. Repeatable.",
 )
 
 
@@ -143,7 +142,7 @@ storage_option = click.option(
     metavar="[TABLE=]TYPE",
     multiple=True,
     callback=_as_storage,
-    help=f"How rows are stored: {', '.join(STORAGE_TYPES)}. For all tables, or with TABLE= for one; repeatable. Default: float32.",
+    help=f"How rows are stored: {', '.join(STORAGE_TYPES)}. For all tables, or for TABLE. Repeatable. Default: float32.",
 )
 """The `storage` of `export_saved_model`."""
 

@@ -1,8 +1,11 @@
-"""Prints the results of commands: one JSON object, or lines and tables for people."""
+"""Prints the results of commands, one JSON object, or lines and tables for people; and the progress of long ones."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,9 +16,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["json_text", "print_json", "table_of", "to_terminal", "with_unit"]
+__all__ = ["byte_progress", "json_text", "print_json", "table_of", "to_terminal", "with_unit"]
 
 _WIDE = 1000
+_SECONDS_BETWEEN_LINES = 5.0
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -84,3 +88,53 @@ def with_unit(size: float) -> str:
     """Format a number of bytes for people: 1.5 GB."""
     power = min(len(_UNITS) - 1, int(math.log10(size) / 3)) if size >= 1 else 0
     return f"{size / 1000**power:.{1 if power else 0}f} {_UNITS[power]}"
+
+
+@contextlib.contextmanager
+def byte_progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Return a context with a callback of (bytes done, total bytes). It shows them on stderr: a bar on a terminal, else lines.
+
+    `quiet` shows nothing.
+    """
+    if quiet:
+        yield lambda *_: None
+    elif sys.stderr.isatty():
+        with _bar(label) as update:
+            yield update
+    else:
+        yield _Lines(label)
+
+
+@contextlib.contextmanager
+def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = [TextColumn(label), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class _Lines:
+    """Prints a line every few seconds. The rate counts from the first call, without the bytes done before it."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._first: tuple[float, int] | None = None
+        self._next = 0.0  # set by the first call
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._next = (now, done), now + _SECONDS_BETWEEN_LINES
+        if now < self._next:
+            return
+        self._next = now + _SECONDS_BETWEEN_LINES
+        started, before = self._first
+        rate = (done - before) / (now - started)
+        left = (total - done) / rate if rate else 0.0
+        click.echo(
+            f"{self._label}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {rate / 1e6:.0f} MB/s, {left:.0f} s left",
+            err=True,
+        )

@@ -21,7 +21,7 @@ __all__ = ["relocate"]
 @click.argument("root", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def relocate(export: str, root: str, as_json: bool) -> None:
-    """Make EXPORT, of layout mmap, map its tables from ROOT/<version>/.
+    """Change EXPORT, of layout mmap, to map its tables from ROOT/<version>/.
 
     EXPORT is a version, or a MODEL_DIR with its newest version. ROOT is the absolute path of MODEL_DIR as the server
     sees it. tpuembed's own server does not need this: it maps the tables of the version that it loads.

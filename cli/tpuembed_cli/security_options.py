@@ -17,11 +17,11 @@ _OPTIONS = [
         help="A file with one KEY or 'NAME: KEY' per line; requests need one ('Authorization: Bearer KEY' or 'X-API-Key: KEY').",
     ),
     click.option("--tls-cert", type=_FILE, help="The server's certificate and its chain, PEM: TLS on both ports."),
-    click.option("--tls-key", type=_FILE, help="Its private key, PEM, without a password."),
+    click.option("--tls-key", type=_FILE, help="The private key of the certificate, PEM, without a password."),
     click.option(
         "--tls-client-ca",
         type=_FILE,
-        help="Authorities, PEM; clients need a certificate of one of them.  [default: none]",
+        help="Certificate authorities, PEM. Clients need a certificate of one of them.  [default: none]",
     ),
     click.option(
         "--enable-cors",
@@ -33,7 +33,7 @@ _OPTIONS = [
     click.option(
         "--max-connections",
         type=click.IntRange(min=1),
-        help="Open connections per worker; more are answered 503.  [default: any]",
+        help="The most open connections per worker; more are answered 503.  [default: no limit]",
     ),
     click.option(
         "--max-header-bytes",
@@ -43,7 +43,7 @@ _OPTIONS = [
         help="Longer request lines and headers are answered 431.",
     ),
     click.option(
-        "--max-rows", type=click.IntRange(min=1), help="Requests of more rows are answered 400.  [default: any]"
+        "--max-rows", type=click.IntRange(min=1), help="Requests of more rows are answered 400.  [default: no limit]"
     ),
     click.option(
         "--max-json-depth",
@@ -55,7 +55,7 @@ _OPTIONS = [
         type=click.FloatRange(min=0, min_open=True),
         default=60.0,
         show_default=True,
-        help="Time for a request to arrive, and for a client to read some of its answer.",
+        help="Time limit for a request to arrive, and for a client to read some of its answer.",
     ),
 ]
 

@@ -13,9 +13,11 @@ from click.core import ParameterSource
 
 from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, MissingExtraError
+from tpuembed.files import UrlPath, as_path
 from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.command import Command
-from tpuembed_cli.options import FOLDER, SIZE
+from tpuembed_cli.options import SIZE
+from tpuembed_cli.platforms import Platform
 from tpuembed_cli.security_options import security_options, take_security
 from tpuembed_cli.telemetry_options import take_log, take_telemetry, telemetry_options
 
@@ -29,7 +31,7 @@ _GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 _GRPC_PORT = 8500
 _TF_SERVING = "tf-serving"
 _OF_LOADING = {"config", "config_poll_seconds", "max_load_retries", "load_retry_seconds", "labels_for_unavailable"} | {
-    *("run_threads", "prewarm", "verify_on_load", "random_access", "prints"),
+    *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "prints", "cache_dir", "cache_bytes"),
     *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
 """Options without a meaning if another server loads and runs the models."""
@@ -39,12 +41,16 @@ _SECTIONS = {
         "--config",
         "--config-poll-seconds",
         "--poll-seconds",
+        "--cache-dir",
+        "--cache-bytes",
         "--max-load-retries",
         "--load-retry-seconds",
         "--allow-version-labels-for-unavailable-models",
         "--verify-on-load",
         "--prewarm",
+        "--lookups",
         "--random-access",
+        "--default-model",
     ],
     "Ports, processes and stop": [
         "--host",
@@ -72,9 +78,11 @@ _SECTIONS = {
         "--verbose",
         "--quiet",
         "--access-log",
+        "--request-log-bytes",
         "--metrics",
         "--monitoring-config-file",
         "--otel",
+        "--no-console",
     ],
     "Access and limits": [
         "--api-key-file",
@@ -103,19 +111,35 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     short_help="Serve models over HTTP and gRPC.",
     sections=_SECTIONS,
     variables=VARIABLES,
+    api_names={"health_route": "AIP_HEALTH_ROUTE", "predict_route": "AIP_PREDICT_ROUTE"},
     examples=(
         "tpuembed serve models/rec",
         "tpuembed serve models/rec --name rec --host 0.0.0.0 --workers 4 --log-format json",
         "tpuembed serve --config models.config --config-poll-seconds 10 --metrics",
+        "tpuembed serve s3://bucket/models/rec --cache-dir /var/cache/rec",
         "tpuembed serve models/rec --rest-port 8443 --tls-cert cert.pem --tls-key key.pem",
+        "tpuembed serve --config models.config --default-model rec --host 0.0.0.0 --rest-port 8080",
     ),
 )
-@click.argument("model_dir", type=FOLDER, required=False)
+@click.argument(
+    "model_dir",
+    type=click.Path(),
+    required=False,
+    callback=lambda _, __, text: None if text is None else _model_dir(text),
+)
 @click.option("--name", help="The model's name in URLs; the default is the folder's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--rest-port", type=click.IntRange(0, 65535), default=8501, show_default=True, help="0 picks a free one.")
 @click.option(
-    "--grpc-port", type=click.IntRange(0, 65535), help=f"0 picks a free one.  [default: {_GRPC_PORT}, if it is free]"
+    "--rest-port",
+    type=click.IntRange(0, 65535),
+    default=8501,
+    show_default=True,
+    help="The REST port; 0 picks a free one.",
+)
+@click.option(
+    "--grpc-port",
+    type=click.IntRange(0, 65535),
+    help=f"The gRPC port; 0 picks a free one.  [default: {_GRPC_PORT}, if it is free]",
 )
 @click.option(
     "--grpc-socket-path",
@@ -150,6 +174,16 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     help="Requests that take longer are answered 504.",
 )
 @click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="The folder into which versions are pulled from stores.  [default: tpuembed/serve in the user's cache folder]",
+)
+@click.option(
+    "--cache-bytes",
+    type=SIZE,
+    help="Also keep versions in the cache that are not served, up to this size in all.  [default: keep none]",
+)
+@click.option(
     "--max-load-retries",
     type=click.IntRange(min=0),
     default=5,
@@ -170,7 +204,11 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--run-threads", type=_POSITIVE, help="Parallel executions of the model, per worker.  [default: CPUs / workers]"
 )
 @click.option(
-    "--max-queued-requests", type=_POSITIVE, default=1000, show_default=True, help="More waiting are answered 503."
+    "--max-queued-requests",
+    type=_POSITIVE,
+    default=1000,
+    show_default=True,
+    help="The most requests that may wait; more are answered 503.",
 )
 @click.option("--max-body-bytes", type=_POSITIVE, help="Larger request bodies are answered 413.  [default: no limit]")
 @click.option(
@@ -178,14 +216,14 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     type=SIZE,
     default="1GiB",
     show_default=True,
-    help="The memory that a request, and all requests in flight together, may take in a process, as estimated.",
+    help="Estimated memory that one request, and all requests in flight together, may take in a process.",
 )
 @click.option(
     "--lame-duck-seconds",
     type=click.FloatRange(min=0),
     default=5.0,
     show_default=True,
-    help="How long to answer requests after SIGTERM, while not ready, before the ports are closed.",
+    help="After SIGTERM, how long to answer requests before the ports are closed. /readyz is 503 meanwhile.",
 )
 @click.option(
     "--drain-seconds",
@@ -197,7 +235,7 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--listen-when-loaded",
     is_flag=True,
-    help="Open the ports after the models are loaded or have failed to load; they are bound before.",
+    help="Listen only when the models are loaded or have failed to load. The ports are bound before.",
 )
 @click.option(
     "--prewarm", is_flag=True, help="Read mapped tables, and check their checksums, before a version is available."
@@ -206,9 +244,16 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--verify-on-load", is_flag=True, help="Check the checksum of every file of an export before it is loaded."
 )
 @click.option(
+    "--lookups",
+    type=click.Choice(("auto", "native", "tensorflow")),
+    default="auto",
+    show_default=True,
+    help="What runs the lookups of exports with layout mmap: the C library, TensorFlow, or for each request the faster one.",
+)
+@click.option(
     "--random-access",
     is_flag=True,
-    help="Read one page, without readahead, if a part of a mapped table is not in memory.",
+    help="If a row of a mapped table is not in memory, read only its page, without readahead.",
 )
 @batching_options
 @click.option(
@@ -223,15 +268,21 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--print-tf-serving",
     "prints",
     is_flag=True,
-    help="Print command, config and compose file that make TensorFlow Serving serve the same; serve nothing.",
+    help="Print the command, config and compose file with which TensorFlow Serving serves the same models. Serve nothing.",
 )
 @telemetry_options
+@click.option(
+    "--default-model",
+    metavar="NAME",
+    help="The model for POST /invocations and AIP_PREDICT_ROUTE, whose requests name no model.  [default: the only one]",
+)
+@click.option("--no-console", is_flag=True, help="Turn off the console for browsers at GET /.")
 @security_options
 @click.pass_context
 def serve(
     context: click.Context,
     /,
-    model_dir: Path | None,
+    model_dir: Path | UrlPath | None,
     name: str | None,
     backend: str,
     target: str | None,
@@ -239,6 +290,8 @@ def serve(
     grpc_port: int | None,
     no_grpc: bool,
     config: Path | None,
+    cache_dir: Path | None,
+    cache_bytes: int | None,
     max_load_retries: int,
     load_retry_seconds: float,
     labels_for_unavailable: bool,
@@ -247,10 +300,30 @@ def serve(
 ) -> None:
     """Serve MODEL_DIR/<version>/, or the models of --config, over TensorFlow Serving's REST and gRPC APIs.
 
-    The newest version is loaded. A newer one replaces it without a gap when it appears. The ports listen at once. GET
-    /readyz is 200 when the model is loaded; until then, requests for models are answered 503. After SIGTERM the server
-    is not ready, answers for a while longer, then finishes the accepted requests and exits 0. SIGINT skips the waiting.
+    MODEL_DIR is a folder, s3://BUCKET/KEY or gs://BUCKET/KEY. Versions in a store are pulled into --cache-dir. The newest
+    version is loaded. When a newer one appears, it replaces the old one without a gap.
+
+    The ports listen at once. GET /readyz is 200 when the model is loaded. Until then, requests for models are answered
+    503. After SIGTERM, /readyz is 503 and the server answers for --lame-duck-seconds. Then it finishes the accepted
+    requests and exits 0. SIGINT skips the waiting.
+
+    Without MODEL_DIR and --config, the model is AIP_STORAGE_URI of Vertex AI, or /opt/ml/model of SageMaker if it exists.
+    On these platforms the server listens on 0.0.0.0 and on their port, unless --host or --rest-port is given.
     """
+    needs_model = model_dir is None and config is None and target is None and backend != _TF_SERVING
+    platform = Platform.of(os.environ, needs_model=needs_model)
+    if platform.model_dir is not None:
+        try:
+            model_dir = _model_dir(platform.model_dir)
+        except click.BadParameter as error:
+            raise click.UsageError(f"AIP_STORAGE_URI: {error.message}") from None
+    for option in ("host", "rest_port"):
+        value = getattr(platform, option)
+        if value is not None and context.get_parameter_source(option) not in _GIVEN:
+            options[option] = value
+    grpc_options = (grpc_port, options["grpc_socket_path"], options["grpc_channel_arguments"] or None)
+    no_grpc = no_grpc or (platform.no_grpc and grpc_options == (None, None, None))
+    options |= {"health_route": platform.health_route, "predict_route": platform.predict_route}
     if backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)
     elif target is not None:
@@ -267,6 +340,7 @@ def serve(
     options["batching"] = take_batching(options)
     options["telemetry"] = take_telemetry(options)
     options["log"] = take_log(options)
+    options["console"] = not options.pop("no_console")
     options["security"] = take_security(options)
     options["run_threads"] = run_threads or max(1, available_cpus() // options["workers"])
     options["load"] = LoadSettings(
@@ -277,17 +351,45 @@ def serve(
         run(ServerSettings.for_target(target, name=name, **options))
     elif config is None:
         assert model_dir is not None
+        options["cache"] = _cache(cache_dir, cache_bytes, [model_dir])
         run(ServerSettings.for_model_dir(model_dir, name=name, **options))
     else:
         from tpuembed_serving.models.config import read_models
 
-        run(ServerSettings(models=read_models(config), config_file=config, **options))
+        models = read_models(config)
+        options["cache"] = _cache(cache_dir, cache_bytes, [model.base_path for model in models])
+        run(ServerSettings(models=models, config_file=config, **options))
+
+
+def _model_dir(text: str) -> Path | UrlPath:
+    """Return a folder or a URL, or raise BadParameter."""
+    try:
+        return as_path(text)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _cache(folder: Path | None, max_bytes: int | None, base_paths: Sequence[Path | UrlPath]) -> Any:
+    """Return the cache for models in stores. None if no model is in one, and no folder is given for a later one."""
+    from tpuembed_serving import CacheSettings
+
+    stores = [path for path in base_paths if isinstance(path, UrlPath)]
+    if stores and importlib.util.find_spec("obstore") is None:
+        raise MissingExtraError(f"serving {stores[0]}", "obstore", "cloud")
+    if folder is None and not stores:
+        if max_bytes is not None:
+            raise click.UsageError("--cache-bytes needs a model in a store, or --cache-dir for a later one")
+        return None
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpuembed" / "serve"
+    return CacheSettings(folder=(folder or default).absolute(), max_bytes=max_bytes)
 
 
 def _serve(context: click.Context, settings: "ServerSettings") -> None:
     from tpuembed_serving import serve as run_server
 
     assert isinstance(context.command, Command)
+    if links := context.command.service_links:
+        _warn(settings, f"ignored, because Kubernetes set them for a Service and not for an option: {', '.join(links)}")
     if unknown := context.command.unknown_variables(os.environ):
         _warn(settings, f"no option of tpuembed serve has these environment variables: {', '.join(unknown)}")
     run_server(settings)
@@ -348,7 +450,9 @@ def _grpc_options(
     }
 
 
-def _check_what(model_dir: Path | None, name: str | None, config: Path | None, poll_seconds: float | None) -> None:
+def _check_what(
+    model_dir: Path | UrlPath | None, name: str | None, config: Path | None, poll_seconds: float | None
+) -> None:
     if (model_dir is None) == (config is None):
         raise click.UsageError("give either MODEL_DIR or --config")
     if config is not None and name is not None:
@@ -357,7 +461,9 @@ def _check_what(model_dir: Path | None, name: str | None, config: Path | None, p
         raise click.UsageError("--config-poll-seconds needs --config")
 
 
-def _check_target(context: click.Context, model_dir: Path | None, name: str | None, target: str | None) -> None:
+def _check_target(
+    context: click.Context, model_dir: Path | UrlPath | None, name: str | None, target: str | None
+) -> None:
     """Raise UsageError if the options for a TensorFlow Serving are wrong, or include options about loading and running
     models.
     """

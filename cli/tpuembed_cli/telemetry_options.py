@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from tpuembed_cli.options import option_group
+from tpuembed_cli.options import SIZE, option_group
 
 __all__ = ["take_log", "take_telemetry", "telemetry_options"]
 
@@ -22,7 +22,15 @@ _OPTIONS = [
         help="TensorFlow Serving's MonitoringConfig, instead of --metrics.",
     ),
     click.option(
-        "--access-log", metavar="FILE", help="Append a line of JSON for every request; - is stderr.  [default: none]"
+        "--access-log",
+        metavar="FILE",
+        help="Append a line of JSON for every request to FILE; - is stderr.  [default: none]",
+    ),
+    click.option(
+        "--request-log-bytes",
+        type=SIZE,
+        default=1 << 30,
+        help="The most bytes of the files of a logging_config. The oldest are removed.  [default: 1GiB]",
     ),
     click.option(
         "--log-format",
@@ -31,9 +39,7 @@ _OPTIONS = [
         show_default=True,
         help="The server's log on stderr: lines of text, or an object of JSON per line.",
     ),
-    click.option(
-        "--verbose", "-v", is_flag=True, help="Also log what is for debugging, and show TensorFlow's own messages."
-    ),
+    click.option("--verbose", "-v", is_flag=True, help="Also log debug messages, and show TensorFlow's own messages."),
     click.option("--quiet", "-q", is_flag=True, help="Log warnings and errors only."),
     click.option("--otel", is_flag=True, help="Export a trace of every request by OTLP, as the OTEL_* variables say."),
 ]
@@ -56,7 +62,12 @@ def take_telemetry(options: dict[str, Any]) -> Any:
     if file is not None and switch:
         raise click.UsageError("--metrics and --monitoring-config-file both set the path of metrics. Leave one out.")
     path = DEFAULT_PATH if switch else None if file is None else read_metrics_path(file)
-    return TelemetrySettings(metrics_path=path, access_log=options.pop("access_log"), traces=options.pop("otel"))
+    return TelemetrySettings(
+        metrics_path=path,
+        access_log=options.pop("access_log"),
+        traces=options.pop("otel"),
+        request_log_bytes=options.pop("request_log_bytes"),
+    )
 
 
 def take_log(options: dict[str, Any]) -> Any:

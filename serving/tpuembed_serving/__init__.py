@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpuembed_serving.http.app import ServingApp, create_app
     from tpuembed_serving.models.config import read_models
+    from tpuembed_serving.models.in_use import versions_in_use
     from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions
     from tpuembed_serving.server import serve
-    from tpuembed_serving.settings import LoadSettings, ModelSettings, ServerSettings, TelemetrySettings
+    from tpuembed_serving.settings import CacheSettings, LoadSettings, ModelSettings, ServerSettings, TelemetrySettings
 
 _HOME = {
     "AllVersions": "tpuembed_serving.models.policies",
+    "CacheSettings": "tpuembed_serving.settings",
     "LatestVersions": "tpuembed_serving.models.policies",
     "LoadSettings": "tpuembed_serving.settings",
     "LogSettings": "tpuembed_serving.settings",
@@ -26,10 +28,12 @@ _HOME = {
     "ServingApp": "tpuembed_serving.http.app",
     "create_app": "tpuembed_serving.http.app",
     "serve": "tpuembed_serving.server",
+    "versions_in_use": "tpuembed_serving.models.in_use",
 }
 
 __all__ = [
     "AllVersions",
+    "CacheSettings",
     "LatestVersions",
     "LoadSettings",
     "LogSettings",
@@ -41,6 +45,7 @@ __all__ = [
     "create_app",
     "read_models",
     "serve",
+    "versions_in_use",
 ]
 
 

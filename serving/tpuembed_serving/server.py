@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.errors import ServingError, reason
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.grpc.listening import check_socket_path
 from tpuembed_serving.http.app import create_app
 from tpuembed_serving.http.example_requests import EXAMPLES
 from tpuembed_serving.http.server import prepare_tensorflow, run_app
 from tpuembed_serving.models.config_file import ConfigFile
+from tpuembed_serving.models.stores.puller import Puller
 from tpuembed_serving.models.versions import GRAPH_FILE, find_versions
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.telemetry.observers import check_telemetry
@@ -29,6 +31,8 @@ from tpuembed_serving.workers.supervisor import Supervisor
 __all__ = ["serve"]
 
 logger = logging.getLogger("tpuembed_serving")
+
+_Configure = Callable[[Sequence[ModelSettings]], None]
 
 
 def serve(settings: ServerSettings) -> None:
@@ -44,7 +48,11 @@ def serve(settings: ServerSettings) -> None:
     check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
     takes_path = settings.grpc_socket_path is not None and check_socket_path(settings.grpc_socket_path)
-    empty = [model for model in here if not _find_versions(model.base_path, _source(settings, model))]
+    empty = [
+        (model, path)
+        for model in here
+        if isinstance(path := model.base_path, Path) and not _find_versions(path, _source(settings, model))
+    ]
     with (
         stop_on_signals() as stop,
         _listener(settings) as listener,
@@ -58,12 +66,26 @@ def serve(settings: ServerSettings) -> None:
             logger.warning(
                 "another server listens at %s. New connections will reach this one", settings.grpc_socket_path
             )
-        for model in empty:
-            logger.warning("model %s: %s has no version yet. Waiting for one", model.name, model.base_path)
-        if settings.workers > 1:
-            _supervise(settings, stop)
-        else:
-            _serve_here(settings, listener, stop)
+        for model, path in empty:
+            below = next(path.glob(f"*/*/{GRAPH_FILE}"), None)
+            hint = "" if below is None else f". {below.parents[1]} has a version: give that folder to serve it"
+            logger.warning("model %s: %s has no version yet. Waiting for one%s", model.name, path, hint)
+        with _pulling(settings) as configure:
+            if settings.workers > 1:
+                _supervise(settings, stop, configure)
+            else:
+                _serve_here(settings, listener, stop, configure)
+
+
+@contextlib.contextmanager
+def _pulling(settings: ServerSettings) -> Iterator[_Configure]:
+    """Pull versions from stores inside the block. Yields what takes the models of a reload."""
+    if settings.cache is None:
+        yield noop
+        return
+    puller = Puller(settings.cache, settings.poll_seconds, settings.load.retry_seconds)
+    with puller.running(settings.models):
+        yield puller.configure
 
 
 def _listener(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
@@ -75,14 +97,14 @@ def _listener(settings: ServerSettings) -> contextlib.AbstractContextManager[soc
     return listen(settings.host, settings.rest_port, "--rest-port")
 
 
-def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop) -> None:
+def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop, configure: _Configure) -> None:
     def announce_ready() -> None:  # in a thread: this is called by the event loop
         threading.Thread(
             target=lambda: _announce_ready(settings, app.worker_group.gather(EXAMPLES)), name="announce", daemon=True
         ).start()
 
     log = StateLog(announce_ready)
-    app = create_app(settings, on_change=log.note)
+    app = create_app(settings, on_change=log.note, on_configured=configure)
     with contextlib.ExitStack() as stack:
         if settings.listen_when_loaded:
             listener = stack.enter_context(bind_shared(settings.host, settings.rest_port))
@@ -90,12 +112,13 @@ def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop) -
         run_app(app, listener, stop, on_listening=lambda: _announce(settings, log))
 
 
-def _supervise(settings: ServerSettings, stop: Stop) -> None:
+def _supervise(settings: ServerSettings, stop: Stop, configure: _Configure) -> None:
     log = StateLog(lambda: supervisor.ask(EXAMPLES, lambda answers: _announce_ready(settings, answers)))
     supervisor = Supervisor(
         settings,
         on_listening=lambda: _announce(settings, log),
         on_change=lambda view: log.note(view.progress, view.ready),
+        on_configured=configure,
     )
     stop.call(lambda: supervisor.stop(stop.stage))
     with _following_config(settings, supervisor.reload):

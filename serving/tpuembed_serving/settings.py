@@ -3,14 +3,17 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError
+from tpuembed.files import FilePath, UrlPath, as_path
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.checks import check_positive
+from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.grpc.listening import ChannelArgument
 from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
@@ -19,6 +22,7 @@ __all__ = [
     "DEFAULT_LOAD",
     "LOG_FORMATS",
     "BatchingSettings",
+    "CacheSettings",
     "LoadSettings",
     "LogSettings",
     "ModelSettings",
@@ -34,19 +38,37 @@ class ModelSettings:
 
     Attributes:
         name: its name in URLs and requests.
-        base_path: its folder. The children whose names are integers are its versions.
+        base_path: its folder, or its URL in an object store. The children whose names are integers are its versions.
         policy: which versions are served.
         labels: names that requests may use for versions, such as "stable" -> 3.
+        request_logging: how its requests are logged; None is not at all.
     """
 
     name: str
-    base_path: Path
+    base_path: FilePath
     policy: VersionPolicy = dataclasses.field(default_factory=LatestVersions)
     labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    request_logging: RequestLogging | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError(f"model at {self.base_path}: its name is empty. Give it a name")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """The folder into which versions are pulled from object stores.
+
+    Attributes:
+        folder: on a local disk, for one server alone.
+        max_bytes: how much of it versions may take. Those that are not served are kept up to this size; None keeps none.
+    """
+
+    folder: Path
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("max_bytes", self.max_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,18 +132,21 @@ class TelemetrySettings:
         metrics_path: the URL path of Prometheus metrics on the REST port; None is off.
         access_log: the file that gets a line of JSON for every request; "-" is stderr, None is off.
         traces: whether spans are exported, as the OTEL_* environment variables configure.
+        request_log_bytes: the most bytes of the files that log a model's requests. The oldest are removed.
     """
 
     metrics_path: str | None = None
     access_log: str | None = None
     traces: bool = False
+    request_log_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
+        check_positive("request_log_bytes", self.request_log_bytes)
         path = self.metrics_path
         if path is not None and (
-            not path.startswith("/") or path.lower().startswith(_OWN_PATHS) or set(path) & set("?{}")
+            not path.startswith("/") or _is_own(path) or path.lower().startswith("/v1/") or set(path) & set("?{}")
         ):
-            taken = ", ".join(_OWN_PATHS)
+            taken = ", ".join(("/v1/", *_OWN_PATHS[1:]))
             raise ConfigError(
                 f"metrics_path is {path!r}. Give a path that starts with /, has no ? {{ }}, and is none of {taken}"
             )
@@ -145,7 +170,18 @@ class LogSettings:
 
 
 LOG_FORMATS: Final = ("text", "json")
-_OWN_PATHS: Final = ("/v1/", "/healthz", "/readyz", "/models", "/docs", "/openapi.json")
+_OWN_PATHS: Final = (
+    *("/v1/models", "/v2", "/healthz", "/readyz", "/models", "/docs", "/openapi.json", "/console", "/ping"),
+    "/invocations",
+)
+_ROUTE: Final = re.compile(r"/[\w.~!$&'()*+,;=:@/-]*", re.ASCII)
+"""A URL path without a query and without escapes."""
+
+
+def _is_own(path: str) -> bool:
+    """Returns True if `path` is a route of the server, or below one."""
+    lowered = path.lower()
+    return path == "/" or any(lowered == own or lowered.startswith(f"{own}/") for own in _OWN_PATHS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +192,7 @@ class ServerSettings:
         models: the models, each with another name. They may be empty: gRPC or the config file may add models later.
         config_file: the file of `models`. It is read again every `config_poll_seconds`; None is never.
         load: retries of failed loads, and labels.
+        cache: where versions are pulled to from object stores; None refuses models in stores.
         workers: how many processes answer requests.
         verify_on_load: compare every file of a version with the checksums of its manifest before loading it.
         host, rest_port: the address of the REST API; port 0 picks a free port.
@@ -176,10 +213,16 @@ class ServerSettings:
         listen_when_loaded: open the ports after the first load of each model. By default they are open from the start, and
             requests are UNAVAILABLE until then.
         prewarm: read mapped tables and compare their checksums before a version is available.
+        lookups: what runs the lookups of exports with layout mmap: "native" (the C library), "tensorflow", or "auto", the
+            faster one for each request.
         random_access: turn off the disk's readahead for mapped tables: a lookup reads one page.
         batching: which requests are batched.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
         telemetry: metrics, access log and traces.
+        console: whether browsers get the console at `/`.
+        default_model: the model of requests whose URL names none. None is the only model; with several, they are refused.
+        health_route: a URL path that answers as /readyz does, besides it; None is none.
+        predict_route: a URL path that answers predict requests for the default model, as /invocations does; None is none.
         log: the format and the level of the log.
         security: API keys, TLS, CORS, limits of connections.
     """
@@ -188,6 +231,7 @@ class ServerSettings:
     config_file: Path | None = None
     config_poll_seconds: float | None = None
     load: LoadSettings = dataclasses.field(default_factory=LoadSettings)
+    cache: CacheSettings | None = None
     workers: int = 1
     verify_on_load: bool = False
     host: str = "127.0.0.1"
@@ -206,15 +250,32 @@ class ServerSettings:
     drain_seconds: float = 30.0
     listen_when_loaded: bool = False
     prewarm: bool = False
+    lookups: Literal["auto", "native", "tensorflow"] = "auto"
     random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
     telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
+    console: bool = True
+    default_model: str | None = None
+    health_route: str | None = None
+    predict_route: str | None = None
     log: LogSettings = dataclasses.field(default_factory=LogSettings)
     security: SecuritySettings = dataclasses.field(default_factory=SecuritySettings)
 
     def __post_init__(self) -> None:
-        check_models(self.models)
+        self.check_served(self.models)
+        for model in self.models:
+            if self.cache is None and isinstance(model.base_path, UrlPath):
+                raise ConfigError(
+                    f"model {model.name}: {model.base_path} is in a store, and there is no cache. Give cache=CacheSettings(...)"
+                )
+        if self.lookups not in ("auto", "native", "tensorflow"):
+            raise ConfigError(f"lookups must be auto, native or tensorflow, got {self.lookups!r}")
+        if self.lookups == "native":
+            from tpuembed.native_lookup import available  # here, because it imports numpy
+
+            if fault := available():
+                raise ConfigError(f"lookups is native, but there is no C library for them: {fault}. Or choose auto")
         for name in ("rest_port", "grpc_port"):
             _check_port(name, getattr(self, name))
         for name in (
@@ -232,6 +293,40 @@ class ServerSettings:
         for name in ("max_body_bytes", "config_poll_seconds"):
             check_positive(name, getattr(self, name))
         self._check_grpc()
+        self._check_routes()
+
+    def check_served(self, models: Sequence[ModelSettings]) -> None:
+        """Raise ConfigError if `models` do not fit together, or leave a route that names no model without one.
+
+        They are those of the start, or of a reload.
+        """
+        check_models(models)
+        names = [model.name for model in models]
+        if self.default_model is not None and self.default_model not in names:
+            raise ConfigError(
+                f"default_model is {self.default_model!r}, and the models are {', '.join(names) or 'none'}. Name one of them"
+            )
+        if self.predict_route is not None and self.default_model is None and len(names) > 1:
+            raise ConfigError(
+                f"predict_route {self.predict_route} names no model, and the models are {', '.join(names)}. "
+                "Give default_model as well"
+            )
+
+    def _check_routes(self) -> None:
+        routes = (("health_route", self.health_route, "/health"), ("predict_route", self.predict_route, "/predict"))
+        for name, route, example in routes:
+            if route is None:
+                continue
+            if not _ROUTE.fullmatch(route):
+                raise ConfigError(
+                    f"{name} is {route!r}. Give a path that starts with /, such as {example}, without ? # % {{ }} and spaces"
+                )
+            if _is_own(route) or route == self.telemetry.metrics_path:
+                raise ConfigError(
+                    f"{name} is {route}, which is a route of this server. Give another path, such as {example}"
+                )
+        if self.health_route is not None and self.health_route == self.predict_route:
+            raise ConfigError(f"health_route and predict_route are both {self.health_route}. Give two paths")
 
     def _check_grpc(self) -> None:
         if self.grpc_socket_path is not None and self.grpc_port is None:
@@ -256,10 +351,17 @@ class ServerSettings:
     def for_model_dir(
         cls, model_dir: str | os.PathLike[str], *, name: str | None = None, **options: Any
     ) -> "ServerSettings":
-        """Return settings for one model. `name` defaults to the folder's name after resolving symbolic links."""
-        base_path = Path(model_dir).absolute()
-        model = ModelSettings(name=base_path.resolve().name if name is None else name, base_path=base_path)
-        return cls(models=(model,), **options)
+        """Return settings for one model, in a folder or at a URL.
+
+        `name` defaults to the folder's name after resolving symbolic links, or to the last part of the URL.
+        """
+        base_path = as_path(os.fspath(model_dir))
+        if isinstance(base_path, UrlPath):
+            default = base_path.name or base_path.bucket
+        else:
+            base_path = base_path.absolute()
+            default = base_path.resolve().name
+        return cls(models=(ModelSettings(name=default if name is None else name, base_path=base_path),), **options)
 
 
 def check_models(models: Iterable[ModelSettings]) -> None:

@@ -79,7 +79,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float
     return folder, name, time.monotonic() - started
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGKILL, signal.SIGINT))],
+)
 def test_killed_at_a_random_moment_it_leaves_no_version_and_no_process(
     exported: tuple[Path, str, float], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -167,7 +167,9 @@ def _fails_when_called() -> Any:
         (lambda: _Tower(), ConfigError),
         (lambda: (_Tower(), {"item": 3}), ConfigError),
         ("tests.e2e.test_export_models", ConfigError),
+        ("tests/e2e/test_export_models.py:_single", ConfigError),
         ("tests.e2e:_singel", ConfigError),
+        ("docs:_single", ConfigError),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_and_leaves_nothing(

@@ -188,9 +188,6 @@ def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_pa
         done = run_command("export", prefix, url, "--serving-config", tmp_path / "config.json")
         assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
         said(done.stderr)
-    served = run_command("serve", f"s3://{bucket}/m")
-    assert served.returncode == 2
-    said(served.stderr)
 
 
 def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(

@@ -57,7 +57,7 @@ def test_a_host_that_is_none(tmp_path: Path) -> None:
     "options",
     [
         ("--rest-port", "-1"), ("--rest-port", "70000"), ("--workers", "0"), ("--poll-seconds", "0"),
-        ("--rest-timeout-ms", "-5"), ("--run-threads", "0"), ("--max-body-bytes", "0"), ("--nonsense", "1"),
+        ("--rest-timeout-ms", "-5"), ("--run-threads", "0"), ("--max-body-bytes", "0"), ("--zzzz", "1"),
     ],
 )  # fmt: skip
 def test_bad_usage_exits_2(tmp_path: Path, options: tuple[str, str]) -> None:
@@ -100,11 +100,15 @@ def test_a_config_that_is_broken(tmp_path: Path) -> None:
 
 def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: Path) -> None:
     model_dir = tmp_path / "by_this_name"
-    model_dir.mkdir()
+    (model_dir / "ranker" / "1").mkdir(parents=True)
+    (model_dir / "ranker" / "1" / "saved_model.pb").touch()
     with ServerProcess(model_dir, tmp_path / "server.log", "--name", "a model", fresh=True) as server:
         assert server.model_url.endswith("/v1/models/a%20model")
         assert server.request("GET", "/healthz")[0] == 200
-        assert f"model a model: {model_dir} has no version yet. Waiting for one" in server.log
+        assert (
+            f"model a model: {model_dir} has no version yet. Waiting for one. {model_dir}/ranker has a version"
+            in server.log
+        )
         assert server.request("GET", "/readyz")[0] == 503
         wait_for(lambda: server.predict({"instances": [1]})[0] == 404)  # the first look at the folder is over
         assert server.predict({"instances": [1]}) == (

@@ -68,7 +68,7 @@ NOT_HELD = {
     "testPredictOnTfLite": "this server runs SavedModels. It has no TFLite interpreter",
     "testPredictWithSignatureDefOnTfLite": "this server runs SavedModels. It has no TFLite interpreter",
     "test_profiler_service_with_valid_trace_request": "there is no ProfilerService. `--otel` exports traces of requests",
-    "test_tf_text": "TensorFlow Text's operations are in a library that TensorFlow Serving links and this server does not load",
+    "test_tf_text": "this server does not load the library with TensorFlow Text's operations",
     "test_session": "inherited from `tf.test.TestCase`: it starts no server, so there is nothing to restate",
 }
 

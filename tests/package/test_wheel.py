@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 
 import tpuembed
+from tpuembed.native_lookup import VARIANTS
 
 pytestmark = pytest.mark.long  # `make package` runs them, and `make test-long`
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"tpuembed": ROOT, "tpuembed_serving": ROOT / "serving", "tpuembed_cli": ROOT / "cli"}
+HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
+LIBRARY = "tpuembed/_lookup.so"
 CHECKPOINT = ROOT / "tests/golden/tfrs/no_optimizer/ckpt"
 
 
@@ -60,14 +63,34 @@ def test_the_wheel_has_the_three_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     tracked = _tracked(*(str(folder.relative_to(ROOT) / name) for name, folder in FOLDERS.items()))
-    assert found == {path.removeprefix("serving/").removeprefix("cli/") for path in tracked}
+    packages = {path.removeprefix("serving/").removeprefix("cli/") for path in tracked}
+    assert found == packages | ({LIBRARY} if HAS_COMPILER else set())
+    platform = r"py3-none-(manylinux|musllinux|linux|macosx)_\w+\.whl" if HAS_COMPILER else r"py3-none-any\.whl"
+    assert re.search(platform, wheel.name), wheel.name
+
+
+def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path, dist: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "dist", "build", "tests", LIBRARY))
+    command[-1] = str(tmp_path / "source")
+    environment = {**os.environ, "CC": "no-such-compiler"}
+    built = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "no-such-compiler could not run" in built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert LIBRARY not in archive.namelist()
+    strict = subprocess.run(command, capture_output=True, text=True, env={**environment, "TPUEMBED_NATIVE": "1"})
+    assert strict.returncode != 0
+    assert "TPUEMBED_NATIVE=1, but native/lookup.c was not compiled" in strict.stdout + strict.stderr
 
 
 def test_the_sdist_has_the_packages_the_documents_and_the_license_and_no_tests(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = _tracked("tpuembed", "serving", "cli", "docs", "examples", "*.md", "LICENSE", "pyproject.toml")
+    wanted = _tracked("tpuembed", "serving", "cli", "native", "docs", "examples", "*.md", "LICENSE", "pyproject.toml")
     assert found - {"PKG-INFO", ".gitignore"} == {
         path for path in wanted if not path.startswith(("tests/", "benchmarks/"))
     }
@@ -116,4 +139,9 @@ def test_the_wheel_works_in_an_environment_without_tensorflow(wheel: Path, tmp_p
     assert re.search(r"video/table\.v1 +│ 11 +│ 4 ", run("describe", str(CHECKPOINT)))
     packages = subprocess.run([*pip, "freeze"], check=True, env=environment, capture_output=True, text=True).stdout
     assert "tensorflow" not in packages
+    code = "from tpuembed import native_lookup; print(native_lookup.available() or native_lookup.variant())"
+    found = subprocess.run(
+        [programs / "python", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert found.stdout.strip() in VARIANTS or not HAS_COMPILER, found.stdout + found.stderr
     subprocess.run([*pip, "check"], check=True, env=environment)

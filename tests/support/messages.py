@@ -36,6 +36,7 @@ _VARYING: Final = (
     (re.compile(r"\b(process|pid|PID)([ =])\d+\b"), r"\1\2PID"),
     (re.compile(r"\bat 0x[0-9a-f]{6,}"), "at ADDRESS"),
     (re.compile(r"\bport \d{4,5}\b"), "port PORT"),
+    (re.compile(r"\b[0-9a-f]{64}\b"), "SHA256"),
 )
 
 E = TypeVar("E", bound=BaseException)

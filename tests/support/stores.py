@@ -324,7 +324,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
         """A page of keys and folders in their common order; the token is the last one of the page before."""
         bucket, prefix = self.object_name.rstrip("/"), query.get("prefix", "")
         keys = [name.removeprefix(f"{bucket}/") for name in self.stub.objects if name.startswith(f"{bucket}/{prefix}")]
-        names = {prefix + "".join(key.removeprefix(prefix).partition("/")[:2]) for key in keys}
+        names = {
+            prefix + "".join(key.removeprefix(prefix).partition("/")[:2]) if "delimiter" in query else key
+            for key in keys
+        }
         left = sorted(name for name in names if name > query.get("continuation-token", ""))
         page = left[: self.stub.page_entries]
         entries = "".join(self._listed(bucket, name) for name in page)
@@ -335,9 +338,9 @@ class _Request(http.server.BaseHTTPRequestHandler):
     def _listed(self, bucket: str, name: str) -> str:
         if name.endswith("/"):
             return f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
-        size = len(self.stub.objects[f"{bucket}/{name}"])
+        data = self.stub.objects[f"{bucket}/{name}"]
         when = "<LastModified>2015-10-21T07:28:00.000Z</LastModified>"
-        return f'<Contents><Key>{escape(name)}</Key>{when}<ETag>"x"</ETag><Size>{size}</Size></Contents>'
+        return f"<Contents><Key>{escape(name)}</Key>{when}<ETag>{escape(_tag_of(data))}</ETag><Size>{len(data)}</Size></Contents>"
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

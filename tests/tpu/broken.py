@@ -243,6 +243,12 @@ def _unwritten_slot() -> AbstractContextManager[Any]:
     return mock.patch.object(tpu_embedding_v3.TPUEmbeddingShardedVariable, "assign", assign)
 
 
+def _no_stamps() -> AbstractContextManager[Any]:
+    from tpuembed.backends import accelerator
+
+    return mock.patch.object(accelerator, "run_on_host")
+
+
 def _own_gradients_alone() -> AbstractContextManager[Any]:
     from tpuembed.backends import host
 
@@ -262,8 +268,8 @@ def _zero_gradients_of_copies() -> AbstractContextManager[Any]:
 
     real = HostBackend.update
 
-    def update(backend: Any, table: str, ids: Any, gradients: Any, droppable: bool) -> Any:
-        return real(backend, table, ids, tf.zeros_like(gradients), droppable)
+    def update(backend: Any, table: str, ids: Any, gradients: Any, droppable: bool, stamp: Any) -> Any:
+        return real(backend, table, ids, tf.zeros_like(gradients), droppable, stamp)
 
     return mock.patch.object(HostBackend, "update", update)
 
@@ -301,6 +307,9 @@ BROKEN: Final = {
     ),
     "wrong_rule": Broken("SGD in place of Adam", "rule_of_updates", _SC, _sgd_instead),
     "unwritten_slot": Broken("a slot is not written", "tables_in_place", _SC, _unwritten_slot),
+    "no_stamps": Broken(
+        "the host writes no stamps", "check_stamps_of_host", dataclasses.replace(_SC, tracked=True), _no_stamps
+    ),
     "own_gradients": Broken(
         "a replica applies its own gradients alone", "gradients_of_all_replicas", _COPIES, _own_gradients_alone
     ),

@@ -63,6 +63,7 @@ class Cell:
         replicas: TPUs.
         training: a training step, else one that only looks up.
         stacking: whether tables may be stacked.
+        tracked: track_rows, which the host does.
         broken: the name of what is deliberately broken in it (`broken.BROKEN`).
     """
 
@@ -76,6 +77,7 @@ class Cell:
     replicas: int = 1
     training: bool = True
     stacking: bool = True
+    tracked: bool = False
     broken: str = ""
 
     @property
@@ -85,6 +87,7 @@ class Cell:
             "weighted" if self.weighted else "",
             "pipelined" if self.pipelining else "",
             "" if self.stacking else "unstacked",
+            "tracked" if self.tracked else "",
             "" if self.training else "evaluation",
             self.broken,
         ]
@@ -186,7 +189,11 @@ def _cells() -> Iterator[Cell]:
             yield Cell(chip, path, optimizer, tables, combiner, weighted, pipelining, replicas, training)
 
 
-COVERING: Final = tuple(_cells())
+_TRACKED = tuple(
+    Cell(chip, "sparsecore", "Adam", "stacked", "mean", weighted=True, replicas=replicas, tracked=True)
+    for chip, replicas in itertools.product(("v5p", "v6e"), (1, 4))
+)
+COVERING: Final = (*_cells(), *_TRACKED)
 """The cells of `make tpu-proof`."""
 
 
@@ -199,6 +206,7 @@ def everything() -> Iterator[Cell]:
             (False, True), (False, True)[: 2 if path == "sparsecore" else 1], (1, 4), (True, False)
         ):
             yield Cell(chip, path, optimizer, tables, combiner, weighted, pipelining, replicas, training)
+    yield from _TRACKED
 
 
 DLRM_CELLS: Final = tuple(

@@ -10,7 +10,7 @@ from typing import Final
 
 from tests.tpu.cells import Cell
 from tests.tpu.expected import CONSTANTS, LEARNING_RATE, SLOTS, buffer_lengths, model_of, stacks
-from tests.tpu.host import check_buffers_of_hosts
+from tests.tpu.host import check_buffers_of_hosts, check_stamps_of_host
 from tests.tpu.program import Argument, Operation, Program
 
 __all__ = ["CHECKS", "CheckError", "failures"]
@@ -226,6 +226,8 @@ def failures(cell: Cell, texts: Sequence[str], bridged: str) -> dict[str, str]:
     found = {check.__name__: _failure(check, cell, programs) for check in CHECKS[cell.path]}
     if cell.path == "sparsecore" and not cell.pipelining:
         found[check_buffers_of_hosts.__name__] = check_buffers_of_hosts(bridged, programs, (LOOKUP, UPDATE))
+        tables = len(model_of(cell).tables) if cell.tracked else 0
+        found[check_stamps_of_host.__name__] = check_stamps_of_host(bridged, tables)
     return {check: text for check, text in found.items() if text}
 
 

@@ -1,4 +1,4 @@
-"""Which of the hosts' buffers reach which operand of a TPU's program: all of one length, a wrong one would still compile."""
+"""What the hosts do beside a TPU's program: the buffers that they give it, and the stamps that they write."""
 
 import dataclasses
 import re
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.tpu.program import Program
 
-__all__ = ["check_buffers_of_hosts"]
+__all__ = ["check_buffers_of_hosts", "check_stamps_of_host"]
 
 # What `ConvertToSparseCoreCsrWrappedCooTensor` gives, by number, in the order in which SparseCores take it:
 # row pointers, rows in the owner's shard, samples, gains.
@@ -30,6 +30,17 @@ def check_buffers_of_hosts(bridged: str, programs: Sequence[Program], targets: S
             if sources[0].width != call.width():
                 return f"{target} of width {call.width()} takes buffers of width {sources[0].width}"
     return ""
+
+
+def check_stamps_of_host(bridged: str, tables: int) -> str:
+    """The host is given the number of the update, and the rows of each tracked table, once per step.
+
+    Returns:
+        What it is given instead; "" where that holds.
+    """
+    found = re.findall(r'"tf\.EagerPyFunc"\(.*?\) \{Tin = \[(.*?)\]', bridged)
+    wanted = [", ".join(["i32", *["i64"] * tables])] if tables else []
+    return "" if found == wanted else f"the host's Python is given {found}, not {wanted}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tests.tpu.checks import CHECKS
 from tests.tpu.controls import controls_of
 from tests.tpu.environments import JAX, TENSORFLOW_TPU
 from tests.tpu.expected import DEFAULT_LIMIT
-from tests.tpu.host import check_buffers_of_hosts
+from tests.tpu.host import check_buffers_of_hosts, check_stamps_of_host
 
 __all__ = ["SENTENCE", "rendered"]
 
@@ -130,6 +130,7 @@ def _cells(results: Mapping[str, Any]) -> str:
         "combiner",
         "weights",
         "pipelined",
+        "rows tracked",
         "step",
         "result",
     ]
@@ -147,6 +148,7 @@ def _row(cell: Cell, results: Mapping[str, Any]) -> list[object]:
         cell.combiner,
         _yes(cell.weighted),
         _yes(cell.pipelining),
+        _yes(cell.tracked),
         "training" if cell.training else "evaluation",
         _verdict(cell, results),
     ]
@@ -171,7 +173,8 @@ def _yes(value: bool) -> str:
 
 def _checks() -> str:
     checks: list[Callable[..., Any]] = [check for of_path in CHECKS.values() for check in of_path]
-    unique = list(dict.fromkeys([*checks, check_buffers_of_hosts]))
+    checks += [check_buffers_of_hosts, check_stamps_of_host]
+    unique = list(dict.fromkeys(checks))
     rows = [(f"`{check.__name__}`", _paths(check), _first(check)) for check in unique]
     return "## Checks of the lowered steps\n\n" + _table(["check", "of tables", "what holds"], rows)
 

@@ -10,7 +10,7 @@ from tests.tpu.broken import BROKEN
 from tests.tpu.broken import cells as broken_cells
 from tests.tpu.cells import CHIPS, COVERING, Cell, everything
 from tests.tpu.checks import CHECKS
-from tests.tpu.host import check_buffers_of_hosts
+from tests.tpu.host import check_buffers_of_hosts, check_stamps_of_host
 
 OPTIONS = ("optimizer", "tables", "combiner", "weighted", "training")
 
@@ -49,6 +49,7 @@ def test_names_are_of_one_cell_each() -> None:
 
 
 def test_every_check_has_a_broken_variant() -> None:
-    checks = {check.__name__ for of_path in CHECKS.values() for check in of_path} | {check_buffers_of_hosts.__name__}
+    of_hosts = {check_buffers_of_hosts.__name__, check_stamps_of_host.__name__}
+    checks = {check.__name__ for of_path in CHECKS.values() for check in of_path} | of_hosts
     assert {one.check for one in BROKEN.values()} == checks
     assert {one.cell.path for one in BROKEN.values()} == {"sparsecore", "replicated"}

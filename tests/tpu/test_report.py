@@ -14,7 +14,7 @@ from tests.tpu.broken import BROKEN
 from tests.tpu.cells import COVERING, DLRM_CELLS, SLOW_CELLS, Cell
 from tests.tpu.checks import CHECKS
 from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
-from tests.tpu.host import check_buffers_of_hosts
+from tests.tpu.host import check_buffers_of_hosts, check_stamps_of_host
 from tests.tpu.proof import others as found_others
 from tests.tpu.proof import problems
 from tests.tpu.report import SENTENCE, rendered
@@ -123,7 +123,10 @@ def test_the_report_has_every_cell_control_and_variant() -> None:
 
 def test_the_page_has_the_numbers_of_the_report() -> None:
     page = (ROOT / "docs" / "tpu-proof.md").read_text()
-    checks = {check for of_path in CHECKS.values() for check in of_path} | {check_buffers_of_hosts}
+    checks = {check for of_path in CHECKS.values() for check in of_path} | {
+        check_buffers_of_hosts,
+        check_stamps_of_host,
+    }
     numbers = [
         f"{len(COVERING)} steps",
         f"{len(shims.SHIMS)} shims",

@@ -92,7 +92,7 @@ def _layer(cell: Cell, model: Model) -> Any:
             "sparse_core_embedding_config": stacking,
             "pipeline_execution_with_tensor_core": cell.pipelining,
         }
-    return TPUEmbedding(features, optimizer=optimizer, **on_sparse_cores)
+    return TPUEmbedding(features, optimizer=optimizer, track_rows=cell.tracked, **on_sparse_cores)
 
 
 def _table(cell: Cell, table: Table) -> TableConfig:

@@ -28,7 +28,8 @@ def schema(**fields: Any) -> dict[str, Any]:
 TEXT = {"type": "string"}
 TEXTS = {"type": "object", "additionalProperties": TEXT}
 OWN = {
-    # Restated from the definitions of the Prometheus operator (monitoring.coreos.com_servicemonitors) and of KServe
+    # Restated from the definitions of the Prometheus operator (monitoring.coreos.com_servicemonitors, and
+    # monitoring.coreos.com_prometheusrules, whose groups tests/e2e/test_serve_metrics.py checks) and of KServe
     # (serving.kserve.io_servingruntimes): of their fields those that are used here. A container is Kubernetes' own.
     "ServiceMonitor": schema(
         selector=schema(matchLabels=TEXTS),
@@ -37,6 +38,7 @@ OWN = {
             "items": schema(port=TEXT, path=TEXT, interval={"type": "string", "pattern": r"^[0-9]+(ms|s|m|h)$"}),
         },
     ),
+    "PrometheusRule": schema(groups={"type": "array", "minItems": 1}),
     "ServingRuntime": schema(
         annotations=TEXTS,
         supportedModelFormats={
@@ -92,6 +94,15 @@ def test_every_file_is_named() -> None:
     text = (FOLDER / "kustomization.yaml").read_text()
     assert [name for name in FILES if f"- {name}" not in text] == []
     assert set(yaml.safe_load(text)["resources"]) <= set(FILES)
+
+
+def test_the_rules_are_those_of_prometheus() -> None:
+    alerts = (FOLDER.parent / "alerts.yaml").read_text()
+    (rule,) = documents("prometheus-rule.yaml")
+    service = next(one for one in documents("server.yaml") if one["kind"] == "Service")
+    name = service["metadata"]["name"]  # the job of what a ServiceMonitor finds
+    assert rule["spec"] == yaml.safe_load(alerts.replace('job="tpuembed"', f'job="{name}"'))
+    assert alerts.count('job="tpuembed"') == alerts.count("job=")
 
 
 @pytest.mark.parametrize("container", containers(), ids=lambda container: container["name"])

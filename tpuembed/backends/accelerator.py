@@ -12,15 +12,25 @@ import tensorflow as tf
 from tpuembed.backends.activation_shapes import Shape
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.row_optimizers import learning_rate
-from tpuembed.backends.table_state import CheckedSlots, check_saved_names, filled, table_initializer
-from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, loss_scale, resolve_optimizer
-from tpuembed.backends.tf_tpu import in_symbolic_scope, tpu_call
+from tpuembed.backends.stack_ids import updated_rows
+from tpuembed.backends.table_state import (
+    CheckedSlots,
+    check_saved_names,
+    check_tracked,
+    filled,
+    safe_name,
+    table_initializer,
+)
+from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, local, loss_scale, resolve_optimizer
+from tpuembed.backends.tf_tpu import host_names, host_variable, in_symbolic_scope, run_on_host, tpu_call
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import Ids
+from tpuembed.row_history import UNKNOWN
 
 __all__ = [
     "MAX_VOCABULARY_SIZE",
+    "HostStamps",
     "ShapesOnly",
     "StepGuard",
     "bind_features",
@@ -34,6 +44,7 @@ Tensor = Any
 
 MAX_VOCABULARY_SIZE = 2**31 - 1
 """Accelerators take ids as int32."""
+_OWN_HOST = "/job:localhost/replica:0/task:0"
 
 
 # ---- configs
@@ -180,6 +191,76 @@ class ShapesOnly:
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:  # noqa: ARG002 - there are no tables
         """Update nothing."""
         return []
+
+
+class HostStamps:
+    """The stamps of the rows in an accelerator, in the memory of its host, through which the ids pass.
+
+    Attributes:
+        variables: table -> int32 [rows]. Empty if rows are not tracked.
+    """
+
+    def __init__(self, layer_options: LayerOptions, specs: Mapping[str, Optimizer], hardware: str) -> None:
+        """Allocate the stamps if `layer_options` ask for them.
+
+        Raises:
+            ConfigError: the accelerator's rows cannot be tracked.
+        """
+        self.variables: dict[str, Any] = {}
+        self._updates = layer_options.updates
+        if layer_options.track_rows:
+            _check_trackable(layer_options, hardware)
+            for table in layer_options.tables:
+                check_tracked(table, specs[table.name])
+                self.variables[table.name] = host_variable(table.vocabulary_size, safe_name(f"{table.name}/stamps"))
+
+    def stamp(self, features: Sequence[Ids]) -> None:
+        """Give the rows of `features` the number of the running update, on the host.
+
+        A row is stamped even if its update is dropped, as by allow_id_dropping.
+        """
+        if not self.variables:
+            return
+        number = tf.cast(tf.minimum(local(self._updates).read_value() + 1, UNKNOWN), tf.int32)
+        run_on_host(self._write, features, number)
+
+    def _write(self, features: Sequence[Ids], number: Tensor) -> None:
+        """Write `number`, int32 [], for the rows of `features`.
+
+        Python writes it. TensorFlow would make the scatter of a variable a part of the TPU's program, and move all stamps
+        to the TPU and back. Source: DecomposeResourceOpsInClusterPass.
+        """
+        rows: dict[str, list[Tensor]] = {}
+        for feature in features:
+            ids, policy = (
+                feature.ids if feature.kind == "dense" else feature.ids.values,
+                feature.config.out_of_vocabulary,
+            )
+            assert policy is not None, "a FeatureConfig takes its table's"
+            found = updated_rows(ids, feature.config.table.vocabulary_size, policy)
+            rows.setdefault(feature.table, []).append(found)
+
+        def write(number: Tensor, *rows_of_tables: Tensor) -> None:
+            for table, of_table in zip(rows, rows_of_tables, strict=True):
+                tf.raw_ops.ResourceScatterUpdate(
+                    resource=self.variables[table].handle, indices=of_table, updates=tf.fill(tf.shape(of_table), number)
+                )
+
+        tf.py_function(write, [number, *(tf.concat(parts, 0) for parts in rows.values())], [])
+
+
+def _check_trackable(layer_options: LayerOptions, hardware: str) -> None:
+    table, hosts = layer_options.tables[0].name, host_names(tf.distribute.get_strategy())
+    if layer_options.pipelining:
+        raise ConfigError(
+            f"table {table!r}: track_rows=True is not supported for tables in {hardware} with "
+            "pipeline_execution_with_tensor_core=True, where steps overlap. Set one of them to False."
+        )
+    if hosts != [_OWN_HOST]:
+        raise ConfigError(
+            f"table {table!r}: track_rows=True is supported for tables in {hardware} if this process runs on its only host. The "
+            f"hosts are {', '.join(hosts)}. Set track_rows=False."
+        )
 
 
 def given_weights(features: Sequence[Ids]) -> list[Any] | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -15,12 +15,18 @@ from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import entry_optimizer, local, loss_scale, unchecked_gathers
 from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
 from tpuembed.errors import ConfigError, TrainingError
-from tpuembed.lookup import FlatIds, Ids, Span, check_range, gather_grouped
+from tpuembed.id_messages import Span
+from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.ranges import is_inside
+from tpuembed.row_history import UNKNOWN
 
-__all__ = ["HostBackend"]
+__all__ = ["NO_STAMP", "HostBackend"]
 
 Tensor = Any
+NO_STAMP: Final = (
+    f"TPUEmbedding: track_rows numbers updates as int32, up to {UNKNOWN - 1}. The layer has made as many. Build it with "
+    "track_rows=False, and restore a checkpoint."
+)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")  # the characters that operation names cannot have
 
 
@@ -34,8 +40,10 @@ class HostBackend(Backend):
             ConfigError: an option needs the embedding accelerator.
         """
         self.states: Mapping[str, TableState] = {
-            table.name: create_table(table, layer_options.optimizer) for table in layer_options.tables
+            table.name: create_table(table, layer_options.optimizer, layer_options.track_rows)
+            for table in layer_options.tables
         }
+        self._tracked = layer_options.track_rows
         for state in self.states.values():
             _check_supported(state)
         self._updates = layer_options.updates
@@ -101,9 +109,22 @@ class HostBackend(Backend):
         # Without NaN, the lookup of an id outside would return another row silently.
         return tf.where(is_inside(ids, state.config.vocabulary_size)[:, None], rows, float("nan"))
 
-    def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool) -> list[Any]:
+    def next_stamp(self) -> Tensor | None:
+        """Return the number of the running update, int32 []. Returns None if rows are not tracked.
+
+        An update whose number is no stamp fails. XLA and TPUs do not fail, and stamp UNKNOWN.
+        """
+        if not self._tracked:
+            return None
+        stamp = local(self._updates).read_value() + 1
+        if tpu_call() is not None or unchecked_gathers():
+            return tf.cast(tf.minimum(stamp, UNKNOWN), tf.int32)
+        with tf.control_dependencies([tf.debugging.Assert(stamp < UNKNOWN, [NO_STAMP])]):
+            return tf.cast(stamp, tf.int32)
+
+    def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool, stamp: Tensor | None) -> list[Any]:
         """Apply the table's optimizer to ids [n] and their gradients [n, dim]. Duplicate ids are allowed, negative ones
-        are dropped.
+        are dropped. Rows that are updated get `stamp`, unless it is None.
 
         `droppable` is False if no id is negative, because the lookup would have failed.
         """
@@ -115,7 +136,12 @@ class HostBackend(Backend):
         rate = learning_rate(state.optimizer, local(self._updates).read_value())
         update = update_every_row if not getattr(state.optimizer, "lazy_adam", True) else update_rows
         slots = [local(slot) for slot in state.slots.values()]
-        return update(state.optimizer, rate, local(state.variable), slots, unique, summed)
+        ops = update(state.optimizer, rate, local(state.variable), slots, unique, summed)
+        if stamp is None:
+            return ops
+        stamps = tf.fill(tf.shape(unique), stamp)
+        op = tf.raw_ops.ResourceScatterUpdate(resource=local(state.stamps).handle, indices=unique, updates=stamps)
+        return ops if op is None else [*ops, op]
 
 
 class _HostStep:
@@ -134,6 +160,7 @@ class _HostStep:
         scale = self._loss_scale()
         finite = None if scale is None else tf.reduce_all([tf.reduce_all(tf.math.is_finite(row)) for row in rows])
         updates: list[Any] = []
+        stamp = self._backend.next_stamp()
         for table in dict.fromkeys(self._tables):
             members = [index for index, name in enumerate(self._tables) if name == table]
             ids = tf.concat([self._features[index].ids for index in members], 0)
@@ -141,7 +168,10 @@ class _HostStep:
             if scale is not None:  # an overflowed step touches no row; the dense optimizer skips it too
                 ids, of_rows = tf.where(finite, ids, -1), tf.where(finite, of_rows / scale, 0.0)
             droppable = scale is not None or any(self._features[index].droppable for index in members)
-            updates += self._backend.update(table, ids, of_rows, droppable)
+            with tf.control_dependencies(
+                [] if stamp is None else [stamp]
+            ):  # no row changes if its update has no number
+                updates += self._backend.update(table, ids, of_rows, droppable, stamp)
         return updates
 
     def _loss_scale(self) -> Tensor | None:

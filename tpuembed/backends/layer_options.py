@@ -22,6 +22,7 @@ class LayerOptions:
         batch_size: one replica's examples, for features without an output_shape.
         sparse_core_config: TensorFlow's SparseCoreEmbeddingConfig, or None.
         size_threshold: tables of at most this many rows are replicated. None replicates no table.
+        track_rows: keep the number of the update that last touched each row.
     """
 
     features: Sequence[tuple[str, FeatureConfig]]
@@ -32,6 +33,7 @@ class LayerOptions:
     batch_size: int | None = None
     sparse_core_config: Any = None
     size_threshold: int | None = None
+    track_rows: bool = False
 
     @property
     def tables(self) -> list[TableConfig]:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.accelerator import (
+    HostStamps,
     ShapesOnly,
     StepGuard,
     bind_features,
@@ -72,6 +73,7 @@ class SparseCoreBackend(Backend):
         self.engine = SparseCoreEngine(features, layer_options.pipelining, layer_options.sparse_core_config)
         limits = {table.name: (table.max_ids_per_partition, table.max_unique_ids_per_partition) for table in tables}
         self.engine.limit_ids(limits)
+        self._stamps = HostStamps(layer_options, specs, _HARDWARE)
         self.states: Mapping[str, TableState] = {table.name: self._state(table, specs[table.name]) for table in tables}
         self._batch_size, self._pipelining = layer_options.batch_size, layer_options.pipelining
         self._guard = StepGuard([path for path, _ in layer_options.features], _HARDWARE)
@@ -80,7 +82,7 @@ class SparseCoreBackend(Backend):
         layout = self.engine.layout(table.name)
         stacks = self.engine.tables[layout.stack]
         views = {name: StackedTable(layout, variable) for name, variable in stacks.items()}
-        return TableState(table, spec, views.pop("parameters"), views)
+        return TableState(table, spec, views.pop("parameters"), views, self._stamps.variables.get(table.name))
 
     def checkpoint_children(self) -> dict[str, Any]:
         """Return the stacks by name, and the layouts of the tables in them."""
@@ -102,14 +104,14 @@ class SparseCoreBackend(Backend):
             return ShapesOnly(shapes, features)
         if self._pipelining:
             check_loop()
-        return _SparseCoreStep(self.engine, features)
+        return _SparseCoreStep(self.engine, features, self._stamps)
 
 
 class _SparseCoreStep:
     """One call of the layer. The lookup keeps state for the update."""
 
-    def __init__(self, engine: SparseCoreEngine, features: Sequence[Ids]) -> None:
-        self._engine, self._features = engine, features
+    def __init__(self, engine: SparseCoreEngine, features: Sequence[Ids], stamps: HostStamps) -> None:
+        self._engine, self._features, self._stamps = engine, features, stamps
         self._preserved: Any = None
 
     def lookup(self) -> list[Tensor]:
@@ -119,6 +121,7 @@ class _SparseCoreStep:
         return list(activations)
 
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
+        self._stamps.stamp(self._features)
         self._engine.apply_gradients([tf.cast(gradient, tf.float32) for gradient in gradients], self._preserved)
         return []
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.lookup import Span, outside_texts
+from tpuembed.id_messages import Span, outside_texts
 from tpuembed.lookup.ids import DenseIds, RaggedIds, kind_of
 from tpuembed.lookup.pooling import Segments, shares
 from tpuembed.lookup.ranges import DROPPED, is_inside
 
-__all__ = ["ids_inside", "ids_with_room"]
+__all__ = ["ids_inside", "ids_with_room", "updated_rows"]
 
 Tensor = Any
 
@@ -77,6 +77,20 @@ def ids_inside(
         ids = ids.with_values(_replaced(ids.values, rows, policy))
     checks.append(_outside(ids.values, ids.indices[:, 0], *where))
     return ids.with_values(_checked(ids.values, *checks)), weights
+
+
+def updated_rows(values: Tensor, rows: int, policy: str | int) -> Tensor:
+    """Return the rows, int64 [n], of a table of `rows` rows that a step with the ids `values` updates.
+
+    Args:
+        values: integers of any shape.
+        rows: the rows of the table, without padding.
+        policy: the feature's out_of_vocabulary.
+    """
+    values = tf.reshape(_wide(values), [-1])
+    if not isinstance(policy, str):  # -1 may be padding, and updates nothing; to stamp the row then does no harm
+        return _replaced(values, rows, policy)
+    return tf.boolean_mask(values, is_inside(values, rows))
 
 
 def _wide(values: Tensor) -> Tensor:

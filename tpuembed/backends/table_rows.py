@@ -11,7 +11,7 @@ from tpuembed.backends.table_state import TableState, initial_rows
 from tpuembed.backends.tf_config import local
 from tpuembed.errors import ConfigError
 
-__all__ = ["PIECE_BYTES", "initial_pieces", "piece_rows", "read_rows", "write_rows"]
+__all__ = ["PIECE_BYTES", "copies", "gather_rows", "initial_pieces", "piece_rows", "read_rows", "write_rows"]
 
 Array = np.ndarray[Any, Any]
 
@@ -41,7 +41,7 @@ def write_rows(variable: Any, start: int, values: Any) -> None:
         return
     rows = tf.constant(values, tf.float32)
     ids = tf.range(start, start + rows.shape[0], dtype=tf.int64)
-    for copy in _copies(variable):
+    for copy in copies(variable):
         tf.raw_ops.ResourceScatterUpdate(resource=copy.handle, indices=ids, updates=rows)
 
 
@@ -56,15 +56,36 @@ def read_rows(variable: Any, start: int, stop: int) -> Array:
     return np.asarray(tf.gather(local(variable), tf.range(start, stop, dtype=tf.int64)).numpy())
 
 
-def _copies(variable: Any) -> tuple[Any, ...]:
-    copies = variable.values if isinstance(variable, tf.distribute.DistributedValues) else (variable,)
-    for copy in copies:
+def gather_rows(variable: Any, numbers: Array, out: Array) -> None:
+    """Fill `out`, float32 [n, dim], with the rows `numbers`, int64 [n] and sorted, of the first copy of `variable`."""
+    step = piece_rows(out.shape[1])
+    if not hasattr(variable, "read_rows"):
+        for first in range(0, len(numbers), step):
+            out[first : first + step] = tf.gather(local(variable), numbers[first : first + step]).numpy()
+        return
+    first = 0
+    while first < len(numbers):  # an accelerator reads ranges
+        start = int(numbers[first])
+        count = int(np.searchsorted(numbers[first:], start + step))
+        chosen = numbers[first : first + count]
+        out[first : first + count] = variable.read_rows(start, int(chosen[-1]) + 1)[chosen - start]
+        first += count
+
+
+def copies(variable: Any) -> tuple[Any, ...]:
+    """Return the variable of each replica, or the one variable.
+
+    Raises:
+        ConfigError: the variable's rows cannot be written from the host.
+    """
+    found = variable.values if isinstance(variable, tf.distribute.DistributedValues) else (variable,)
+    for copy in found:
         if not hasattr(copy, "handle") or copy.shape != variable.shape:
             raise ConfigError(
                 f"variable {variable.name!r}: a {type(variable).__name__} cannot be written row by row. Restore it with "
                 "tf.train.Checkpoint under the strategy that made it."
             )
-    return tuple(copies)
+    return tuple(found)
 
 
 def initial_pieces(state: TableState, slot: str | None, start: int, stop: int) -> Iterator[tuple[int, Any]]:

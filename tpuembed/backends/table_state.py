@@ -21,9 +21,11 @@ __all__ = [
     "TableState",
     "TablesNode",
     "check_saved_names",
+    "check_tracked",
     "create_table",
     "filled",
     "initial_rows",
+    "safe_name",
     "table_initializer",
 ]
 
@@ -39,12 +41,15 @@ class TableState:
         optimizer: the spec that trains it. None if the user's own optimizer does.
         variable: float32 [vocabulary_size, dim].
         slots: slot name -> float32 [vocabulary_size, dim].
+        stamps: int32 [vocabulary_size], the number of the update that last touched each row (0: never). None if rows are
+            not tracked.
     """
 
     config: TableConfig
     optimizer: Optimizer | None
     variable: Any
     slots: Mapping[str, Any]
+    stamps: Any = None
 
     def named_variables(self) -> dict[str, Any]:
         """Return {checkpoint name: variable}. A table has its own name, a slot `<table>/<slot>`."""
@@ -52,18 +57,32 @@ class TableState:
         return {self.config.name: self.variable, **slots}
 
 
-def create_table(config: TableConfig, layer_optimizer: Any) -> TableState:
+def create_table(config: TableConfig, layer_optimizer: Any, track_rows: bool = False) -> TableState:
     """Allocate the table and its slots, each once. (`add_weight` would hold two or three copies of a table meanwhile.)
 
     Raises:
-        ConfigError: the initializer gives another shape, or the optimizer cannot train a table.
+        ConfigError: the initializer gives another shape, the optimizer cannot train a table, or rows cannot be tracked
+            because a step moves rows that it did not look up.
     """
     chosen = config.optimizer if config.optimizer is not None else layer_optimizer
     optimizer = None if chosen is None else resolve_optimizer(chosen)
+    if track_rows:
+        check_tracked(config, optimizer)
     variable = _variable(config.name, lambda: initial_rows(config), trainable=optimizer is None)
-    return TableState(
-        config, optimizer, variable, {} if optimizer is None else _create_slots(config, optimizer, variable)
-    )
+    slots = {} if optimizer is None else _create_slots(config, optimizer, variable)
+    zeros = lambda: tf.zeros([config.vocabulary_size], tf.int32)  # noqa: E731
+    stamps = _variable(f"{config.name}/stamps", zeros, trainable=False, dtype=tf.int32) if track_rows else None
+    return TableState(config, optimizer, variable, slots, stamps)
+
+
+def check_tracked(config: TableConfig, optimizer: Optimizer | None) -> None:
+    """Raise ConfigError if a step with `optimizer` moves rows that it did not look up."""
+    moved_by = "optimizer=None" if optimizer is None else "lazy_adam=False"
+    if optimizer is None or not getattr(optimizer, "lazy_adam", True):
+        raise ConfigError(
+            f"table {config.name!r}: track_rows=True needs an optimizer that changes only the rows that a step looks up. "
+            f"With {moved_by} every row may change. Change the optimizer, or set track_rows=False."
+        )
 
 
 def _create_slots(config: TableConfig, optimizer: Optimizer, table: Any) -> dict[str, Any]:
@@ -105,10 +124,14 @@ class CheckedSlots:
         return {slot: made[slot] for slot in slots}
 
 
-def _variable(name: str, initial_value: Any, trainable: bool) -> Any:
-    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
+def _variable(name: str, initial_value: Any, trainable: bool, dtype: Any = tf.float32) -> Any:
     with tf.init_scope():
-        return tf.Variable(initial_value, trainable=trainable, name=safe.lstrip("._-") or "table", dtype=tf.float32)
+        return tf.Variable(initial_value, trainable=trainable, name=safe_name(name), dtype=dtype)
+
+
+def safe_name(name: str) -> str:
+    """Return `name` without the characters that names of variables cannot have."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).lstrip("._-") or "table"
 
 
 def initial_rows(config: TableConfig) -> Any:
@@ -159,6 +182,7 @@ def table_initializer(config: TableConfig) -> Any:
 _TAKEN: Final = {
     "|updates": "the layer's count of updates",
     "|config": "the layer's config",
+    "|history": "the history of the layer's rows",
     "_sparse_core_table_layouts": "how tables lie in SparseCores",
     "_engine": "the accelerator's own variables",
     ".": "all of a layer's variables",
@@ -204,6 +228,7 @@ class TablesNode(Trackable):
         self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
+        self.restoring: Callable[[], None] = lambda: None
         self.updates = updates
         for name, child in children.items():
             self._track_trackable(child, name)
@@ -219,6 +244,7 @@ class TablesNode(Trackable):
         tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(saved_keys(path), self._slots)
         if tables and self.restore_rows is not None:
             self.restore_rows(path, tables)
+        self.restoring()
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         return None if self._rows_lie_elsewhere else super()._lookup_dependency(name, cached_dependencies)

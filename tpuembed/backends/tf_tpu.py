@@ -12,8 +12,9 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
+from tensorflow.python.distribute import device_util
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import cond_v2, control_flow_v2_func_graphs, while_v2
+from tensorflow.python.ops import cond_v2, control_flow_v2_func_graphs, resource_variable_ops, while_v2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
 from tpuembed.backends.stack_ids import ids_inside, ids_with_room
@@ -28,8 +29,11 @@ __all__ = [
     "densify_on_host",
     "differentiates_control_flow",
     "embedding_feature",
+    "host_names",
+    "host_variable",
     "in_symbolic_scope",
     "is_tpu_strategy",
+    "run_on_host",
     "saved_layouts",
     "sparse_cores_per_chip",
     "tpu_call",
@@ -55,6 +59,25 @@ def embedding_feature(strategy: Any) -> str:
 def sparse_cores_per_chip(strategy: Any) -> int:
     """Return the SparseCores of one chip. If the runtime does not report them, return 4, as TensorFlow assumes."""
     return int(strategy.extended.tpu_hardware_feature.num_embedding_devices_per_chip) or 4
+
+
+def host_names(strategy: Any) -> list[str]:
+    """Return the names of the hosts of the TPUs of `strategy`, such as /job:localhost/replica:0/task:0."""
+    devices = strategy.extended._tpu_devices.flatten()
+    return sorted({device_util.get_host_for_device(device).split("/device:")[0] for device in devices})
+
+
+def host_variable(rows: int, name: str) -> Any:
+    """Return an int32 [rows] variable of zeros in the memory of the TPU's host. `tf.Variable` would be in the TPUs."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return resource_variable_ops.ResourceVariable(
+            lambda: tf.zeros([rows], tf.int32), trainable=False, name=name, dtype=tf.int32
+        )
+
+
+def run_on_host(function: Callable[..., Any], *tensors: Any) -> Any:
+    """Run `function(*tensors)` on the TPU's host, as a part of the step that is traced for the TPU."""
+    return tpu_replication.outside_compilation(function, *tensors)
 
 
 def densify_on_host(feature: Any) -> PaddedIds:

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.accelerator import (
+    HostStamps,
     ShapesOnly,
     StepGuard,
     bind_features,
@@ -96,6 +97,7 @@ class TpuV1Backend(Backend):
         check_tables(layer_options.tables, _HARDWARE)
         _check_policies(layer_options)
         features, specs = bind_features(layer_options)
+        self._stamps = HostStamps(layer_options, specs, _HARDWARE)
         _reserve(strategy, self)
         self.engine = HardwareEngine(features, layer_options.pipelining)
         self.states: Mapping[str, TableState] = {
@@ -108,7 +110,7 @@ class TpuV1Backend(Backend):
 
     def _state(self, table: Any, spec: Any) -> TableState:
         views = {name: AcceleratorTable(self.engine, v) for name, v in self.engine.tables[table.name].items()}
-        return TableState(table, spec, views.pop("parameters"), views)
+        return TableState(table, spec, views.pop("parameters"), views, self._stamps.variables.get(table.name))
 
     def checkpoint_children(self) -> dict[str, Any]:
         """Return the hosts' variables by name, and TensorFlow's object, whose save callback fetches them from the accelerator."""
@@ -141,19 +143,20 @@ class TpuV1Backend(Backend):
         self.engine.start(shapes)
         name = str(next(self._names))
         self.engine.enqueue([feature.ids for feature in features], given_weights(features), training=True, name=name)
-        return _TpuV1Step(self.engine, name)
+        return _TpuV1Step(self.engine, name, features, self._stamps)
 
 
 class _TpuV1Step:
     """One call of the layer. `name` connects its three parts: enqueue, dequeue, and the gradients."""
 
-    def __init__(self, engine: HardwareEngine, name: str) -> None:
-        self._engine, self._name = engine, name
+    def __init__(self, engine: HardwareEngine, name: str, features: Sequence[Ids], stamps: HostStamps) -> None:
+        self._engine, self._name, self._features, self._stamps = engine, name, features, stamps
 
     def lookup(self) -> list[Tensor]:
         return list(self._engine.dequeue(name=self._name))
 
     def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
+        self._stamps.stamp(self._features)
         self._engine.apply_gradients([tf.cast(g, tf.float32) for g in gradients], name=self._name)
         return []
 

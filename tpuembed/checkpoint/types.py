@@ -9,6 +9,7 @@ import numpy as np
 
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.row_history import RowHistory
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader
@@ -74,6 +75,8 @@ class Checkpoint(abc.ABC):
     path: str
     options: Mapping[str, Any] = {}
     layer_config: dict[str, Any] | None = None
+    is_in_memory = False
+    """`read_numbers` reads single rows."""
     _tables: Mapping[str, TableInfo]
     """The tables by name, sorted; never empty."""
 
@@ -223,6 +226,46 @@ class Checkpoint(abc.ABC):
             CheckpointCorruptError: a count is not one integer, or is negative.
         """
         return {}
+
+    def row_history(self, table: str) -> RowHistory | None:
+        """Return the history of the layer that has `table`, if that layer tracks rows, or None.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            CheckpointCorruptError: the saved history is none.
+        """
+        self._check(table, None)
+        return None
+
+    def read_stamps(self, table: str, start: int, out: Array) -> None:
+        """Fill `out`, int32 [n], with the number of the update that last touched each of rows [start, start + n).
+
+        Raises:
+            UnknownTableError, RowRangeError: as `read`.
+            CheckpointFormatError: the rows of the table are not tracked.
+            ConfigError: `out` has another shape or dtype.
+        """
+        if self.row_history(table) is None:
+            raise CheckpointFormatError(
+                f"{self._shown}: table {table!r}: its rows are not tracked. Train its layer with track_rows=True."
+            )
+        if out.shape != (len(out),) or out.dtype != np.int32:
+            raise ConfigError(
+                f"{self._shown}: table {table!r}: out must be int32 [rows], got {out.dtype} {list(out.shape)}."
+            )
+        self._check_range(table, start, start + len(out))
+        self._fill_stamps(table, start, out)
+
+    def read_numbers(self, table: str, numbers: Array, out: Array) -> None:
+        """Fill `out`, [n, dim] of the table's dtype, with the rows `numbers`, int64 [n], which the table has.
+
+        A checkpoint that is not in memory has no such read: its checksums cover whole tables.
+        """
+        raise NotImplementedError
+
+    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
+        """Fill `out` with stamps from row `start` on of a table with a history. All arguments are checked."""
+        raise NotImplementedError
 
     def policies(self) -> Mapping[str, str]:
         """Return layer -> its dtype policy, if the files have it."""

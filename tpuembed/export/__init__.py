@@ -10,13 +10,42 @@ from typing import Any
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
+from tpuembed.export.overlay.apply import ApplyReport, apply_package, newest_package
+from tpuembed.export.overlay.compact import CompactReport, compact_version
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.request import make_request
 from tpuembed.export.report import ExportReport
-from tpuembed.export.run import Progress, choose_writer, make_plan, run_export, source_of
+from tpuembed.export.retention import (
+    InUse,
+    PruneReport,
+    RollbackReport,
+    VersionInfo,
+    list_versions,
+    prune_versions,
+    rollback_version,
+)
+from tpuembed.export.run import Progress, check_target, make_plan, run_export, source_of
 from tpuembed.files import FilePath
 
-__all__ = ["ExportOptions", "ExportPlan", "ExportReport", "export_saved_model", "plan_saved_model"]
+__all__ = [
+    "ApplyReport",
+    "CompactReport",
+    "ExportOptions",
+    "ExportPlan",
+    "ExportReport",
+    "InUse",
+    "PruneReport",
+    "RollbackReport",
+    "VersionInfo",
+    "apply_package",
+    "compact_version",
+    "export_saved_model",
+    "list_versions",
+    "newest_package",
+    "plan_saved_model",
+    "prune_versions",
+    "rollback_version",
+]
 
 
 def export_saved_model(
@@ -55,7 +84,8 @@ def export_saved_model(
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
         options: how to write: rows, storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
-            ray_address, version and resume. See `tpuembed.export.ExportOptions`.
+            ray_address, require_finite, version, base, max_overlay, delta_to, sign_key, keep
+            and resume. See `tpuembed.export.ExportOptions`.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
@@ -98,5 +128,5 @@ def plan_saved_model(
         )
         plan = make_plan(opened, request, chosen)
         if model_dir is not None:
-            choose_writer(model_dir, plan, chosen, source_of(opened)).check()
+            check_target(model_dir, plan, chosen, source_of(opened))
     return plan

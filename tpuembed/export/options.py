@@ -2,13 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from tpuembed.config.checks import check_keys, check_number
+from tpuembed.config.checks import check_count, check_keys, check_number
+from tpuembed.errors import ConfigError
 from tpuembed.export.plan.planner import DEFAULT_MAX_MEMORY_BYTES, RowRanges
 from tpuembed.export.storage.formats import Storage
+from tpuembed.files import FilePath
 
-__all__ = ["ExportOptions"]
+__all__ = ["DEFAULT_MAX_OVERLAY", "LATEST", "BaseOption", "ExportOptions"]
+
+DEFAULT_MAX_OVERLAY: Final = 0.15
+LATEST: Final = "latest"
+
+BaseOption = Literal["latest"] | int
+"""The base of an overlay: the newest complete version, or a number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +42,16 @@ class ExportOptions:
             `model_dir` under the same paths.
         ray_address: HOST:PORT, "ray://..." or "auto". None for the cluster of RAY_ADDRESS, or a new one on this
             machine.
+        require_finite: fail at a NaN or an infinity in a table or a dense weight.
         version: None for the next free integer.
+        base: write an overlay of a version of `model_dir`: its number, or "latest". The version then links the files of
+            its base and has only the rows that changed. None for a full version.
+        max_overlay: with `base`: write a full version if the overlay would have more than this share of the tables'
+            bytes. None for DEFAULT_MAX_OVERLAY.
+        delta_to: with `base`: write the overlay as a package below this folder or s3://BUCKET/KEY, for `apply_package` on
+            other machines, and no version into `model_dir`.
+        sign_key: with `delta_to`: a file with the key to sign the package with.
+        keep: then remove all versions but the newest `keep`, see `prune_versions`; None removes none.
         resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them.
     """
 
@@ -46,12 +64,43 @@ class ExportOptions:
     workers: int | None = None
     engine: str = "local"
     ray_address: str | None = None
+    require_finite: bool = False
     version: int | None = None
+    base: BaseOption | None = None
+    max_overlay: float | None = None
+    delta_to: str | FilePath | None = None
+    sign_key: str | Path | None = None
+    keep: int | None = None
     resume: bool = True
 
     def __post_init__(self) -> None:
         if self.max_error is not None:
             check_number("max_error", self.max_error, 0)
+        if self.max_overlay is not None:
+            check_number("max_overlay", self.max_overlay, 0)
+            if self.base is None:
+                raise ConfigError(
+                    f"max_overlay: {self.max_overlay} bounds an overlay, which needs a base. Give base too, or leave it out."
+                )
+        if self.delta_to is not None and self.base is None:
+            raise ConfigError(
+                f"delta_to: {self.delta_to} gets what differs from a base. Give base too, or leave it out."
+            )
+        if self.sign_key is not None and self.delta_to is None:
+            raise ConfigError(f"sign_key: {self.sign_key} signs a package. Give delta_to too, or leave it out.")
+        if self.keep is not None:
+            check_count("keep", self.keep)
+            if self.delta_to is not None:
+                raise ConfigError(
+                    f"keep: {self.keep} removes versions, and delta_to writes none. Leave one of both out."
+                )
+        if self.base is not None:
+            _check_base(self.base)
+            if self.engine != "local":
+                raise ConfigError(
+                    f"base {self.base}: rows are compared on this machine, and the engine is {self.engine!r}. Leave "
+                    "engine out, or leave base out."
+                )
 
     @classmethod
     def of(cls, where: str, given: Mapping[str, Any], without: Iterable[str] = ()) -> "ExportOptions":
@@ -64,3 +113,10 @@ class ExportOptions:
         known = {field.name for field in dataclasses.fields(cls)} - set(without)
         check_keys(where, given, known)
         return cls(**given)
+
+
+def _check_base(base: object) -> None:
+    if isinstance(base, str) and base != LATEST:
+        raise ConfigError(f'base must be "latest" or the number of a version, got {base!r}.')
+    if base != LATEST:
+        check_count("base", base)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.export.storage.error import TableError
-from tpuembed.manifest import VocabularyEntry
+from tpuembed.manifest import BaseEntry, VocabularyEntry
 
 __all__ = ["ExportReport", "StreamReport"]
 
@@ -16,13 +16,16 @@ class StreamReport:
     """The table data of a plan.
 
     Attributes:
-        folder: has one file per stack, named StackPlan.file; a sparse file if the bytes are in a store.
-        crc32c: of each stack's bytes, by its name; unmasked.
+        folder: has one file per array of a stack, named ArrayPlan.file; a sparse file if the bytes are in a store.
+        crc32c: of each array's bytes, by its name; unmasked.
         bytes_written: bytes of table data.
         bytes_reused: the part of them that an earlier run had written.
         errors: differences from float32, by table.
         seconds: from the first file's creation to the end of the check of the source.
         worker_peak_rss_bytes: the largest peak of the processes that streamed.
+        base: the version whose files `folder` links; None if there is none.
+        base_files: stack -> the path in the base of the file that is linked.
+        full_crc32c: stack -> the checksum that all its rows would have in one file, if it is known.
     """
 
     folder: Path
@@ -32,6 +35,9 @@ class StreamReport:
     errors: Mapping[str, TableError]
     seconds: float
     worker_peak_rss_bytes: int
+    base: BaseEntry | None = None
+    base_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    full_crc32c: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +48,17 @@ class ExportReport:
         path: path of the version. In a store it is a `tpuembed.files.UrlPath`, which has the methods of Path that
             readers use. It is typed as Path, which it is for all other exports.
         version: its number.
+        removed: versions that the option `keep` removed.
         tables: names, in the order of the plan.
         dropped_features: features that were left out because their tables were left out.
         vocabularies: vocabularies of a whole model's preprocessing layers, sorted by layer.
         bytes_written: bytes of table data.
         bytes_reused: the part of them that an interrupted export had written, or that is shared with another version in
             MODEL_DIR.
+        base: the version that this one is an overlay of; None for a full version.
+        rows_changed: number of rows in the overlay; None for a full version.
+        rows_compared: number of rows that were compared with those of the base; stamps told about the others. None for
+            a full version.
         errors: by table, the differences of looked up values from float32.
         seconds: duration of the whole export.
         stream_seconds: the part of it from the first table byte to the last fsync.
@@ -57,6 +68,7 @@ class ExportReport:
 
     path: Path
     version: int
+    removed: tuple[int, ...]
     tables: tuple[str, ...]
     dropped_features: tuple[str, ...]
     vocabularies: tuple[VocabularyEntry, ...]
@@ -67,6 +79,9 @@ class ExportReport:
     stream_seconds: float
     peak_rss_bytes: int
     worker_peak_rss_bytes: int
+    base: int | None = None
+    rows_changed: int | None = None
+    rows_compared: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""

@@ -4,15 +4,20 @@ The graph is saved before the first table byte is read, so that most errors occu
 """
 
 import contextlib
+import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ConfigError, warn
+from tpuembed.errors import ConfigError, ExportError, TpuEmbedError, warn
 from tpuembed.export.options import ExportOptions
+from tpuembed.export.overlay.base import BaseVersion, difference, find_base
+from tpuembed.export.overlay.changes import TooManyRowsError
+from tpuembed.export.overlay.full_graph import save_full_graph
+from tpuembed.export.overlay.writer import OverlayWriter
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.plan.request import ExportRequest
@@ -20,13 +25,18 @@ from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import FolderWriter
 from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
-from tpuembed.export.report import ExportReport
+from tpuembed.export.report import ExportReport, StreamReport
+from tpuembed.export.retention.prune import prune_versions
 from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
 from tpuembed.export.stream.execute import ErrorBound, stream_tables
 from tpuembed.export.stream.shard import Source, ignore, peak_rss_bytes
 from tpuembed.files import FilePath, as_path
+from tpuembed.manifest import HistoryEntry
 
-__all__ = ["Progress", "choose_writer", "make_plan", "run_export", "source_of"]
+if TYPE_CHECKING:  # that module imports TensorFlow
+    from tpuembed.export.graph.saved_model import SavedGraph
+
+__all__ = ["Progress", "check_target", "make_plan", "run_export", "source_of"]
 
 Progress = Callable[[int, int], None]
 
@@ -46,6 +56,7 @@ def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOpt
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers(options.engine) if options.workers is None else options.workers,
         may_use_fewer=options.workers is None,
+        require_finite=options.require_finite,
         read_buffers=checkpoint.read_buffer_bytes,
     )
 
@@ -61,11 +72,16 @@ def choose_writer(model_dir: str | FilePath, plan: ExportPlan, options: ExportOp
     """Return the writer for `model_dir`, a path or s3://BUCKET/KEY. Nothing is written yet.
 
     Raises:
-        ConfigError: it is another kind of URL.
+        ConfigError: it is another kind of URL, or an option does not fit a store.
     """
     path = as_path(model_dir)
     if isinstance(path, Path):
         return FolderWriter(path, plan, options, source)
+    if options.keep is not None:
+        raise ConfigError(
+            f"MODEL_DIR {path}: keep={options.keep} removes versions from a disk alone. Leave it out, and remove old "
+            "versions of a store with its own tools."
+        )
     if path.scheme != "s3":
         raise ConfigError(
             f"MODEL_DIR {path}: an export can be written only to a disk or to s3://. Export to a disk and copy "
@@ -74,6 +90,15 @@ def choose_writer(model_dir: str | FilePath, plan: ExportPlan, options: ExportOp
     from tpuembed.export.publish.store.writer import StoreWriter
 
     return StoreWriter(path, plan, options, source)
+
+
+def _histories(checkpoint: Checkpoint, plan: ExportPlan) -> dict[str, HistoryEntry]:
+    found = {place.table: checkpoint.row_history(place.table) for stack in plan.stacks for place in stack.tables}
+    return {
+        table: HistoryEntry(spans=history.spans, updates=history.updates)
+        for table, history in found.items()
+        if history is not None
+    }
 
 
 def run_export(
@@ -98,35 +123,38 @@ def run_export(
     started = time.monotonic()
     plan = make_plan(checkpoint, request, options)
     source = source or source_of(checkpoint)
-    writer = choose_writer(model_dir, plan, options, source)
-    writer.check()
     _warn_of_slow_reads(checkpoint, plan)
-    engine = engine or choose_engine(options.engine, plan.workers, options.ray_address)
-    with (
-        writer,
-        naming_model_dir(writer.model_dir),
-        contextlib.nullcontext() if writer.is_shared else engine.starting(source, len(plan.shards)),
-    ):
-        for unfinished in writer.kept:
-            warn(
-                f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
-                "to resume it, or delete it. It is deleted automatically after 7 days.",
-            )
-        graph = request.save_graph(plan, writer.path)  # while the workers start
-        bound = ErrorBound(plan.shards, options.max_error)
-        on_progress = on_progress or ignore
-        streamed = writer.share(on_progress)
-        if streamed is None:
-            streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
-        bound.check(streamed.errors)
-        facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
-        path = assemble(writer, streamed, graph, facts)
+    bound = ErrorBound(plan.shards, options.max_error)
+    on_progress = on_progress or ignore
+    facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
+    histories = _histories(checkpoint, plan)
+    done = None
+    if options.base is not None:
+        done = _overlay(checkpoint, request, plan, model_dir, options, source, bound, facts, histories, on_progress)
+    if done is None:
+        writer = choose_writer(model_dir, plan, options, source)
+        writer.check()
+        engine = engine or choose_engine(options.engine, plan.workers, options.ray_address)
+        with (
+            writer,
+            naming_model_dir(writer.model_dir),
+            contextlib.nullcontext() if writer.is_shared else engine.starting(source, len(plan.shards)),
+        ):
+            _warn_of_unfinished(writer)
+            graph = request.save_graph(plan, writer.path)  # while the workers start
+            streamed = writer.share(on_progress)
+            if streamed is None:
+                streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
+            bound.check(streamed.errors)
+            done = _Done(assemble(writer, streamed, graph, facts, histories), streamed, graph)
+    path, streamed = done.path, done.streamed
     return ExportReport(
         path=cast("Path", path),
         version=int(path.name),
+        removed=() if options.keep is None else _prune(as_path(model_dir), options.keep, int(path.name)),
         tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
         dropped_features=request.dropped_features,
-        vocabularies=graph.vocabularies,
+        vocabularies=done.graph.vocabularies,
         bytes_written=streamed.bytes_written,
         bytes_reused=streamed.bytes_reused,
         errors=streamed.errors,
@@ -134,7 +162,113 @@ def run_export(
         stream_seconds=streamed.seconds,
         peak_rss_bytes=peak_rss_bytes(),
         worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
+        base=None if streamed.base is None else streamed.base.version,
+        rows_changed=done.rows_changed,
+        rows_compared=done.rows_compared,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """A published version."""
+
+    path: FilePath
+    streamed: StreamReport
+    graph: "SavedGraph"
+    rows_changed: int | None = None
+    rows_compared: int | None = None
+
+
+def _overlay(
+    checkpoint: Checkpoint,
+    request: ExportRequest,
+    plan: ExportPlan,
+    model_dir: str | FilePath,
+    options: ExportOptions,
+    source: Source,
+    bound: ErrorBound,
+    facts: Mapping[str, str],
+    histories: Mapping[str, HistoryEntry],
+    on_progress: Progress,
+) -> _Done | None:
+    """Write an overlay of the base that `options` names. Returns None, after a warning, if a full version is needed.
+
+    Raises:
+        ConfigError: the base does not exist or cannot be used, or `model_dir` is in a store.
+    """
+    folder, base, reason = _find_base(plan, model_dir, options)
+    if not reason:
+        assert base is not None
+        writer = OverlayWriter(folder, plan, options, source, base)
+        writer.check()
+        with writer, naming_model_dir(folder):
+            _warn_of_unfinished(writer)
+            try:
+                found, streamed = writer.changes(
+                    checkpoint, source, request.whole_tables, histories, bound.check_shard, on_progress
+                )
+            except TooManyRowsError:
+                reason = writer.too_many()
+            else:
+                bound.check(streamed.errors)
+                graph = request.save_graph(writer.plan, writer.path)
+                save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
+                path = assemble(writer, streamed, graph, facts, histories)
+                return _Done(path, streamed, graph, found.rows, found.rows_compared)
+    if options.delta_to is not None:
+        raise ExportError(
+            f"delta_to {options.delta_to}: {reason}, and a package is an overlay. Export a full version, and copy it to the "
+            "servers."
+        )
+    warn(f"base {options.base}: {reason}. Writing a full version.")
+    return None
+
+
+def check_target(model_dir: str | FilePath, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
+    """Raise the errors of an export into `model_dir` that are known before it starts. Writes nothing.
+
+    Raises:
+        ConfigError: an option does not fit MODEL_DIR, or its base does not exist.
+        ExportError: the version exists, or its tables have no room.
+    """
+    if options.base is not None:
+        folder, base, reason = _find_base(plan, model_dir, options)
+        if base is not None and not reason:
+            OverlayWriter(folder, plan, options, source, base).check()
+            return
+    choose_writer(model_dir, plan, options, source).check()
+
+
+def _find_base(
+    plan: ExportPlan, model_dir: str | FilePath, options: ExportOptions
+) -> tuple[Path, BaseVersion | None, str]:
+    """Return MODEL_DIR, the base that `options` names, and why `plan` can be no overlay of it; empty if it can."""
+    folder = as_path(model_dir)
+    assert options.base is not None
+    if not isinstance(folder, Path):
+        raise ConfigError(
+            f"MODEL_DIR {folder}: base={options.base} links files of a version, which a store cannot do. Export to a disk, "
+            "and give delta_to to write a package to the store; or leave base out."
+        )
+    base = find_base(folder, options.base)
+    return (folder, None, base) if isinstance(base, str) else (folder, base, difference(plan, base))
+
+
+def _warn_of_unfinished(writer: VersionWriter) -> None:
+    for unfinished in writer.kept:
+        warn(
+            f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
+            "to resume it, or delete it. It is deleted automatically after 7 days.",
+        )
+
+
+def _prune(model_dir: FilePath, keep: int, version: int) -> tuple[int, ...]:
+    """Keep the newest `keep` versions and the one just published. The export has succeeded, so a failure is a warning."""
+    try:
+        return prune_versions(model_dir, keep=keep, in_use=lambda _: {version: "just exported"}).removed
+    except TpuEmbedError as error:
+        warn(f"version {version} is published, but old versions could not be removed: {error}")
+        return ()
 
 
 def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:

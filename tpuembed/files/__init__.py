@@ -11,7 +11,7 @@ from typing import BinaryIO, cast
 
 from tpuembed.files.local import LocalFile
 from tpuembed.files.paths import FilePath, UrlPath, as_path
-from tpuembed.files.remote import IN_FLIGHT_BYTES, RemoteFile, below, in_parallel
+from tpuembed.files.remote import IN_FLIGHT_BYTES, RemoteFile, below, in_parallel, listing, subfolders
 from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, finish
 
 __all__ = [
@@ -24,10 +24,12 @@ __all__ = [
     "UrlPath",
     "as_path",
     "in_parallel",
+    "listing",
     "names_below",
     "open_bytes",
     "open_stream",
     "read_all",
+    "subfolders",
     "versions",
 ]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tpuembed.files.paths import UrlPath
 
-__all__ = ["IN_FLIGHT_BYTES", "RemoteFile", "below", "children", "head", "in_parallel"]
+__all__ = ["IN_FLIGHT_BYTES", "RemoteFile", "below", "children", "head", "in_parallel", "listing", "subfolders"]
 
 _REQUEST_BYTES: Final = 4 << 20
 """A longer range is split: several connections are faster than one."""
@@ -128,13 +128,36 @@ def children(path: "UrlPath") -> Iterator[str]:
     yield from (entry["path"] for entry in found["objects"])
 
 
-def below(path: "UrlPath") -> Iterator[str]:
-    """Yield the keys of all objects below `path`."""
+def subfolders(path: "UrlPath") -> list[str]:
+    """Return the names of the folders directly below `path`. Raises OSError, also for a key that is not a possible one."""
+    store = _store(path.scheme, path.bucket)
     import obstore
 
     try:
-        for page in obstore.list(_store(path.scheme, path.bucket), path.key or None):
-            yield from (entry["path"] for entry in page)
+        found = obstore.list_with_delimiter(store, path.key or None)
+    except Exception as error:
+        if _NO_BUCKET in _first_paragraph(error):
+            raise MissingBucketError(errno.ENOENT, f"the bucket {path.bucket!r} does not exist", str(path)) from None
+        _fail(path, error)
+    return [key.rpartition("/")[2] for key in found["common_prefixes"]]
+
+
+def below(path: "UrlPath") -> Iterator[str]:
+    """Yield the keys of all objects below `path`."""
+    yield from listing(path)
+
+
+def listing(path: "UrlPath") -> dict[str, FileVersion]:
+    """Return size and ETag of all objects below `path`, by key."""
+    store = _store(path.scheme, path.bucket)
+    import obstore
+
+    try:
+        return {
+            entry["path"]: FileVersion(entry["size"], entry["e_tag"] or entry["last_modified"].isoformat())
+            for page in obstore.list(store, path.key or None)
+            for entry in page
+        }
     except Exception as error:
         _fail(path, error)
 

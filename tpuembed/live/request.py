@@ -69,7 +69,13 @@ class _LiveModelRequest:
         _check_names(self._model.model)
         with self._redirected():
             return save_graph(
-                self._model, self._sources, plan.stacks, lambda: self._model.state(without=kept), folder, plan.layout
+                self._model,
+                self._sources,
+                plan.stacks,
+                lambda: self._model.state(without=kept),
+                folder,
+                plan.layout,
+                require_finite=plan.require_finite,
             )
 
     @contextlib.contextmanager

@@ -10,13 +10,14 @@ from typing import Any, Final
 import keras
 import numpy as np
 
-from tpuembed.backends.table_rows import read_rows
+from tpuembed.backends.table_rows import gather_rows, read_rows
 from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import check_layers
 from tpuembed.export.stream.shard import Source
 from tpuembed.layer import TPUEmbedding
+from tpuembed.row_history import RowHistory
 from tpuembed.table_access import LiveTables
 
 __all__ = ["LiveCheckpoint", "embedding_layers", "live_checkpoint", "registered"]
@@ -57,6 +58,7 @@ class LiveCheckpoint(Checkpoint):
     """
 
     format = "live"
+    is_in_memory = True
 
     def __init__(self, name: str, layers: Sequence[TPUEmbedding]) -> None:
         """Copy the tables to where they can be read.
@@ -68,6 +70,7 @@ class LiveCheckpoint(Checkpoint):
         self.token = secrets.token_hex(8)
         self._live = [layer.live_tables(_DOING) for layer in layers]
         self._states = _states(self._live)
+        self._stamps = {name: live.stamps for live in self._live for name in live.states}
         self._tables = {name: _info(name, state) for name, state in sorted(self._states.items())}
         self.layer_config = layers[0].checkpoint_config() if len(layers) == 1 else None
         for live in self._live:
@@ -79,6 +82,21 @@ class LiveCheckpoint(Checkpoint):
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
         state = self._states[table]
         out[...] = read_rows(state.variable if slot is None else state.slots[slot], start, start + len(out))
+
+    def read_numbers(self, table: str, numbers: Array, out: Array) -> None:
+        """See Checkpoint.read_numbers."""
+        gather_rows(self._states[table].variable, numbers, out)
+
+    def row_history(self, table: str) -> RowHistory | None:
+        """See Checkpoint.row_history."""
+        self._check(table, None)
+        stamps = self._stamps[table]
+        return None if stamps is None else stamps.history()
+
+    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
+        stamps = self._stamps[table]
+        assert stamps is not None, "the table has a history"
+        stamps.read_into(table, start, out)
 
     @property
     def _shown(self) -> str:

@@ -9,17 +9,15 @@ A lookup-only export gets matrices of several features: `export/graph/feature_gr
 from tpuembed.lookup.flat_ids import FlatIds, gather_grouped
 from tpuembed.lookup.ids import Ids, as_tensors, ids_of
 from tpuembed.lookup.pooling import pool
-from tpuembed.lookup.ranges import OUTSIDE, Span, check_range, outside_texts
+from tpuembed.lookup.ranges import OUTSIDE, check_range
 
 __all__ = [
     "OUTSIDE",
     "FlatIds",
     "Ids",
-    "Span",
     "as_tensors",
     "check_range",
     "gather_grouped",
     "ids_of",
-    "outside_texts",
     "pool",
 ]

@@ -6,8 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpuembed.id_messages import Span
 from tpuembed.lookup.pooling import EachRow, pool
-from tpuembed.lookup.ranges import IdRanges, RangedIds, Span
+from tpuembed.lookup.ranges import IdRanges, RangedIds
 
 __all__ = ["FlatIds", "gather_grouped"]
 

@@ -40,6 +40,11 @@ Shape = tuple[int | None, ...]
 _EXACT_INTEGERS = {tf.float16: 2**11, tf.bfloat16: 2**8, tf.float32: 2**24, tf.float64: 2**53}
 
 
+def named(path: str) -> str:
+    """Return how messages call the feature at `path`, which is empty for the only one."""
+    return f"feature {path!r}" if path else "the feature"
+
+
 def ids_of(path: str, config: FeatureConfig, ids: Any, weights: Any = None, input_shape: Shape | None = None) -> "Ids":
     """Return one feature's ids and weights.
 
@@ -54,12 +59,12 @@ def ids_of(path: str, config: FeatureConfig, ids: Any, weights: Any = None, inpu
         ConfigError: there are no ids, or ids of unknown rank.
     """
     if ids is None:
-        raise ConfigError(f"feature {path!r}: no ids were given. Pass a tensor for every feature.")
+        raise ConfigError(f"{named(path)}: no ids were given. Pass a tensor for every feature.")
     kind = kind_of(ids)
     if kind is DenseIds and not isinstance(ids, keras.KerasTensor):
         ids = tf.convert_to_tensor(ids)
     if not isinstance(ids, keras.KerasTensor) and ids.shape.rank is None:
-        raise ConfigError(f"feature {path!r}: the rank of its ids is unknown. Set their shape (tf.ensure_shape).")
+        raise ConfigError(f"{named(path)}: the rank of its ids is unknown. Set their shape (tf.ensure_shape).")
     return kind(path, config, ids, weights, input_shape)
 
 
@@ -142,13 +147,13 @@ class Ids(abc.ABC):
         length = self._length(batch, before_lookup)
         shape, checks = self._leading(given, length), list[tuple[int, int, str]]()
         if self.input_shape is not None:
-            what = f"feature {self.path!r}: build()'s input_shape {self.input_shape}"
+            what = f"{named(self.path)}: build()'s input_shape {self.input_shape}"
             shape = _completed(shape, self._leading_of_build(self.input_shape, shape), what, checks)
         if wanted is None:
             return _Layout(length, shape, checks)
         if self._fills(shape, wanted, before_lookup):
             return _Layout(length, wanted, checks, is_reshaped=True)
-        shape = _completed(shape, wanted, f"feature {self.path!r}: output_shape {wanted}", checks)
+        shape = _completed(shape, wanted, f"{named(self.path)}: output_shape {wanted}", checks)
         return _Layout(length, shape, checks)
 
     def _length(self, batch: int | None, before_lookup: bool) -> int:  # noqa: ARG002 - for ragged ids
@@ -177,10 +182,10 @@ class Ids(abc.ABC):
         """
         dtype, table = self.ids.dtype, self.config.table
         if not (dtype.is_integer or dtype.is_floating):
-            raise ConfigError(f"feature {self.path!r}: ids must be integers, got {dtype.name}.")
+            raise ConfigError(f"{named(self.path)}: ids must be integers, got {dtype.name}.")
         if dtype.is_floating and table.vocabulary_size > _EXACT_INTEGERS.get(dtype, 0):
             raise ConfigError(
-                f"feature {self.path!r}: {dtype.name} cannot hold every id of table {table.name!r} "
+                f"{named(self.path)}: {dtype.name} cannot hold every id of table {table.name!r} "
                 f"({table.vocabulary_size} rows). Pass integer ids."
             )
 
@@ -237,11 +242,11 @@ class DenseIds(Ids):
         """Raise ConfigError if there are weights, or a sequence is wanted."""
         if self.weights is not None:
             raise ConfigError(
-                f"feature {self.path!r}: weights were given for dense ids, which are not combined. Drop the weights."
+                f"{named(self.path)}: weights were given for dense ids, which are not combined. Drop the weights."
             )
         if length:
             raise ConfigError(
-                f"feature {self.path!r}: max_sequence_length needs sparse or ragged ids. Dense ids keep their shape. Drop it."
+                f"{named(self.path)}: max_sequence_length needs sparse or ragged ids. Dense ids keep their shape. Drop it."
             )
 
     def _flat(self, length: int) -> FlatIds:  # noqa: ARG002
@@ -302,7 +307,7 @@ class _ListedIds(Ids):
         """Return float32 `weights`, after a check that they have the same positions as the ids."""
         if not self.config.validate_weights_and_indices or where is ids_where:
             return tf.cast(weights, tf.float32)
-        message = f"feature {self.path!r}: the weights and the ids have different positions"
+        message = f"{named(self.path)}: the weights and the ids have different positions"
         check = tf.debugging.assert_equal(tf.cast(where, tf.int64), tf.cast(ids_where, tf.int64), message)
         with tf.control_dependencies([check] if check is not None else []):
             return tf.cast(weights, tf.float32)
@@ -313,12 +318,12 @@ class _ListedIds(Ids):
             return
         if kind_of(self.weights) is not type(self):
             raise ConfigError(
-                f"feature {self.path!r}: the ids are {self.kind}, the weights are {type(self.weights).__name__}. "
+                f"{named(self.path)}: the ids are {self.kind}, the weights are {type(self.weights).__name__}. "
                 f"Make both {self.kind}."
             )
         if length:
             raise ConfigError(
-                f"feature {self.path!r}: weights have no meaning with max_sequence_length or an output_shape of sequences. "
+                f"{named(self.path)}: weights have no meaning with max_sequence_length or an output_shape of sequences. "
                 "Drop one."
             )
 
@@ -380,12 +385,10 @@ class SparseIds(_ListedIds):
         """Raise ConfigError for a rank that is not combined too."""
         rank = self.ids.shape.rank
         if rank < 2:
-            raise ConfigError(f"feature {self.path!r}: sparse ids must have rank 2 or above, got {rank}.")
+            raise ConfigError(f"{named(self.path)}: sparse ids must have rank 2 or above, got {rank}.")
         super().check(length)
         if length and rank != 2:
-            raise ConfigError(
-                f"feature {self.path!r}: max_sequence_length needs sparse ids of rank 2, got rank {rank}."
-            )
+            raise ConfigError(f"{named(self.path)}: max_sequence_length needs sparse ids of rank 2, got rank {rank}.")
 
     def _entries(self) -> _Entries:
         ids, weights = self.ids, self.weights
@@ -406,7 +409,7 @@ class RaggedIds(_ListedIds):
     def check(self, length: int) -> None:
         """Raise ConfigError for a rank that is not combined too."""
         if self.ids.shape.rank != 2 or self.ids.ragged_rank != 1:
-            raise ConfigError(f"feature {self.path!r}: ragged ids must have rank 2, got rank {self.ids.shape.rank}.")
+            raise ConfigError(f"{named(self.path)}: ragged ids must have rank 2, got rank {self.ids.shape.rank}.")
         super().check(length)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Any:
@@ -439,7 +442,7 @@ class RaggedIds(_ListedIds):
             return size // batch if size > batch > 0 and size % batch == 0 else 0
         if len(wanted) > 1 and not before_lookup:
             raise ConfigError(
-                f"feature {self.path!r}: output_shape {wanted} of {batch or 'an unknown number of'} ragged examples may mean "
+                f"{named(self.path)}: output_shape {wanted} of {batch or 'an unknown number of'} ragged examples may mean "
                 "combined rows or sequences. Make both shapes known (tf.ensure_shape), or set max_sequence_length instead."
             )
         return 0
@@ -528,6 +531,6 @@ def _as_tensor(path: str, leaf: Any) -> Any:
         values = np.asarray(leaf)
     except ValueError:
         raise ConfigError(
-            f"feature {path!r}: lists of different lengths. Pass tf.ragged.constant(ids, dtype=tf.int64)."
+            f"{named(path)}: lists of different lengths. Pass tf.ragged.constant(ids, dtype=tf.int64)."
         ) from None
     return tf.constant(values.astype(np.int64) if values.dtype.kind == "i" or not values.size else values)

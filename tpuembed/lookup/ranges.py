@@ -12,13 +12,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
+from tpuembed.id_messages import OF_ROW, Span, outside_texts
 from tpuembed.lookup.branches import not_inlined
 
 __all__ = [
@@ -29,11 +30,9 @@ __all__ = [
     "OUTSIDE",
     "IdRanges",
     "RangedIds",
-    "Span",
     "Spread",
     "check_range",
     "is_inside",
-    "outside_texts",
 ]
 
 Tensor = Any
@@ -55,14 +54,6 @@ OUTSIDE: Final = "tpuembed_id_outside"
 NOT_FOR_XLA: Final = "traced_before_jit_compile__decorate_the_inner_function_with_jit_compile_too"
 """The name of an operation without an XLA kernel. It makes XLA fail on a function that was traced before, which is not
 traced again."""
-
-
-class Span(NamedTuple):
-    """The valid ids of a table: [start, stop)."""
-
-    table: str
-    start: int
-    stop: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,39 +217,7 @@ def _outside_message(groups: Sequence[RangedIds]) -> Tensor:
     parts = [
         tf.gather(before, which, name=NOT_FOR_XLA),
         tf.strings.as_string(found),
-        _OF_ROW,
+        OF_ROW,
         tf.strings.as_string(row),
     ]
     return tf.strings.join([*parts, tf.gather(after, which)])
-
-
-_LONGEST: Final = 199
-_OF_ROW: Final = " of row "
-_DIGITS: Final = len(str(-(2**63))) + len(_OF_ROW) + len(str(2**31))
-
-
-def outside_texts(feature: str, span: Span) -> tuple[str, str]:
-    """Return the message for an id outside `span`, as the texts before the id and after the row: at most 199 characters in all."""
-    remedy = "; correct the id or set out_of_vocabulary"
-    if len(feature) + len(span.table) > _room_for_names(span, remedy):
-        remedy = ""
-    room = _room_for_names(span, remedy)
-    of_feature = min(len(feature), max(room - len(span.table), room // 2))
-    table = _shortened(span.table, min(len(span.table), room - of_feature))
-    return _texts(_shortened(feature, of_feature), table, span, remedy)
-
-
-def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]:
-    rows = f"which has {span.stop} rows" if not span.start else f"which has rows [{span.start}, {span.stop})"
-    return f"feature {feature}: id ", f" is not in table {table}, {rows}{remedy}"
-
-
-def _room_for_names(span: Span, remedy: str) -> int:
-    return _LONGEST - _DIGITS - sum(map(len, _texts("", "", span, remedy)))
-
-
-def _shortened(name: str, room: int) -> str:
-    if len(name) <= room:
-        return name
-    head = (room - 3) // 2
-    return f"{name[:head]}...{name[len(name) - (room - 3 - head) :]}"

@@ -7,11 +7,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
-from tpuembed.restore.stream import is_checked_while_read, restore_table
+from tpuembed.restore.stream import is_checked_while_read, restore_stamps, restore_table
+from tpuembed.row_history import RowHistory
 from tpuembed.table_access import HasTables, LiveTables
 
 __all__ = ["RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
@@ -94,13 +97,43 @@ def _restore(
     with open_checkpoint(path, **options) as checkpoint:
         plans = plan_tables(checkpoint, live, request)
         updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans) if request.slots else None
+        history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)
+        _stamp(live, plans, updates)
         with live.writing():
             for plan in plans:
                 restore_table(checkpoint, live, plan, request.slots)
         if updates is not None:
             live.updates.assign(updates)
+        if live.stamps is not None and history is not None:
+            for plan in plans:
+                restore_stamps(checkpoint, live.stamps, plan)
+            live.stamps.adopt(history, live.states)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
+
+
+def _stamp(live: LiveTables, plans: Iterable[TablePlan], updates: int | None) -> None:
+    """Stamp the rows that are about to be written. A new count of updates begins a new history."""
+    if live.stamps is None:
+        return
+    if updates is not None:
+        live.stamps.rewritten()
+        return
+    for plan in plans:
+        live.stamps.wrote(plan.table, 0, plan.rows + plan.new_rows)
+
+
+def _history(checkpoint: Checkpoint, live: LiveTables, plans: Iterable[TablePlan], updates: int) -> RowHistory | None:
+    """Return the history that all tables of the layer share in the checkpoint, or None.
+
+    A base knows tables by name and has float32 rows. So tables with another name or dtype have no base.
+    """
+    found = [checkpoint.row_history(plan.source) for plan in plans]
+    same = {plan.table for plan in plans if plan.table == plan.source and plan.dtypes[None] == np.float32}
+    history = found[0]
+    if history is None or any(other != history for other in found) or same != live.states.keys():
+        return None
+    return history if history.updates == updates else None
 
 
 def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:

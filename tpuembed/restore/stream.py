@@ -1,19 +1,22 @@
 """Copies the rows of one table from a checkpoint into memory, piece by piece."""
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.backends.table_rows import initial_pieces, piece_rows, write_rows
+from tpuembed.backends.table_rows import PIECE_BYTES, initial_pieces, piece_rows, write_rows
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError
 from tpuembed.restore.plan import TablePlan
+from tpuembed.row_stamps import RowStamps
 from tpuembed.table_access import LiveTables
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["is_checked_while_read", "restore_table"]
+__all__ = ["is_checked_while_read", "restore_stamps", "restore_table"]
 
 Array = np.ndarray[Any, Any]
+
+_STAMPS: Final = PIECE_BYTES // 4
 
 
 def is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> bool:
@@ -38,6 +41,17 @@ def restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slo
     for slot in (None, *(state.slots if slots else ())):
         for start, rows in initial_pieces(state, slot, plan.rows, plan.rows + plan.new_rows):
             write_rows(live.variable(plan.table, slot), start, rows)
+
+
+def restore_stamps(checkpoint: Checkpoint, stamps: RowStamps, plan: TablePlan) -> None:
+    """Write the stamps of a table that was restored. The layer's count of updates is restored already."""
+    buffer = np.empty(min(_STAMPS, plan.rows), np.int32)
+    for start in range(0, plan.rows, _STAMPS):
+        piece = buffer[: plan.rows - start]
+        checkpoint.read_stamps(plan.source, start, piece)
+        stamps.write(plan.table, start, piece)
+    if plan.new_rows:
+        stamps.wrote(plan.table, plan.rows, plan.rows + plan.new_rows)
 
 
 def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable: Any) -> None:

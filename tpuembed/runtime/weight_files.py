@@ -1,16 +1,16 @@
 """Reads and writes a layer's arrays in Keras' weight files (`.weights.h5`, `.keras`)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from tpuembed.errors import CheckpointMismatchError
 
-__all__ = ["holds_tables", "load_tables", "save_tables"]
+__all__ = ["check_tables", "holds_tables", "load_stamps", "load_tables", "save_stamps", "save_tables"]
 
-_CONFIG, _UPDATES = "|config", "|updates"
+_CONFIG, _UPDATES, _HISTORY, _STAMPS = "|config", "|updates", "|history", "|stamps|"
 
 
 def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: Mapping[str, Any]) -> None:
@@ -35,13 +35,14 @@ def holds_tables(store: Any) -> bool:
     return _CONFIG in store
 
 
-def load_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> int:
-    """Assign the arrays of `save_tables` to `variables`. Returns the count of updates.
+def check_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> None:
+    """Compare the arrays of `save_tables` with `variables`.
 
     Raises:
-        CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape. Nothing is assigned.
+        CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
     """
-    names = [name for name in store.keys() if name != _CONFIG]  # noqa: SIM118 - an h5 store, not a dict
+    beside = (_CONFIG, _HISTORY)
+    names = [name for name in store.keys() if name not in beside and not name.startswith(_STAMPS)]  # noqa: SIM118 - an h5 store
     in_file = {name: tuple(store[name].shape) for name in names}
     in_layer = {_saved(name): tuple(variable.shape) for name, variable in variables.items()} | {_UPDATES: ()}
     if in_file != in_layer:
@@ -49,9 +50,35 @@ def load_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> int:
             f"layer {layer!r}: the file holds {in_file}. The layer has {in_layer}. Build the layer as it was saved, or restore the "
             "tables that match with restore_tables."
         )
+
+
+def load_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> int:
+    """Assign the arrays of `save_tables` to `variables`. Returns the count of updates.
+
+    Raises:
+        CheckpointMismatchError: as `check_tables`. Nothing is assigned.
+    """
+    check_tables(store, layer, variables)
     for name, variable in variables.items():
         variable.assign(store[_saved(name)])
     return int(np.asarray(store[_UPDATES]))
+
+
+def save_stamps(store: Any, stamps: Iterable[tuple[str, Any]], history: str) -> None:
+    """Write the stamps of rows, (table, int32 [rows]) each, and their `history` as text."""
+    for table, values in stamps:
+        store[_STAMPS + _saved(table)] = values
+    store[_HISTORY] = np.frombuffer(history.encode(), np.uint8)
+
+
+def load_stamps(store: Any, tables: Iterable[str], write: Callable[[str, int, Any], None]) -> bytes | None:
+    """Call `write(table, 0, stamps)` with the arrays of `save_stamps`. Returns the history, or None if the file lacks some."""
+    names = {table: _STAMPS + _saved(table) for table in tables}
+    if not {_HISTORY, *names.values()} <= set(store.keys()):
+        return None
+    for table, name in names.items():
+        write(table, 0, np.asarray(store[name]))
+    return np.asarray(store[_HISTORY]).tobytes()
 
 
 def _saved(name: str) -> str:

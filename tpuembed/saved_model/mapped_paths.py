@@ -17,7 +17,7 @@ from typing import Final
 import google_crc32c
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import Manifest, StackEntry
+from tpuembed.manifest import ArrayEntry, Manifest
 from tpuembed.protobuf import MalformedError, Message, bytes_field, edit_messages
 
 __all__ = ["MappedTensor", "graph_crc32c", "mapped_folders", "mapped_from", "mapped_tensors", "replace_paths"]
@@ -28,8 +28,8 @@ _NODES: Final = ((2, 2, 1), (2, 2, 2, 1, 3))
 """meta_graphs.graph_def.node, and meta_graphs.graph_def.library.function.node_def."""
 _NODE_OP, _NODE_ATTR, _KEY, _VALUE = 2, 5, 1, 2
 _ATTR_BYTES, _ATTR_TYPE, _ATTR_SHAPE, _DIM, _DIM_SIZE = 2, 6, 7, 2, 1
-_DTYPES: Final = {1: "float32", 4: "uint8", 6: "int8", 14: "bfloat16", 19: "float16"}
-_ITEM_BYTES: Final = {"float32": 4, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2}
+_DTYPES: Final = {1: "float32", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"}
+_ITEM_BYTES: Final = {"float32": 4, "int32": 4, "uint8": 1, "int8": 1, "int64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
         ConfigError: the graph does not map exactly the stacks of the manifest.
     """
     try:
-        paths = {path: str(folder / stack.file) for path, stack in _places(graph, manifest)}
+        paths = {path: str(folder / array.file) for path, array in _places(graph, manifest)}
         return replace_paths(graph, paths)
     except MalformedError as error:
         raise ConfigError(f"saved_model.pb: not a SavedModel: {error}. Export again.") from None
@@ -111,7 +111,7 @@ def mapped_folders(graph: bytes, manifest: Manifest) -> set[str]:
     Raises:
         ConfigError: the graph does not map the stacks of the manifest.
     """
-    return {path.removesuffix(f"/{stack.file}") for path, stack in _places(graph, manifest)}
+    return {path.removesuffix(f"/{array.file}") for path, array in _places(graph, manifest)}
 
 
 def _edit_nodes(graph: bytes, edit: Callable[[bytes], bytes]) -> bytes:
@@ -142,25 +142,25 @@ def _with_path(entry: bytes, path: str) -> bytes:
     return bytes_field(_KEY, _PATH) + bytes_field(_VALUE, bytes_field(_ATTR_BYTES, os.fsencode(path)))
 
 
-def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, StackEntry]]:
-    """Yield (path, the stack mapped from it), for every stack of the manifest at least once."""
+def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, ArrayEntry]]:
+    """Yield (path, the array mapped from it), for every array of the manifest's stacks at least once."""
     tensors = mapped_tensors(graph)
-    for stack in manifest.stacks:
-        parts = PurePosixPath(stack.file).parts
+    for array in manifest.arrays:
+        parts = PurePosixPath(array.file).parts
         mapped = [tensor for tensor in tensors if PurePosixPath(tensor.path).parts[-len(parts) :] == parts]
         if not mapped:
             raise ConfigError(
-                f"saved_model.pb: the graph does not map {stack.file}, the file of stack {stack.name!r}. Export again."
+                f"saved_model.pb: the graph does not map {array.file}, the file of stack {array.name!r}. Export again."
             )
         for tensor in mapped:
-            _check(tensor, stack)
-            yield tensor.path, stack
+            _check(tensor, array)
+            yield tensor.path, array
 
 
-def _check(tensor: MappedTensor, stack: StackEntry) -> None:
+def _check(tensor: MappedTensor, array: ArrayEntry) -> None:
     size = _ITEM_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
-    if tensor.shape[:1] != (stack.rows,) or size != stack.size:
+    if tensor.shape[:1] != (array.rows,) or size != array.size:
         raise ConfigError(
-            f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {stack.file}, but the "
-            f"manifest has {stack.rows} rows of stack {stack.name!r} in {stack.size} bytes. Export again."
+            f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {array.file}, but the "
+            f"manifest has {array.rows} rows of stack {array.name!r} in {array.size} bytes. Export again."
         )

@@ -21,7 +21,7 @@ class Relocation:
 
     Attributes:
         path: of the version.
-        files: stack name -> the path that it is now mapped from.
+        files: name of a stack, or of an overlay's array -> the path that it is now mapped from.
         changed: whether saved_model.pb was rewritten.
         found: whether the new folder exists on this machine, and its files were checked.
     """
@@ -65,7 +65,7 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
     moved = mapped_from(graph, manifest, target)
     if moved != graph:
         replace_file(version_dir / GRAPH_FILE, moved)
-    files = {stack.name: str(target / stack.file) for stack in manifest.stacks}
+    files = {array.name: str(target / array.file) for array in manifest.arrays}
     return Relocation(path=version_dir, files=files, changed=moved != graph, found=found)
 
 

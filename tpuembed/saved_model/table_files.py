@@ -20,7 +20,7 @@ _PIECE_BYTES: Final = 8 << 20
 def size_faults(version_dir: FilePath, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield (file, fault) for every data file of tables that is missing or has the wrong size."""
     for file, size in manifest.table_files().items():
-        held = ", ".join(repr(stack.name) for stack in manifest.stacks if stack.file == file)
+        held = ", ".join(repr(array.name) for array in manifest.arrays if array.file == file)
         try:
             [found] = versions([version_dir / file])
         except FileNotFoundError:

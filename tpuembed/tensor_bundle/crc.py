@@ -14,14 +14,11 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.sstable import mask
+
 __all__ = ["combine", "extend", "mask", "sum_of_pieces", "unmask", "value"]
 
 _MASK_DELTA: Final = 0xA282EAD8
-
-
-def mask(crc: int) -> int:
-    """Return the stored form of `crc`: rotated and shifted, so that a CRC over bytes that contain CRCs stays strong."""
-    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def unmask(masked: int) -> int:

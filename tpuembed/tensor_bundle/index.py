@@ -14,6 +14,7 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
 from tpuembed.protobuf import MalformedError, UnsupportedError, shown
+from tpuembed.sstable import read_table, write_table
 from tpuembed.tensor_bundle.entries import (
     Entry,
     Slice,
@@ -24,7 +25,6 @@ from tpuembed.tensor_bundle.entries import (
     encode_header,
 )
 from tpuembed.tensor_bundle.ordered_code import slice_key
-from tpuembed.tensor_bundle.sstable import read_table, write_table
 from tpuembed.tensor_bundle.tiling import HolesError, check_tiling
 
 __all__ = ["BundleIndex", "index_path", "merge_entries", "read_index", "shard_path", "write_index"]

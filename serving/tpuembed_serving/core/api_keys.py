@@ -9,7 +9,7 @@ from typing import Self
 
 from tpuembed.errors import ConfigError, reason
 
-__all__ = ["KEY_REFUSAL", "UNNAMED", "ApiKeys"]
+__all__ = ["KEY_REFUSAL", "UNNAMED", "ApiKeys", "read_keys"]
 
 KEY_REFUSAL = "no valid API key. Send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 """The error of a request without a key."""
@@ -44,7 +44,7 @@ class ApiKeys:
         Raises:
             ConfigError: the file cannot be read or has no key, or a key is too short or has a space.
         """
-        keys = cls(_read(path))
+        keys = cls(read_keys(path))
         keys.path = path
         return keys
 
@@ -55,7 +55,7 @@ class ApiKeys:
             ConfigError: as for `read`. The keys of before stay.
         """
         assert self.path is not None
-        self._names = type(self)(_read(self.path))._names
+        self._names = type(self)(read_keys(self.path))._names
         return f"API key file {self.path}: read again, {len(self._names)} keys"
 
     def accept(self, headers: Iterable[tuple[bytes | str, bytes | str]]) -> str | None:
@@ -73,7 +73,8 @@ class ApiKeys:
         return equal[0] if equal else None
 
 
-def _read(path: Path) -> list[tuple[str, str]]:
+def read_keys(path: Path) -> list[tuple[str, str]]:
+    """Return (name, key) of each line of the file at `path`. See `ApiKeys.read`."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:

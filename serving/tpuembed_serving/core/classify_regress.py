@@ -15,6 +15,7 @@ from tpuembed_serving.core.servable import Array, Servable, Signature, TensorInf
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
 
 __all__ = [
+    "LOG_TYPES",
     "Classification",
     "InferenceResult",
     "Method",
@@ -54,6 +55,10 @@ class Method(enum.Enum):
             return cls(name)
         except ValueError:
             raise StatusError(Code.UNIMPLEMENTED, f"Unsupported signature method_name: {name}") from None
+
+
+LOG_TYPES: Final[Mapping[Method, str]] = {Method.CLASSIFY: "classify_log", Method.REGRESS: "regress_log"}
+"""The fields of a PredictionLog."""
 
 
 @dataclasses.dataclass(frozen=True)

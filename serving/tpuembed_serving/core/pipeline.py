@@ -12,15 +12,18 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from tpuembed.cpus import available_cpus
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument, stopping, timed_out
+from tpuembed_serving.core.traffic import Traffic
 
 __all__ = [
     "INLINE_BYTES",
@@ -72,9 +75,15 @@ class Prediction(Protocol):
 
     Attributes:
         output_bytes: about how many bytes one element of an output takes while the answer is encoded.
+        model: the model that the request names. Empty if only its body does.
+        log_type: the field of a PredictionLog that a logged request becomes.
+        is_log_message: True if the request's body and its answer are the messages of that field.
     """
 
     output_bytes: int
+    model: str
+    log_type: str
+    is_log_message: bool
 
     def decoding_bytes(self, body: bytes) -> int:
         """Return about how many bytes it takes to parse and decode `body`. Called for large bodies only."""
@@ -174,6 +183,8 @@ class Call:
     Attributes:
         prediction: converts the request and its answer.
         body: the request's bytes, decompressed.
+        model: the model that it names; empty before it is known.
+        started: when its body had arrived, by `time.monotonic`.
         deadline: when it is answered DEADLINE_EXCEEDED, by `time.monotonic`.
         record: what observers learn about it; None without observers.
         is_over: True once it is answered or its client has left.
@@ -193,9 +204,11 @@ class Call:
     work: "concurrent.futures.Future[Any] | None" = None
 
     def __init__(
-        self, prediction: Prediction, body: bytes, deadline: float, record: RequestRecord | None, respond: Respond
+        self, prediction: Prediction, body: bytes, seconds: float, record: RequestRecord | None, respond: Respond
     ) -> None:
-        self.prediction, self.body, self.deadline, self.record = prediction, body, deadline, record
+        self.prediction, self.body, self.record, self.model = prediction, body, record, prediction.model
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
         self.respond: Respond | None = respond
         self.runs: list[Any] = []
 
@@ -241,7 +254,14 @@ class _LoopCheck:
 
 
 class Pipeline:
-    """Answers calls. One event loop uses it."""
+    """Answers calls. One event loop uses it.
+
+    Attributes:
+        traffic: counts every answer.
+        log: takes sampled calls of the models whose requests are logged, and their answers. Must not block.
+    """
+
+    log: "Callable[[Call, bytes], None]" = staticmethod(noop)
 
     def __init__(
         self,
@@ -261,7 +281,7 @@ class Pipeline:
             memory: the memory of all calls.
             max_rows: the most rows of a request; None is no limit.
         """
-        self.service, self.memory = service, memory
+        self.service, self.memory, self.traffic = service, memory, Traffic()
         self._executor, self._timeout_seconds, self._max_rows = executor, timeout_seconds, max_rows
         self._loop_check = _LoopCheck()
         self._is_closed = False
@@ -317,7 +337,7 @@ class Pipeline:
         to decode the body are reserved by the caller, until the answer.
         """
         seconds = self._timeout_seconds if client_seconds is None else min(client_seconds, self._timeout_seconds)
-        call = Call(prediction, body, time.monotonic() + seconds, record, respond)
+        call = Call(prediction, body, seconds, record, respond)
         call.reserved_before = reserved
         if len(body) <= INLINE_BYTES:
             self._on_loop(call, self._prepare, self._run)
@@ -388,6 +408,7 @@ class Pipeline:
             call.end_lease()
         prediction, record = call.prediction, call.record
         spec = prediction.parse(call.body, check)
+        call.model = spec.name
         if record is not None:
             record.model = spec.name
         lease = self.service.lease(spec)
@@ -451,6 +472,13 @@ class Pipeline:
         respond, call.respond = call.respond, None  # without reference cycles, the garbage collector has less to do
         call.runs = []
         if answer is not None and respond is not None:
+            if isinstance(answer, Exception):
+                self.traffic.count(call.model, call.started, answer)
+            else:
+                self.traffic.count(call.model, call.started, None)
+                sampled = call.loaded.request_logging
+                if sampled is not None and random.random() < sampled.sampling_rate:
+                    self.log(call, answer)
             respond(answer)
 
     def _give_back(self, call: Call) -> None:

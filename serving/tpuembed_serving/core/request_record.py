@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from tpuembed_serving.core.status import Code
 
@@ -16,6 +16,7 @@ __all__ = [
     "STAGES",
     "Headers",
     "Observer",
+    "RequestLogging",
     "RequestRecord",
     "sane_request_id",
     "stage_seconds",
@@ -42,6 +43,18 @@ STAGES: Final = ("read", "parse", "queue", "run", "encode")
 - run: the model.
 - encode: the answer.
 """
+
+
+class RequestLogging(NamedTuple):
+    """How requests of a model are logged; see `grpc.request_log`.
+
+    Attributes:
+        filename_prefix: folder and start of the files' names.
+        sampling_rate: the part of the requests that is logged, from 0 to 1.
+    """
+
+    filename_prefix: str
+    sampling_rate: float
 
 
 class RequestRecord:

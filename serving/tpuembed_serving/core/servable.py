@@ -5,12 +5,13 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.files import FilePath
+from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.status import StatusError, invalid_argument
 
 if TYPE_CHECKING:
@@ -211,23 +212,26 @@ class VersionStatus:
 
 
 class VersionProgress(NamedTuple):
-    """How far a version is, for the log.
+    """How far a version is, for the log and the console.
 
     Attributes:
         fault: why it did not load, and what happens next. Empty if nothing failed.
         tries: how many loads failed.
+        load_seconds: the duration of the last load that succeeded, with its warm-up; None before one did.
     """
 
     model: str
     version: int
-    path: Path
+    path: FilePath
     state: State
     fault: str = ""
     tries: int = 0
+    load_seconds: float | None = None
 
 
 class LoadedVersion(NamedTuple):
-    """The version that a request runs on."""
+    """The version that a request runs on. `request_logging` is None if its model's requests are not logged."""
 
     version: int
     servable: Servable
+    request_logging: RequestLogging | None = None

@@ -106,6 +106,16 @@ class ModelService:
         """
         return self._repository.statuses(name)
 
+    def all_versions(self) -> list[tuple[str, list[VersionStatus]]]:
+        """Return the versions of each model; none for a model of another server that does not answer."""
+        found = []
+        for name in self._repository.labels():
+            statuses: list[VersionStatus] = []
+            with contextlib.suppress(StatusError):
+                statuses = self._repository.statuses(name)
+            found.append((name, statuses))
+        return found
+
     def models(self) -> Mapping[str, Mapping[str, int]]:
         """Return the labels and their versions, by model."""
         return self._repository.labels()

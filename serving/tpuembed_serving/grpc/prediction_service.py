@@ -20,6 +20,7 @@ from tensorflow_serving.apis import (
 )
 
 from tpuembed_serving.core.classify_regress import (
+    LOG_TYPES,
     Classification,
     InferenceResult,
     Method,
@@ -41,6 +42,7 @@ __all__ = [
     "PREDICTIONS",
     "GrpcMultiInference",
     "GrpcPredict",
+    "fill_result",
     "model_metadata",
     "model_spec",
     "parse",
@@ -101,6 +103,9 @@ _ELEMENTS_PER_SLOW_BYTE: Final = 16
 class _GrpcPrediction:
     """The size of messages; see `core.pipeline.Prediction`."""
 
+    model = ""
+    log_type = "predict_log"
+    is_log_message = True
     output_bytes = 24
     """An element of an output is in the message, and in its bytes."""
 
@@ -144,6 +149,7 @@ class _GrpcInference(_GrpcPrediction):
 
     def __init__(self, method: Method, request_class: Any, response_class: Any) -> None:
         self._method, self._request_class, self._response_class = method, request_class, response_class
+        self.log_type = LOG_TYPES[method]
 
     def parse(self, body: bytes, _: Check) -> ModelSpec:
         """Parse the message."""
@@ -162,12 +168,14 @@ class _GrpcInference(_GrpcPrediction):
         response = self._response_class()
         result = interpret(self._method, self._signature, outputs[0], len(self._examples))
         _describe(response.model_spec, self._request.model_spec, loaded.version)
-        _fill(response.result, result)
+        fill_result(response.result, result)
         return bytes(response.SerializeToString())
 
 
 class GrpcMultiInference(_GrpcPrediction):
     """A MultiInferenceRequest: several signatures on the same examples. Its first task selects the version of the model."""
+
+    log_type = "multi_inference_log"
 
     def parse(self, body: bytes, _: Check) -> ModelSpec:
         """Parse the message."""
@@ -190,7 +198,7 @@ class GrpcMultiInference(_GrpcPrediction):
             one = response.results.add()
             _describe(one.model_spec, task.model_spec, loaded.version)
             is_class = isinstance(result, Classification)
-            _fill(one.classification_result if is_class else one.regression_result, result)
+            fill_result(one.classification_result if is_class else one.regression_result, result)
         return bytes(response.SerializeToString())
 
 
@@ -267,7 +275,8 @@ def _examples(source: Any, check: Check) -> list[bytes]:
     return [context + example.SerializeToString() for example in chosen.examples]
 
 
-def _fill(message: Any, result: InferenceResult) -> None:
+def fill_result(message: Any, result: InferenceResult) -> None:
+    """Write classes or values into the message of a result."""
     if isinstance(result, Classification):
         for labels, scores in zip(result.labels.tolist(), result.scores.tolist(), strict=True):
             classes = message.classifications.add().classes

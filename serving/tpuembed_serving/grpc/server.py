@@ -1,6 +1,7 @@
-"""The gRPC server: TensorFlow Serving's services, health and reflection, on the event loop of the REST API.
+"""The gRPC server: TensorFlow Serving's services, the Open Inference Protocol's, health and reflection.
 
-Methods receive requests as bytes. So the port can listen before TensorFlow, which has the messages, is imported.
+It runs on the event loop of the REST API. Methods receive requests as bytes. So the port can listen before TensorFlow, which has
+the messages of TensorFlow Serving, is imported.
 
 When a gRPC server stops, it sends GOAWAY to its clients, and cancels calls that arrive before a client has received it.
 So a stop has steps. First, answers are delayed for a moment, in which waiting clients send nothing. Then the server stops,
@@ -32,6 +33,15 @@ from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
 from tpuembed_serving.grpc.listening import ChannelArgument, UnixSocket
+from tpuembed_serving.grpc.open_inference import (
+    STREAMS,
+    UNSUPPORTED,
+    GrpcInfer,
+    open_inference_calls,
+    refuse_unsupported,
+)
+from tpuembed_serving.grpc.open_inference_messages import SERVICE as _OPEN_INFERENCE
+from tpuembed_serving.grpc.open_inference_messages import BothPools
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.workers.sockets import listeners_of_port, refuse_new_connections
@@ -49,7 +59,10 @@ _MODEL = "tensorflow.serving.ModelService"
 _METHODS: Final = {
     _PREDICTION: ("Predict", "Classify", "Regress", "MultiInference", "GetModelMetadata"),
     _MODEL: ("GetModelStatus", "HandleReloadConfigRequest"),
-}
+    _OPEN_INFERENCE: (
+        "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", *UNSUPPORTED
+    ),
+}  # fmt: skip
 _HEALTH_NAMES: Final = ("", *_METHODS, *(service.rpartition(".")[2] for service in _METHODS))
 _CHANGES: Final = frozenset({"HandleReloadConfigRequest"})
 _INT32_MAX: Final = 2**31 - 1
@@ -159,6 +172,7 @@ class GrpcServer:
         self._current: _Port | None = None
         self._retired: list[_Port] = []
         self._health = _Health(pipeline.service)
+        self._open_inference = open_inference_calls(self._service, lambda: bool(self._health.serves("")))
 
     async def start(
         self,
@@ -190,9 +204,13 @@ class GrpcServer:
                 handlers = {
                     name: grpc.unary_unary_rpc_method_handler(self._handler(service, name, opened)) for name in names
                 }
+                if service == _OPEN_INFERENCE:
+                    handlers |= {name: grpc.stream_stream_rpc_method_handler(_refuse_stream(name)) for name in STREAMS}
                 server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            reflection.enable_server_reflection((*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            reflection.enable_server_reflection(
+                (*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server, BothPools()
+            )
             return opened, await opened.start(host, number, security.tls, unix)
 
         self._open = open_port
@@ -267,6 +285,10 @@ class GrpcServer:
         if remaining is not None and remaining <= 0:
             raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
         try:
+            if name == "ModelInfer":
+                return await self._pipeline.answer(GrpcInfer(), request, record, remaining)
+            if name in self._open_inference:
+                return await self._open_inference[name](request)
             assert self._loading is not None
             if self._service.loading and name not in _CHANGES:
                 raise still_loading()  # before the await: the classes of the messages may still be loading
@@ -333,6 +355,16 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
+def _refuse_stream(name: str) -> Callable[[Any, Any], Awaitable[None]]:
+    async def refuse(_: Any, context: Any) -> None:
+        try:
+            await refuse_unsupported(name)
+        except StatusError as error:
+            await context.abort(_STATUS_CODES[error.code], error.message)
+
+    return refuse
+
+
 def _as_bytes(metadata: Any) -> Headers:
     """Return a call's metadata as bytes. gRPC returns text values as `str`."""
     return [
@@ -388,11 +420,11 @@ class _Health(health.aio.HealthServicer):
 
     async def _update(self) -> None:
         for name in _HEALTH_NAMES:
-            status = _serving(self._serves(name))
+            status = _serving(self.serves(name))
             if self._server_status.get(name) != status:
                 await self.set(name, status)
 
-    def _serves(self, name: str) -> bool | None:
+    def serves(self, name: str) -> bool | None:
         """Returns True if a service or a model is SERVING. None if there is no model of that name."""
         if self._is_stopping or self._service.loading:
             return False
@@ -429,7 +461,7 @@ class _Health(health.aio.HealthServicer):
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Return the status of a service or of a model; see the protocol."""
         try:
-            serves = self._serves(request.service)
+            serves = self.serves(request.service)
         except StatusError:  # the model runs in another server, which does not answer
             serves = False
         if serves is None:

@@ -3,27 +3,36 @@
 import asyncio
 import contextlib
 import functools
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+import tpuembed
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.changed_files import follow_files
+from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline
 from tpuembed_serving.core.servable import VersionProgress
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.grpc.request_log import RequestLog
+from tpuembed_serving.http.console import add_console
 from tpuembed_serving.http.direct import DirectPredict
-from tpuembed_serving.http.endpoint import BodyReader, HttpEndpoint, Receive, Scope, Send
+from tpuembed_serving.http.endpoint import ApiHandler, BodyReader, HttpEndpoint, Receive, Scope, Send, raw_path
 from tpuembed_serving.http.example_requests import EXAMPLES, example_body
-from tpuembed_serving.http.openapi import REST_PATHS
-from tpuembed_serving.http.pages import add_pages
-from tpuembed_serving.http.rest import RestApi, is_api_request
+from tpuembed_serving.http.open_inference import OpenInferenceApi
+from tpuembed_serving.http.openapi import complete_document
+from tpuembed_serving.http.pages import HEALTH, MODELS, add_pages
+from tpuembed_serving.http.platforms import PING, PlatformApi
+from tpuembed_serving.http.rest import RestApi
 from tpuembed_serving.models.repository import Loader, ModelRepository
-from tpuembed_serving.settings import ServerSettings
+from tpuembed_serving.settings import ModelSettings, ServerSettings
+from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
@@ -49,6 +58,7 @@ class ServingApp(FastAPI):
         link: WorkerLink | None = None,
         load_first: bool = False,
         on_change: OnChange | None = None,
+        on_configured: Callable[[Sequence[ModelSettings]], None] = noop,
     ) -> None:
         self.stopping = threading.Event()
         self.executor = _executor(settings)
@@ -57,7 +67,7 @@ class ServingApp(FastAPI):
         load = load or functools.partial(
             load_version, settings=settings, stopping=self.stopping, warmed_up=self.telemetry.warmed_up
         )
-        self.settings, self._on_change = settings, on_change
+        self.settings, self._on_change, self._on_configured = settings, on_change, on_configured
         self.repository = self._models(self.telemetry.watching(load), link)
         self.worker_group.register(EXAMPLES, lambda _: self._examples())
         self.loads_first = load_first or settings.listen_when_loaded
@@ -70,31 +80,62 @@ class ServingApp(FastAPI):
             memory=MemoryBudget(settings.max_request_memory),
             max_rows=guard.max_rows,
         )
+        self.request_log = RequestLog(
+            settings.telemetry.request_log_bytes, self.telemetry.logged, processes=settings.workers
+        )
+        self.pipeline.log = self.request_log.log
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._grpc_leave: asyncio.Task[None] | None = None
-        super().__init__(title="tpuembed serving", lifespan=_lifespan, docs_url=None, redoc_url=None)
+        super().__init__(
+            title="tpuembed serving",
+            version=tpuembed.__version__,
+            lifespan=_lifespan,
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+        )
         read = BodyReader(settings.max_body_bytes, self.pipeline.memory)
+        self._rest = RestApi(self.pipeline, read, guard.max_json_depth)
+        self._open_inference = OpenInferenceApi(self.pipeline, read, self._is_ready, guard.max_json_depth)
+        self._platforms = PlatformApi(
+            self.pipeline, read, settings.default_model, settings.predict_route, guard.max_json_depth
+        )
         self._http = HttpEndpoint(
-            RestApi(self.pipeline, read, guard.max_json_depth),
-            is_api_request,
+            self._find_api,
             super().__call__,
             telemetry=self.telemetry,
             keys=guard.api_keys,
             cors=guard.cors,
+            health_route=settings.health_route,
         )
         self.direct = self._direct_predict()
-        self.add_api_route("/healthz", _healthz, summary="The server answers")
+        self._add_routes()
+
+    def _add_routes(self) -> None:
+        """Add what FastAPI answers: health, metrics, and pages for people."""
+        settings = self.settings
+        named: dict[str, Any] = {"tags": [HEALTH]}
+        self.add_api_route("/healthz", _healthz, summary="The server answers", operation_id="healthz", **named)
         self.add_api_route("/healthz", _healthz, methods=["HEAD"], include_in_schema=False)
         busy: dict[int | str, dict[str, Any]] = {503: {"description": "Not every model has one"}}
-        self.add_api_route("/readyz", self._readyz, summary="Every model has an available version", responses=busy)
-        self.add_api_route("/readyz", self._readyz, methods=["HEAD"], include_in_schema=False)
+        summary = "Every model has an available version"
+        ready = {"/readyz": "readyz", PING: "ping"} | (
+            {settings.health_route: "health"} if settings.health_route else {}
+        )
+        for path, name in ready.items():
+            self.add_api_route(path, self._readyz, summary=summary, responses=busy, operation_id=name, **named)
+            self.add_api_route(path, self._readyz, methods=["HEAD"], include_in_schema=False)
         add_pages(self, self.pipeline.service)
+        add_console(self)
+        self.add_exception_handler(404, _no_route)
         if settings.telemetry.metrics_path is not None:
             self.add_api_route(
                 settings.telemetry.metrics_path,
                 self._metrics,
                 summary="Metrics for Prometheus",
+                operation_id="metrics",
+                tags=[MODELS],
                 response_class=PlainTextResponse,
                 responses={503: {"description": "A worker is busy"}},
             )
@@ -107,6 +148,7 @@ class ServingApp(FastAPI):
         return DirectPredict(
             self.pipeline,
             self.telemetry,
+            self._platforms,
             keys=guard.api_keys,
             max_body_bytes=self.settings.max_body_bytes,
             max_json_depth=guard.max_json_depth,
@@ -118,10 +160,26 @@ class ServingApp(FastAPI):
             changed = functools.partial(self._changed, link)
             names = [model.name for model in settings.models]
             return RemoteModels(names, settings.target, settings.poll_seconds, changed=changed)
+        cache = settings.cache.folder if settings.cache else None
         if link is not None:
-            return WorkerRepository(link, settings.models, load, settings.poll_seconds, options=settings.load)
+            return WorkerRepository(
+                link,
+                settings.models,
+                load,
+                settings.poll_seconds,
+                options=settings.load,
+                cache=cache,
+                check=settings.check_served,
+            )
         return ModelRepository(
-            settings.models, load, settings.poll_seconds, options=settings.load, changed=self._changed
+            settings.models,
+            load,
+            settings.poll_seconds,
+            options=settings.load,
+            changed=self._changed,
+            cache=cache,
+            configured=self._on_configured,
+            check=settings.check_served,
         )
 
     def _changed(self, link: WorkerLink | None = None) -> None:
@@ -137,7 +195,7 @@ class ServingApp(FastAPI):
         """Return a request that each available model answers, as JSON, by model."""
         models, examples = self.repository, dict[str, str | None]()
         progress = models.progress() if isinstance(models, ModelRepository) else []
-        paths = {(one.model, one.version): one.path for one in progress}
+        paths = {(one.model, one.version): one.path for one in progress if isinstance(one.path, Path)}
         for name in models.labels():
             with contextlib.suppress(StatusError), models.lease(name, None) as loaded:
                 examples[name] = example_body(loaded.servable, paths.get((name, loaded.version)))
@@ -187,16 +245,37 @@ class ServingApp(FastAPI):
         await (self._http if scope["type"] == "http" else super().__call__)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI schema of FastAPI's routes and of the raw routes."""
-        schema = super().openapi()
-        schema["paths"].update(REST_PATHS)
-        return schema
+        """Return the OpenAPI document of all routes, with the models of this moment and a request that each answers."""
+        examples = {name: json.loads(body) for name, body in self._examples().items() if body is not None}
+        names = sorted(self.pipeline.service.models())
+        return complete_document(
+            super().openapi(),
+            names,
+            examples,
+            has_keys=self.settings.security.api_keys is not None,
+            default_model=self.settings.default_model or (names[0] if len(names) == 1 else None),
+            predict_route=self.settings.predict_route,
+        )
 
     async def _metrics(self) -> PlainTextResponse:
         try:
-            return PlainTextResponse(await self.telemetry.metrics_text())
+            return PlainTextResponse(await self.telemetry.metrics_text(self.pipeline.service.all_versions))
         except TimeoutError:
             return PlainTextResponse("a worker is busy", status_code=503)
+
+    def _find_api(self, scope: Scope) -> ApiHandler | None:
+        path = scope["path"]
+        if path in self._platforms.paths:
+            return self._platforms
+        if path == self.settings.health_route:  # it may begin with /v1/
+            return None
+        start = raw_path(scope)[:4]
+        if start.lower() == b"/v1/":
+            return self._rest
+        return self._open_inference if start in (b"/v2/", b"/v2") else None
+
+    def _is_ready(self) -> bool:
+        return self.repository.ready and not self.leaving
 
     async def _readyz(self) -> JSONResponse:
         if self.leaving:
@@ -217,6 +296,14 @@ def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
         settings.batching,
         processes=settings.workers,
     )
+
+
+async def _no_route(request: Request, _: Exception) -> JSONResponse:
+    path = request.url.path
+    text = f"there is no {path}. /docs and /openapi.json have the routes of this server"
+    if path == DEFAULT_PATH:
+        text = "there are no metrics here. Start the server with --metrics"
+    return JSONResponse({"error": text}, status_code=404)
 
 
 async def _healthz() -> dict[str, str]:
@@ -245,6 +332,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.pipeline.close()
         await asyncio.to_thread(app.repository.stop)
         await asyncio.to_thread(app.telemetry.close)
+        await asyncio.to_thread(app.request_log.close)
 
 
 def create_app(
@@ -254,6 +342,7 @@ def create_app(
     link: WorkerLink | None = None,
     load_first: bool = False,
     on_change: OnChange | None = None,
+    on_configured: Callable[[Sequence[ModelSettings]], None] = noop,
 ) -> ServingApp:
     """Create the ASGI application that serves `settings.models`.
 
@@ -263,5 +352,6 @@ def create_app(
         link: the link to the supervisor, if this is one of several processes.
         load_first: whether startup waits until all versions are loaded or have failed.
         on_change: called after each change of a version, with how far all are, and whether each model has one.
+        on_configured: called with the models of a reload, before their versions are looked for.
     """
-    return ServingApp(settings, load, link, load_first, on_change)
+    return ServingApp(settings, load, link, load_first, on_change, on_configured)

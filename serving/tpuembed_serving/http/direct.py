@@ -1,4 +1,4 @@
-"""Answers common predict requests of the REST API without ASGI.
+"""Answers common predict and infer requests without ASGI.
 
 ASGI's task, scope and messages cost a request of one row more than its prediction. So uvicorn's connections pass the common
 case to this module: a small body of known length on a keep-alive connection. All other requests, also those without a valid
@@ -18,6 +18,8 @@ from tpuembed_serving.core.request_record import REQUEST_ID, REST, Headers, Requ
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.endpoint import HTTP_STATUS, Reply, refusal, reply_headers
+from tpuembed_serving.http.open_inference import HEADER_BYTES, RestInfer, find_infer, parse_header_bytes
+from tpuembed_serving.http.platforms import DefaultPredict, PlatformApi
 from tpuembed_serving.http.rest import RestPredict, find_post
 from tpuembed_serving.telemetry.observers import Telemetry
 
@@ -38,6 +40,7 @@ class DirectPredict:
         self,
         pipeline: Pipeline,
         telemetry: Telemetry,
+        platforms: PlatformApi,
         *,
         keys: ApiKeys | None = None,
         max_body_bytes: int | None = None,
@@ -45,34 +48,49 @@ class DirectPredict:
     ) -> None:
         self.pipeline, self.max_json_depth = pipeline, max_json_depth
         self.telemetry = telemetry if telemetry.observes else None
-        self._keys = keys
+        self._platforms, self._keys = platforms, keys
         self._in_progress = 0
         self._unsent: list[tuple[DirectCycle, Reply]] = []
         self._max_bytes = INLINE_BYTES if max_body_bytes is None else min(INLINE_BYTES, max_body_bytes)
 
     def begin(self, protocol: HttpToolsProtocol, target: bytes, headers: Headers) -> "DirectCycle | None":
         """Return the cycle of a POST request if it can be answered here, else None. Names of `headers` are in lower case."""
-        spec = _predict_target(target)
+        found = _find_target(target)
+        spec, api = found or (self._platforms.find_post(target), "predict")
         if spec is None:
             return None
-        size, request_id = -1, None
+        size, request_id, header_bytes = -1, None, b""
         for name, value in headers:
             if name == b"content-length" and value.isdigit():
                 size = int(value)
             elif name == REQUEST_ID and request_id is None:
                 request_id = sane_request_id(value)
+            elif name == HEADER_BYTES and not header_bytes:
+                header_bytes = value
             elif name in _UNUSUAL and (name != b"connection" or value.lower() != b"keep-alive"):
                 return None
         if not 0 <= size <= self._max_bytes or (self._keys is not None and self._keys.accept(headers) is None):
             return None
+        prediction: RestPredict | RestInfer
+        if found is None:
+            prediction = DefaultPredict(spec, self.max_json_depth)
+        elif api == "predict":
+            prediction = RestPredict(spec, self.max_json_depth)
+        else:
+            try:
+                prediction = RestInfer(spec, parse_header_bytes(header_bytes), self.max_json_depth)
+            except StatusError:
+                return None
         record = None
         if self.telemetry is not None:
             record = self.telemetry.begin(REST, "POST", target, headers)
-            record.model, record.api = spec.name, "predict"
+            record.model, record.api = spec.name, api
             request_id = record.request_id or request_id
-        return DirectCycle(self, protocol, spec, request_id or "", record)
+        return DirectCycle(self, protocol, prediction, request_id or "", record)
 
-    def start(self, cycle: "DirectCycle", prediction: RestPredict, body: bytes, record: RequestRecord | None) -> Call:
+    def start(
+        self, cycle: "DirectCycle", prediction: RestPredict | RestInfer, body: bytes, record: RequestRecord | None
+    ) -> Call:
         """Start to answer a request. `cycle.respond` takes the answer."""
         self._in_progress += 1
         return self.pipeline.start(prediction, body, cycle.respond, record)
@@ -117,10 +135,10 @@ class DirectCycle:
         "_body",
         "_call",
         "_direct",
+        "_prediction",
         "_protocol",
         "_record",
         "_request_id",
-        "_spec",
         "disconnected",
         "keep_alive",
         "response_complete",
@@ -133,11 +151,11 @@ class DirectCycle:
         self,
         direct: DirectPredict,
         protocol: HttpToolsProtocol,
-        spec: ModelSpec,
+        prediction: RestPredict | RestInfer,
         request_id: str,
         record: RequestRecord | None,
     ) -> None:
-        self._direct, self._protocol, self._spec = direct, protocol, spec
+        self._direct, self._protocol, self._prediction = direct, protocol, prediction
         self._request_id, self._record = request_id, record
         self._body = bytearray()
         self._call: Call | None = None
@@ -153,8 +171,7 @@ class DirectCycle:
         record = self._record
         if record is not None:
             record.body(len(self._body))
-        prediction = RestPredict(self._spec, self._direct.max_json_depth)
-        self._call = self._direct.start(self, prediction, bytes(self._body), record)
+        self._call = self._direct.start(self, self._prediction, bytes(self._body), record)
 
     def give_up(self) -> None:
         """Stop the work for a client that has left."""
@@ -169,7 +186,7 @@ class DirectCycle:
 
     def respond(self, answer: bytes | Exception) -> None:
         """Take the answer; see `core.pipeline.Respond`."""
-        reply = Reply(200, answer) if isinstance(answer, bytes) else refusal(answer)
+        reply = self._prediction.reply(answer) if isinstance(answer, bytes) else refusal(answer)
         self._note(reply.code, reply.status, len(reply.body))
         self._direct.end(self, reply)
 
@@ -199,9 +216,13 @@ class DirectCycle:
 
 
 @functools.lru_cache(maxsize=1024)
-def _predict_target(target: bytes) -> ModelSpec | None:
+def _find_target(target: bytes) -> tuple[ModelSpec, str] | None:
+    """Return the model of a request, and its API: "predict" or "infer". None for any other."""
     try:
         found = find_post(target)
     except StatusError:
         return None
-    return found[0] if found and found[1] == "predict" else None
+    if found is not None:
+        return found if found[1] == "predict" else None
+    spec = find_infer(target.partition(b"?")[0])
+    return None if spec is None else (spec, "infer")

@@ -13,10 +13,12 @@ from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget
 from tpuembed_serving.core.request_record import HTTP, REQUEST_ID, REST, RequestRecord, sane_request_id
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError
 from tpuembed_serving.http.json import LEAST_DECODING_BYTES, encode_error
+from tpuembed_serving.http.static import STATIC_PATHS, wants_page
 from tpuembed_serving.telemetry.observers import Telemetry
 
 __all__ = [
     "HTTP_STATUS",
+    "ApiHandler",
     "App",
     "Body",
     "BodyReader",
@@ -32,6 +34,7 @@ __all__ = [
     "raw_target",
     "refusal",
     "reply_headers",
+    "version_header",
 ]
 
 logger = logging.getLogger(__name__)
@@ -71,17 +74,18 @@ _JOINED_BYTES: Final = 4 * 2**20
 _JSON: Final = b"application/json"
 _RETRY_AFTER: Final = (b"retry-after", b"1")
 """The header of answers to an overload. Most queues are empty again after a second."""
-_OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
-"""Health checks need no key, and observers do not see them."""
+_HEALTH_PATHS: Final = frozenset({"/healthz", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready"})
+"""Observers do not see health checks."""
 
 
 class Reply(NamedTuple):
-    """An answer. `code` is the status code of which `status` is the HTTP form."""
+    """An answer. `code` is the status code of which `status` is the HTTP form. `headers` are more headers of its own."""
 
     status: int
     body: bytes
     code: Code = Code.OK
     content_type: bytes = _JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class ClientLeftError(Exception):
@@ -190,31 +194,34 @@ class ApiHandler(Protocol):
 
 
 class HttpEndpoint:
-    """An ASGI application that stands before an API and other pages.
+    """An ASGI application that stands before APIs and other pages.
 
     It tells observers of every request but health checks, refuses requests without a valid API key, and adds CORS headers.
     """
 
     def __init__(
         self,
-        api: ApiHandler,
-        is_api: Callable[[Scope], bool],
+        find_api: Callable[[Scope], ApiHandler | None],
         pages: App,
         *,
         telemetry: Telemetry,
         keys: ApiKeys | None = None,
         cors: bool = False,
+        health_route: str | None = None,
     ) -> None:
-        self._api, self._is_api, self._pages, self._keys = api, is_api, pages, keys
+        """`health_route` is a URL path of health checks, besides those of the server."""
+        self._find_api, self._pages, self._keys = find_api, pages, keys
+        self._health_paths = _HEALTH_PATHS | ({health_route} if health_route else set())
+        self._open_paths = self._health_paths | {"/", *STATIC_PATHS}  # need no key
         self._telemetry = telemetry if telemetry.observes else None
         self._cors = _cors_headers(keys is not None) if cors else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; see ASGI."""
         record, allowed = None, self._allows(scope)
-        is_api = allowed and self._is_api(scope)
-        if self._telemetry is not None and scope["path"] not in _OPEN_PATHS:
-            entrypoint = REST if is_api else HTTP
+        api = self._find_api(scope) if allowed else None
+        if self._telemetry is not None and scope["path"] not in self._health_paths:
+            entrypoint = REST if api is not None else HTTP
             record = self._telemetry.begin(entrypoint, scope["method"], raw_target(scope), scope["headers"])
             receive = _noting(receive, record)
         try:
@@ -222,22 +229,27 @@ class HttpEndpoint:
                 code = Code.UNAUTHENTICATED
                 reply = Reply(HTTP_STATUS[code], encode_error(KEY_REFUSAL), code)
                 await self._send(send, scope, reply, record, (b"www-authenticate", b"Bearer"))
-            elif is_api:
-                await self._send(send, scope, await self._reply(scope, receive, record), record)
+            elif api is not None:
+                await self._send(send, scope, await self._reply(api, scope, receive, record), record)
             else:
                 await self._pages(scope, receive, self._noted(send, record))
         except ClientLeftError:
             self._finish(record, Code.CANCELLED, HTTP_STATUS[Code.CANCELLED], 0)
 
     def _allows(self, scope: Scope) -> bool:
-        """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing."""
-        if self._keys is None or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing.
+
+        A browser gets the page of the documentation, which asks for the key.
+        """
+        if self._keys is None or scope["path"] in self._open_paths or scope["method"] == "OPTIONS":
+            return True
+        if scope["path"] == "/docs" and wants_page(header(scope, b"accept").decode("latin-1")):
             return True
         return self._keys.accept(scope["headers"]) is not None
 
-    async def _reply(self, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
+    async def _reply(self, api: ApiHandler, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
         try:
-            return await self._api.answer(scope, receive, record)
+            return await api.answer(scope, receive, record)
         except ClientLeftError:
             raise
         except Exception as error:
@@ -291,12 +303,13 @@ def _noting(receive: Receive, record: RequestRecord) -> Receive:
 
 
 def _cors_headers(has_keys: bool) -> list[tuple[bytes, bytes]]:
-    """Return TensorFlow Serving's CORS headers (http_rest_api_util.cc). They also allow the headers of API keys."""
+    """Return TensorFlow Serving's CORS headers (http_rest_api_util.cc), with the headers that this server adds."""
     allowed = b"Content-Type, Authorization, X-API-Key" if has_keys else b"Content-Type"
     return [
         (b"access-control-allow-origin", b"*"),
         (b"access-control-allow-methods", b"POST, GET"),
         (b"access-control-allow-headers", allowed),
+        (b"access-control-expose-headers", b"X-Model-Version"),
     ]
 
 
@@ -311,12 +324,18 @@ def refusal(error: Exception) -> Reply:
 
 def reply_headers(reply: Reply, request_id: str = "") -> list[tuple[bytes, bytes]]:
     """Return the headers of `reply` to a request with this ID, if it has one."""
-    headers = [(b"content-type", reply.content_type), (b"content-length", b"%d" % len(reply.body))]
+    headers = [(b"content-type", reply.content_type), (b"content-length", b"%d" % len(reply.body)), *reply.headers]
     if reply.code is Code.UNAVAILABLE:
         headers.append(_RETRY_AFTER)
     if request_id:
         headers.append((REQUEST_ID, request_id.encode("ascii")))
     return headers
+
+
+@functools.lru_cache(maxsize=1024)
+def version_header(version: int) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the header of a prediction that names the version that answered."""
+    return ((b"x-model-version", b"%d" % version),)
 
 
 def raw_target(scope: Scope) -> bytes:

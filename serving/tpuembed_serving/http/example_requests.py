@@ -1,6 +1,7 @@
 """Makes a predict request that a loaded model answers, from its first warm-up record or its signature. Runs no model."""
 
 import base64
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.models.warmup import WARMUP_PATH, read_records
 
-__all__ = ["EXAMPLES", "example_body"]
+__all__ = ["EXAMPLES", "columnar_body", "example_body", "signature_example"]
 
 EXAMPLES: Final = "examples"
 """The topic of a question for the example of each model."""
@@ -31,6 +32,9 @@ _ZEROS: Final[Mapping[str, Any]] = {
 """The values of the dtypes that requests and answers in JSON have."""
 _MOST_CHARACTERS: Final = 1000
 """A longer body is no example to paste."""
+_MOST_OF_FORM: Final = 20_000
+"""A longer body is none to edit."""
+_SEARCHED_RECORDS: Final = 1000
 
 
 def example_body(servable: Servable, version_dir: Path | None) -> str | None:
@@ -40,8 +44,20 @@ def example_body(servable: Servable, version_dir: Path | None) -> str | None:
     return body if body is not None and len(body) <= _MOST_CHARACTERS else None
 
 
-def _recorded(servable: Servable, version_dir: Path) -> str | None:
-    """Return the first row of the first recorded request, as JSON."""
+def signature_example(servable: Servable, version_dir: Path | None, signature: str) -> str | None:
+    """Return the JSON of a predict request to `signature`: its first recorded one, or one of zeros; None if neither exists."""
+    body = _recorded(servable, version_dir, signature) if version_dir is not None else None
+    body = body or _of_signature(servable, version_dir, signature)
+    return body if body is not None and len(body) <= _MOST_OF_FORM else None
+
+
+def columnar_body(inputs: Mapping[str, Array], signature: str) -> str | None:
+    """Return the JSON of a predict request with all rows of `inputs`. None if a value has no JSON form."""
+    return _json(inputs, signature or DEFAULT_SIGNATURE, by_rows=False)
+
+
+def _recorded(servable: Servable, version_dir: Path, signature: str | None = None) -> str | None:
+    """Return the first row of the first recorded request, as JSON, or of the first one to `signature`."""
     path = version_dir / WARMUP_PATH
     if not path.is_file():
         return None
@@ -50,12 +66,16 @@ def _recorded(servable: Servable, version_dir: Path) -> str | None:
     from tensorflow_serving.apis import prediction_log_pb2
 
     try:
-        log = prediction_log_pb2.PredictionLog.FromString(next(read_records(path), b""))
-        request = log.predict_log.request
+        for record in itertools.islice(read_records(path), _SEARCHED_RECORDS):
+            request = prediction_log_pb2.PredictionLog.FromString(record).predict_log.request
+            name = request.model_spec.signature_name or DEFAULT_SIGNATURE
+            if signature is None or (name == signature and request.inputs):
+                break
+        else:
+            return None
         inputs = {name: tf.make_ndarray(tensor) for name, tensor in request.inputs.items()}
     except (StatusError, OSError, DecodeError, TypeError, ValueError):
         return None
-    name = request.model_spec.signature_name or DEFAULT_SIGNATURE
     shapes = _shapes(servable, name)
     if not inputs or shapes is None or shapes.keys() != inputs.keys():
         return None
@@ -63,9 +83,9 @@ def _recorded(servable: Servable, version_dir: Path) -> str | None:
     return _json(inputs, name, by_rows=by_rows and all(shape is None or shape[:1] == [-1] for shape in shapes.values()))
 
 
-def _of_signature(servable: Servable, version_dir: Path | None) -> str | None:
+def _of_signature(servable: Servable, version_dir: Path | None, name: str = DEFAULT_SIGNATURE) -> str | None:
     """Return zeros, or the first row of a table, for one row of each input."""
-    signature, shapes = servable.signatures.get(DEFAULT_SIGNATURE), _shapes(servable, DEFAULT_SIGNATURE)
+    signature, shapes = servable.signatures.get(name), _shapes(servable, name)
     if signature is None or shapes is None or not signature.inputs:
         return None
     try:
@@ -86,7 +106,7 @@ def _of_signature(servable: Servable, version_dir: Path | None) -> str | None:
         dtype = object if info.dtype == "string" else info.numpy_dtype
         values[info.alias] = np.full(sizes, first.get(info.alias, _ZEROS[info.dtype]), dtype)
     by_rows = all(shape is None or shape[:1] in ([-1], [1]) for shape in shapes.values())
-    return _json(values, DEFAULT_SIGNATURE, by_rows=by_rows)
+    return _json(values, name, by_rows=by_rows)
 
 
 def _first_rows(manifest: Manifest | None) -> dict[str, int]:

@@ -1,20 +1,23 @@
 """Routes that TensorFlow Serving does not have: the list of models, and the documentation."""
 
+import asyncio
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import StatusError
-from tpuembed_serving.http.openapi import STATUS_SCHEMA
+from tpuembed_serving.http.openapi import HEALTH, MODELS, STATUS_SCHEMA
 from tpuembed_serving.http.rest import version_status
+from tpuembed_serving.http.static import DOCS, page_headers, static_file
 
-__all__ = ["add_pages"]
+__all__ = ["HEALTH", "MODELS", "add_pages"]
 
 _ASSETS: Final = "/docs/assets"
 _MODELS: Final = {
@@ -57,7 +60,19 @@ def add_pages(app: FastAPI, service: ModelService) -> None:
     answer: dict[int | str, dict[str, Any]] = {
         200: {"description": "Every model", "content": {"application/json": {"schema": _MODELS}}}
     }
-    app.add_api_route("/models", models, summary="Models with their versions, states and labels", responses=answer)
+    app.add_api_route(
+        "/models",
+        models,
+        summary="Models with their versions, states and labels",
+        responses=answer,
+        operation_id="list_models",
+        tags=[MODELS],
+    )
+
+    async def document() -> JSONResponse:
+        return JSONResponse(await asyncio.to_thread(app.openapi), headers=page_headers("no-store"))
+
+    app.add_api_route("/openapi.json", document, include_in_schema=False)
     app.add_api_route("/docs", _docs(app), include_in_schema=False)
 
 
@@ -71,20 +86,17 @@ def _model(service: ModelService, name: str) -> dict[str, Any]:
 
 
 def _docs(app: FastAPI) -> Any:
-    """Return the route of the page. The server hosts the scripts itself if fastapi-offline is installed."""
+    """Return the route of the page. Without fastapi-offline, it loads Swagger UI from a CDN, and asks for no key."""
     assets = _assets()
-    if assets is None:
-        own: dict[str, Any] = {}
-    else:
+    if assets is not None:
         app.mount(_ASSETS, StaticFiles(directory=assets), name="docs-assets")
-        own = {
-            "swagger_js_url": "docs/assets/swagger-ui-bundle.js",
-            "swagger_css_url": "docs/assets/swagger-ui.css",
-            "swagger_favicon_url": "docs/assets/favicon.png",
-        }
+        for name in DOCS:
+            app.add_api_route(f"/docs/{name}", functools.partial(static_file, name), include_in_schema=False)
 
-    async def docs() -> HTMLResponse:
-        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title, **own)
+    async def docs() -> Response:
+        if assets is None:
+            return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+        return static_file("docs.html")
 
     return docs
 

@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpuembed_serving.core.classify_regress import Method, example_task, find_signature, interpret
+from tpuembed_serving.core.classify_regress import LOG_TYPES, Method, example_task, find_signature, interpret
 from tpuembed_serving.core.pipeline import Check, Pipeline, Prediction, Task
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature, VersionStatus
@@ -23,8 +23,8 @@ from tpuembed_serving.http.endpoint import (
     Reply,
     Scope,
     header,
-    raw_path,
     raw_target,
+    version_header,
 )
 from tpuembed_serving.http.json import (
     Document,
@@ -32,6 +32,7 @@ from tpuembed_serving.http.json import (
     decode_examples,
     decode_inputs,
     decoding_bytes,
+    encode_error,
     encode_outputs,
     encode_result,
     pad_ragged,
@@ -40,7 +41,17 @@ from tpuembed_serving.http.json import (
 )
 from tpuembed_serving.models.versions import parse_version
 
-__all__ = ["HTTP_STATUS", "RestApi", "RestInference", "RestPredict", "find_post", "is_api_request", "version_status"]
+__all__ = [
+    "HTTP_STATUS",
+    "RestApi",
+    "RestInference",
+    "RestPredict",
+    "answer_while_connected",
+    "find_post",
+    "method_not_allowed",
+    "options_reply",
+    "version_status",
+]
 
 
 _MODEL = rb"/([^/:?]+)"  # a query never matches
@@ -51,23 +62,26 @@ _INFERENCE = {"classify": Method.CLASSIFY, "regress": Method.REGRESS}
 _ORIGIN = re.compile(rb"https?://")
 
 
-def is_api_request(scope: Scope) -> bool:
-    """Returns True if a connection scope is an HTTP request to the REST API."""
-    return scope["type"] == "http" and raw_path(scope)[:4].lower() == b"/v1/"
-
-
 class _RestPrediction:
-    """The size of JSON; see `core.pipeline.Prediction`."""
+    """The size of JSON, and the answer; see `core.pipeline.Prediction`."""
+
+    _version: int
 
     output_bytes = 40
     """A number of an answer is text of up to 25 bytes, in a list of 15 more."""
+    log_type = "predict_log"
+    is_log_message = False
 
     def __init__(self, spec: ModelSpec, max_depth: int | None) -> None:
-        self._spec, self._max_depth = spec, max_depth
+        self._spec, self._max_depth, self.model = spec, max_depth, spec.name
 
     def decoding_bytes(self, body: bytes) -> int:
         """Return about how many bytes it takes to parse and decode `body`."""
         return decoding_bytes(body)
+
+    def reply(self, body: bytes) -> Reply:
+        """Return the answer with this body, of the last `encode`."""
+        return Reply(200, body, headers=version_header(self._version))
 
 
 class RestPredict(_RestPrediction):
@@ -86,8 +100,9 @@ class RestPredict(_RestPrediction):
         self._row_form = inputs.row_form
         return [Task(signature, inputs.arrays)]
 
-    def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
+    def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
         """Write the outputs in the form of the inputs: rows or columns."""
+        self._version = loaded.version
         return encode_outputs(outputs[0], self._signature, self._row_form, check)
 
 
@@ -96,7 +111,7 @@ class RestInference(_RestPrediction):
 
     def __init__(self, spec: ModelSpec, max_depth: int | None, method: Method) -> None:
         super().__init__(spec, max_depth)
-        self._method = method
+        self._method, self.log_type = method, LOG_TYPES[method]
 
     def parse(self, body: bytes, check: Check) -> ModelSpec:
         """Parse the JSON. Unlike in predict, the request is decoded before the model is looked up."""
@@ -110,8 +125,9 @@ class RestInference(_RestPrediction):
         self._signature = find_signature(loaded.servable, self._name, self._method)
         return [example_task(self._signature, self._examples)]
 
-    def encode(self, _: LoadedVersion, outputs: Sequence[Mapping[str, Array]], __: Check) -> bytes:
+    def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], _: Check) -> bytes:
         """Write the classes or values."""
+        self._version = loaded.version
         return encode_result(interpret(self._method, self._signature, outputs[0], len(self._examples)))
 
 
@@ -136,33 +152,17 @@ class RestApi:
             try:
                 prediction = self._prediction(spec, api)
                 if prediction is not None:
-                    return Reply(200, await self._answer(prediction, body, receive, record))
+                    content = await answer_while_connected(self._pipeline, prediction, body, receive, record)
+                    return prediction.reply(content)
             finally:
                 self._pipeline.memory.release(body.reserved)
         elif method == "GET" and (match := _GET.fullmatch(target)):
             return Reply(200, self._get(match, record))
         elif method == "OPTIONS":
-            code = Code.OK if _ORIGIN.search(header(scope, b"origin")) else Code.FAILED_PRECONDITION
-            return Reply(HTTP_STATUS[code], b"", code)
+            return options_reply(scope)
         raise invalid_argument(f"Malformed request: {method} {_text(target)}")
 
-    async def _answer(
-        self, prediction: Prediction, body: Body, receive: Receive, record: RequestRecord | None
-    ) -> bytes:
-        """Return the answer to a prediction. Its work stops if the client disconnects."""
-        work = self._pipeline.answer(prediction, body.content, record, reserved=body.reserved)
-        answer = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
-        try:
-            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ClientLeftError
-            return answer.result()
-        finally:
-            leaving.cancel()
-            answer.cancel()
-
-    def _prediction(self, spec: ModelSpec, api: str) -> Prediction | None:
+    def _prediction(self, spec: ModelSpec, api: str) -> RestPredict | RestInference | None:
         """Return the request of an API. None if its name is not in lower case, as the URL pattern allows."""
         if api == "predict":
             return RestPredict(spec, self._max_depth)
@@ -178,6 +178,40 @@ class RestApi:
         if match[4] == b"metadata":
             return _metadata_json(service.metadata(spec))
         return _message({"model_version_status": [version_status(one) for one in service.status(spec)]})
+
+
+async def answer_while_connected(
+    pipeline: Pipeline, prediction: Prediction, body: Body, receive: Receive, record: RequestRecord | None
+) -> bytes:
+    """Return the answer to a prediction. Its work stops if the client disconnects.
+
+    Raises:
+        StatusError: the answer is an error.
+        ClientLeftError: the client disconnected.
+    """
+    work = pipeline.answer(prediction, body.content, record, reserved=body.reserved)
+    answer = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientLeftError
+        return answer.result()
+    finally:
+        leaving.cancel()
+        answer.cancel()
+
+
+def options_reply(scope: Scope) -> Reply:
+    """Return the answer to OPTIONS, which a page of another site sends before its request."""
+    code = Code.OK if _ORIGIN.search(header(scope, b"origin")) else Code.FAILED_PRECONDITION
+    return Reply(HTTP_STATUS[code], b"", code)
+
+
+def method_not_allowed(method: str) -> Reply:
+    """Return the answer to a request of another method than `method`, the only one of its URL."""
+    body = encode_error(f"this URL takes {method} requests only")
+    return Reply(405, body, Code.UNIMPLEMENTED, headers=((b"allow", method.encode("ascii")),))
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

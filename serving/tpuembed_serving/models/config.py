@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError, reason
+from tpuembed.files import FilePath, as_path
 from tpuembed.protobuf import MalformedError
 from tpuembed.protobuf_text import message_class, parse_text
+from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
 from tpuembed_serving.settings import ModelSettings
 
 __all__ = ["FieldError", "models_from_message", "parse_models", "read_models"]
 
 _PLATFORM = "tensorflow"
+_COLLECTOR = "tfrecord"
+"""The type of log collector that `grpc.request_log` is. TensorFlow Serving's are registered by those who build it."""
 _PARSING = "Error parsing text-format tensorflow.serving.ModelServerConfig"
 """What TensorFlow Serving logs then."""
 _UNSPECIFIED, _TENSORFLOW = 0, 1
@@ -94,14 +98,12 @@ def _model(config: Any, field: str) -> ModelSettings:
     if not config.name:
         raise FieldError(f"{field}.name", "a model has no name. Give it one")
     _check_platform(config, field)
-    if config.HasField("logging_config"):
-        text = f"model {config.name}: this server does not log requests. Remove logging_config"
-        raise FieldError(f"{field}.logging_config", text)
     return ModelSettings(
         name=config.name,
         base_path=_base_path(config, field),
         policy=_policy(config.model_version_policy, f"{field}.model_version_policy"),
         labels=_labels(config, field),
+        request_logging=_request_logging(config, f"{field}.logging_config"),
     )
 
 
@@ -122,11 +124,13 @@ def _check_platform(config: Any, field: str) -> None:
         raise FieldError(f"{field}.model_platform", text)
 
 
-def _base_path(config: Any, field: str) -> Path:
+def _base_path(config: Any, field: str) -> FilePath:
     path = config.base_path
     if "://" in path:
-        text = f"Model {config.name}: base_path is {path}. Only local folders are served. Copy it and give its path"
-        raise FieldError(f"{field}.base_path", text)
+        try:
+            return as_path(path)
+        except ConfigError as error:
+            raise FieldError(f"{field}.base_path", f"Model {config.name}: {error}") from None
     if "\0" in path or not Path(path).is_absolute():
         text = f"Expected model {config.name} to have an absolute path or URI; got base_path()={path}"
         raise FieldError(f"{field}.base_path", text)
@@ -142,6 +146,32 @@ def _policy(policy: Any, field: str) -> VersionPolicy:
             raise FieldError(f"{field}.specific", "it names no version. Name at least one")
         return SpecificVersions(frozenset(policy.specific.versions))
     return LatestVersions(max(1, policy.latest.num_versions))
+
+
+def _request_logging(config: Any, field: str) -> RequestLogging | None:
+    if not config.HasField("logging_config"):
+        return None
+    asked = config.logging_config
+    collector, sampling = asked.log_collector_config, asked.sampling_config
+    known = {"log_collector_config": ("type", "filename_prefix"), "sampling_config": ("sampling_rate",)}
+    for found, _ in asked.ListFields():
+        if found.name not in known:
+            raise FieldError(f"{field}.{found.name}", f"model {config.name}: it is not supported. Remove it")
+        for inner, _ in getattr(asked, found.name).ListFields():
+            if inner.name not in known[found.name]:
+                text = f"model {config.name}: it is not supported. Remove it"
+                raise FieldError(f"{field}.{found.name}.{inner.name}", text)
+    if collector.type not in ("", _COLLECTOR):
+        text = f'model {config.name}: log collector {collector.type!r} is not known. Write type: "{_COLLECTOR}"'
+        raise FieldError(f"{field}.log_collector_config.type", text)
+    prefix = collector.filename_prefix
+    if "\0" in prefix or not Path(prefix).is_absolute() or prefix.endswith("/"):
+        text = f"model {config.name}: filename_prefix is {prefix!r}. Give an absolute path, such as /var/log/requests/{config.name}"
+        raise FieldError(f"{field}.log_collector_config.filename_prefix", text)
+    if not 0 <= sampling.sampling_rate <= 1:
+        text = f"model {config.name}: sampling_rate is {sampling.sampling_rate:g}. Give a number from 0 to 1"
+        raise FieldError(f"{field}.sampling_config.sampling_rate", text)
+    return RequestLogging(prefix, sampling.sampling_rate)
 
 
 def _labels(config: Any, field: str) -> dict[str, int]:

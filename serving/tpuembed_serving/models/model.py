@@ -1,19 +1,22 @@
 """One model: finds its versions on disk, loads them, and unloads each after its last request."""
 
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
+from tpuembed.files import FilePath, UrlPath
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import LoadedVersion, Servable, State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servable_not_found
 from tpuembed_serving.models.labels import VersionLabels
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
+from tpuembed_serving.models.stores.followed import FollowedStore
 from tpuembed_serving.models.versions import find_versions, fingerprint
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
 
@@ -29,23 +32,27 @@ class _Version:
     """The record of one version.
 
     Attributes:
-        path: its folder.
+        path: its folder; its URL until it is pulled from a store.
         users: how many leases are open.
+        held: keeps its folder while it is loaded.
         tried: the fingerprint of the files at the last load.
         tries: how many loads of those files failed.
         fault: why the last one failed, and what happens next.
         retry_at: when the next load is due, by `time.monotonic`.
+        load_seconds: the duration of the last load that succeeded.
     """
 
     state: State
-    path: Path
+    path: FilePath
     servable: Servable | None = None
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     error: StatusError | None = None
     users: int = 0
     tried: object = None
     tries: int = 0
     fault: str = ""
     retry_at: float = 0.0
+    load_seconds: float | None = None
 
 
 class Lease:
@@ -69,7 +76,15 @@ class Lease:
 
 
 class _ModelFolder:
-    """The folder of a model's versions. Logs each problem once."""
+    """The folder of a model's versions. Logs each problem once.
+
+    Attributes:
+        settled: whether the versions are known. In a store, the first pulls may not have ended yet.
+        waiting: versions that cannot be loaded yet: where they are, why, and whether that is a failure. Only in stores.
+    """
+
+    settled = True
+    waiting: Mapping[int, tuple[FilePath, StatusError | None, bool]] = MappingProxyType({})
 
     def __init__(self, model: str, path: Path) -> None:
         self._model, self._path = model, path
@@ -99,6 +114,10 @@ class _ModelFolder:
         self._missing = missing
         return policy.wanted(found)
 
+    def hold(self, _: Path, /) -> contextlib.ExitStack:
+        """Return a context without an effect: the folder belongs to its user."""
+        return contextlib.ExitStack()
+
 
 class ServedModel:
     """The versions of one model. A version is loaded before the one that it replaces is unloaded.
@@ -114,6 +133,7 @@ class ServedModel:
         *,
         options: LoadSettings = DEFAULT_LOAD,
         changed: Callable[[], None] = noop,
+        cache: Path | None = None,
     ) -> None:
         """Prepare the model; nothing is loaded yet.
 
@@ -123,16 +143,23 @@ class ServedModel:
             released: called when a version that is to be unloaded has finished its last request.
             options: retries, and labels of versions that are not available.
             changed: called after every change of a version's state.
+            cache: the folder into which a `Puller` pulls versions from stores.
         """
         self.name = settings.name
         self.base_path = settings.base_path
         self._policy: VersionPolicy = settings.policy
+        self._request_logging = settings.request_logging
         self._load, self._released, self._changed = load, released, changed
         self._options = options
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
         self._labels = VersionLabels(settings.name, settings.labels, allow_unavailable=options.labels_for_unavailable)
-        self._folder = _ModelFolder(settings.name, settings.base_path)
+        self._folder: _ModelFolder | FollowedStore
+        if isinstance(settings.base_path, UrlPath):
+            assert cache is not None
+            self._folder = FollowedStore(settings.name, settings.base_path, cache)
+        else:
+            self._folder = _ModelFolder(settings.name, settings.base_path)
 
     @property
     def available(self) -> bool:
@@ -144,6 +171,11 @@ class ServedModel:
     def listing_error(self) -> str:
         """Return why the last poll could not list the folder. Empty if it could."""
         return self._folder.error
+
+    @property
+    def settled(self) -> bool:
+        """Returns True unless the first versions are still being pulled from a store."""
+        return self._folder.settled
 
     @property
     def idle(self) -> bool:
@@ -166,7 +198,7 @@ class ServedModel:
             if record is None or record.state is not State.AVAILABLE or record.servable is None:
                 raise servable_not_found(self.name, version)
             record.users += 1
-            return record, LoadedVersion(number, record.servable)
+            return record, LoadedVersion(number, record.servable, self._request_logging)
 
     def _newest(self) -> int:
         """Return the newest available version, or -1 if there is none. A plain loop, because every request calls it."""
@@ -196,7 +228,15 @@ class ServedModel:
         """Return how far every version is that was ever wanted, oldest first."""
         with self._lock:
             return [
-                VersionProgress(self.name, number, one.path, one.state, one.fault if one.error else "", one.tries)
+                VersionProgress(
+                    self.name,
+                    number,
+                    one.path,
+                    one.state,
+                    one.fault if one.error else "",
+                    one.tries,
+                    one.load_seconds,
+                )
                 for number, one in sorted(self._versions.items())
             ]
 
@@ -216,13 +256,14 @@ class ServedModel:
         with self._lock:
             self._labels.assign(labels)
 
-    def configure(self, policy: VersionPolicy) -> None:
-        """Use `policy` from the next poll on."""
-        self._policy = policy
+    def configure(self, settings: ModelSettings) -> None:
+        """Use the policy of `settings` from the next poll on, and log requests as they say from now on."""
+        self._policy, self._request_logging = settings.policy, settings.request_logging
 
     def poll(self) -> None:
         """Scan the folder once: load new versions, newest first, and unload unused ones that the policy drops."""
         found = self._folder.versions()
+        self._note_waiting(found or {})
         if found is None:
             self.unload()
             return
@@ -244,17 +285,37 @@ class ServedModel:
             unused = [
                 record for record in self._versions.values() if record.state is State.UNLOADING and record.users == 0
             ]
-            servables = [record.servable for record in unused]
+            servables = [(record.servable, record.held) for record in unused]
             for record in unused:
                 record.servable = None
-        for servable in servables:
+        for servable, held in servables:
             if servable is not None:
                 servable.close()
+            held.close()
         with self._lock:
             for record in unused:
                 record.state = State.END
         if unused:
             self._changed()
+
+    def _note_waiting(self, found: Mapping[int, Path]) -> None:
+        """Record the versions that cannot be loaded yet, and those that will not be loaded any more."""
+        waiting = self._folder.waiting
+        with self._lock:
+            for number, (path, _, _) in waiting.items():
+                record = self._versions.setdefault(number, _Version(State.START, path))
+                if record.servable is None:
+                    record.path = path
+            pending = [
+                (number, one)
+                for number, one in self._versions.items()
+                if one.servable is None and isinstance(one.path, UrlPath) and number not in found
+            ]
+        for number, record in pending:
+            gone = StatusError(Code.NOT_FOUND, f"version {number}: is not in its store any more")
+            _, error, failed = waiting.get(number, (record.path, gone, True))
+            record.fault = error.message if error is not None else ""
+            self._enter(record, State.END if failed else State.START, error)
 
     def _ensure_loaded(self, number: int, path: Path) -> None:
         """Load `number` unless it is loaded. After a failure, wait for the next retry or for changed files."""
@@ -264,7 +325,7 @@ class ServedModel:
         if loaded:
             self._enter(record, State.AVAILABLE, None)
             return
-        tried = fingerprint(path)
+        tried = path, fingerprint(path)
         if record.tried != tried:
             record.tried, record.tries = tried, 0
         elif record.error and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):
@@ -274,17 +335,23 @@ class ServedModel:
     def _try_load(self, number: int, record: _Version, path: Path) -> None:
         record.path = path
         self._enter(record, State.LOADING, None)
+        started = time.monotonic()
+        held = contextlib.ExitStack()
         try:
+            held = self._folder.hold(path)
             servable = self._load(path)
         except LoadStopped as stop:
+            held.close()
             record.fault = ""
             self._enter(record, State.END, _without_traceback(number, stop))
             return
         except Exception as error:  # whatever a model does, the server and its other versions go on
+            held.close()
             self._note_failure(record, _without_traceback(number, error))
             return
         with self._lock:
-            record.servable, record.tries = servable, 0
+            record.servable, record.held, record.tries = servable, held, 0
+            record.load_seconds = time.monotonic() - started
         self._enter(record, State.AVAILABLE, None)
 
     def _note_failure(self, record: _Version, status: StatusError) -> None:
@@ -297,7 +364,7 @@ class ServedModel:
 
     def _enter(self, record: _Version, state: State, error: StatusError | None) -> None:
         with self._lock:
-            changed = record.state is not state
+            changed = record.state is not state or str(record.error) != str(error)
             record.state, record.error = state, error
         if changed:
             self._changed()

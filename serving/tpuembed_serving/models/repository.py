@@ -3,8 +3,10 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, TpuEmbedError
+from tpuembed.files import UrlPath
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import LoadedVersion, State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
@@ -14,6 +16,9 @@ from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings,
 __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State", "VersionStatus"]
 
 logger = logging.getLogger(__name__)
+
+_UNSETTLED_SECONDS = 0.1
+"""The longest pause between two polls while first versions are pulled from stores."""
 
 
 class ModelRepository:
@@ -31,11 +36,27 @@ class ModelRepository:
         *,
         options: LoadSettings = DEFAULT_LOAD,
         changed: Callable[[], None] = noop,
+        cache: Path | None = None,
+        configured: Callable[[Sequence[ModelSettings]], None] = noop,
+        check: Callable[[Sequence[ModelSettings]], None] = check_models,
     ) -> None:
         """Prepare the models; nothing is loaded yet.
 
-        The thread that loads calls `changed` after every change of a version's state, and of the list of models.
+        The thread that loads calls `changed` after every change of a version's state, and of the list of models. It
+        calls `configured` with the models of a reload, before it looks for their versions.
+
+        Args:
+            models: the models of the start.
+            load: loads a version from its folder.
+            poll_seconds: the pause between two polls.
+            options: retries and labels.
+            changed: see above.
+            cache: the folder into which versions are pulled from stores; None refuses models in stores.
+            configured: see above.
+            check: raises ConfigError if the models of a reload cannot be served.
         """
+        self._check = check
+        self._cache, self._on_configured = cache, configured
         self._load, self._poll_seconds, self._options, self._changed = load, poll_seconds, options, changed
         self._wake = threading.Event()
         self._stopping = False
@@ -106,6 +127,10 @@ class ModelRepository:
         models = [*self._removed.values(), *self._leaving, *self._models.values(), *self._successors.values()]
         return [one for model in dict.fromkeys(models) for one in model.progress()]
 
+    def group_progress(self) -> list[VersionProgress]:
+        """Return how far every version is in all processes of the server."""
+        return self.progress()
+
     def wait_for_first_poll(self, stopping: Callable[[], bool]) -> None:
         """Block until the versions of every folder are loaded or have failed, or until `stopping` returns True."""
         with self._polled_all:
@@ -133,10 +158,13 @@ class ModelRepository:
     def check(self, models: Sequence[ModelSettings]) -> None:
         """Raise StatusError, INVALID_ARGUMENT or FAILED_PRECONDITION, if `reload` would refuse `models`."""
         try:
-            check_models(models)
+            self._check(models)
         except ConfigError as error:
             raise StatusError(Code.INVALID_ARGUMENT, str(error)) from None
         for model in models:
+            if self._cache is None and isinstance(model.base_path, UrlPath):
+                text = f"model {model.name}: {model.base_path} is in a store, and this server has no cache"
+                raise StatusError(Code.INVALID_ARGUMENT, f"{text}. Start it with --cache-dir")
             served = self._models.get(model.name) or self._model(
                 ModelSettings(name=model.name, base_path=model.base_path)
             )
@@ -170,7 +198,9 @@ class ModelRepository:
             raise StatusError(Code.UNKNOWN, f"{len(reasons)} model(s) did not become available: {{{listed}}}")
 
     def _model(self, settings: ModelSettings) -> ServedModel:
-        return ServedModel(settings, self._load, self._wake.set, options=self._options, changed=self._changed)
+        return ServedModel(
+            settings, self._load, self._wake.set, options=self._options, changed=self._changed, cache=self._cache
+        )
 
     def _watch(self) -> None:
         while not self._stopping:
@@ -181,16 +211,23 @@ class ModelRepository:
                 self._adopt(configured)
                 self._adopted = configured
             self._poll_all()
-            self._loading = False
+            settled = all(self._successors.get(name, model).settled for name, model in self._models.items())
+            if settled:
+                self._loading = False
             if news:
                 self._changed()
             with self._polled_all:
-                self._done, self._has_polled = asked, True
+                if settled:
+                    self._done, self._has_polled = asked, True
                 self._polled_all.notify_all()
-            self._wake.wait(self._poll_seconds)
+            self._wake.wait(self._poll_seconds if settled else min(self._poll_seconds, _UNSETTLED_SECONDS))
             self._wake.clear()
 
     def _adopt(self, configured: Sequence[ModelSettings]) -> None:
+        try:
+            self._on_configured(configured)
+        except TpuEmbedError as error:
+            logger.error("%s", error)
         before, after = self._models, dict[str, ServedModel]()
         self._leaving += self._successors.values()
         self._successors = {}
@@ -198,7 +235,7 @@ class ModelRepository:
             served = before.get(settings.name) or self._model(settings)
             after[settings.name] = served
             if served.base_path == settings.base_path:
-                served.configure(settings.policy)
+                served.configure(settings)
             else:
                 self._successors[settings.name] = self._model(settings)
         self._models = after

@@ -7,7 +7,7 @@ from typing import Final
 import google_crc32c
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import FileEntry, Manifest, StackEntry
+from tpuembed.manifest import ArrayEntry, FileEntry, Manifest
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.versions import check_files, is_free
@@ -31,8 +31,8 @@ def verify_checksums(version_dir: Path, on_read: OnRead) -> None:
     if manifest is None:
         return
     try:
-        for stack in manifest.stacks:
-            _check_stack(version_dir, stack, on_read)
+        for array in manifest.arrays:
+            _check_array(version_dir, array, on_read)
         for file, entry in manifest.files.items():
             if not is_free(file):
                 _check_file(version_dir, file, entry, manifest, on_read)
@@ -40,11 +40,11 @@ def verify_checksums(version_dir: Path, on_read: OnRead) -> None:
         raise _damaged(version_dir, f"{Path(str(error.filename)).name} cannot be read: {error.strerror}") from None
 
 
-def _check_stack(version_dir: Path, stack: StackEntry, on_read: OnRead) -> None:
-    found = _range_crc32c(version_dir / stack.file, stack.offset, stack.size, on_read)
-    if found != stack.crc32c:
-        what = f"{stack.file}, bytes [{stack.offset}, {stack.offset + stack.size}) of stack {stack.name!r}"
-        raise _damaged(version_dir, f"{what} have CRC32C {found:#010x}, but the manifest has {stack.crc32c:#010x}")
+def _check_array(version_dir: Path, array: ArrayEntry, on_read: OnRead) -> None:
+    found = _range_crc32c(version_dir / array.file, array.offset, array.size, on_read)
+    if found != array.crc32c:
+        what = f"{array.file}, bytes [{array.offset}, {array.offset + array.size}) of stack {array.name!r}"
+        raise _damaged(version_dir, f"{what} have CRC32C {found:#010x}, but the manifest has {array.crc32c:#010x}")
 
 
 def _check_file(version_dir: Path, file: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> None:

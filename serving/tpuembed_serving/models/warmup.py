@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Final
 
 import google_crc32c
 
+from tpuembed.sstable import mask
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import LoadedVersion, Servable
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
@@ -22,7 +23,6 @@ WARMUP_PATH: Final = Path("assets.extra") / "tf_serving_warmup_requests"
 MAX_RECORDS: Final = 1000
 _LENGTH: Final = struct.Struct("<Q")
 _CHECKSUM: Final = struct.Struct("<I")
-_MASK_DELTA: Final = 0xA282EAD8
 _METHODS: Final = {
     "predict_log": "Predict",
     "classify_log": "Classify",
@@ -117,7 +117,7 @@ def _checked(file: BinaryIO, length: int, size: int, offset: int) -> bytes:
     data = file.read(length)
     (stored,) = _CHECKSUM.unpack(file.read(_CHECKSUM.size))
     checksum = google_crc32c.value(data)
-    if stored != ((checksum >> 15 | checksum << 17) + _MASK_DELTA) & 0xFFFFFFFF:
+    if stored != mask(checksum):
         raise _damaged("corrupted", offset)
     return data
 

@@ -16,11 +16,15 @@ __all__ = ["Family", "Snapshot", "Values", "merge_snapshots", "read_values", "to
 
 
 class Family(NamedTuple):
-    """A metric: its name in Prometheus' form, its kind, and its description."""
+    """A metric: its name in Prometheus' form, its kind, and its description.
+
+    Its values are added over processes, or with `least` the least one is taken.
+    """
 
     name: str
     kind: str
     description: str
+    least: bool = False
 
 
 Values = Mapping[tuple[str, tuple[tuple[str, str], ...]], tuple[float]]
@@ -48,13 +52,16 @@ def _bound(text: str) -> str:
 
 
 def merge_snapshots(snapshots: Iterable[Snapshot]) -> dict[Family, Values]:
-    """Return the sums of the values of several processes."""
+    """Return the values of several processes as one: their sums, or for a family with `least` the least."""
     total: dict[Family, dict[tuple[str, tuple[tuple[str, str], ...]], tuple[float]]] = {}
     for snapshot in snapshots:
         for family, values in snapshot.items():
             known = total.setdefault(family, {})
             for key, (number,) in values.items():
-                known[key] = (known.get(key, (0.0,))[0] + number,)
+                if key not in known:
+                    known[key] = (number,)
+                else:
+                    known[key] = (min(known[key][0], number) if family.least else known[key][0] + number,)
     return dict(total)
 
 

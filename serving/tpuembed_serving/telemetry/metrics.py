@@ -2,11 +2,12 @@
 
 TensorFlow Serving defines its own in servables/tensorflow/util.cc, saved_model_warmup_util.cc and
 batching/batching_session.cc, and TensorFlow in cc/saved_model/loader.cc. Latencies are in microseconds. Metrics of
-functions that this server lacks are left out: request_log_count, mlmd_map, padding_size.
+functions that this server lacks are left out: mlmd_map, padding_size.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -14,21 +15,29 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
+from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.telemetry.metric_types import Family, Snapshot, read_values
+from tpuembed_serving.telemetry.metric_types import Family, Snapshot, Values, read_values
+from tpuembed_serving.telemetry.process_metrics import process_snapshot
 
-__all__ = ["DEFAULT_PATH", "ServerMetrics", "exponential"]
+__all__ = ["DEFAULT_PATH", "ServerMetrics", "exponential", "version_snapshot"]
 
 DEFAULT_PATH: Final = "/monitoring/prometheus/metrics"
 
 _INFERENCE: Final = {"predict": "Predict", "classify": "Classify", "regress": "Regress"}
-_COUNTED_CALLS: Final = frozenset({"Predict", "Classify", "Regress"})
-"""The gRPC methods that are counted, as in TensorFlow Serving."""
+_COUNTED_CALLS: Final = frozenset({"Predict", "Classify", "Regress", "ModelInfer"})
+"""The gRPC methods that are counted, as in TensorFlow Serving, and the Open Inference Protocol's."""
 _TAKE_EXAMPLES: Final = frozenset({"classify", "regress", "multiinference"})
 _MOST_NAMES: Final = 1000
 _OTHERS: Final = "(others)"
 """Clients may invent model names. Names after the first `_MOST_NAMES` are counted under this one."""
+_MOST_VERSIONS: Final = 16
+"""A server that gets a version every hour would fill the memory: of each model the newest ones to answer are kept."""
 _MICROS: Final = 1e6
+_STATES: Final = Family(
+    ":tpuembed:serving:version_state", "gauge", "1 for the state of each version that is not unloaded, or has failed"
+)
+_AVAILABLE: Final = Family(":tpuembed:serving:available_versions", "gauge", "Versions of a model that take requests")
 
 
 def exponential(scale: float, growth: float, count: int) -> tuple[float, ...]:
@@ -78,6 +87,12 @@ class ServerMetrics:
         self._warmup_records = counter(
             f"{serving}model_warmup_records_read", "Records of a warmup", "model_path", "status"
         )
+        self._request_logs = counter(
+            f"{serving}request_log_count",
+            "Sampled requests, by the outcome of logging them",
+            "model_name",
+            "status_code",
+        )
         self._queuing = histogram(
             f"{batching}queuing_latency", "Microseconds in the queue", _QUEUING, "thread_pool_name"
         )
@@ -85,7 +100,9 @@ class ServerMetrics:
         self._input_batch_size = histogram(f"{batching}input_batch_size", "Rows of a request in a batch", _SIZES)
         self._load_attempts = counter(f"{loader}load_attempt_count", "Loads of a version", "model_path", "status")
         self._load_latency = counter(f"{loader}load_latency", "Microseconds of the loads of a version", "model_path")
-        self._stages = histogram(f"{ours}stage_latency", "Microseconds of a stage", _LATENCY, "model_name", "stage")
+        self._stages = histogram(
+            f"{ours}stage_latency", "Microseconds of a stage", _LATENCY, "model_name", "version", "stage"
+        )
         self._key_requests = counter(f"{ours}api_key_request_count", "Requests by the name of their API key", "key")
         self._run_rows = histogram(f"{ours}run_rows", "Rows of a batch", _SIZES)
         self._run_requests = histogram(f"{ours}run_requests", "Requests of a batch", _SIZES)
@@ -95,6 +112,7 @@ class ServerMetrics:
         # `labels` of prometheus_client costs more than counting does.
         self._of = functools.lru_cache(maxsize=4096)(_with_labels)
         self._names: set[str] = set()
+        self._versions: dict[str, list[str]] = {}
 
     def _counter(self, name: str, description: str, *labels: str) -> Counter:
         metric = Counter(name, description, labels, registry=None)
@@ -139,9 +157,22 @@ class ServerMetrics:
         self._names.add(model)
         return model
 
+    def _version(self, model: str, number: int | None) -> str:
+        """Return the label of a version. Forgets the one that began to answer first if there are too many."""
+        version, known = "" if number is None else str(number), self._versions.setdefault(model, [])
+        if version not in known:
+            known.append(version)
+            if len(known) > _MOST_VERSIONS:
+                oldest = known.pop(0)
+                self._of.cache_clear()
+                for name in STAGES:
+                    self._stages.remove(model, oldest, name)
+        return version
+
     def _count_stages(self, model: str, api: str, record: RequestRecord) -> None:
+        version = self._version(model, record.version)
         for name, seconds in zip(STAGES, stage_seconds(record), strict=True):
-            self._of(self._stages, model, name).observe(_MICROS * seconds)
+            self._of(self._stages, model, version, name).observe(_MICROS * seconds)
             if name == "run" and api in _INFERENCE:
                 self._of(self._runtime, model, _INFERENCE[api], "TF1").observe(_MICROS * seconds)
         if api in _TAKE_EXAMPLES and record.rows:
@@ -153,6 +184,10 @@ class ServerMetrics:
         self._load_attempts.labels(model_path, "success" if ok else "fail").inc()
         self._load_latency.labels(model_path).inc(round(seconds * _MICROS))
 
+    def logged(self, model: str, code: Code) -> None:
+        """Count a sampled request."""
+        self._request_logs.labels(model, code.name).inc()
+
     def warmed_up(self, model_path: str, seconds: float, records: int, error: StatusError | None) -> None:
         """Count the warmup of a version."""
         status = "OK" if error is None else error.to_string()
@@ -162,7 +197,25 @@ class ServerMetrics:
     def snapshot(self) -> Snapshot:
         """Return all values of this process."""
         found = {family: read_values(family, metric) for family, metric in self._families.items()}
-        return {family: values for family, values in found.items() if values}
+        return {**{family: values for family, values in found.items() if values}, **process_snapshot(os.getpid())}
+
+
+def version_snapshot(models: Iterable[tuple[str, Sequence[VersionStatus]]]) -> Snapshot:
+    """Return the metrics of the versions of each model: their states, and how many are available.
+
+    Versions that were unloaded without a fault are left out, as there are ever more of them.
+    """
+    states: dict[Any, tuple[float]] = {}
+    available: dict[Any, tuple[float]] = {}
+    for model, statuses in models:
+        for one in statuses:
+            if one.state is not State.END or one.error is not None:
+                labels = (("model_name", model), ("version", str(one.version)), ("state", one.state.name))
+                states[_STATES.name, labels] = (1.0,)
+        count = sum(one.state is State.AVAILABLE for one in statuses)
+        available[_AVAILABLE.name, (("model_name", model),)] = (float(count),)
+    found: dict[Family, Values] = {_STATES: states, _AVAILABLE: available}
+    return {family: values for family, values in found.items() if values}
 
 
 def _with_labels(metric: Any, *labels: str) -> Any:

@@ -1,8 +1,9 @@
 """Creates the observers of requests that the settings ask for: metrics, an access log, traces."""
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -10,14 +11,15 @@ from tpuembed_serving.batching.queue import QueuedRequest
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.request_record import Headers, Observer, RequestRecord
-from tpuembed_serving.core.servable import Servable
-from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.core.servable import Servable, VersionStatus
+from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.access_log import AccessLog, check_writable
-from tpuembed_serving.telemetry.metric_types import merge_snapshots, to_text
-from tpuembed_serving.telemetry.metrics import ServerMetrics
+from tpuembed_serving.telemetry.metric_types import Snapshot, merge_snapshots, to_text
+from tpuembed_serving.telemetry.metrics import ServerMetrics, version_snapshot
+from tpuembed_serving.telemetry.process_metrics import process_snapshot
 from tpuembed_serving.telemetry.tracing import Tracing, check_tracing, make_provider
-from tpuembed_serving.workers.link import WorkerGroup
+from tpuembed_serving.workers.link import WorkerGroup, WorkerLink
 
 __all__ = ["Telemetry", "check_telemetry"]
 
@@ -89,14 +91,23 @@ class Telemetry:
         for observer in self._observers:
             observer.close()
 
-    async def metrics_text(self) -> str:
+    async def metrics_text(self, versions: Callable[[], Iterable[tuple[str, Sequence[VersionStatus]]]]) -> str:
         """Return the metrics of all processes of this server in Prometheus' text format.
+
+        Args:
+            versions: returns the versions of each model, as all processes have them. It may block.
 
         Raises:
             TimeoutError: a process is busy with a new config.
         """
         async with asyncio.timeout(_GATHER_SECONDS):
-            return to_text(merge_snapshots(await asyncio.to_thread(self._worker_group.gather, _METRICS)))
+            return to_text(await asyncio.to_thread(self._merged, versions))
+
+    def _merged(self, versions: Callable[[], Iterable[tuple[str, Sequence[VersionStatus]]]]) -> Snapshot:
+        parts: list[Snapshot] = self._worker_group.gather(_METRICS)
+        if isinstance(self._worker_group, WorkerLink):
+            parts.append(process_snapshot(os.getppid()))  # the supervisor, which has no observers
+        return merge_snapshots([*parts, version_snapshot(versions())])
 
     def watching(self, load: Callable[[Path], Servable]) -> Callable[[Path], Servable]:
         """Return `load` with its calls counted."""
@@ -115,6 +126,11 @@ class Telemetry:
             return servable
 
         return counted
+
+    def logged(self, model: str, code: Code) -> None:
+        """Count a sampled request by what became of its log."""
+        if self.metrics is not None:
+            self.metrics.logged(model, code)
 
     def warmed_up(self, version_dir: Path, seconds: float, records: int, error: StatusError | None) -> None:
         """Count the warmup of a version, successful or not."""

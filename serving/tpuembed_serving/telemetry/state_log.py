@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpuembed.errors import ConfigError
+from tpuembed.files import FilePath
 from tpuembed.manifest import Manifest
 from tpuembed_serving.core.servable import State, VersionProgress
 from tpuembed_serving.telemetry.memory import memory_limit
@@ -15,7 +16,7 @@ __all__ = ["StateLog"]
 
 logger = logging.getLogger(__name__)
 
-_Key = tuple[str, Path]
+_Key = tuple[str, FilePath]
 
 
 class StateLog:
@@ -60,7 +61,7 @@ class StateLog:
     def _log(self, key: _Key, now: VersionProgress, before: VersionProgress | None) -> None:
         fields = {"model": now.model, "version": now.version}
         was = None if before is None else before.state
-        if now.state <= State.LOADING and was in (None, State.END):
+        if now.state <= State.LOADING and was in (None, State.END) and isinstance(now.path, Path):
             self._started[key] = time.monotonic()
             logger.info("loading %s from %s", now.model, now.path, extra={"fields": {**fields, "path": str(now.path)}})
         elif now.state is State.AVAILABLE and was not in (State.AVAILABLE, State.UNLOADING):
@@ -97,11 +98,11 @@ class StateLog:
             )
 
 
-def _mapped_files(version_dir: Path) -> dict[tuple[int, int], int]:
+def _mapped_files(version_dir: FilePath) -> dict[tuple[int, int], int]:
     """Return the size of each mapped file by device and inode: versions may share files."""
     try:
         manifest = Manifest.read(version_dir)
-        if manifest is None or manifest.layout != "mmap":
+        if manifest is None or manifest.layout != "mmap" or not isinstance(version_dir, Path):
             return {}
         found = [(version_dir / file).stat() for file in manifest.table_files()]
     except (ConfigError, OSError):

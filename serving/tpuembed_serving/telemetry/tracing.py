@@ -163,6 +163,10 @@ def _ns(seconds: float) -> int:
 def _name(record: RequestRecord) -> str:
     if record.entrypoint != REST:
         return f"{record.path.decode('ascii', 'replace').lstrip('/')}"
+    if not record.path.lower().startswith((b"/v1/", b"/v2")):  # a fixed route
+        return f"{record.method} {record.path.partition(b'?')[0].decode('ascii', 'replace')}"
+    if record.path.startswith(b"/v2"):
+        return f"{record.method} /v2/models/{{model}}{'/' * bool(record.api)}{record.api}"
     route = f"/v1/models/{{model}}:{record.api}" if record.api else "/v1/models/{model}"
     return f"{record.method} {route}"
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError
 from tpuembed_serving.models.verification import verify_checksums
@@ -42,6 +43,8 @@ def load_version(
         timeout_ms=settings.rest_timeout_ms,
         threads=settings.run_threads,
         per_model_batching=settings.batching.per_model,
+        lookups=settings.lookups,
+        lookup_threads=max(1, available_cpus() // settings.workers),
     )
     if settings.verify_on_load:
         verify_checksums(version_dir, give_up)

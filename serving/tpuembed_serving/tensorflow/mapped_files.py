@@ -44,13 +44,13 @@ def read_ahead(version_dir: Path, manifest: Manifest, on_read: Callable[[int], N
         StatusError: DATA_LOSS, a file differs from the exported one.
         OSError: a file cannot be read.
     """
-    for stack in manifest.stacks:
-        found = file_crc32c(version_dir / stack.file, on_read)
-        if found != stack.crc32c:
+    for array in manifest.arrays:
+        found = file_crc32c(version_dir / array.file, on_read)
+        if found != array.crc32c:
             raise StatusError(
                 Code.DATA_LOSS,
-                f"version {version_dir.name}: {stack.file}, which holds stack {stack.name!r}, has CRC32C {found:#010x}, "
-                f"but the manifest has {stack.crc32c:#010x}. Copy the version again or export it again",
+                f"version {version_dir.name}: {array.file}, which holds stack {array.name!r}, has CRC32C {found:#010x}, "
+                f"but the manifest has {array.crc32c:#010x}. Copy the version again or export it again",
             )
 
 

@@ -23,6 +23,7 @@ from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import LOOKUP_SCOPE, Manifest
+from tpuembed.native_lookup import NativeLookups
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
@@ -34,6 +35,7 @@ from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message
 from tpuembed_serving.models.versions import INDEX_FILE, check_files
 from tpuembed_serving.tensorflow.mapped_files import advise_random_access, read_ahead
+from tpuembed_serving.tensorflow.native import Lookups, native_call, native_lookups
 from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
@@ -45,6 +47,8 @@ _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
 _SHORT = 0.9
 """A client with less than this share of the callables' timeout left gets a run with its own timeout."""
+_OF_LOOKUPS = frozenset({"serving_default", "packed"})
+"""The signatures of an export of lookups."""
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
@@ -58,12 +62,16 @@ class RunOptions:
             faster. A timeout has no effect there: TensorFlow checks it after the run (measured).
         per_model_batching: whether the version's own batching parameters are used.
         may_read_disk: whether a run may wait for rows of mapped tables.
+        lookups: what runs the lookups of exports with layout mmap: the C library, TensorFlow, or the faster one.
+        lookup_threads: how many threads a call of the C library may use; None is one for each processor.
     """
 
     timeout_ms: int = 0
     threads: int = 1
     per_model_batching: bool = False
     may_read_disk: bool = False
+    lookups: Lookups = "auto"
+    lookup_threads: int | None = None
 
 
 class SavedModelServable:
@@ -77,9 +85,11 @@ class SavedModelServable:
         options: RunOptions,
         parameters: BatchingParameters | None,
         where: str,
+        native: NativeLookups | None = None,
     ) -> None:
-        """Build the callables. `where` is the model's folder and version, for messages."""
+        """Build the callables. `where` is the model's folder and version, for messages. `native` looks up if it can."""
         self._session, self._manifest = session, manifest
+        self._native, self._lookups = native, options.lookups
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
@@ -154,7 +164,7 @@ class SavedModelServable:
         self._rest.join()
         self._callables.clear()
         self._session.close()
-        self._session = None
+        self._session = self._native = None
         _collect()
 
     def _prepare(self) -> None:
@@ -225,6 +235,13 @@ class SavedModelServable:
         return outputs
 
     def _make_callable(self, signature: Signature) -> Callable[..., list[Any]]:
+        """Return a call of a signature. If the C library can answer, it is asked before TensorFlow."""
+        tensorflow = self._make_tensorflow_callable(signature)
+        if self._native is None or signature.name not in _OF_LOOKUPS:
+            return tensorflow
+        return native_call(self._native, signature, self._lookups, tensorflow)
+
+    def _make_tensorflow_callable(self, signature: Signature) -> Callable[..., list[Any]]:
         options = config_pb2.CallableOptions(
             feed=[info.tensor for info in signature.inputs], fetch=[info.tensor for info in signature.outputs]
         )
@@ -263,9 +280,11 @@ def load(
     try:
         if mapped and prewarm:
             read_ahead(version_dir, mapped, on_read)
-        servable = SavedModelServable(*_restore(version_dir, manifest, options), manifest, options, parameters, where)
+        native = native_lookups(version_dir, manifest, options.lookups, options.lookup_threads, where)
+        restored = _restore(version_dir, manifest, options)
+        servable = SavedModelServable(*restored, manifest, options, parameters, where, native)
         if mapped and random_access:
-            advise_random_access(version_dir / stack.file for stack in mapped.stacks)
+            advise_random_access(version_dir / array.file for array in mapped.arrays)
     except tf.errors.OpError as error:
         raise _without_path(_status(error), version_dir) from None
     except (OSError, RuntimeError, ValueError) as error:

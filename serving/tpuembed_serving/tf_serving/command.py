@@ -55,6 +55,9 @@ _WHY: Final[Mapping[str, str]] = {
         _NO_LIMIT,
     ),
     "--metrics": "TensorFlow Serving reads a file for its metrics. Give --monitoring-config-file instead",
+    "--no-console": "TensorFlow Serving has no console",
+    "--request-log-bytes": "TensorFlow Serving does not write such files",
+    "--default-model": "each request to TensorFlow Serving names its model",
     "--access-log": "TensorFlow Serving has no access log",
     "--log-format": "TensorFlow Serving's log has one format",
     **dict.fromkeys(("--verbose", "--quiet"), "TensorFlow Serving has the variable TF_CPP_MIN_LOG_LEVEL"),
@@ -67,14 +70,16 @@ _WHY: Final[Mapping[str, str]] = {
     "--lame-duck-seconds": "TensorFlow Serving has no lame duck",
     "--drain-seconds": "TensorFlow Serving ends at once on SIGTERM",
     "--prewarm": "TensorFlow Serving does not read mapped tables before a version is available",
+    "--lookups": "TensorFlow Serving runs lookups by the graph",
     "--random-access": "TensorFlow Serving does not change the readahead of mapped tables",
     "--verify-on-load": "TensorFlow Serving does not compare files with their checksums",
+    **dict.fromkeys(("--cache-dir", "--cache-bytes"), "TensorFlow Serving has no cache of versions from stores"),
     "--no-grpc": f"TensorFlow Serving does not start without gRPC. The command has port {_GRPC_PORT}",
 }
 
 
 def not_carried_over(settings: ServerSettings, given: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each option that `tf_serving_files` cannot express, or not exactly.
+    """Yield a line for each option, and each field of a config, that `tf_serving_files` cannot express, or not exactly.
 
     Args:
         settings: what the options were read as.
@@ -101,8 +106,14 @@ def not_carried_over(settings: ServerSettings, given: Iterable[str]) -> Iterator
             reasons[f"{option} {seconds:g}"] = (
                 f"TensorFlow Serving takes whole seconds. The output has {_whole(seconds)}"
             )
+    for variable, route in (("AIP_HEALTH_ROUTE", settings.health_route), ("AIP_PREDICT_ROUTE", settings.predict_route)):
+        if route is not None:
+            reasons[variable] = f"TensorFlow Serving has no route {route}"
     for option, why in sorted(reasons.items()):
         yield f"not carried over: {option} ({why})"
+    for model in settings.models:
+        if model.request_logging is not None:
+            yield f"not carried over: logging_config of model {model.name} (TensorFlow Serving's binary has no log collector)"
 
 
 def tf_serving_files(
@@ -137,7 +148,7 @@ def tf_serving_files(
         f"# The command, where {_CONFIG} lies in the current folder:",
         shlex.join(_command(settings, here)),
         f"# {_CONFIG}:",
-        _models_config(settings.models, [model.base_path for model in settings.models]),
+        _models_config(settings.models, [_folder(model) for model in settings.models]),
         f"# compose.yaml, with a {_CONFIG} of its own inside:",
         # A dollar sign begins a variable in a compose file.
         yaml.safe_dump(_compose(settings, here), sort_keys=False).rstrip().replace("$", "$$"),
@@ -197,11 +208,21 @@ def _mapped_elsewhere(model: ModelSettings) -> Iterator[str]:
                 )
 
 
+def _folder(model: ModelSettings) -> Path:
+    """Return the folder of a model. Raises ServingError for a store."""
+    if isinstance(model.base_path, Path):
+        return model.base_path
+    raise ServingError(
+        f"model {model.name}: {model.base_path} is in a store. Pull it into a folder, and print the command for the folder"
+    )
+
+
 def _served(model: ModelSettings) -> dict[int, Path]:
+    base_path = _folder(model)
     try:
-        found = find_versions(model.base_path)
+        found = find_versions(base_path)
     except OSError as error:
-        raise ServingError(f"MODEL_DIR {model.base_path}: cannot be read: {reason(error)}") from None
+        raise ServingError(f"MODEL_DIR {base_path}: cannot be read: {reason(error)}") from None
     return {number: found[number] for number in model.policy.wanted(found)}
 
 
@@ -244,7 +265,7 @@ def _compose(settings: ServerSettings, files: Mapping[str, Path]) -> dict[str, A
     if settings.grpc_port is not None:
         ports.append(f"127.0.0.1:{settings.grpc_port or _GRPC_PORT}:{_GRPC_PORT}")
     flags = [*_flags(settings), *(f"{flag}={_inside(flag)}" for flag in files)]
-    mounts = [_mount(model.base_path, place) for model, place in zip(settings.models, inside, strict=True)]
+    mounts = [_mount(_folder(model), place) for model, place in zip(settings.models, inside, strict=True)]
     mounts += [_mount(path, _inside(flag)) for flag, path in files.items()]
     if settings.grpc_socket_path is not None:
         flags.append(f"--grpc_socket_path={_SOCKETS / settings.grpc_socket_path.name}")

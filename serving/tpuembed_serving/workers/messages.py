@@ -9,9 +9,9 @@ import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from tpuembed.files import FilePath
 from tpuembed_serving.core.servable import State, VersionProgress, VersionStatus
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.workers.stopping import StopStage
@@ -141,15 +141,19 @@ def merge_states(workers: Collection[States]) -> View:
 
 
 def _merge_progress(workers: Sequence[Sequence[VersionProgress]]) -> tuple[VersionProgress, ...]:
-    """Return how far each version is in all workers. Of several failures, the one with the most tries counts."""
-    found: dict[tuple[str, Path], list[VersionProgress]] = {}
+    """Return how far each version is in all workers.
+
+    Of several failures, the one with the most tries counts; of several loads, the slowest.
+    """
+    found: dict[tuple[str, FilePath], list[VersionProgress]] = {}
     for one in sorted(itertools.chain.from_iterable(workers), key=lambda one: one.tries, reverse=True):
         found.setdefault((one.model, one.path), []).append(one)
     merged = []
     for reports in found.values():
         failed = next((one for one in reports if one.fault), None)
-        least = _least(reports, failed, len(workers))
-        merged.append(least or reports[0]._replace(state=State.START))
+        least = _least(reports, failed, len(workers)) or reports[0]._replace(state=State.START)
+        slowest = max((one.load_seconds for one in reports if one.load_seconds is not None), default=None)
+        merged.append(least._replace(load_seconds=slowest))
     return tuple(merged)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from tpuembed.errors import TpuEmbedError
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.workers.messages import (
@@ -81,11 +82,14 @@ class Supervisor:
         start: Callable[[int, "queue.SimpleQueue[Any]"], WorkerProcess] = WorkerProcess,
         *,
         on_change: Callable[[View], None] = noop,
+        on_configured: Callable[[Sequence[ModelSettings]], None] = noop,
     ) -> None:
         """Prepare the workers.
 
-        `on_listening` is called once, when the first worker listens, and `on_change` with each view.
+        `on_listening` is called once, when the first worker listens, `on_change` with each view, and `on_configured`
+        with the models of each reload, before the workers get them.
         """
+        self._on_configured = on_configured
         self._settings, self._on_listening, self._on_change = settings, on_listening, on_change
         self._start_process = start
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -184,7 +188,11 @@ class Supervisor:
 
     def _ask_all(self, topic: str, payload: Any, reply: Callable[[tuple[Any, ...]], None]) -> None:
         if topic == RELOAD:
-            self._settings = dataclasses.replace(self._settings, models=payload)
+            try:
+                self._settings = dataclasses.replace(self._settings, models=payload)
+                self._on_configured(payload)
+            except TpuEmbedError as error:
+                logger.error("%s", error)
         number = next(self._numbers)
         processes = self._processes()
         self._questions[number] = _Question(reply, set(processes), [])

@@ -34,9 +34,9 @@ from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.errors import CheckpointError
 from tpuembed.protobuf import varint
+from tpuembed.sstable import read_table, write_table
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path
 from tpuembed.tensor_bundle.entries import encode_entries
-from tpuembed.tensor_bundle.sstable import read_table, write_table
 
 __all__ = ["run"]
 

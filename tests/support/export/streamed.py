@@ -25,6 +25,6 @@ def export(
     with FolderWriter(model_dir, plan, ExportOptions(), source) as writer:
         streamed = stream_tables(source, writer, choose_engine("local", plan.workers))
         graph = save_gathers(plan, writer.path, dense=dense)
-        path = assemble(writer, streamed, graph, {"path": str(prefix)})
+        path = assemble(writer, streamed, graph, {"path": str(prefix)}, {})
     assert isinstance(path, Path)
     return path, streamed

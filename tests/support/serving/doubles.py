@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - gives numpy the dtype bfloat16
 import numpy as np
 
 from tpuembed_serving.core.servable import Array, Merging, Servable, Signature, TensorInfo
@@ -49,6 +50,32 @@ class DoublingServable:
 
     def close(self) -> None:
         self.closed.set()
+
+
+OPEN_INFERENCE = {
+    "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64", "INT8": "int8",
+    "INT16": "int16", "INT32": "int32", "INT64": "int64", "FP16": "half", "FP32": "float", "FP64": "double",
+    "BF16": "bfloat16", "BYTES": "string",
+}  # fmt: skip
+"""The datatypes of the Open Inference Protocol, and TensorFlow's names for them."""
+
+
+class EchoServable(DoublingServable):
+    """A signature of each of these datatypes returns its input `x` as `y`; `serving_default` returns `ids` and `words`."""
+
+    def __init__(self, run_hook: Callable[[], None] = lambda: None) -> None:
+        super().__init__(run_hook)
+        both = {"ids": "int64", "words": "string"}
+        found = {"serving_default": signature(both, both, "serving_default")}
+        found |= {name: signature({"x": dtype}, {"y": dtype}, name) for name, dtype in OPEN_INFERENCE.items()}
+        self.signatures = found | {"complex": signature({"x": "complex64"}, {"y": "complex64"}, "complex")}
+        shape = {"dim": [{"size": "-1", "name": ""}, {"size": "2", "name": ""}], "unknown_rank": False}
+        tensors = {"ids": {"tensor_shape": shape}, "words": {"tensor_shape": {"dim": [], "unknown_rank": True}}}
+        self.signature_defs = {"serving_default": {"inputs": tensors, "outputs": tensors}}
+
+    def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        self._run_hook()
+        return list(inputs)
 
 
 def make_version(base_path: Path, name: str | int) -> Path:

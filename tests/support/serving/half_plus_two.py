@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["VERSION", "save_all"]
+__all__ = ["VERSION", "save_all", "save_graph"]
 
 VERSION = "00000123"
 _FEATURES = {
@@ -30,8 +30,8 @@ def save_all(folder: Path) -> None:
 
 
 def _save_others(folder: Path) -> None:
-    _save_graph(folder / "half_plus_two", 2.0)
-    _save_graph(folder / "half_plus_three", 3.0)
+    save_graph(folder / "half_plus_two", 2.0)
+    save_graph(folder / "half_plus_three", 3.0)
     _save_module(folder / "half_plus_two_tf2")
     _save_function(folder / "tf_saved_model_save")
     _save_two_signatures(folder / "two_signatures")
@@ -40,7 +40,7 @@ def _save_others(folder: Path) -> None:
     (lite / "model.tflite").write_bytes(b"\x1c\x00\x00\x00TFL3")
 
 
-def _save_graph(model_dir: Path, b: float) -> None:
+def save_graph(model_dir: Path, b: float) -> None:
     """Save a graph with placeholders, variables, an asset and an initializing operation, as TensorFlow 1 programs do."""
     v1 = tf.compat.v1
     asset = model_dir.with_name("foo.txt")

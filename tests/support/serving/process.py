@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,9 +30,17 @@ class Fork:
     It has the methods of `subprocess.Popen` that tests of servers use. stdin is empty.
     """
 
-    def __init__(self, command: Sequence[str], stderr: Path, stdout: Path = Path(os.devnull)) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        stderr: Path,
+        stdout: Path = Path(os.devnull),
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """`before` is called in the fork, before the command."""
         streams = (os.devnull, str(stdout), str(stderr))
-        self._process = _FORKS.Process(target=_run, args=(list(command), dict(os.environ), str(Path.cwd()), streams))
+        arguments = (list(command), dict(os.environ), str(Path.cwd()), streams, before)
+        self._process = _FORKS.Process(target=_run, args=arguments)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -57,7 +65,13 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(command: list[str], environment: dict[str, str], folder: str, streams: Sequence[str]) -> None:
+def _run(
+    command: list[str],
+    environment: dict[str, str],
+    folder: str,
+    streams: Sequence[str],
+    before: Callable[[], None] | None,
+) -> None:
     """Be the command, in the fork."""
     for descriptor, path in enumerate(streams):
         opened = os.open(path, os.O_WRONLY if descriptor else os.O_RDONLY)
@@ -67,6 +81,8 @@ def _run(command: list[str], environment: dict[str, str], folder: str, streams: 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command
+    if before is not None:
+        before()
     main()
 
 
@@ -74,17 +90,24 @@ class ServerProcess:
     """A running server on a free port; `with` stops it."""
 
     def __init__(
-        self, model_dir: Path | None, log: Path, *options: str, default_grpc: bool = False, fresh: bool = False
+        self,
+        model_dir: Path | None,
+        log: Path,
+        *options: str,
+        default_grpc: bool = False,
+        fresh: bool = False,
+        bare: bool = False,
     ) -> None:
         """`model_dir` is None where the options have a config; the model of `predict` and others is its first.
 
         Without gRPC, unless an option names its port or `default_grpc` leaves it to the command. `fresh` starts the
-        command as a shell does: for tests of the start itself.
+        command as a shell does: for tests of the start itself. `bare` is `tpuembed serve` with these options alone.
         """
         self._log = log
         what = [] if model_dir is None else [str(model_dir)]
         grpc = [] if default_grpc or {"--grpc-port", "--no-grpc"} & set(options) else ["--no-grpc"]
         command = [str(SCRIPT), "serve", *what, "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
+        command = [str(SCRIPT), "serve", *options] if bare else command
         with log.open("wb") as stderr:
             self.process: Fork | subprocess.Popen[bytes] = (
                 subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL) if fresh else Fork(command, log)

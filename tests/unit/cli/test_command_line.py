@@ -14,6 +14,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from tpuembed_cli import serve as serving
+from tpuembed_cli.apply import apply
 from tpuembed_cli.command import Command
 from tpuembed_cli.export import export
 from tpuembed_cli.main import cli
@@ -78,6 +79,10 @@ def test_errors_name_flags() -> None:
     assert export.with_flags("max_memory_bytes is 8. Export 31 in the serving_config") == (
         "--max-memory is 8. Export 31 in the serving_config"
     )
+    assert export.with_flags("Give a serving_config or a model. Leave base out, or give delta_to") == (
+        "Give --serving-config FILE or --model MODULE:FACTORY. Leave --base out, or give --delta-to"
+    )
+    assert apply.with_flags("Write it with that key as sign_key.") == "Write it with that key as --sign-key."
     assert export.with_flags("pass allow_unused_weights=True. Not allow_unused_weights=Truely") == (
         "pass --allow-unused-weights. Not --allow-unused-weights=Truely"
     )
@@ -96,7 +101,8 @@ OPTIONS = [parameter.opts[0] for parameter in serve.params if isinstance(paramet
 CHOSEN = {
     "--name": "n", "--host": "::1", "--rest-port": "1", "--grpc-port": "2", "--grpc-socket-path": "/s", "--workers": "3",
     "--grpc-channel-arguments": "grpc.max_connection_age_ms=5", "--access-log": "-", "--log-format": "json",
-    "--max-request-memory": "2MiB", "--backend": "tf-serving", "--target": "host:1",
+    "--max-request-memory": "2MiB", "--backend": "tf-serving", "--target": "host:1", "--default-model": "m",
+    "--lookups": "tensorflow",
 }  # fmt: skip
 FILES = {
     "--config": 'model_config_list { config { name: "m" base_path: "/m" model_platform: "tensorflow" } }',
@@ -112,6 +118,8 @@ BESIDE = {
     "--tls-cert": ["--tls-key", "{pem}"],
     "--tls-key": ["--tls-cert", "{pem}"],
     "--tls-client-ca": ["--tls-key", "{pem}", "--tls-cert", "{pem}"],
+    "--cache-bytes": ["--cache-dir", "cache"],
+    "--default-model": ["--name", "m"],
     "--backend": REMOTE[2:],
     "--target": [*REMOTE[:2], *REMOTE[4:]],
 }

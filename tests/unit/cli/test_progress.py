@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tpuembed_cli.progress import byte_progress
+from tpuembed_cli.output import byte_progress
 
 
 def test_the_rate_is_that_of_what_was_seen_to_be_done(

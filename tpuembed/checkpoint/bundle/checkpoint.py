@@ -1,5 +1,6 @@
 """Checkpoints whose tables are in a tensor bundle. The `RowLayout` of each table knows the order of its rows."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from tpuembed.checkpoint.bundle.layer_config import checked_count
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
-from tpuembed.checkpoint.bundle.own_layer import own_layer_configs
+from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_stamps
 from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
 from tpuembed.checkpoint.bundle.table_keys import table_info
@@ -23,6 +24,7 @@ from tpuembed.config.checks import check_choice
 from tpuembed.errors import CheckpointCorruptError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.protobuf import MalformedError
+from tpuembed.row_history import RowHistory
 from tpuembed.tensor_bundle import Bundle, index_path
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
@@ -57,6 +59,7 @@ class BundleCheckpoint(Checkpoint):
         self.bundle = bundle
         self.path = str(index_path(bundle.prefix) if bundle.prefix.is_dir() else bundle.prefix)
         self.options = dict(options)
+        self._verified: set[str] = set()
         if "partition_strategy" in options:
             check_choice("partition_strategy", options["partition_strategy"], PARTITION_STRATEGIES)
         try:
@@ -155,7 +158,7 @@ class BundleCheckpoint(Checkpoint):
         return objects_of_graph(
             self.bundle,
             self.graph,
-            keys,
+            keys | {key for _, key in self._stamps.values()},
             {number: config["tables"] for number, config in configs.items()},
             self.options.get("root", "").strip("/"),
         )
@@ -176,6 +179,25 @@ class BundleCheckpoint(Checkpoint):
                 count = checked_count(f"checkpoint {self.path}", self.bundle.read(attribute.checkpoint_key))
                 counts |= dict.fromkeys(config["tables"], count)
         return counts
+
+    @functools.cached_property
+    def _stamps(self) -> Mapping[str, tuple[RowHistory, str]]:
+        if self.graph is None:
+            return {}
+        return own_layer_stamps(self.bundle, self.graph, own_layer_configs(self.bundle, self.graph))
+
+    def row_history(self, table: str) -> RowHistory | None:
+        """See Checkpoint.row_history."""
+        self._check(table, None)
+        return self._stamps[table][0] if table in self._stamps else None
+
+    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
+        """Read stamps that are compared with their checksum at the first read: a wrong one would hide a changed row."""
+        key = self._stamps[table][1]
+        if key not in self._verified:
+            self.bundle.verify(key)
+            self._verified.add(key)
+        self.bundle.read_rows(key, start, start + len(out), out)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""

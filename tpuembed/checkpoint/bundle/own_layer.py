@@ -7,6 +7,8 @@ stacks.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from tpuembed.checkpoint.bundle.layer_config import check_size, parse_config, slot_names
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE
@@ -14,12 +16,16 @@ from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, spars
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
 from tpuembed.errors import CheckpointCorruptError
+from tpuembed.row_history import RowHistory
 from tpuembed.tensor_bundle import Bundle
+from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
-__all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_tables"]
+__all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_stamps", "own_layer_tables"]
 
 ENGINE: Final = "_engine"
 """The child that is TensorFlow's handle of an accelerator, with the same variables again."""
+
+_TABLES, _STAMPS, _HISTORY = "_tpu_embedding", "_row_stamps", "history"
 
 CONFIG_ATTRIBUTE: Final = "tpuembed_config"
 """The attribute with the config, on the node that holds a layer's tables."""
@@ -79,6 +85,36 @@ def own_layer_tables(
         if unknown:
             raise _corrupt(bundle, f"it has {unknown[0]!r}, which is not a table or slot of its layer's config")
         _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
+
+
+def own_layer_stamps(
+    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
+) -> dict[str, tuple[RowHistory, str]]:
+    """Return table name -> (its layer's history, key of its stamps, int32 [rows]), of the layers that track rows.
+
+    Raises:
+        CheckpointCorruptError: a history is none, or stamps are missing or of another shape.
+    """
+    found: dict[str, tuple[RowHistory, str]] = {}
+    for layer in graph.nodes:
+        number, config = layer.children.get(_STAMPS), configs.get(layer.children.get(_TABLES, -1))
+        if number is None or config is None:
+            continue
+        node = graph.nodes[number]
+        attribute = node.attributes.get(_HISTORY)
+        if attribute is None or attribute.checkpoint_key not in bundle.entries:
+            raise _corrupt(bundle, "a layer has stamps of rows without their history")
+        text = bundle.read_string(attribute.checkpoint_key)
+        history, shapes = RowHistory.from_json(text, f"checkpoint {bundle.prefix}")
+        for table in config["tables"]:
+            key = _value_key(bundle, graph, node, table)
+            entry = bundle.entry(key)
+            rows = shapes.get(table, [None])[0]
+            if numpy_dtype(entry.dtype) != np.int32 or tuple(entry.shape) != (rows,):
+                stamps = f"{numpy_dtype(entry.dtype)} {tuple(entry.shape)}"
+                raise _corrupt(bundle, f"the stamps of table {table!r} are {stamps}, not int32 ({rows},)")
+            found[table] = history, key
+    return found
 
 
 def _stacked_tables(

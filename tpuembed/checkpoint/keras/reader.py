@@ -1,6 +1,7 @@
 """The reader of Keras' weight files."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -12,12 +13,13 @@ from tpuembed.checkpoint.keras.discovery import discover
 from tpuembed.checkpoint.keras.h5_listing import Dataset
 from tpuembed.checkpoint.keras.layers import config_below, layer_policies, objects_of_weights, read_array
 from tpuembed.checkpoint.keras.matrices import ChunkCache, Matrix, open_matrix
-from tpuembed.checkpoint.keras.tables import Table, own_layer_updates
+from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates
 from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.errors import CheckpointError, reason
 from tpuembed.files import FilePath, versions
+from tpuembed.row_history import RowHistory
 
 __all__ = ["KerasCheckpoint"]
 
@@ -100,6 +102,19 @@ class KerasCheckpoint(Checkpoint):
     def update_counts(self) -> dict[str, int]:
         """See Checkpoint.update_counts."""
         return own_layer_updates(self._weights)
+
+    @functools.cached_property
+    def _stamps(self) -> Mapping[str, tuple[RowHistory, Dataset]]:
+        return own_layer_stamps(self._weights)
+
+    def row_history(self, table: str) -> RowHistory | None:
+        """See Checkpoint.row_history."""
+        self._check(table, None)
+        return self._stamps[table][0] if table in self._stamps else None
+
+    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
+        self._weights.verify()
+        Matrix(self._stamps[table][1]).read_into(start, out[:, None])
 
     def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
         """Return the layers, by Keras' groups of variables; see Checkpoint.objects."""

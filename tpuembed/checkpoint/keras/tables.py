@@ -15,12 +15,13 @@ from tpuembed.checkpoint.keras.h5_listing import Dataset
 from tpuembed.checkpoint.keras.matrices import matrix_dtype
 from tpuembed.checkpoint.keras.weights import Group, Weights
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.row_history import RowHistory
 
-__all__ = ["Table", "keras_rs_tables", "own_layer_configs", "own_layer_tables", "own_layer_updates"]
+__all__ = ["Table", "keras_rs_tables", "own_layer_configs", "own_layer_stamps", "own_layer_tables", "own_layer_updates"]
 
 _TABLE_PATH: Final = re.compile(r"(?:(?P<layer>.+)/)?_default_device_embedding_layers/(?P<kind>.+)", re.DOTALL)
 _TABLE_KIND: Final = re.compile(r"embed_reduce(?:_(?P<number>\d+))?")
-_CONFIG, _UPDATES = "|config", "|updates"
+_CONFIG, _UPDATES, _HISTORY, _STAMPS = "|config", "|updates", "|history", "|stamps|"
 _MAX_CONFIG_BYTES: Final = 16 << 20
 
 
@@ -134,7 +135,9 @@ def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) ->
     for path, config in configs.items():
         where = f"weights {weights.path}: layer {path!r}"
         left = {
-            name: dataset for name, dataset in weights.groups[path].datasets.items() if name not in (_CONFIG, _UPDATES)
+            name: dataset
+            for name, dataset in weights.groups[path].datasets.items()
+            if name not in (_CONFIG, _UPDATES, _HISTORY) and not name.startswith(_STAMPS)
         }
         for order, (name, fields) in enumerate(config["tables"].items()):
             slots = {slot: f"{name}/{slot}" for slot in slot_names(where, name, fields)}
@@ -164,6 +167,34 @@ def own_layer_updates(weights: Weights) -> dict[str, int]:
             count = checked_count(where, np.frombuffer(dataset.read(), "<i8").reshape(()))
             counts |= dict.fromkeys(config["tables"], count)
     return counts
+
+
+def own_layer_stamps(weights: Weights) -> dict[str, tuple[RowHistory, Dataset]]:
+    """Return table name -> (history, stamps [rows]), of tpuembed's layers that track rows.
+
+    Raises:
+        CheckpointCorruptError: a history is none, or stamps are missing or of another size.
+    """
+    found: dict[str, tuple[RowHistory, Dataset]] = {}
+    for path, config in own_layer_configs(weights).items():
+        datasets = weights.groups[path].datasets
+        saved = datasets.get(_HISTORY)
+        if saved is None:
+            continue
+        where = f"weights {weights.path}: layer {path!r}"
+        if saved.dtype != "|u1" or saved.offset is None or saved.bytes > _MAX_CONFIG_BYTES:
+            raise CheckpointCorruptError.of(f"{where}: its history is {saved.dtype} {saved.shape}, not bytes")
+        history, shapes = RowHistory.from_json(bytes(saved.read()), where)
+        for table in config["tables"]:
+            dataset = datasets.get(_STAMPS + table.replace("/", "|"))
+            rows = shapes.get(table, [None])[0]
+            shown = "none" if dataset is None else f"{dataset.dtype} {dataset.shape}"
+            if dataset is None or dataset.dtype != "<i4" or dataset.shape != (rows,) or dataset.offset is None:
+                raise CheckpointCorruptError.of(
+                    f"{where}: the stamps of table {table!r} are {shown}, not <i4 ({rows},)"
+                )
+            found[table] = history, dataset
+    return found
 
 
 def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:

@@ -8,6 +8,7 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import TableInfo
 from tpuembed.files import FilePath
 from tpuembed.manifest import Manifest
+from tpuembed.row_history import RowHistory
 
 __all__ = ["CheckpointDescription", "TableDescription", "describe_checkpoint", "describe_export"]
 
@@ -19,6 +20,7 @@ class TableDescription:
     Attributes:
         name, rows, dim, dtype, slots, layout: as in `TableInfo`, the dtype by name.
         bytes: of its rows and its slots together.
+        tracked_updates: the number of updates up to which its rows are tracked; None if they are not.
     """
 
     name: str
@@ -28,6 +30,7 @@ class TableDescription:
     slots: tuple[str, ...]
     layout: str
     bytes: int
+    tracked_updates: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,11 @@ class CheckpointDescription:
     config: Mapping[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the description as JSON values, without `config` if there is none."""
+        """Return the description as JSON values, without `config` and `tracked_updates` if there are none."""
         found = dataclasses.asdict(self)
+        for table in found["tables"]:
+            if table["tracked_updates"] is None:
+                del table["tracked_updates"]
         return found if self.config else {key: value for key, value in found.items() if key != "config"}
 
 
@@ -67,7 +73,7 @@ def describe_checkpoint(
         TpuEmbedError: as `open_checkpoint`.
     """
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
-        tables = tuple(_describe(info) for info in checkpoint.tables().values())
+        tables = tuple(_describe(info, checkpoint.row_history(info.name)) for info in checkpoint.tables().values())
         return CheckpointDescription(
             path=checkpoint.path,
             format=checkpoint.format,
@@ -77,9 +83,12 @@ def describe_checkpoint(
         )
 
 
-def _describe(info: TableInfo) -> TableDescription:
+def _describe(info: TableInfo, history: RowHistory | None) -> TableDescription:
     held = info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots))
-    return TableDescription(**dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": held})
+    updates = None if history is None else history.updates
+    return TableDescription(
+        **dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": held, "tracked_updates": updates}
+    )
 
 
 def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:
@@ -90,12 +99,12 @@ def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:
     tables = []
     for table in manifest.tables:
         stack = stacks[table.stack]
-        held = {"storage": stack.storage, "bytes": table.rows * (stack.size // stack.rows)}
+        held = {"storage": stack.storage, "bytes": table.rows * stack.row_bytes}
         tables.append({**dataclasses.asdict(table), **held})
     return {
         "path": str(version),
         "format": "export",
         **dataclasses.asdict(manifest),
         "tables": tables,
-        "bytes": sum(stack.size for stack in manifest.stacks),
+        "bytes": sum(array.size for array in manifest.arrays),
     }

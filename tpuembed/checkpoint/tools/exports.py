@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
@@ -17,9 +15,10 @@ from tpuembed.errors import (
     UnknownTableError,
     reason,
 )
-from tpuembed.files import FilePath, as_path, open_bytes
+from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
-from tpuembed.saved_model.stored_rows import PARAMETER_BYTES, decode_int8
+from tpuembed.saved_model.stack_rows import StackRows
+from tpuembed.saved_model.stored_rows import decode_int8
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = ["ReadableTables", "find_export", "first_row", "open_tables"]
@@ -75,9 +74,9 @@ class _ExportTables:
 
     def __init__(self, version: FilePath, manifest: Manifest) -> None:
         self.path = str(version)
-        self._version = version
         self._tables = {table.name: table for table in manifest.tables}
         self._stacks = {stack.name: stack for stack in manifest.stacks}
+        self._rows = {stack.name: StackRows(version, manifest, stack) for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:
         """Return the tables by name. `rows` ends at the last existing row."""
@@ -112,23 +111,16 @@ class _ExportTables:
 
     def _read(self, table: TableEntry, stack: StackEntry, start: int, count: int) -> Array:
         """Return `count` rows from row `start` of those that the stack holds of `table`."""
-        columns = stack.dim + (PARAMETER_BYTES if stack.storage == "int8" else 0)
-        out = np.empty((count, columns), numpy_dtype(stack.storage))
-        offset = stack.offset + (table.row_offset + start) * columns * out.itemsize
-        path = self._version / stack.file
         try:
-            file = open_bytes(path)
-            try:
-                file.read_into(offset, out.reshape(-1).view(np.uint8).data)
-            finally:
-                file.close()
+            stored = self._rows[stack.name].read(table.row_offset + start, count)
         except EOFError as error:
             raise CheckpointCorruptError(
                 f"export {self.path}: data file {error}. Copy the version again, or export it again."
             ) from None
         except OSError as error:
-            raise CheckpointError(f"export {self.path}: {path} cannot be read: {reason(error)}.") from None
-        return decode_int8(out) if stack.storage == "int8" else out
+            raise CheckpointError(f"export {self.path}: {stack.file} cannot be read: {reason(error)}.") from None
+        rows: Array = stored.view(numpy_dtype(stack.storage))
+        return decode_int8(rows) if stack.storage == "int8" else rows
 
 
 ReadableTables = Checkpoint | _ExportTables

@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuembed.errors import CheckpointError, ConfigError
 from tpuembed.files import FilePath, names_below, open_stream, versions
-from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest, StackEntry
+from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, FileEntry, Manifest
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.verification import Damage, damaged_parts, stream_crc
@@ -44,9 +44,16 @@ class VerifyReport:
         return dataclasses.asdict(self)
 
 
-def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> VerifyReport:
-    """Read all of `version` and compare it with `manifest`, which lists all files of the export."""
-    stacks = list(_damaged_stacks(version, manifest, on_read))
+def verify_export(
+    version: FilePath, manifest: Manifest, on_read: OnRead, *, changed_only: bool = False
+) -> VerifyReport:
+    """Read all of `version` and compare it with `manifest`, which lists all files of the export.
+
+    With `changed_only`, files that are links of the base's are not read, only their sizes are compared.
+    """
+    arrays = _arrays_to_read(manifest, changed_only=changed_only)
+    linked = [array for array in manifest.arrays if array not in arrays]
+    stacks = list(_damaged_stacks(version, manifest, arrays, on_read))
     files = list(_damaged_files(version, manifest, on_read))
     tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
     unlisted = sorted(_unlisted_files(version, manifest))
@@ -54,40 +61,51 @@ def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> Ver
     extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
     return VerifyReport(
         path=str(version),
-        entries=len(manifest.stacks) + len(manifest.files),
-        bytes=total_bytes(manifest),
+        entries=len(arrays) + len(manifest.files),
+        bytes=total_bytes(manifest, changed_only=changed_only),
         damaged=(*stacks, *files, *tensors, *extra),
         unchecked=(
             *(f"{name}: did not exist when the export was written" for name in free),
+            *(f"{array.file}: is a file of version {manifest.base.version}" for array in linked if manifest.base),
             *(_other_folder(version, manifest) if not files else ()),
             f"{MANIFEST_PATH}: has no checksum itself",
         ),
     )
 
 
-def total_bytes(manifest: Manifest) -> int:
+def total_bytes(manifest: Manifest, *, changed_only: bool = False) -> int:
     """Return the number of bytes to read."""
-    return sum(stack.size for stack in manifest.stacks) + sum(entry.size for entry in manifest.files.values())
+    arrays = _arrays_to_read(manifest, changed_only=changed_only)
+    return sum(array.size for array in arrays) + sum(entry.size for entry in manifest.files.values())
 
 
-def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
+def _arrays_to_read(manifest: Manifest, *, changed_only: bool) -> list[ArrayEntry]:
+    linked = [stack.arrays[0] for stack in manifest.stacks if changed_only and stack.base_file]
+    return [array for array in manifest.arrays if array not in linked]
+
+
+def _damaged_stacks(
+    version: FilePath, manifest: Manifest, read: Sequence[ArrayEntry], on_read: OnRead
+) -> Iterator[Damage]:
     faults = dict(size_faults(version, manifest))
-    for stack in manifest.stacks:
-        reason = faults.get(stack.file) or _stack_fault(version / stack.file, stack, on_read)
+    for array in manifest.arrays:
+        reason = faults.get(array.file)
+        if reason is None and array in read:
+            reason = _array_fault(version / array.file, array, on_read)
         if reason:
-            yield Damage(stack.name, str(version / stack.file), reason)
+            yield Damage(array.name, str(version / array.file), reason)
 
 
-def _stack_fault(path: FilePath, stack: StackEntry, on_read: OnRead) -> str | None:
+def _array_fault(path: FilePath, array: ArrayEntry, on_read: OnRead) -> str | None:
     try:
         with path.open("rb", buffering=0) if isinstance(path, Path) else open_stream(path) as file:
-            actual = stream_crc(file, stack.offset, stack.size, on_read)
+            actual = stream_crc(file, array.offset, array.size, on_read)
     except (OSError, EOFError) as error:
         return f"cannot be read: {error}"
-    if actual == stack.crc32c:
+    if actual == array.crc32c:
         return None
-    place = f"bytes [{stack.offset}, {stack.offset + stack.size})"
-    return f"{place} have CRC32C {actual:#010x}, but the manifest has {stack.crc32c:#010x}"
+    place = f"bytes [{array.offset}, {array.offset + array.size})"
+    return f"{place} have CRC32C {actual:#010x}, but the manifest has {array.crc32c:#010x}"
 
 
 def _damaged_files(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
@@ -129,23 +147,23 @@ def _other_folder(version: FilePath, manifest: Manifest) -> Iterator[str]:
 
 def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:
     """Yield stacks for which index and manifest, each intact, differ; and damaged dense tensors."""
-    stacks = {stack.key: stack for stack in manifest.stacks}
+    arrays = {array.key for array in manifest.arrays}
     try:
         with Bundle.open(version / _VARIABLES) as bundle:
-            for stack in manifest.stacks:
-                if reason := _disagreement(bundle, version, stack):
-                    yield Damage(stack.name, f"{bundle.prefix}.index", reason)
-            yield from damaged_parts(bundle, lambda _: None, without=stacks)
+            for array in manifest.arrays:
+                if reason := _disagreement(bundle, version, array):
+                    yield Damage(array.name, f"{bundle.prefix}.index", reason)
+            yield from damaged_parts(bundle, lambda _: None, without=arrays)
     except CheckpointError as error:
         yield Damage("variables", f"{version / _VARIABLES}.index", str(error))
 
 
-def _disagreement(bundle: Bundle, version: FilePath, stack: StackEntry) -> str | None:
-    entry = bundle.entries.get(stack.key)
+def _disagreement(bundle: Bundle, version: FilePath, array: ArrayEntry) -> str | None:
+    entry = bundle.entries.get(array.key)
     found = (
         [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in entry.parts()] if entry else []
     )
-    wanted = [(version / stack.file, stack.offset, stack.size, stack.crc32c)]
+    wanted = [(version / array.file, array.offset, array.size, array.crc32c)]
     return None if found == wanted else f"the index has {_shown(found)}, but the manifest has {_shown(wanted)}"
 
 

@@ -41,7 +41,7 @@ def import_factory(name: str) -> Factory:
         ConfigError: no such module or attribute, or the module fails to import.
     """
     module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
+    if not (module_name and colon and attribute) or "/" in module_name or module_name.endswith(".py"):
         raise ConfigError(f"model {name!r}: expected MODULE:FACTORY, such as my_project.models:ranking_model")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -54,6 +54,11 @@ def import_factory(name: str) -> Factory:
                 "if __name__ == '__main__':"
             ) from error
         raise ConfigError(f"model {name!r}: module {module_name!r} cannot be imported: {one_line(error)}") from error
+    if module.__spec__ is not None and module.__spec__.origin is None:  # a namespace package
+        raise ConfigError(
+            f"model {name!r}: {module_name} is a folder without an __init__.py. Name a module in it, such as "
+            f"{module_name}.models:{attribute}"
+        )
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -298,7 +303,9 @@ class KerasModel(ExportableModel):
         """Raise ConfigError where `config` asks for what the model's own inputs and layers decide otherwise."""
         for name, table in config.tables.items():
             if table.combiner is not None:
-                raise ConfigError(f"serving_config: table {name!r}: combiner is decided by the model's layer; drop it")
+                raise ConfigError(
+                    f"serving_config: table {name!r}: the model's layer decides the combiner. Remove combiner."
+                )
         for name, feature in config.features.items():
             if name not in self._specs:
                 raise ConfigError(
@@ -308,11 +315,11 @@ class KerasModel(ExportableModel):
                 value, default = getattr(feature, field), ServingFeature.__dataclass_fields__[field].default
                 if value != default:
                     raise ConfigError(
-                        f"serving_config: feature {name!r}: {field} is decided by the model's layer; drop it"
+                        f"serving_config: feature {name!r}: the model's layer decides this. Remove {field}."
                     )
             rank = 1 if feature.input == "id" else 2
             if self._specs[name].shape.rank != rank:
                 raise ConfigError(
-                    f"serving_config: feature {name!r}: input {feature.input!r} has rank {rank}, "
-                    f"the model's input has shape {self._specs[name].shape}; make them agree"
+                    f"serving_config: feature {name!r}: input {feature.input!r} has rank {rank}, but the model's "
+                    f"input has shape {self._specs[name].shape}. Write input: {'ids' if rank == 1 else 'id'}, or change the model."
                 )

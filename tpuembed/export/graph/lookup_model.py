@@ -58,6 +58,7 @@ class LookupModel(ExportableModel):
                 weighted=feature.spec.weighted,
                 max_sequence_length=feature.spec.max_sequence_length,
                 out_of_vocabulary=feature.policy,
+                combiner=feature.combiner,
             )
             for feature in self._features
         )

@@ -17,12 +17,12 @@ Tensor = Any
 
 
 class MappedTable(tf.saved_model.experimental.TrackableResource):
-    """A [rows, columns] table in a file, from its first byte on.
+    """A table in a file, from its first byte on: [rows, columns], or [rows] of an overlay's arrays.
 
     The exporter only traces `_initialize`, and never runs it: run eagerly, the constant is a copy of the whole table.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], dtype: tf.DType, path: str) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: tf.DType, path: str) -> None:
         super().__init__()
         self._name, self.shape, self.dtype, self._path = name, shape, dtype, path
         _ = self.resource_handle  # create the resource now: a traced function captures it
@@ -33,7 +33,7 @@ class MappedTable(tf.saved_model.experimental.TrackableResource):
         return self.resource_handle
 
     def sparse_read(self, indices: Tensor, name: str | None = None) -> Tensor:
-        """Return rows [n, columns] at `indices` [n]; called by `tf.gather`."""
+        """Return rows at `indices`, [n] or of any shape; called by `tf.gather`."""
         rows = tf.raw_ops.ResourceGather(resource=self.handle, indices=indices, dtype=self.dtype, name=name)
         rows.set_shape(indices.shape.concatenate(self.shape[1:]))  # the handle of an eager op has no shape
         return rows

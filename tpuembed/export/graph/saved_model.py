@@ -22,10 +22,10 @@ from tpuembed.export.graph.mapped_table import MappedTable
 from tpuembed.export.graph.packing import matrix_spec
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.warmup import write_warmup
-from tpuembed.export.plan.plan import StackPlan
-from tpuembed.export.storage.formats import STORAGES
+from tpuembed.export.plan.plan import ArrayPlan, StackPlan
 from tpuembed.manifest import FeatureEntry, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
+from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = ["ExportableModel", "SavedGraph", "save_graph"]
 
@@ -75,11 +75,11 @@ class SavedGraph:
     """The saved graph.
 
     Attributes:
-        stack_keys: stack name -> checkpoint key of its variable.
+        array_keys: name of a stack's array -> checkpoint key of its variable.
         signatures, features, vocabularies, padding, packing: as the manifest lists them.
     """
 
-    stack_keys: Mapping[str, str]
+    array_keys: Mapping[str, str]
     signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
     features: tuple[FeatureEntry, ...]
     vocabularies: tuple[VocabularyEntry, ...]
@@ -94,27 +94,36 @@ def save_graph(
     dense: Callable[[], Sequence[Any]],
     folder: Path,
     layout: str = "variables",
+    *,
+    require_finite: bool = False,
 ) -> SavedGraph:
     """Save `model` into `folder`, with the signatures `serving_default`, `serving_examples` and `packed`, and warmup
     requests.
 
     Args:
         model: the model to save; it looks up in `tables`.
-        tables: bound here to one uninitialised variable per stack, or to one `MappedTable`.
+        tables: bound here to one uninitialised variable per array of a stack, or to one `MappedTable`.
         stacks: of the plan.
         dense: returns the tf.Variables that `model` reads, with the values to save, and its hash tables. Called before
             anything is traced, because a trace may make constants of values.
         folder: an existing or new directory.
-        layout: "mmap" maps each stack from the file `StackPlan.file`, a name that `assemble` replaces by a path.
+        layout: "mmap" maps each array from the file `ArrayPlan.file`, a name that `assemble` replaces by a path.
+        require_finite: fail at a NaN or an infinity in a dense variable.
+
+    Raises:
+        ExportError: TensorFlow cannot save the model, or a variable must be finite and is not.
     """
     root = tf.Module()
-    variables = {stack.name: _variable(stack, layout) for stack in stacks}
+    variables = {array.name: _variable(array, layout) for stack in stacks for array in stack.arrays}
     root.stacks = tf.Module()
     for name, variable in variables.items():
         setattr(root.stacks, name, variable)
     tables.bind(stacks, variables)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
+    if require_finite:
+        for variable in root.dense:
+            _check_finite(variable)
     signatures = {name: function.get_concrete_function() for name, function in _functions(model).items()}
     with _writing(folder):
         _save(root, folder, signatures)
@@ -126,13 +135,26 @@ def save_graph(
         with _writing(folder):
             write_warmup(folder, samples, signatures, model.packing())
     return SavedGraph(
-        stack_keys={stack.name: f"stacks/{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in stacks},
+        array_keys={name: f"stacks/{name}/.ATTRIBUTES/VARIABLE_VALUE" for name in variables},
         signatures={name: _signature_of(function) for name, function in signatures.items()},
         features=model.features(),
         vocabularies=model.vocabularies(),
         padding=model.padding(),
         packing=model.packing(),
     )
+
+
+def _check_finite(variable: Any) -> None:
+    if not isinstance(variable, tf.Variable) or not variable.dtype.is_floating:
+        return
+    bad = tf.logical_not(tf.math.is_finite(variable))
+    if count := int(tf.math.count_nonzero(bad)):
+        place = tf.where(bad)[0].numpy().tolist()
+        raise ExportError(
+            f"weight {variable.name!r}: value {place} is {float(variable.numpy()[tuple(place)])}, and {count} of "
+            f"{variable.shape.num_elements()} values are not finite. Find out why training produced this value. To export "
+            "it all the same, turn require_finite off."
+        )
 
 
 @contextlib.contextmanager
@@ -171,13 +193,11 @@ def _restore_nothing(folder: Path) -> None:
     replace_file(path, saved.SerializeToString(deterministic=True))
 
 
-def _variable(stack: StackPlan, layout: str) -> Any:
-    dtype = tf.as_dtype(STORAGES[stack.storage].dtype)
+def _variable(array: ArrayPlan, layout: str) -> Any:
+    dtype = tf.as_dtype(numpy_dtype(array.dtype))
     if layout == "mmap":
-        return MappedTable(stack.name, stack.stored_shape, dtype, stack.file)
-    return resource_variable_ops.UninitializedVariable(
-        shape=stack.stored_shape, dtype=dtype, name=stack.name, trainable=False
-    )
+        return MappedTable(array.name, array.shape, dtype, array.file)
+    return resource_variable_ops.UninitializedVariable(shape=array.shape, dtype=dtype, name=array.name, trainable=False)
 
 
 def _functions(model: ExportableModel) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def _resolve(
     policy = policies.of(name, spec)
     if not isinstance(policy, str) and policy >= table.rows:
         raise ConfigError(
-            f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows."
+            f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows. "
+            f"Name a row from 0 to {table.rows - 1}, or use zeros or error."
         )
     combiner = spec.combiner or combiners.get(spec.table) or "mean"
     spec = dataclasses.replace(spec, combiner=combiner, out_of_vocabulary=policy)

@@ -12,10 +12,12 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.checkpoint import TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
+from tpuembed.export.graph.overlay import gather_overlaid
 from tpuembed.export.graph.signature import find_table
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
-from tpuembed.lookup import FlatIds, Span, check_range, gather_grouped
+from tpuembed.id_messages import Span
+from tpuembed.lookup import FlatIds, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
@@ -68,7 +70,7 @@ class StackedTables:
             self.quantization[table.name] = table.quantization_config
 
     def bind(self, stacks: Sequence[StackPlan], variables: Mapping[str, Any]) -> None:
-        """Assign the tables to `variables`, by stack name, which hold stored rows.
+        """Assign the tables to `variables`, by the name of a stack's array, which hold stored rows.
 
         Rows of a table that is read whole are gathered from the value read: once an operation has gathered from a
         variable, TensorFlow copies it at every read.
@@ -174,10 +176,14 @@ class StackedTables:
         if self._are_zeros:
             return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
         codec = STORAGES[plan.storage]
-        flat = ids if codec.columns(plan.dim) == plan.dim else tf.reshape(ids, [-1])
-        source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
-        rows = codec.decode_in_graph(tf.gather(source, flat, name=f"gather_{stack}"), plan.dim)
-        return rows if flat is ids else tf.reshape(rows, tf.concat([tf.shape(ids), [plan.dim]], 0))
+        flat = ids if codec.columns(plan.dim) == plan.dim and plan.overlay is None else tf.reshape(ids, [-1])
+        if plan.overlay is not None:
+            stored = gather_overlaid(plan, self._variables, flat)
+        else:
+            source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
+            stored = tf.gather(source, flat, name=f"gather_{stack}")
+        rows = codec.decode_in_graph(stored, plan.dim)
+        return rows if flat is ids else tf.reshape(rows, _shape_of_rows(ids, plan.dim))
 
 
 class AnyTables(StackedTables):
@@ -236,6 +242,14 @@ for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"})
 def span_of(place: Placement) -> Span:
     """Return the ids of the exported rows of a table."""
     return Span(place.table, place.first_row, place.first_row + place.rows)
+
+
+def _shape_of_rows(ids: Tensor, dim: int) -> Any:
+    """Return [*shape of `ids`, dim]. It is a constant if one size is unknown: fewer operations to optimize at load time."""
+    sizes = [] if ids.shape.rank is None else ids.shape.as_list()
+    if sizes.count(None) == 1 and 0 not in sizes:
+        return [*(-1 if size is None else size for size in sizes), dim]
+    return tf.concat([tf.shape(ids), [dim]], 0)
 
 
 def _is_plain(feature: FlatIds) -> bool:

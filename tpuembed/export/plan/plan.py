@@ -6,14 +6,24 @@ mapped in place: `ImmutableConst` maps whole files only.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tpuembed.export.formatting import format_bytes, format_seconds
 from tpuembed.export.storage.formats import STORAGES, RowFormat
+from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
-__all__ = ["BYTES_PER_SECOND_AND_WORKER", "ExportPlan", "Placement", "ShardTask", "StackPlan"]
+__all__ = [
+    "BYTES_PER_SECOND_AND_WORKER",
+    "ArrayPlan",
+    "ExportPlan",
+    "OverlayPlan",
+    "Placement",
+    "ShardTask",
+    "StackPlan",
+]
 
 BYTES_PER_SECOND_AND_WORKER = 500 * 10**6
 """The rate that estimates assume, in bytes read or written, whichever is more: a processor of 2025 and a disk that
@@ -38,6 +48,46 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayPlan:
+    """An array of the graph whose data is a file.
+
+    Attributes:
+        name: name of the variable; its file is `name`.data until it is a part of the version.
+        dtype: by numpy's name.
+        shape: of the array.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def file(self) -> str:
+        """Return the name of the data file while it is written."""
+        return f"{self.name}.data"
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the data file."""
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlayPlan:
+    """The rows of a stack that replace rows of its base.
+
+    Attributes:
+        rows: how many.
+        base_rows: rows of the base's stack.
+        base_tables: by table: the first row of the base's stack that is its row, and how many it has there.
+    """
+
+    rows: int
+    base_rows: int
+    base_tables: Mapping[str, tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StackPlan:
     """One stacked variable.
 
@@ -48,6 +98,7 @@ class StackPlan:
         rows: number of rows of all its tables together.
         size: size of its file, in bytes.
         tables: in row order, sorted by name; exactly one if the model reads it whole.
+        overlay: the rows that replace those of the base; None if its file has all rows.
     """
 
     name: str
@@ -56,6 +107,7 @@ class StackPlan:
     rows: int
     size: int
     tables: tuple[Placement, ...]
+    overlay: OverlayPlan | None = None
 
     @property
     def file(self) -> str:
@@ -72,6 +124,22 @@ class StackPlan:
         """Return [rows, columns] of the stack's data."""
         return self.rows, STORAGES[self.storage].columns(self.dim)
 
+    @property
+    def arrays(self) -> tuple[ArrayPlan, ...]:
+        """Return the arrays of the graph that hold its rows.
+
+        With an overlay: the base's rows, the rows that replace them, and the words to find them; see OverlayEntry.
+        """
+        columns = STORAGES[self.storage].columns(self.dim)
+        dtype = STORAGES[self.storage].dtype.name
+        if self.overlay is None:
+            return (ArrayPlan(name=self.name, dtype=dtype, shape=self.stored_shape),)
+        return (
+            ArrayPlan(name=self.name, dtype=dtype, shape=(self.overlay.base_rows, columns)),
+            ArrayPlan(name=f"{self.name}_rows", dtype=dtype, shape=(self.overlay.rows, columns)),
+            ArrayPlan(name=f"{self.name}_words", dtype="int64", shape=(-(-self.rows // 32),)),
+        )
+
     def row_format(self, table: Placement) -> RowFormat:
         """Return the form of the rows of one of its tables."""
         return RowFormat(table.source_dtype, self.storage, self.dim, table.quantization is not None)
@@ -85,6 +153,7 @@ class ShardTask:
 
     Attributes:
         reader_bytes: the most bytes that the checkpoint's reader holds beside a chunk.
+        require_finite: fail at a NaN or an infinity in the source.
         written_crc32c: checksum of the shard's bytes if an earlier run has recorded that they are in the file.
     """
 
@@ -101,6 +170,7 @@ class ShardTask:
     chunk_rows: int
     quantization: Mapping[str, Any] | None = None
     reader_bytes: int = 0
+    require_finite: bool = False
     written_crc32c: int | None = None
 
     @property
@@ -140,6 +210,7 @@ class ExportPlan:
         max_memory_bytes: bound on all their buffers together.
         stacks: sorted by storage and width.
         shards: cover every row to export exactly once.
+        require_finite: fail at a NaN or an infinity in a table or a dense weight.
     """
 
     layout: str
@@ -147,6 +218,7 @@ class ExportPlan:
     max_memory_bytes: int
     stacks: tuple[StackPlan, ...]
     shards: tuple[ShardTask, ...]
+    require_finite: bool = False
 
     @property
     def table_bytes(self) -> int:

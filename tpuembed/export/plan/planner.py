@@ -44,6 +44,7 @@ def plan_export(
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int = 1,
     may_use_fewer: bool = False,
+    require_finite: bool = False,
     read_buffers: ReadBuffers = lambda table, rows: 0,  # noqa: ARG005
 ) -> ExportPlan:
     """Plan the export of `tables`. The plan does not depend on their order.
@@ -59,6 +60,7 @@ def plan_export(
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that may stream at once.
         may_use_fewer: use only as many workers as the memory allows.
+        require_finite: fail at a NaN or an infinity.
         read_buffers: returns the bytes that the checkpoint's reader holds.
 
     Raises:
@@ -87,9 +89,14 @@ def plan_export(
         workers = max(1, min(workers, max_memory_bytes // least))
     budget = max_memory_bytes // workers
     chunks = {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
-    shards = tuple(_task(index, *piece, chunks[piece[1].table]) for index, piece in enumerate(pieces))
+    shards = tuple(_task(index, *piece, chunks[piece[1].table], require_finite) for index, piece in enumerate(pieces))
     plan = ExportPlan(
-        layout=layout, workers=workers, max_memory_bytes=max_memory_bytes, stacks=tuple(stacks), shards=shards
+        layout=layout,
+        workers=workers,
+        max_memory_bytes=max_memory_bytes,
+        stacks=tuple(stacks),
+        shards=shards,
+        require_finite=require_finite,
     )
     _check_budget(plan)
     return plan
@@ -207,7 +214,9 @@ def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBu
     return _ChunkSize(rows, reader_bytes)
 
 
-def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: _ChunkSize) -> ShardTask:
+def _task(
+    index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: _ChunkSize, require_finite: bool
+) -> ShardTask:
     return ShardTask(
         index=index,
         stack=stack.name,
@@ -222,6 +231,7 @@ def _task(index: int, stack: StackPlan, table: Placement, start: int, stop: int,
         chunk_rows=min(stop - start, chunk.rows),
         quantization=table.quantization,
         reader_bytes=chunk.reader_bytes,
+        require_finite=require_finite,
     )
 
 

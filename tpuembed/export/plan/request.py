@@ -175,7 +175,15 @@ class _ModelRequest:
             )
             return self._model.state()
 
-        return save_graph(self._model, self._sources, plan.stacks, dense, folder, plan.layout)
+        return save_graph(
+            self._model,
+            self._sources,
+            plan.stacks,
+            dense,
+            folder,
+            plan.layout,
+            require_finite=plan.require_finite,
+        )
 
 
 def check_model_config(

@@ -7,19 +7,27 @@ rewritten.
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tpuembed
 from tpuembed.errors import ExportError
-from tpuembed.export.plan.plan import ExportPlan, Placement, StackPlan
+from tpuembed.export.plan.plan import ArrayPlan, Placement, StackPlan
 from tpuembed.export.publish.layouts import BUNDLE, graph_keys
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.report import StreamReport
-from tpuembed.export.storage.formats import STORAGES
 from tpuembed.files import FilePath
-from tpuembed.manifest import FileEntry, Manifest, QuantizationEntry, StackEntry, TableEntry
+from tpuembed.manifest import (
+    ArrayEntry,
+    FileEntry,
+    HistoryEntry,
+    Manifest,
+    OverlayEntry,
+    QuantizationEntry,
+    StackEntry,
+    TableEntry,
+)
 from tpuembed.saved_model import file_crc32c
 from tpuembed.tensor_bundle import (
     Bundle,
@@ -38,14 +46,21 @@ if TYPE_CHECKING:  # that module imports TensorFlow
 __all__ = ["assemble"]
 
 
-def assemble(writer: VersionWriter, streamed: StreamReport, graph: "SavedGraph", source: Mapping[str, str]) -> FilePath:
+def assemble(
+    writer: VersionWriter,
+    streamed: StreamReport,
+    graph: "SavedGraph",
+    source: Mapping[str, str],
+    histories: Mapping[str, HistoryEntry],
+) -> FilePath:
     """Complete the SavedModel in `writer.path` with the tables in `streamed.folder`, and publish it.
 
     Args:
         writer: `writer.path` has what `tf.saved_model.save` wrote, with its stacked variables uninitialised.
         streamed: the tables; `streamed.folder` is on the file system of `writer.path`.
-        graph: describes the saved graph; its `stack_keys` are the keys of the stacks in the bundle.
+        graph: describes the saved graph; its `array_keys` are the keys of the stacks' arrays in the bundle.
         source: the checkpoint, for the manifest.
+        histories: of its tables whose rows are tracked, for the manifest.
 
     Returns:
         The path of the published version.
@@ -53,34 +68,40 @@ def assemble(writer: VersionWriter, streamed: StreamReport, graph: "SavedGraph",
     Raises:
         ExportError: graph and tables do not match, or the version cannot be published. Nothing is published.
     """
-    plan, layout, keys = writer.plan, writer.layout, graph.stack_keys
+    plan, layout, keys = writer.plan, writer.layout, graph.array_keys
     prefix = writer.path / BUNDLE
-    planned = {stack.name for stack in plan.stacks}
+    arrays = [array for stack in plan.stacks for array in stack.arrays]
+    planned = {array.name for array in arrays}
     if planned != set(keys):
-        raise ExportError(f"the plan has the stacks {sorted(planned)}, but the graph has {sorted(keys)}.")
+        raise ExportError(
+            f"the plan has the stacks {', '.join(sorted(planned))}, but the graph has {', '.join(sorted(keys))}."
+        )
     layout.check(writer.path, plan.stacks, keys)
     dense = read_index(index_path(prefix))
-    merged = merge_entries([dense, _table_index(plan, streamed, keys)])
+    merged = merge_entries([dense, _table_index(arrays, streamed, keys)])
     for number in range(dense.num_shards):
         shard_path(prefix, number, dense.num_shards).rename(shard_path(prefix, number, merged.num_shards))
-    for number, stack in enumerate(plan.stacks, start=dense.num_shards):
-        _link(streamed.folder / stack.file, shard_path(prefix, number, merged.num_shards))
+    for number, array in enumerate(arrays, start=dense.num_shards):
+        _link(streamed.folder / array.file, shard_path(prefix, number, merged.num_shards))
     write_index(index_path(prefix), merged.entries, merged.num_shards)
     _check_bundle(prefix, merged)
-    layout.place(writer.path, {stack.file: _file(stack, merged, keys) for stack in plan.stacks})
+    layout.place(writer.path, {array.file: _file(merged, keys[array.name]) for array in arrays})
     manifest = Manifest(
         tool_version=tpuembed.__version__,
         source=source,
         layout=plan.layout,
         tables=tuple(_table_entry(stack, table) for stack in plan.stacks for table in stack.tables),
-        stacks=tuple(_stack_entry(stack, streamed, merged, keys[stack.name]) for stack in plan.stacks),
+        stacks=tuple(_stack_entry(stack, streamed, merged, keys) for stack in plan.stacks),
         signatures=graph.signatures,
         errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
-        tables_key=writer.tables_key,
+        tables_key=writer.tables_key if streamed.base is None else "",
         features=graph.features,
         vocabularies=graph.vocabularies,
         padding=graph.padding,
         packing=graph.packing,
+        finite=plan.require_finite,
+        base=streamed.base,
+        histories=histories,
     )
     manifest = dataclasses.replace(manifest, files=_other_files(writer.path, manifest))
     manifest.write(writer.path)
@@ -95,20 +116,20 @@ def _link(source: Path, target: Path) -> None:
         source.rename(target)
 
 
-def _table_index(plan: ExportPlan, streamed: StreamReport, stack_keys: Mapping[str, str]) -> BundleIndex:
-    """Return the index of the stacks' files, as if they were a bundle of their own."""
+def _table_index(arrays: Sequence[ArrayPlan], streamed: StreamReport, keys: Mapping[str, str]) -> BundleIndex:
+    """Return the index of the arrays' files, as if they were a bundle of their own."""
     entries = {
-        stack_keys[stack.name]: Entry(
-            dtype=STORAGES[stack.storage].dtype.name,
-            shape=stack.stored_shape,
+        keys[array.name]: Entry(
+            dtype=array.dtype,
+            shape=array.shape,
             shard=number,
             offset=0,
-            size=stack.size,
-            crc32c=streamed.crc32c[stack.name],
+            size=array.size,
+            crc32c=streamed.crc32c[array.name],
         )
-        for number, stack in enumerate(plan.stacks)
+        for number, array in enumerate(arrays)
     }
-    return BundleIndex(entries, len(plan.stacks))
+    return BundleIndex(entries, len(arrays))
 
 
 def _check_bundle(prefix: Path, expected: BundleIndex) -> None:
@@ -122,13 +143,13 @@ def _check_bundle(prefix: Path, expected: BundleIndex) -> None:
             raise ExportError(f"bundle {prefix}: its index does not read back as it was written. Export again.")
     if missing:
         raise ExportError(
-            f"bundle {prefix}: the graph restores {sorted(missing)}, and the bundle has no value for them."
+            f"bundle {prefix}: the graph restores {', '.join(sorted(missing))}, and the bundle has no value for them."
         )
 
 
-def _file(stack: StackPlan, merged: BundleIndex, stack_keys: Mapping[str, str]) -> str:
-    """Return the path of the data file of `stack` inside the version."""
-    return str(shard_path(BUNDLE, merged.entries[stack_keys[stack.name]].shard, merged.num_shards))
+def _file(merged: BundleIndex, key: str) -> str:
+    """Return the path inside the version of the data file of the array with this key."""
+    return str(shard_path(BUNDLE, merged.entries[key].shard, merged.num_shards))
 
 
 def _other_files(version: Path, manifest: Manifest) -> dict[str, FileEntry]:
@@ -149,18 +170,42 @@ def _table_entry(stack: StackPlan, table: Placement) -> TableEntry:
         row_offset=table.row_offset,
         first_row=table.first_row,
         quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
+        base_row_offset=stack.overlay.base_tables[table.table][0] if stack.overlay else 0,
+        base_rows=stack.overlay.base_tables[table.table][1] if stack.overlay else 0,
     )
 
 
-def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, key: str) -> StackEntry:
+def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, keys: Mapping[str, str]) -> StackEntry:
+    own, *more = (
+        ArrayEntry(
+            name=array.name,
+            key=keys[array.name],
+            rows=array.shape[0],
+            file=_file(merged, keys[array.name]),
+            size=array.size,
+            crc32c=streamed.crc32c[array.name],
+        )
+        for array in stack.arrays
+    )
+    overlay = None
+    if stack.overlay is not None:
+        rows, words = more
+        overlay = OverlayEntry(
+            base_rows=stack.overlay.base_rows,
+            rows=rows,
+            words=words,
+            crc32c=streamed.full_crc32c.get(stack.name),
+        )
     return StackEntry(
         name=stack.name,
-        key=key,
+        key=own.key,
         rows=stack.rows,
         dim=stack.dim,
         storage=stack.storage,
-        file=_file(stack, merged, {stack.name: key}),
+        file=own.file,
         offset=0,
-        size=stack.size,
-        crc32c=streamed.crc32c[stack.name],
+        size=own.size,
+        crc32c=own.crc32c,
+        base_file=streamed.base_files.get(stack.name, ""),
+        overlay=overlay,
     )

@@ -8,6 +8,8 @@ Two flock locks keep exporters apart; the kernel releases them when a process en
 briefly, while folders are created or renamed. The lock on the staging folder is held as long as its exporter runs. A
 staging folder without an exporter is resumed, kept or removed: see `version_writer.classify`.
 
+A version whose files are being linked has a shared lock, so that no prune removes it. It is taken under the lock of MODEL_DIR.
+
 Some file systems (such as NFS) have no such locks for folders. There, nothing is resumed and stale folders stay. A
 rename still never replaces a version, because a version is not empty.
 """
@@ -44,8 +46,19 @@ from tpuembed.export.publish.version_writer import (
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.resume_log import Header, Recorder, flush, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
+from tpuembed.files import FilePath
 
-__all__ = ["FolderWriter", "check_free", "ensure_space", "next_version"]
+__all__ = [
+    "FolderWriter",
+    "abandoned",
+    "check_free",
+    "ensure_space",
+    "lock_folder",
+    "locked",
+    "next_version",
+    "publish_folder",
+    "temporary_staging",
+]
 
 _TABLES: Final = "tables"
 _VERSION: Final = "version"
@@ -64,12 +77,13 @@ class FolderWriter(VersionWriter):
     def __init__(self, model_dir: Path, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
         super().__init__(model_dir, plan, options, source)
         self._same: SameTables | None = None
+        self._locks: list[int] = []
 
     def check(self) -> None:
         """See VersionWriter.check."""
         check_free(self.model_dir, self.options.version)
         if self.options.resume and self.tables_key:
-            self._same = find_same_tables(self.model_dir, self.tables_key)
+            self._same = find_same_tables(self.model_dir, self.tables_key, finite=self.plan.require_finite)
         if self._same is None:
             ensure_space(self.model_dir, self.plan.table_bytes, self.header, restart=not self.options.resume)
 
@@ -85,20 +99,26 @@ class FolderWriter(VersionWriter):
 
     def reserve(self) -> None:
         """Take over the staging folder that the same export left, or create one. MODEL_DIR is created if it is missing."""
-        model_dir, version = self.model_dir, self.options.version
+        self._reserve(self.options.version)
+
+    def _reserve(self, version: int | None) -> None:
+        model_dir = self.model_dir
         check_free(model_dir, version)
         with naming_model_dir(model_dir):
             model_dir.mkdir(parents=True, exist_ok=True)
-            with _locked(model_dir):
+            with locked(model_dir):
                 check_free(model_dir, version)
-                held = dict(_abandoned(model_dir))
+                held = dict(abandoned(model_dir))
                 found = _classify(held, self.header, restart=not self.options.resume)
                 if found.resumable is None:
                     self.folder = model_dir / f"{PREFIX}{version or next_version(model_dir)}-{secrets.token_hex(4)}"
                     self.folder.mkdir()
                 else:
                     self.folder = found.resumable.folder
-                self._lock = held.pop(self.folder) if self.folder in held else _lock(self.folder)
+                self._locks = [held.pop(self.folder) if self.folder in held else lock_folder(self.folder)]
+                if self._same is not None:
+                    with contextlib.suppress(FileNotFoundError):  # removed since `check`: `share` finds that out
+                        self._locks.append(lock_folder(self._same.version, fcntl.LOCK_SH))
         self.kept = tuple(str(one) for one in found.kept)
         for one in found.stale:
             shutil.rmtree(one.folder, ignore_errors=True)
@@ -134,7 +154,9 @@ class FolderWriter(VersionWriter):
         self._record = found or start_record(self.tables, self.header)
         recorded = self._record.finished
         return [
-            dataclasses.replace(task, written_crc32c=recorded[task.index].crc32c) if task.index in recorded else task
+            dataclasses.replace(task, written_crc32c=recorded[task.index].crc32c)
+            if task.index in recorded and recorded[task.index].fulfils(task)
+            else task
             for task in self.plan.shards
         ]
 
@@ -173,7 +195,7 @@ class FolderWriter(VersionWriter):
         record = read_record(self.tables)
         return len(record.finished) if record else 0
 
-    def publish(self, settle: Callable[[str], None] = lambda _: None) -> Path:
+    def publish(self, settle: Callable[[str], None] = lambda _: None) -> FilePath:
         """Flush the version to the disk, rename it to its number, and return its path.
 
         Args:
@@ -183,31 +205,44 @@ class FolderWriter(VersionWriter):
         Raises:
             ExportError: another export published that version first, or MODEL_DIR cannot be written.
         """
-        with naming_model_dir(self.model_dir):
-            for folder, _, files in os.walk(self.path):
-                for name in (*files, ""):  # "" is the folder itself
-                    flush(Path(folder, name))
-            with _locked(self.model_dir):
-                target = self._rename(settle)
-                flush(self.model_dir)
-        return target
-
-    def _rename(self, settle: Callable[[str], None]) -> Path:
-        version = self.options.version
-        while True:
-            check_free(self.model_dir, version)
-            target = self.model_dir / str(version or next_version(self.model_dir))
-            settle(target.name)
-            try:
-                return self.path.rename(target)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise  # otherwise another exporter, without locks, has just taken this version: try the next one
+        return publish_folder(self.path, self.model_dir, self.options.version, settle)
 
     def abandon(self, *, keep: bool) -> None:
         """See VersionWriter.abandon."""
         shutil.rmtree(self.path if keep else self.folder, ignore_errors=True)
-        os.close(self._lock)
+        for lock in self._locks:
+            os.close(lock)
+
+
+def publish_folder(path: Path, model_dir: Path, version: int | None, settle: Callable[[str], None]) -> Path:
+    """Flush the folder `path`, rename it to `version` or the next free one, and return its new path.
+
+    Args:
+        settle: see FolderWriter.publish.
+
+    Raises:
+        ExportError: that version exists, or MODEL_DIR cannot be written.
+    """
+    with naming_model_dir(model_dir):
+        for folder, _, files in os.walk(path):
+            for name in (*files, ""):  # "" is the folder itself
+                flush(Path(folder, name))
+        with locked(model_dir):
+            target = _rename(path, model_dir, version, settle)
+            flush(model_dir)
+    return target
+
+
+def _rename(path: Path, model_dir: Path, version: int | None, settle: Callable[[str], None]) -> Path:
+    while True:
+        check_free(model_dir, version)
+        target = model_dir / str(version or next_version(model_dir))
+        settle(target.name)
+        try:
+            return path.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # otherwise another exporter, without locks, has just taken this version: try the next one
 
 
 def next_version(model_dir: Path) -> int:
@@ -248,8 +283,8 @@ def ensure_space(model_dir: Path, size: int, header: Header, *, restart: bool = 
     place = next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())
     held = dict[Path, int]()
     if model_dir.is_dir():
-        with naming_model_dir(model_dir), _locked(model_dir):
-            held = dict(_abandoned(model_dir))
+        with naming_model_dir(model_dir), locked(model_dir):
+            held = dict(abandoned(model_dir))
             for lock in held.values():
                 os.close(lock)
     found = _classify(held, header, restart=restart)
@@ -301,31 +336,56 @@ def _versions(model_dir: Path) -> set[int]:
     return versions_among(path.name for path in model_dir.iterdir())
 
 
-def _abandoned(model_dir: Path) -> Iterator[tuple[Path, int]]:
-    """Yield staging folders without an exporter, each with a descriptor that now holds its lock."""
-    for folder in model_dir.glob(f"{PREFIX}*"):
+def abandoned(model_dir: Path, kind: str = "[0-9]") -> Iterator[tuple[Path, int]]:
+    """Yield staging folders that no process writes, each with a descriptor that now holds its lock.
+
+    Their names go on with `kind` after the prefix: those of exports with a version.
+    """
+    for folder in model_dir.glob(f"{PREFIX}{kind}*"):
         with contextlib.suppress(OSError):  # locked by its exporter, or removed in the meantime
-            yield folder, _lock(folder, fcntl.LOCK_NB)
+            yield folder, lock_folder(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _lock(folder: Path, flags: int = 0) -> int:
-    """Return a descriptor that holds the exclusive lock of `folder` until it is closed.
+@contextlib.contextmanager
+def temporary_staging(folder: Path, kind: str, name: str) -> Iterator[Path]:
+    """Yield a new staging folder in `folder` that no other process removes. It is removed at the end.
+
+    Those of this `kind` whose processes were killed are removed now.
+    """
+    with locked(folder):
+        left = dict(abandoned(folder, f"{kind}-"))
+        staging = folder / f"{PREFIX}{kind}-{name}-{secrets.token_hex(4)}"
+        staging.mkdir()
+        lock = lock_folder(staging)
+    try:
+        for path, its_lock in left.items():
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(its_lock)
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(lock)
+
+
+def lock_folder(folder: Path, operation: int = fcntl.LOCK_EX) -> int:
+    """Return a descriptor that holds a lock of `folder` until it is closed: an operation of `fcntl.flock`.
 
     On a file system without locks, a blocking call holds no lock, and a non-blocking one (LOCK_NB) fails.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        fcntl.flock(descriptor, operation)
     except OSError as error:
-        if flags or error.errno not in _NO_LOCKS:
+        if operation & fcntl.LOCK_NB or error.errno not in _NO_LOCKS:
             os.close(descriptor)
             raise
     return descriptor
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = _lock(folder)
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the exclusive lock of `folder` in a context."""
+    descriptor = lock_folder(folder)
     try:
         yield
     finally:

@@ -13,7 +13,6 @@ from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGrap
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.plan.plan import StackPlan
-from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import LAYOUTS, Manifest
 from tpuembed.protobuf import Message
 from tpuembed.saved_model import (
@@ -36,11 +35,11 @@ BUNDLE: Final = Path("variables", "variables")
 class Layout(Protocol):
     """The steps that depend on the layout, after the graph is saved."""
 
-    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:
+    def check(self, version: Path, stacks: Sequence[StackPlan], array_keys: Mapping[str, str]) -> None:
         """Raise ExportError unless the graph in `version` uses exactly `stacks`, with their shapes."""
 
     def place(self, version: Path, files: Mapping[str, str]) -> None:
-        """Record in the graph that the data of the stack `StackPlan.file` is in `files[it]`, inside the version."""
+        """Record in the graph that the data of the array `ArrayPlan.file` is in `files[it]`, inside the version."""
 
     def settle(self, version: Path, manifest: Manifest, name: str) -> None:
         """Prepare the graph for `version` to be served under `name`."""
@@ -76,17 +75,19 @@ def choose_layout(layout: str, model_dir: Path | None, serving_root: str | None)
 class _Variables:
     """The layout whose stacks are variables that the checkpoint restores."""
 
-    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:
+    def check(self, version: Path, stacks: Sequence[StackPlan], array_keys: Mapping[str, str]) -> None:
         prefix = version / BUNDLE
         with Bundle.open(prefix) as bundle:
-            if unknown := set(stack_keys.values()) - graph_keys(bundle):
-                raise ExportError(f"bundle {prefix}: the saved graph restores no variable under {sorted(unknown)}.")
-        saved = _variable_shapes((version / GRAPH_FILE).read_bytes())
-        for stack in stacks:
-            if saved.get(stack.name) != stack.stored_shape:
+            if unknown := set(array_keys.values()) - graph_keys(bundle):
                 raise ExportError(
-                    f"stack {stack.name!r}: its data has shape {list(stack.stored_shape)}, but the graph's "
-                    f"variable has {list(saved.get(stack.name, ()))}."
+                    f"bundle {prefix}: the saved graph restores no variable under {', '.join(sorted(unknown))}."
+                )
+        saved = _variable_shapes((version / GRAPH_FILE).read_bytes())
+        for array in (array for stack in stacks for array in stack.arrays):
+            if saved.get(array.name) != array.shape:
+                raise ExportError(
+                    f"stack {array.name!r}: its data has shape {list(array.shape)}, but the graph's "
+                    f"variable has {list(saved.get(array.name, ()))}."
                 )
 
     def place(self, version: Path, files: Mapping[str, str]) -> None:
@@ -102,10 +103,10 @@ class _Mapped:
     def __init__(self, root: str) -> None:
         self._root = Path(root)
 
-    def check(self, version: Path, stacks: Sequence[StackPlan], stack_keys: Mapping[str, str]) -> None:  # noqa: ARG002 - only variables use the keys
-        files = {stack.file for stack in stacks}
+    def check(self, version: Path, stacks: Sequence[StackPlan], array_keys: Mapping[str, str]) -> None:  # noqa: ARG002 - only variables use the keys
+        planned = {MappedTensor(a.file, a.dtype, a.shape) for stack in stacks for a in stack.arrays}
+        files = {tensor.path for tensor in planned}
         saved = {tensor for tensor in mapped_tensors((version / GRAPH_FILE).read_bytes()) if tensor.path in files}
-        planned = {MappedTensor(s.file, STORAGES[s.storage].dtype.name, s.stored_shape) for s in stacks}
         if saved != planned:
             raise ExportError(f"the plan has the stacks {_listed(planned)}, but the graph maps {_listed(saved)}.")
 

@@ -47,9 +47,13 @@ def tables_key(plan: ExportPlan, source: Source) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def find_same_tables(model_dir: Path, key: str) -> SameTables | None:
-    """Return the newest complete version in `model_dir` whose tables have the key `key`, or None."""
-    return next((found for found in _versions(model_dir) if found.manifest.tables_key == key), None)
+def find_same_tables(model_dir: Path, key: str, *, finite: bool = False) -> SameTables | None:
+    """Return the newest complete version in `model_dir` whose tables have the key `key`, or None.
+
+    With `finite`, its tables must have been checked for NaN and infinities.
+    """
+    same = (found for found in _versions(model_dir) if found.manifest.tables_key == key)
+    return next((found for found in same if found.manifest.finite or not finite), None)
 
 
 def _versions(model_dir: Path) -> Iterator[SameTables]:

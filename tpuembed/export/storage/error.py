@@ -93,6 +93,21 @@ class TableError:
             f"cosine {self.cosine:.6f} (smallest {self.min_cosine:.6f}) of {self.sampled_rows:,} rows"
         )
 
+    def merged(self, other: "TableError") -> "TableError":
+        """Return the error of the rows of both, which are stored alike."""
+        rows, others = self.sampled_rows, other.sampled_rows
+        cosines = [(each.cosine, each.sampled_rows) for each in (self, other) if each.cosine is not None]
+        smallest = [each.min_cosine for each in (self, other) if each.min_cosine is not None]
+        total = sum(count for _, count in cosines)
+        return TableError(
+            storage=self.storage,
+            max_abs=max(self.max_abs, other.max_abs),
+            rms=float(np.sqrt((self.rms**2 * rows + other.rms**2 * others) / max(1, rows + others))),
+            cosine=sum(cosine * count for cosine, count in cosines) / total if total else self.cosine,
+            min_cosine=min(smallest, default=None),
+            sampled_rows=rows + others,
+        )
+
     @classmethod
     def of(cls, storage: str, sums: ErrorSums) -> "TableError":
         """Return the error of a table that is not stored exactly."""

@@ -19,7 +19,7 @@ from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_source
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["ErrorBound", "stream_tables", "table_errors"]
+__all__ = ["ErrorBound", "check_source", "stream_tables", "table_errors"]
 
 
 _BETTER: Final = {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}
@@ -58,7 +58,7 @@ def stream_tables(
     results = writer.results(streamed)
     by_index = _complete(plan, results)
     with open_source(source) as checkpoint:  # raises if the source has changed meanwhile
-        _check_source(checkpoint, plan, by_index)
+        check_source(checkpoint, plan, by_index)
     return StreamReport(
         folder=writer.tables,
         crc32c={
@@ -85,7 +85,7 @@ def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, Sha
     return by_index
 
 
-def _check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:
+def check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:
     """Raise CheckpointCorruptError if the rows read of a table do not have the checksum that the checkpoint records.
 
     A table of which only a part is exported is not checked, because that would mean reading all of it.

@@ -83,9 +83,10 @@ def export_key(plan: ExportPlan, source: Source) -> str:
     """Return a key that is equal for exports by this version of tpuembed whose shards are the same bytes in the same
     places.
 
-    Workers and memory are not in the key: an export that ran out of memory can be resumed with less of both.
+    Workers and memory are not in the key: an export that ran out of memory can be resumed with less of both. Nor is
+    `require_finite`: the record says which shards were checked.
     """
-    shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0} for task in plan.shards]
+    shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0, "require_finite": False} for task in plan.shards]
     stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
     facts = [FORMAT, tpuembed.__version__, dataclasses.asdict(source), plan.layout, stacks, shards]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

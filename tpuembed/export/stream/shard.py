@@ -23,6 +23,7 @@ from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.storage.encoders import UnstorableRowError
 from tpuembed.export.storage.error import ErrorSums, sample_step
+from tpuembed.export.storage.finite import first_not_finite
 from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
 from tpuembed.tensor_bundle import crc
 
@@ -91,6 +92,7 @@ class ShardResult:
         errors: fields of ErrorSums: the differences of stored values from float32.
         source_sums: fields of PartialChecksum by tensor, if the checkpoint has them; see Checkpoint.summed.
         tag: in a store, the ETag of the part with the shard.
+        is_finite: every value of the source was checked, and is finite.
     """
 
     index: int
@@ -103,6 +105,11 @@ class ShardResult:
     errors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source_sums: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     tag: str = ""
+    is_finite: bool = False
+
+    def fulfils(self, task: ShardTask) -> bool:
+        """Returns True if an export that has `task` may reuse the shard."""
+        return self.is_finite or not task.require_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +184,19 @@ def write_shard(
     write: Callable[[_Bytes, int], None],
     on_chunk: Callable[[int], None] = ignore,
     checkpoint: "Checkpoint | None" = None,
+    numbers: npt.NDArray[np.int64] | None = None,
 ) -> ShardResult:
-    """Call `write` with the bytes of the shard and their offset in the file, chunk by chunk. See `run_shard`."""
+    """Call `write` with the bytes of the shard and their offset in the file, chunk by chunk. See `run_shard`.
+
+    With `numbers`, sorted rows of the table in a checkpoint in memory, these are read alone and follow each other.
+    """
     started = time.monotonic()
     chunk = _Chunk(task, checkpoint or open_once(source))
     stored_crc = read_crc = written = 0
+    rows = range(task.start, task.stop) if numbers is None else numbers
     step = chunk.rows_at_once
-    for start in range(task.start, task.stop, step):
-        read, stored = chunk.load(start, min(start + step, task.stop))
+    for start in range(0, len(rows), step):
+        read, stored = chunk.load(rows[start : start + step])
         stored_crc = crc.extend(stored_crc, stored)
         read_crc = stored_crc if read is stored else crc.extend(read_crc, read)
         write(stored, task.file_offset + written)
@@ -199,6 +211,7 @@ def write_shard(
         peak_rss_bytes=peak_rss_bytes(),
         errors=dataclasses.asdict(chunk.errors),
         source_sums={key: (partial.checksum, partial.bytes) for key, partial in chunk.source_sums().items()},
+        is_finite=task.require_finite,
     )
 
 
@@ -254,23 +267,31 @@ class _Chunk:
             self._stored = np.empty((task.chunk_rows, self._codec.columns(task.dim)), self._codec.dtype)
             self._encoder = RowEncoder(task.storage, task.dim, quantization)
 
-    def load(self, start: int, stop: int) -> tuple[_Bytes, _Bytes]:
-        """Load rows [start, stop). Return the bytes read and the bytes to store, perhaps the same object; valid until
+    def load(self, numbers: range | npt.NDArray[np.int64]) -> tuple[_Bytes, _Bytes]:
+        """Load the rows `numbers`. Return the bytes read and the bytes to store, perhaps the same object; valid until
         the next call.
 
         Raises:
-            ExportError: the storage cannot hold a row.
+            ExportError: the storage cannot hold a row, or it must be finite and is not.
         """
-        rows = self._read[: stop - start]
-        if self._reader is None:
-            self._checkpoint.read_into(self._task.table, start, rows)
+        rows = self._read[: len(numbers)]
+        if not isinstance(numbers, range):
+            self._checkpoint.read_numbers(self._task.table, numbers, rows)
+        elif self._reader is None:
+            self._checkpoint.read_into(self._task.table, numbers.start, rows)
         else:
-            self._reader.read_into(start, rows)
+            self._reader.read_into(numbers.start, rows)
+        if self._task.require_finite and (index := first_not_finite(rows)) is not None:
+            value = next(value for value in rows[index].astype(np.float32) if not np.isfinite(value))
+            raise ExportError(
+                f"table {self._task.table!r}: row {numbers[index]} contains {value}. Find out why training produced this "
+                "value. To export it all the same, turn require_finite off."
+            )
         if self._stored is None:
             read = _bytes_of(rows)
             return read, read
-        stored = self._stored[: stop - start]
-        self._store(rows, stored, start)
+        stored = self._stored[: len(numbers)]
+        self._store(rows, stored, numbers)
         return _bytes_of(rows), _bytes_of(stored)
 
     @property
@@ -282,12 +303,12 @@ class _Chunk:
         """Return the checksums of what was read of the checkpoint's tensors, if it has them; see Checkpoint.summed."""
         return {} if self._reader is None else dict(self._reader.sums())
 
-    def _store(self, rows: _Array, stored: _Array, start: int) -> None:
+    def _store(self, rows: _Array, stored: _Array, numbers: range | npt.NDArray[np.int64]) -> None:
         try:
             worst = self._encoder.encode(rows, stored)
         except UnstorableRowError as unstorable:
             raise ExportError(
-                f"table {self._task.table!r}: row {start + unstorable.index} contains {unstorable}. Store this "
+                f"table {self._task.table!r}: row {numbers[unstorable.index]} contains {unstorable}. Store this "
                 "table as float32, or find out why training produced this value."
             ) from None
         if not self._task.row_format.is_exact:

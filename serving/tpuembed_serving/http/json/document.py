@@ -127,7 +127,14 @@ def _count_members(root: dict[str, Any]) -> int:
             count += sum([len(row) for row in value if type(row) is dict])
         elif key in _OBJECTS and type(value) is dict:
             count += len(value)
+        elif key in _TENSORS and type(value) is list and value and type(value[0]) is dict:
+            rows = [row for row in value if type(row) is dict]
+            count += sum([len(row) + _size(row.get("parameters")) for row in rows])
     return count
+
+
+def _size(value: Any) -> int:
+    return len(value) if type(value) is dict else 0
 
 
 def _parse_loosely(body: bytes, *, is_all: bool = False) -> Any:
@@ -220,7 +227,9 @@ def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _LISTS = frozenset({"instances", "examples"})
-_OBJECTS = frozenset({"inputs", "context"})
+_OBJECTS = frozenset({"inputs", "context", "parameters"})
+_TENSORS = frozenset({"inputs", "outputs"})
+"""The lists of the Open Inference Protocol."""
 _LEVELS = 1000
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _STRINGS = re.compile(_STRING, re.DOTALL)

@@ -33,9 +33,9 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
     with FolderWriter(tmp_path / "model", plan, ExportOptions(), source) as writer:
         streamed = stream_tables(source, writer, choose_engine("local", 1))
         graph = save_gathers(plan, writer.path)
-        keys = dict(graph.stack_keys)
+        keys = dict(graph.array_keys)
         change(streamed, keys)
-        path = assemble(writer, streamed, dataclasses.replace(graph, stack_keys=keys), {})
+        path = assemble(writer, streamed, dataclasses.replace(graph, array_keys=keys), {}, {})
     assert isinstance(path, Path)
     return path
 
@@ -48,7 +48,7 @@ def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
         streamed = stream_tables(source, writer, choose_engine("local", 1))
         graph = save_gathers(other, writer.path)
         with refused(ExportError, match="stack 'stack_float32_4'"):
-            assemble(writer, streamed, graph, {})
+            assemble(writer, streamed, graph, {}, {})
 
 
 def published(tmp_path: Path) -> list[str]:

@@ -29,7 +29,9 @@ def names(folder: Path) -> list[str]:
 def commit(model_dir: Path, version: int | None = None, content: str = "x") -> Path:
     with version_writer(model_dir, version) as staging:
         (staging.path / "saved_model.pb").write_text(content)
-        return staging.publish()
+        path = staging.publish()
+        assert isinstance(path, Path)
+        return path
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,10 @@ class Echo:
 class Request:
     """A prediction of these inputs. Notes the thread of each step; `busy` is called in each."""
 
+    model = "m"
     output_bytes = 100
+    log_type = "predict_log"
+    is_log_message = False
 
     def __init__(
         self, *inputs: Array, busy: Callable[[str, Check], None] = lambda *_: None, sig: Any = SIGNATURE

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tpuembed.lookup import OUTSIDE, Span, outside_texts
+from tpuembed.id_messages import Span, outside_texts
+from tpuembed.lookup import OUTSIDE
 from tpuembed_serving.core.status import Code, StatusError, of_later_rows, plain_message
 
 SENTENCE = (

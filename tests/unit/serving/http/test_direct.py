@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving.doubles import DoublingServable, make_version, wait_for
+from tests.support.serving.doubles import DoublingServable, EchoServable, make_version, wait_for
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.api_keys import ApiKeys
@@ -24,10 +24,12 @@ from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.http import server as http_server
 from tpuembed_serving.http.direct import DirectCycle, DirectPredict
 from tpuembed_serving.http.endpoint import Reply
+from tpuembed_serving.http.platforms import PlatformApi
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.workers.stopping import Stop
 
 TARGET = "/v1/models/m:predict"
+ROUTE = "/v1/endpoints/7:predict"
 ANSWER = b'{\n    "predictions": [2, 4\n    ]\n}'
 BODY = b'{"instances": [1, 2]}'
 
@@ -37,7 +39,7 @@ class Running:
 
     def __init__(self, folder: Path, servable: DoublingServable, **options: Any) -> None:
         make_version(folder / "m", 1)
-        options = {"max_body_bytes": 1_000_000, "drain_seconds": 10, **options}
+        options = {"max_body_bytes": 1_000_000, "drain_seconds": 10, "predict_route": ROUTE, **options}
         settings = ServerSettings.for_model_dir(folder / "m", **options)
         self.app = create_app(settings, load=lambda _: servable, load_first=True)
         self.by_asgi = 0
@@ -164,9 +166,12 @@ _OWN = ("time", "request_id", "stages_ms")
         b"{",
         b"",
         b'{"signature_name": "none", "instances": [1]}',
+        b'{"instances": [1], "parameters": {"top_k": 1}}',
     ],
 )
-@pytest.mark.parametrize("target", [TARGET, "/v1/models/m/versions/1:predict", "/v1/models/other:predict"])
+@pytest.mark.parametrize(
+    "target", [TARGET, "/v1/models/m/versions/1:predict", "/v1/models/other:predict", "/invocations", ROUTE]
+)
 @pytest.mark.parametrize("headers", [(), (b"x-request-id: abc",), (b"x-request-id: a b", b"x-request-id: c")])
 def test_is_what_asgi_answers(steady: Running, body: bytes, target: str, headers: tuple[bytes, ...]) -> None:
     # The last request of a connection says so, and goes by ASGI.
@@ -185,6 +190,10 @@ def test_is_what_asgi_answers(steady: Running, body: bytes, target: str, headers
     [
         (request(), 0),
         (request(BODY, b"Connection: Keep-Alive", b"accept: */*"), 0),
+        (request(target="/invocations"), 0),
+        (request(target=ROUTE), 0),
+        (request(target="/invocations?x=1"), 1),
+        (request(target="/invocations/"), 1),
         (request(target="/v1/models/m:PREDICT"), 1),
         (request(target="/v1/models/m:predict?x=1"), 1),
         (request(target="/v1/models/m/versions/99999999999999999999:predict"), 1),
@@ -404,7 +413,8 @@ class Answers:
         self.responds: list[Callable[[bytes | Exception], None]] = []
         self.given_up = 0
 
-    def start(self, _: Any, __: bytes, respond: Callable[[bytes | Exception], None], record: Any) -> Any:
+    def start(self, prediction: Any, _: bytes, respond: Callable[[bytes | Exception], None], record: Any) -> Any:
+        prediction._version = 1  # as its `encode` would
         self.responds.append(respond)
         return types.SimpleNamespace(is_over=False, record=record)
 
@@ -426,6 +436,7 @@ class Connection:
 
 
 SILENT: Any = types.SimpleNamespace(observes=False)
+UNREAD: Any = None
 
 
 def begun(direct: DirectPredict, count: int) -> tuple[list[Connection], list[DirectCycle]]:
@@ -442,7 +453,7 @@ def test_answers_of_one_turn_leave_together() -> None:
 
     async def scenario() -> None:
         pipeline: Any = Answers()
-        connections, _ = begun(DirectPredict(pipeline, SILENT), 3)
+        connections, _ = begun(DirectPredict(pipeline, SILENT, PlatformApi(pipeline, UNREAD, None, None)), 3)
         for respond in pipeline.responds[:2]:
             respond(b"{}")
         assert [len(one.written) for one in connections] == [0, 0, 0]
@@ -457,7 +468,7 @@ def test_answers_of_one_turn_leave_together() -> None:
 def test_an_answer_that_cannot_be_sent_loses_no_other(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         pipeline: Any = Answers()
-        connections, _ = begun(DirectPredict(pipeline, SILENT), 2)
+        connections, _ = begun(DirectPredict(pipeline, SILENT, PlatformApi(pipeline, UNREAD, None, None)), 2)
         connections[0].transport.write = None
         for respond in pipeline.responds:
             respond(b"{}")
@@ -470,7 +481,7 @@ def test_an_answer_that_cannot_be_sent_loses_no_other(caplog: pytest.LogCaptureF
 def test_a_client_that_leaves_just_before_its_answer_gets_none() -> None:
     async def scenario() -> None:
         pipeline: Any = Answers()
-        direct = DirectPredict(pipeline, SILENT)
+        direct = DirectPredict(pipeline, SILENT, PlatformApi(pipeline, UNREAD, None, None))
         connections, cycles = begun(direct, 3)
         pipeline.responds[0](b"{}")
         cycles[0]._call.is_over = True  # type: ignore[union-attr]
@@ -503,3 +514,49 @@ def test_answers_that_nobody_reads_do_not_pile_up(steady: Running, monkeypatch: 
             if len(unread) < asked:
                 break
     assert 0 < max(unread) < 1_000_000
+
+
+INFER = "/v2/models/m/infer"
+IDS: dict[str, Any] = {"name": "ids", "shape": [2], "datatype": "INT64"}
+WORDS = {"name": "words", "shape": [1], "datatype": "BYTES", "data": ["a"]}
+BINARY = json.dumps({"inputs": [{**IDS, "parameters": {"binary_data_size": 16}}, WORDS]}).encode()
+AS_JSON = json.dumps({"inputs": [{**IDS, "data": [1, 2]}, WORDS], "id": "1"}).encode()
+BOTH_BINARY = AS_JSON.replace(b'"id"', b'"parameters": {"binary_data_output": true}, "id"')
+LENGTH = "Inference-Header-Content-Length"
+
+
+def test_inference_has_the_answers_that_it_has_by_asgi(tmp_path: Path) -> None:
+    server = Running(tmp_path, EchoServable())
+    size = {LENGTH: str(len(BINARY))}
+    cases: list[tuple[str, bytes, dict[str, str], int]] = [
+        (INFER, AS_JSON, {}, 200),
+        (INFER, BOTH_BINARY, {}, 200),
+        (f"{INFER}?x=1", BINARY + struct.pack("<2q", 1, 2), size, 200),
+        ("/v2/models/m/versions/1/infer", AS_JSON, {"x-request-id": "7"}, 200),
+        (INFER, BINARY + bytes(15), size, 400),
+        (INFER, BINARY, {}, 400),
+        (INFER, b"{", {}, 400),
+        (INFER, b"", {}, 400),
+        ("/v2/models/m/versions/2/infer", AS_JSON, {}, 404),
+        ("/v2/models/m/versions/none/infer", AS_JSON, {}, 400),
+    ]
+    try:
+        for target, body, headers, status in cases:
+            found = []
+            for more in ({}, {"Connection": "close"}):  # the second one goes by ASGI
+                with server.connection() as connection:
+                    connection.request("POST", target, body, {**headers, **more})
+                    reply = connection.getresponse()
+                    shown = {name.lower(): value for name, value in reply.headers.items()}
+                    found.append((reply.status, reply.read(), shown))
+            assert [one.pop("connection", None) for _, _, one in found] == [None, "close"]
+            assert [bool(one.pop("date")) for _, _, one in found] == [True, True]
+            assert found[0] == found[1]
+            assert found[0][0] == status
+        assert server.by_asgi == len(cases)
+        with server.connection() as connection:
+            connection.request("POST", INFER, AS_JSON, {LENGTH: "x"})
+            assert connection.getresponse().status == 400
+        assert server.by_asgi == len(cases) + 1
+    finally:
+        server.close()

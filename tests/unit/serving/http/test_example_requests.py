@@ -98,6 +98,34 @@ def test_the_first_row_of_the_first_recorded_request(tmp_path: Path) -> None:
     assert answer["predictions"] == [pytest.approx(10.1)]
 
 
+def test_each_signature_has_its_first_recorded_request(tmp_path: Path) -> None:
+    """Of records of several signatures; zeros for the one that has none."""
+    module = tf.Module()
+    for name in ("serving_default", "rank", "other"):
+        setattr(module, name, tf.function(lambda x: {"y": x}, input_signature=[Spec([None], tf.float32, "x")]))
+    names = ("serving_default", "rank", "other")
+    version = tmp_path / "m" / "1"
+    tf.saved_model.save(module, str(version), signatures={name: getattr(module, name) for name in names})
+    record(version, {"x": np.array([1, 9], np.float32)}, "rank")
+    for value, signature in ((2, "rank"), (3, "")):
+        more = tmp_path / "more" / str(value)
+        more.mkdir(parents=True)
+        record(more, {"x": np.array([value], np.float32)}, signature)
+        with (version / WARMUP_PATH).open("ab") as file:
+            file.write((more / WARMUP_PATH).read_bytes())
+    app = create_app(ServerSettings.for_model_dir(version.parent))
+    with running(app):
+        wait_until_ready(app)
+        found = json.loads(send(app, "GET", "/console/signatures?model=m&version=1").body)["signatures"]
+        examples = {one["name"]: json.loads(one["example"]) for one in found}
+        answers = {
+            name: json.loads(send(app, "POST", "/v1/models/m:predict", json.dumps(body)).body)["predictions"]
+            for name, body in examples.items()
+        }
+    assert answers == {"serving_default": [3.0], "rank": [1.0], "other": [0.0]}
+    assert found[0]["inputs"] == [{"name": "x", "dtype": "float", "shape": [-1]}]
+
+
 def test_a_record_that_json_does_not_have_is_no_example(tmp_path: Path) -> None:
     version = save(tmp_path, lambda x: {"y": x}, Spec([None], tf.float32, "x"))
     record(version, {"x": np.array([np.nan], np.float32)})

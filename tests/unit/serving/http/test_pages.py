@@ -13,6 +13,8 @@ import pytest
 from tests.support.serving.asgi import running, send, wait_until_ready
 from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version
 from tpuembed_serving import AllVersions, ModelSettings, ServerSettings, create_app
+from tpuembed_serving.core.api_keys import ApiKeys
+from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp
 
@@ -35,6 +37,18 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingApp]:
     with running(app):
         wait_until_ready(app)
         yield app
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/predict", "there is no /predict. /docs and /openapi.json have the routes of this server"),
+        ("/monitoring/prometheus/metrics", "there are no metrics here. Start the server with --metrics"),
+    ],
+)
+def test_a_wrong_path_gets_a_hint(app: ServingApp, path: str, error: str) -> None:
+    reply = send(app, "GET", path)
+    assert (reply.status, reply.error) == (404, error)
 
 
 def test_models_are_listed_with_versions_states_and_labels(app: ServingApp) -> None:
@@ -81,8 +95,8 @@ def test_the_documentation_loads_nothing_from_elsewhere(app: ServingApp) -> None
     assert "http://" not in page
     assert "https://" not in page
     paths = re.findall(r'(?:src|href)="([^"]+)"', page)
-    assert len(paths) == 3
-    assert asyncio.run(statuses(app, paths)) == [200, 200, 200]
+    assert len(paths) == 5
+    assert asyncio.run(statuses(app, paths)) == [200] * 5
 
 
 async def statuses(app: ServingApp, paths: list[str]) -> list[int]:
@@ -93,7 +107,8 @@ async def statuses(app: ServingApp, paths: list[str]) -> list[int]:
 
 def test_the_documentation_names_its_schema(app: ServingApp) -> None:
     page = send(app, "GET", "/docs")
-    assert (page.status, b"openapi.json" in page.body) == (200, True)
+    assert page.status == 200
+    assert b"openapi.json" in send(app, "GET", "/docs/docs.js").body
     assert json.loads(send(app, "GET", "/openapi.json").body)["openapi"].startswith("3.")
 
 
@@ -109,6 +124,50 @@ def test_every_route_has_a_schema_and_examples(app: ServingApp, base: str) -> No
     assert "get" in paths[f"/v1/models/{{model}}{base}"]
     assert "get" in paths[f"/v1/models/{{model}}{base}/metadata"]
     assert "get" in paths["/models"]
+
+
+def test_the_document_has_the_models_tags_and_names(app: ServingApp) -> None:
+    document = json.loads(send(app, "GET", "/openapi.json").body)
+    operations = [(path, operation) for path, item in document["paths"].items() for operation in item.values()]
+    assert {tag["name"] for tag in document["tags"]} == {tag for _, one in operations for tag in one["tags"]}
+    names = [one["operationId"] for _, one in operations]
+    assert len(names) == len(set(names))
+    assert {"predict", "classify_version", "regress_label", "status", "metadata_version", "list_models"} <= set(names)
+    for path, operation in operations:
+        if "{model}" in path:
+            assert operation["parameters"][0]["schema"]["enum"] == ["a", "b c"]
+    assert "security" not in document
+    assert "securitySchemes" not in document.get("components", {})
+
+
+def test_models_that_are_added_later_are_in_the_document(app: ServingApp, tmp_path: Path) -> None:
+    models = list(app.settings.models)
+    make_version(tmp_path / "c", 1)
+    try:
+        app.repository.reload([*models, ModelSettings(name="c", base_path=tmp_path / "c")])
+        document = json.loads(send(app, "GET", "/openapi.json").body)
+    finally:
+        app.repository.reload(models)
+    (parameter,) = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
+    assert parameter["schema"]["enum"] == ["a", "b c", "c"]
+
+
+def test_a_document_with_keys_says_how_they_are_sent(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    key = "the-key-of-this-test-0123456789"
+    security = SecuritySettings(api_keys=ApiKeys([("test", key)]))
+    settings = ServerSettings.for_model_dir(tmp_path / "m", security=security)
+    app = create_app(settings, load=lambda _: DoublingServable())
+    document = json.loads(send(app, "GET", "/openapi.json", x_api_key=key).body)
+    assert document["components"]["securitySchemes"] == {
+        "ApiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        "Bearer": {"type": "http", "scheme": "bearer"},
+    }
+    assert document["security"] == [{"ApiKey": []}, {"Bearer": []}]
+    open_paths = {
+        path for path, item in document["paths"].items() for one in item.values() if one.get("security") == []
+    }
+    assert open_paths == {"/healthz", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready"}
 
 
 def test_a_request_id_comes_back(app: ServingApp) -> None:

@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(guarded_http, "_CHECK_SECONDS", 0.05)
-    running = Server(uvicorn.Config(app, http=protocol_class(LIMITS), log_level="critical", lifespan="off"))
+    running = Server(uvicorn.Config(app, http=protocol_class(LIMITS), log_config=None, lifespan="off"))
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()

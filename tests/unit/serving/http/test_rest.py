@@ -40,7 +40,12 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingApp]:
 def test_predict_is_found(app: ServingApp, target: str) -> None:
     reply = send(app, "POST", target, FULL, content_type="text/plain")
     assert (reply.status, reply.body) == (200, b'{\n    "predictions": [2\n    ]\n}')
-    assert reply.headers == {b"content-type": b"application/json", b"content-length": b"%d" % len(reply.body)}
+    length = b"%d" % len(reply.body)
+    assert reply.headers == {
+        b"content-type": b"application/json",
+        b"content-length": length,
+        b"x-model-version": b"7",
+    }
 
 
 @pytest.mark.parametrize(

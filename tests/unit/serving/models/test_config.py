@@ -107,8 +107,8 @@ SOUND = 'base_path: "/m" model_platform: "tensorflow"'
             f"field {CONFIG}.base_path: Expected model m to have an absolute path or URI; got base_path()=",
         ),
         (
-            'model_platform: "tensorflow"\nbase_path: "s3://b/m"',
-            f"field {CONFIG}.base_path: Model m: base_path is s3://b/m. Only local folders are served",
+            'model_platform: "tensorflow"\nbase_path: "http://b/m"',
+            f"field {CONFIG}.base_path: Model m: URL http://b/m: scheme 'http' is not supported.",
         ),
         (
             'base_path: "/m"\nmodel_platform: "torch"',
@@ -130,7 +130,7 @@ SOUND = 'base_path: "/m" model_platform: "tensorflow"'
         ),
         (
             f"{SOUND}\nlogging_config {{ sampling_config {{ sampling_rate: 1 }} }}",
-            f"field {CONFIG}.logging_config: model m: this server does not log requests",
+            f"field {CONFIG}.logging_config.log_collector_config.filename_prefix: model m: filename_prefix is ''",
         ),
         (
             f"{SOUND}\nmodel_version_policy {{\n specific {{}} }}",

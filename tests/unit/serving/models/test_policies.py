@@ -48,6 +48,10 @@ def base_path(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
+def settings_of(base_path: Path, policy: VersionPolicy, labels: dict[str, int] | None = None) -> ModelSettings:
+    return ModelSettings(name="m", base_path=base_path, policy=policy, labels=labels or {})
+
+
 def serve(
     base_path: Path,
     loader: FakeLoader,
@@ -55,7 +59,7 @@ def serve(
     labels: dict[str, int] | None = None,
     allow: bool = False,
 ) -> ServedModel:
-    settings = ModelSettings(name="m", base_path=base_path, policy=policy, labels=labels or {})
+    settings = settings_of(base_path, policy, labels)
     options = LoadSettings(labels_for_unavailable=allow)
     return ServedModel(settings, loader, lambda: None, options=options)
 
@@ -92,7 +96,7 @@ def test_an_old_version_serves_until_one_of_the_wanted_does(base_path: Path, loa
     publish(base_path, 1)
     model = serve(base_path, loader, LatestVersions(2))
     model.poll()
-    model.configure(SpecificVersions(frozenset({2, 3})))
+    model.configure(settings_of(base_path, SpecificVersions(frozenset({2, 3}))))
     publish(base_path, 2, 3)
     loader.broken = {"2": StatusError(Code.DATA_LOSS, "torn"), "3": StatusError(Code.DATA_LOSS, "torn")}
     model.poll()
@@ -120,10 +124,10 @@ def test_another_policy_loads_and_unloads(base_path: Path, loader: FakeLoader) -
     publish(base_path, 1, 2, 3)
     model = serve(base_path, loader, AllVersions())
     model.poll()
-    model.configure(SpecificVersions(frozenset({1})))
+    model.configure(settings_of(base_path, SpecificVersions(frozenset({1}))))
     model.poll()
     assert available(model) == {1}
-    model.configure(LatestVersions())
+    model.configure(settings_of(base_path, LatestVersions()))
     model.poll()
     assert available(model) == {3}
     assert loader.calls == ["3", "2", "1", "3"]

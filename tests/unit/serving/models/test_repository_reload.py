@@ -111,8 +111,8 @@ def test_a_new_model_without_versions_or_without_a_folder(
 
 
 def test_another_policy(repository: ModelRepository, first: ModelSettings, tmp_path: Path) -> None:
-    make_version(first.base_path, 2)
-    make_version(first.base_path, 3)
+    make_version(Path(first.base_path), 2)
+    make_version(Path(first.base_path), 3)
     repository.reload([ModelSettings(name="m", base_path=first.base_path, policy=AllVersions())])
     assert states(repository, "m") == {1: State.AVAILABLE, 2: State.AVAILABLE, 3: State.AVAILABLE}
     policy = SpecificVersions(frozenset({2}))
@@ -131,7 +131,7 @@ def test_labels_move_and_a_bad_one_changes_nothing(
     def labels(**versions: int) -> ModelSettings:
         return ModelSettings(name="m", base_path=first.base_path, policy=AllVersions(), labels=versions)
 
-    make_version(first.base_path, 2)
+    make_version(Path(first.base_path), 2)
     repository.reload([labels()])
     repository.reload([labels(stable=1, canary=2)])
     assert (served(repository, "m", "stable"), served(repository, "m", "canary")) == (1, 2)
@@ -172,7 +172,7 @@ def test_another_folder_serves_once_a_version_of_it_is_loaded(
     with repository.lease("m", None) as loaded:
         assert loaded.servable is before
     loader.broken.clear()
-    (moved.base_path / "1" / "saved_model.pb").write_bytes(b"whole")
+    (Path(moved.base_path) / "1" / "saved_model.pb").write_bytes(b"whole")
     repository.reload([moved])
     with repository.lease("m", 1) as loaded:
         assert loaded.servable is loader.loaded["1"] is not before
@@ -242,7 +242,7 @@ def test_every_change_of_state_is_told(first: ModelSettings, loader: FakeLoader,
     watched = ModelRepository([first], loader, poll_seconds=3600, changed=note)
     watched.start()
     wait_for(lambda: watched.ready)
-    make_version(first.base_path, 2)
+    make_version(Path(first.base_path), 2)
     watched.reload([first])
     watched.stop()
     up = [{1: State.LOADING}, {1: State.AVAILABLE}]

@@ -147,6 +147,13 @@ def test_what_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch, variable
 
 
 @needs_sdk
+@needs_sdk
+def test_routes_that_name_no_model() -> None:
+    for path in (b"/invocations", b"/predict?x=1"):
+        route = path.partition(b"?")[0].decode()
+        assert spans(record(path=path))[f"POST {route}"].attributes["tpuembed.model"] == "m"
+
+
 def test_a_service_has_a_name_of_its_own() -> None:
     provider = make_provider()
     assert provider.resource.attributes["service.name"] == "tpuembed-serving"

@@ -60,7 +60,7 @@ def test_every_setting_of_a_model_is_in_the_config_and_in_the_container(tmp_path
         )
     )
     for model in models:
-        model.base_path.mkdir()
+        Path(model.base_path).mkdir()
     _, config, compose = parts(tf_serving_files(ServerSettings(models=models)))
     assert parse_models(config, "printed") == models
     (service,) = compose["services"].values()

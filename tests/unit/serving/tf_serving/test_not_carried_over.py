@@ -62,10 +62,14 @@ def test_an_option_without_a_flag_is_named_on_stderr(option: str, model_dir: Pat
     values: dict[str, tuple[str | Path, ...]] = {
         "--api-key-file": (tmp_path / "keys",), "--access-log": ("-",), "--host": ("127.0.0.1",),
         "--workers": ("2",), "--max-json-depth": ("2000",), "--log-format": ("json",),
-        **dict.fromkeys(("--quiet", "--verbose"), ()),
+        "--lookups": ("tensorflow",),
+        **dict.fromkeys(("--quiet", "--verbose", "--no-console"), ()),
         **dict.fromkeys(("--metrics", "--otel", "--no-grpc", "--prewarm", "--random-access", "--verify-on-load"), ()),
     }  # fmt: skip
+    values["--default-model"] = (model_dir.name,)
     given: tuple[str | Path, ...] = (option, *values.get(option, ("3",)))
+    if option == "--cache-bytes":
+        given = ("--cache-dir", tmp_path / "cache", *given)
     if option.startswith("--tls"):
         authority = trustme.CA()
         issued = authority.issue_cert("localhost")
@@ -79,6 +83,15 @@ def test_an_option_without_a_flag_is_named_on_stderr(option: str, model_dir: Pat
     assert option not in done.stdout
 
 
+def test_routes_of_vertex_ai_are_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/health")
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")
+    assert run(model_dir).stderr.splitlines() == [
+        "not carried over: AIP_HEALTH_ROUTE (TensorFlow Serving has no route /health)",
+        "not carried over: AIP_PREDICT_ROUTE (TensorFlow Serving has no route /predict)",
+    ]
+
+
 def test_without_such_options_stderr_is_empty(model_dir: Path) -> None:
     assert run(model_dir).stderr == ""
     carried = "--name n --rest-port 1 --grpc-port 2 --poll-seconds 3 --rest-timeout-ms 4 --max-load-retries 5"
@@ -90,6 +103,21 @@ def test_without_such_options_stderr_is_empty(model_dir: Path) -> None:
     assert flags["rest_api_enable_cors_support"] == "true"
     assert flags["enable_per_model_batching_parameters"] == "true"
     assert "Note" not in done.stdout
+
+
+def test_request_logging_is_named_on_stderr(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "models.config"
+    logging = (
+        'logging_config { log_collector_config { filename_prefix: "/logs/m" } sampling_config { sampling_rate: 1 } }'
+    )
+    path.write_text(
+        f'model_config_list {{ config {{ name: "m" base_path: "{model_dir}" model_platform: "tensorflow" {logging} }} }}'
+    )
+    done = run(None, "--config", path)
+    assert done.stderr == (
+        "not carried over: logging_config of model m (TensorFlow Serving's binary has no log collector)\n"
+    )
+    assert "logging_config" not in done.stdout
 
 
 def test_values_that_are_not_the_same_there(model_dir: Path, tmp_path: Path) -> None:

@@ -251,8 +251,9 @@ class StoreWriter(VersionWriter):
 
 
 def _tag_of(part: StackPart, results: Mapping[int, ShardResult]) -> str:
-    """Return the ETag of the part if all its shards have the same one; empty otherwise."""
-    tags = {results[shard.index].tag if shard.index in results else "" for shard in part.batch.shards}
+    """Return the ETag of the part if all its shards have the same one and can be reused; empty otherwise."""
+    found = [(results.get(shard.index), shard) for shard in part.batch.shards]
+    tags = {result.tag if result and result.fulfils(shard) else "" for result, shard in found}
     return tags.pop() if len(tags) == 1 else ""
 
 

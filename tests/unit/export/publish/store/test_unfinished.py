@@ -214,3 +214,13 @@ def test_a_reservation_that_outlived_its_version_is_removed(server: S3, bucket: 
     assert export(f"s3://{bucket}/m", prefix)[0] == f"s3://{bucket}/m/2"
     assert {key: server.get(bucket, key) for key in server.keys(bucket, "m/1/")} == before
     assert leftovers(server, bucket) == []
+
+
+def test_parts_that_were_not_checked_are_streamed_again(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
+    fail_half_way(proxy, f"s3://{bucket}/m", prefix)
+    plan = plan_of(prefix, require_finite=True)
+    with stage(f"s3://{bucket}/m", plan, prefix) as staging:
+        assert fill(staging, plan, prefix).bytes_reused == 0
+        staging.publish()
+    assert_complete(server, bucket, "m/1")
+    assert leftovers(server, bucket) == []

@@ -12,11 +12,13 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Final, NamedTuple
 
+import google_crc32c
+
 from tpuembed.protobuf import MalformedError, UnsupportedError, read_varint, shown, varint
-from tpuembed.tensor_bundle import crc
 
-__all__ = ["read_table", "write_table"]
+__all__ = ["mask", "read_table", "write_table"]
 
+_MASK_DELTA: Final = 0xA282EAD8
 _MAGIC: Final = 0xDB4775248B80FB57
 _FOOTER_BYTES: Final = 48
 _TRAILER_BYTES: Final = 5
@@ -33,6 +35,11 @@ class _Handle(NamedTuple):
 
     offset: int
     size: int
+
+
+def mask(crc: int) -> int:
+    """Return the stored form of `crc`: rotated and shifted, so that a CRC over bytes that contain CRCs stays strong."""
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def read_table(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
@@ -81,7 +88,7 @@ def _block(file: BinaryIO, file_size: int, handle: _Handle) -> bytes:
         raise MalformedError(f"a block should be at bytes [{handle.offset}, {end}) of {file_size}")
     data = _read(file, handle.offset, handle.size + _TRAILER_BYTES)
     stored = int.from_bytes(data[-4:], "little")
-    actual = crc.mask(crc.value(data[:-4]))
+    actual = mask(google_crc32c.value(data[:-4]))
     if stored != actual:
         raise MalformedError(
             f"the block at byte {handle.offset} has CRC {actual:#010x}, but its trailer has {stored:#010x}"
@@ -135,7 +142,7 @@ def _write_block(file: BinaryIO, items: list[tuple[bytes, bytes]]) -> bytes:
     offset = file.tell()
     block = _encode_block(items)
     typed = block + b"\0"
-    file.write(typed + struct.pack("<I", crc.mask(crc.value(typed))))
+    file.write(typed + struct.pack("<I", mask(google_crc32c.value(typed))))
     return varint(offset) + varint(len(block))
 
 

@@ -1,0 +1,1 @@
+"""Measures servers under load: the requests, the clients, the server's processes."""

@@ -1,0 +1,431 @@
+/* Pooled lookups: the activations of all features of a request in one call.
+ *
+ * A feature has a table, which is a part of a stack of stored rows. A call gives each feature's ids, and takes its
+ * activations. Rows come from memory at random, so the row of an id is found and prefetched AHEAD ids before it is added,
+ * across examples and features. Numbers are those of TensorFlow's graph (tpuembed/export/graph): one id gives the same bits,
+ * sums are added in another order. No operation is contracted: compile with -ffp-contract=off.
+ *
+ * The caller owns all memory. It guarantees what `tpuembed/native_lookup.py` checks: pointers of the sizes that the fields
+ * say, and a dim, rows and hot that are not negative. Ids may be any numbers, and may change while a call reads them.
+ *
+ * C11. No operating system, no allocation, no thread: callers divide the examples into slices of their own.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "stored rows are little-endian"
+#endif
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#define PREFETCH(place) __builtin_prefetch(place, 0, 3)
+#define PREFETCH_TO_WRITE(place) __builtin_prefetch(place, 1, 3)
+#define POPCOUNT(bits) __builtin_popcountll(bits)
+#define EXPORT __attribute__((visibility("default")))
+#else
+#error "needs GCC or Clang"
+#endif
+
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8 };
+enum { ONE_ID, LIST, SEQUENCE };
+enum { SUM, MEAN, SQRTN };
+enum { FAIL, ZEROS, ROW };
+enum { OK, OUTSIDE, DAMAGED };
+
+#define PADDING (-1)
+#define AHEAD 16 /* ids between the prefetch of a row and its use */
+#define RING 32  /* a power of two above AHEAD */
+#define LINE 64
+#define MAX_PREFETCH 1024 /* bytes of a row; the processor fetches the rest of a long row by itself */
+#define LOCAL 256         /* sums of at most this width are kept on the stack */
+
+/* All fields have 8 bytes, so that every compiler and ctypes agree on the layout. */
+
+struct feature {
+    const unsigned char *rows; /* of the stack's file, stored rows of row_bytes each */
+    const unsigned char *overlay; /* rows that replace those of the file; NULL if there are none */
+    const uint64_t *words; /* bit n % 32 of word n / 32: row n of the stack is in the overlay. Upper half: OverlayEntry */
+    int64_t overlay_rows;
+    int64_t storage, dim, row_bytes;
+    int64_t first_id, ids; /* the ids [first_id, first_id + ids) are rows */
+    int64_t row_offset; /* the first one is this row of the stack */
+    int64_t base_row_offset, base_rows; /* rows [0, base_rows) of the table are at this row of the file */
+    int64_t kind, combiner, length; /* length: of a sequence */
+    int64_t policy, policy_row; /* of ids outside; policy_row counts from the table's first row */
+};
+
+struct input {
+    const int64_t *ids; /* [examples, hot], with id_stride elements from one example to the next */
+    int64_t id_stride, hot;
+    const float *weights; /* as ids; NULL stands for 1 */
+    int64_t weight_stride;
+    float *out; /* [examples, dim], or [examples, length, dim] of a sequence */
+    int64_t out_stride;
+};
+
+struct place {
+    int64_t example, id;
+};
+
+/* ---- ids */
+
+INLINE int64_t columns_of(const struct feature *feature, const struct input *input) {
+    if (feature->kind == SEQUENCE) return input->hot < feature->length ? input->hot : feature->length;
+    return input->hot;
+}
+
+INLINE int is_outside(const struct feature *feature, int64_t id) {
+    int is_row = (uint64_t)id - (uint64_t)feature->first_id < (uint64_t)feature->ids;
+    return !is_row & !((feature->kind != ONE_ID) & (id == PADDING));
+}
+
+INLINE int any_outside(const struct feature *feature, const int64_t *ids, int64_t count, int64_t stride) {
+    uint64_t first = (uint64_t)feature->first_id, rows = (uint64_t)feature->ids;
+    uint64_t padded = feature->kind != ONE_ID, found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t id = (uint64_t)ids[i * stride];
+        found |= (uint64_t)(id - first >= rows) & (uint64_t)!(padded & (id == (uint64_t)PADDING));
+    }
+    return found != 0;
+}
+
+INLINE int has_outside(const struct feature *feature, const struct input *input, int64_t begin, int64_t end) {
+    int64_t columns = columns_of(feature, input), stride = input->id_stride;
+    const int64_t *ids = input->ids;
+    if (feature->policy != FAIL || columns == 0) return 0;
+    if (columns == 1 && stride != 1) return any_outside(feature, ids + begin * stride, end - begin, stride);
+    if (columns == stride) return any_outside(feature, ids + begin * stride, (end - begin) * columns, 1);
+    for (int64_t example = begin; example < end; example++)
+        if (any_outside(feature, ids + example * stride, columns, 1)) return 1;
+    return 0;
+}
+
+/* ---- rows */
+
+static const unsigned char NOTHING[1]; /* stands for the row of an id that a policy makes zeros */
+
+struct cursor { /* walks over all ids of all features, AHEAD of the sums */
+    const struct feature *feature;
+    const struct input *input;
+    const int64_t *ids; /* of the example */
+    int64_t features_left, example, column, columns;
+    int is_damaged;
+};
+
+/* Return the row of an id: NULL for padding, NOTHING for zeros. */
+INLINE const unsigned char *find_row(const struct feature *feature, int64_t id, int *is_damaged) {
+    uint64_t row = (uint64_t)id - (uint64_t)feature->first_id;
+    if (row >= (uint64_t)feature->ids) {
+        if (id == PADDING && feature->kind != ONE_ID) return NULL;
+        if (feature->policy != ROW) return NOTHING;
+        row = (uint64_t)feature->policy_row;
+    }
+    if (feature->overlay != NULL) {
+        uint64_t stacked = (uint64_t)feature->row_offset + row;
+        uint64_t word = feature->words[stacked / 32], bit = (uint64_t)1 << stacked % 32;
+        if (word & bit) {
+            uint64_t rank = (uint64_t)(int64_t)((int32_t)(word >> 32) + POPCOUNT(word & (2 * bit - 1)));
+            if (rank < (uint64_t)feature->overlay_rows) return feature->overlay + rank * (uint64_t)feature->row_bytes;
+            *is_damaged = 1;
+            return NOTHING;
+        }
+        if (row >= (uint64_t)feature->base_rows) {
+            *is_damaged = 1;
+            return NOTHING;
+        }
+    }
+    return feature->rows + ((uint64_t)feature->base_row_offset + row) * (uint64_t)feature->row_bytes;
+}
+
+INLINE void next_feature(struct cursor *cursor, int64_t begin) {
+    while (cursor->features_left > 0) {
+        cursor->columns = columns_of(cursor->feature, cursor->input);
+        if (cursor->columns > 0) break;
+        cursor->feature++, cursor->input++, cursor->features_left--;
+    }
+    if (cursor->features_left == 0) return;
+    cursor->example = begin, cursor->column = 0;
+    cursor->ids = cursor->input->ids + begin * cursor->input->id_stride;
+}
+
+INLINE const unsigned char *next_row(struct cursor *cursor, int64_t begin, int64_t end) {
+    if (cursor->features_left == 0) return NULL;
+    const unsigned char *row = find_row(cursor->feature, cursor->ids[cursor->column], &cursor->is_damaged);
+    if (row != NULL && row != NOTHING) {
+        int64_t bytes = cursor->feature->row_bytes;
+        int64_t most = bytes < MAX_PREFETCH ? bytes : MAX_PREFETCH;
+        for (int64_t byte = 0; byte < most; byte += LINE) PREFETCH(row + byte);
+        if (bytes % LINE) PREFETCH(row + bytes - 1);
+    }
+    if (++cursor->column == cursor->columns) {
+        cursor->column = 0;
+        cursor->ids += cursor->input->id_stride;
+        if (++cursor->example == end) {
+            cursor->feature++, cursor->input++, cursor->features_left--;
+            next_feature(cursor, begin);
+        }
+    }
+    return row;
+}
+
+/* ---- values */
+
+INLINE float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE float bfloat16_value(uint16_t stored) { return from_bits((uint32_t)stored << 16); }
+
+INLINE float float16_value(uint16_t stored) {
+    uint32_t sign = (uint32_t)(stored & 0x8000) << 16, rest = (uint32_t)(stored & 0x7fff) << 13;
+    uint32_t normal = rest + ((uint32_t)(127 - 15) << 23);
+    /* A subnormal is a multiple of 2^-24: put it below the leading 1 of 2^-14, and subtract that. */
+    float small = from_bits(rest + ((uint32_t)(127 - 14) << 23)) - from_bits((uint32_t)(127 - 14) << 23);
+    uint32_t small_bits;
+    memcpy(&small_bits, &small, sizeof small);
+    uint32_t exponent = rest >> 23;
+    uint32_t bits = exponent == 0 ? small_bits : exponent == 31 ? rest | 0x7f800000 : normal;
+    return from_bits(sign | bits);
+}
+
+INLINE void scale_and_centre(const unsigned char *row, int64_t dim, float *scale, float *centre) {
+    memcpy(scale, row + dim, sizeof *scale);
+    memcpy(centre, row + dim + sizeof *scale, sizeof *centre);
+}
+
+/* Write the values of a stored row. */
+INLINE void decode(float *restrict out, const unsigned char *row, int64_t storage, int64_t dim) {
+    if (storage == FLOAT32) {
+        memcpy(out, row, (size_t)dim * sizeof *out);
+    } else if (storage == BFLOAT16) {
+        const uint16_t *values = (const uint16_t *)(const void *)row;
+        for (int64_t i = 0; i < dim; i++) out[i] = bfloat16_value(values[i]);
+    } else if (storage == FLOAT16) {
+        const uint16_t *values = (const uint16_t *)(const void *)row;
+        for (int64_t i = 0; i < dim; i++) out[i] = float16_value(values[i]);
+    } else {
+        const int8_t *codes = (const int8_t *)row;
+        float scale, centre;
+        scale_and_centre(row, dim, &scale, &centre);
+        for (int64_t i = 0; i < dim; i++) out[i] = (float)codes[i] * scale + centre;
+    }
+}
+
+#define EACH(type, value)                                                                                             \
+    do {                                                                                                              \
+        const type *a = (const type *)(const void *)rows[0], *b = (const type *)(const void *)rows[1];                 \
+        const type *c = (const type *)(const void *)rows[2], *d = (const type *)(const void *)rows[3];                 \
+        if (weights != NULL)                                                                                          \
+            for (int64_t i = 0; i < dim; i++)                                                                         \
+                sums[i] = (((sums[i] + value(a[i], 0) * weights[0]) + value(b[i], 1) * weights[1]) +                  \
+                           value(c[i], 2) * weights[2]) + value(d[i], 3) * weights[3];                                \
+        else                                                                                                          \
+            for (int64_t i = 0; i < dim; i++)                                                                         \
+                sums[i] = (((sums[i] + value(a[i], 0)) + value(b[i], 1)) + value(c[i], 2)) + value(d[i], 3);          \
+    } while (0)
+#define AS_FLOAT32(stored, which) (stored)
+#define AS_BFLOAT16(stored, which) bfloat16_value(stored)
+#define AS_FLOAT16(stored, which) float16_value(stored)
+#define AS_INT8(stored, which) ((float)(stored) * scale[which] + centre[which])
+
+/* Add four rows, one after the other. */
+INLINE void add_four(
+    float *restrict sums, const unsigned char *const rows[4], const float *weights, int64_t storage, int64_t dim) {
+    if (storage == FLOAT32) {
+        EACH(float, AS_FLOAT32);
+    } else if (storage == BFLOAT16) {
+        EACH(uint16_t, AS_BFLOAT16);
+    } else if (storage == FLOAT16) {
+        EACH(uint16_t, AS_FLOAT16);
+    } else {
+        float scale[4], centre[4];
+        for (int i = 0; i < 4; i++) scale_and_centre(rows[i], dim, &scale[i], &centre[i]);
+        EACH(int8_t, AS_INT8);
+    }
+}
+
+#define ONE(type, value)                                                                                              \
+    do {                                                                                                              \
+        const type *a = (const type *)(const void *)row;                                                              \
+        for (int64_t i = 0; i < dim; i++) sums[i] += value(a[i], 0) * weight;                                         \
+    } while (0)
+
+/* Add one row. A product with the weight 1 is exact. */
+INLINE void add_one(float *restrict sums, const unsigned char *row, float weight, int64_t storage, int64_t dim) {
+    if (storage == FLOAT32) {
+        ONE(float, AS_FLOAT32);
+    } else if (storage == BFLOAT16) {
+        ONE(uint16_t, AS_BFLOAT16);
+    } else if (storage == FLOAT16) {
+        ONE(uint16_t, AS_FLOAT16);
+    } else {
+        float scale[1], centre[1];
+        scale_and_centre(row, dim, scale, centre);
+        ONE(int8_t, AS_INT8);
+    }
+}
+
+/* ---- lookups */
+
+struct ring {
+    const unsigned char *rows[RING];
+    uint64_t read, written;
+    struct cursor cursor;
+    int64_t begin, end;
+};
+
+INLINE void advance(struct ring *ring) {
+    ring->rows[ring->written++ % RING] = next_row(&ring->cursor, ring->begin, ring->end);
+}
+
+INLINE const unsigned char *take(struct ring *ring) {
+    advance(ring);
+    return ring->rows[ring->read++ % RING];
+}
+
+/* Write an example's rows as they are, and rows of zeros up to the sequence's length. */
+INLINE void copy(struct ring *ring, float *out, int64_t columns, int64_t length, int64_t storage, int64_t dim) {
+    for (int64_t column = 0; column < columns; column++, out += dim) {
+        const unsigned char *row = take(ring);
+        if (row == NULL || row == NOTHING)
+            memset(out, 0, (size_t)dim * sizeof *out);
+        else
+            decode(out, row, storage, dim);
+    }
+    memset(out, 0, (size_t)((length - columns) * dim) * sizeof *out);
+}
+
+/* Write the sum of an example's rows, divided as the combiner says. */
+INLINE void pool(
+    struct ring *ring, float *out, int64_t columns, const float *weights, int64_t combiner, int64_t storage, int64_t dim) {
+    if (columns == 1 && weights == NULL) { /* twice as fast as a sum of one row */
+        copy(ring, out, columns, 1, storage, dim);
+        return;
+    }
+    const unsigned char *rows[4];
+    float four[4], local[LOCAL], *sums = dim <= LOCAL ? local : out, divisor = 0;
+    int count = 0;
+    memset(sums, 0, (size_t)dim * sizeof *sums);
+    for (int64_t column = 0; column < columns; column++) {
+        const unsigned char *row = take(ring);
+        if (row == NULL) continue;
+        float weight = weights == NULL ? 1 : weights[column];
+        divisor += combiner == SQRTN ? weight * weight : weight;
+        if (row == NOTHING) {
+            if (weight * 0 != 0) /* NaN or infinite: zeros times it are NaN */
+                for (int64_t i = 0; i < dim; i++) sums[i] += weight * 0;
+            continue;
+        }
+        rows[count] = row, four[count] = weight;
+        if (++count == 4) {
+            add_four(sums, rows, weights == NULL ? NULL : four, storage, dim);
+            count = 0;
+        }
+    }
+    for (int i = 0; i < count; i++) add_one(sums, rows[i], four[i], storage, dim);
+    if (combiner == SUM) {
+        if (sums != out) memcpy(out, sums, (size_t)dim * sizeof *out);
+    } else {
+        if (combiner == SQRTN) divisor = sqrtf(divisor);
+        if (divisor == 0)
+            memset(out, 0, (size_t)dim * sizeof *out);
+        else
+            for (int64_t i = 0; i < dim; i++) out[i] = sums[i] / divisor;
+    }
+}
+
+INLINE int look_up(
+    const struct feature *features, const struct input *inputs, int64_t count, int64_t begin, int64_t end) {
+    if (begin >= end) return OK;
+    for (int64_t i = 0; i < count; i++)
+        if (has_outside(&features[i], &inputs[i], begin, end)) return OUTSIDE;
+    struct ring ring = {.cursor = {.feature = features, .input = inputs, .features_left = count}, .begin = begin, .end = end};
+    next_feature(&ring.cursor, begin);
+    for (int i = 0; i < AHEAD; i++) advance(&ring);
+    for (int64_t i = 0; i < count; i++) {
+        const struct feature *feature = &features[i];
+        const struct input *input = &inputs[i];
+        int64_t columns = columns_of(feature, input), storage = feature->storage, dim = feature->dim;
+        int64_t length = feature->kind == SEQUENCE ? feature->length : 1;
+        for (int64_t example = begin; example < end; example++) {
+            float *out = input->out + example * input->out_stride;
+            if (feature->kind == LIST) {
+                const float *weights = input->weights == NULL ? NULL : input->weights + example * input->weight_stride;
+                pool(&ring, out, columns, weights, feature->combiner, storage, dim);
+            } else {
+                copy(&ring, out, columns, length, storage, dim);
+            }
+        }
+    }
+    return ring.cursor.is_damaged ? DAMAGED : OK;
+}
+
+/* ---- what callers see: the same function for several processors. They are compared by what they can do, never by model. */
+
+#if defined(__x86_64__)
+#define V4 __attribute__((target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi,bmi2,f16c,popcnt")))
+#define V3 __attribute__((target("avx2,fma,bmi,bmi2,f16c,popcnt")))
+
+V4 static int look_up_v4(const struct feature *f, const struct input *in, int64_t count, int64_t begin, int64_t end) {
+    return look_up(f, in, count, begin, end);
+}
+
+V3 static int look_up_v3(const struct feature *f, const struct input *in, int64_t count, int64_t begin, int64_t end) {
+    return look_up(f, in, count, begin, end);
+}
+#endif
+
+static int look_up_plain(const struct feature *f, const struct input *in, int64_t count, int64_t begin, int64_t end) {
+    return look_up(f, in, count, begin, end);
+}
+
+/* Return the best variant that this processor runs: 0 is the plain build, and it runs every lower one too. */
+EXPORT int64_t tpuembed_best_variant(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+             __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    int v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl");
+    return v3 + (v3 && v4);
+#else
+    return 0;
+#endif
+}
+
+/* Return the bytes of a feature and of an input, so that a caller of another version of this file is found out. */
+EXPORT int64_t tpuembed_layout(void) { return (int64_t)(sizeof(struct feature) * 1000 + sizeof(struct input)); }
+
+/* Look up the examples [begin, end) of all features. OUTSIDE: an id of theirs is not a row, and no row was read. DAMAGED: an
+ * overlay contradicts itself; the activations have no meaning. */
+EXPORT int64_t tpuembed_look_up(
+    int64_t variant, const struct feature *features, const struct input *inputs, int64_t count, int64_t begin, int64_t end) {
+#if defined(__x86_64__)
+    if (variant == 2) return look_up_v4(features, inputs, count, begin, end);
+    if (variant == 1) return look_up_v3(features, inputs, count, begin, end);
+#endif
+    (void)variant;
+    return look_up_plain(features, inputs, count, begin, end);
+}
+
+/* Find the first id outside of one feature's examples [0, examples), example by example. Return whether there is one. */
+EXPORT int64_t tpuembed_find_outside(
+    const struct feature *feature, const struct input *input, int64_t examples, struct place *found) {
+    int64_t columns = columns_of(feature, input);
+    if (feature->policy != FAIL) return 0;
+    for (int64_t example = 0; example < examples; example++)
+        for (int64_t column = 0; column < columns; column++) {
+            int64_t id = input->ids[example * input->id_stride + column];
+            if (is_outside(feature, id)) {
+                found->example = example, found->id = id;
+                return 1;
+            }
+        }
+    return 0;
+}

@@ -1,0 +1,277 @@
+"""The JSON of the Open Inference Protocol, with binary tensors after it: parses requests, and writes answers.
+
+Tensors of a request may be nested lists of their shape, or flat. Those of an answer are flat, or binary.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tpuembed_serving.core.pipeline import Check
+from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.service import ModelSpec
+from tpuembed_serving.core.status import invalid_argument
+from tpuembed_serving.http.json.debug import quote
+from tpuembed_serving.http.json.document import parse_document
+from tpuembed_serving.http.json.floats import float_tokens
+from tpuembed_serving.http.json.pieces import LongList
+from tpuembed_serving.open_inference.inference import (
+    INPUT_PARAMETERS,
+    OUTPUT_PARAMETERS,
+    REQUEST_PARAMETERS,
+    InferInput,
+    InferOutput,
+    InferRequest,
+    RequestedOutput,
+    check_datatype,
+    check_parameters,
+)
+from tpuembed_serving.open_inference.tensors import DTYPES, Content, check_shape, read_binary, write_binary, wrong_size
+
+__all__ = ["EncodedInference", "encode_inference", "parse_inference"]
+
+_MEMBERS: Final = frozenset({"id", "inputs", "model_name", "model_version", "outputs", "parameters"})
+"""The members of a request. Clients send the model's name and version too, but the URL has them."""
+_LISTS: Final = (list, LongList)
+_TYPE_NAMES: Final[Mapping[Any, str]] = {str: "a string", dict: "an object", list: "a list", _LISTS: "a list"}
+_LEAF_TYPES: Final[Mapping[str, set[type]]] = {"BOOL": {bool}, "BYTES": {str}}
+_BLOCK_ELEMENTS: Final = 16 * 2**10
+
+
+class EncodedInference(NamedTuple):
+    """The body of an answer. `header_bytes` is the size of its JSON; None if no tensor follows."""
+
+    body: bytes
+    header_bytes: int | None
+
+
+def parse_inference(
+    body: bytes, header_bytes: int | None, spec: ModelSpec, max_depth: int | None, check: Check
+) -> InferRequest:
+    """Parse a request.
+
+    Args:
+        body: the request's JSON, and its binary tensors.
+        header_bytes: the size of the JSON; None if it is the whole body.
+        spec: the model that the URL names.
+        max_depth: the deepest nesting of the JSON; None is the parser's limit.
+        check: called before slow work.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, the body is malformed, or has fewer or more bytes than its tensors.
+    """
+    if header_bytes is not None and header_bytes > len(body):
+        raise invalid_argument(
+            f"Inference-Header-Content-Length is {header_bytes}, and the body has {len(body)} bytes. Send the size of its JSON"
+        )
+    members = _given(parse_document(body if header_bytes is None else body[:header_bytes], max_depth, check).members)
+    if unknown := sorted(set(members) - _MEMBERS):
+        raise invalid_argument(f"the request has the member {unknown[0]}. Use {', '.join(sorted(_MEMBERS))}")
+    parameters = _parameters(members, "the request", REQUEST_PARAMETERS)
+    reader = _InputReader(body, header_bytes)
+    inputs = [reader.read(one) for one in _objects(members, "inputs")]
+    reader.check_end()
+    is_binary = parameters.get("binary_data_output")
+    outputs = [_output(one) for one in _objects(members, "outputs")] if "outputs" in members else []
+    return InferRequest(
+        spec,
+        _member(members, "id", str, "the request") if "id" in members else "",
+        parameters.get("signature_name", ""),
+        inputs,
+        outputs,
+        binary_outputs=bool(is_binary),
+    )
+
+
+def _given(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members that are not null: clients send null for what they leave out."""
+    return {key: value for key, value in members.items() if value is not None}
+
+
+def _member(members: Mapping[str, Any], key: str, kind: Any, owner: str) -> Any:
+    if key not in members:
+        raise invalid_argument(f"{owner} has no {key}. Send {_TYPE_NAMES[kind]}")
+    if not isinstance(members[key], kind):
+        raise invalid_argument(f"{owner}: {key} is not {_TYPE_NAMES[kind]}. Send one")
+    return members[key]
+
+
+def _objects(members: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    found = list(_member(members, key, _LISTS, "the request"))
+    if not all(isinstance(one, dict) for one in found):
+        raise invalid_argument(f"the request: an element of {key} is not an object. Send objects with a name")
+    return [_given(one) for one in found]
+
+
+def _parameters(members: Mapping[str, Any], owner: str, known: Mapping[str, type]) -> dict[str, Any]:
+    found = _given(_member(members, "parameters", dict, owner)) if "parameters" in members else {}
+    check_parameters(owner, found, known)
+    return found
+
+
+def _output(members: Mapping[str, Any]) -> RequestedOutput:
+    name = _member(members, "name", str, "an output")
+    return RequestedOutput(name, _parameters(members, f"output {name}", OUTPUT_PARAMETERS).get("binary_data"))
+
+
+class _InputReader:
+    """Reads inputs in their order, which is also that of their binary data."""
+
+    def __init__(self, body: bytes, header_bytes: int | None) -> None:
+        self._body = body
+        self._at = len(body) if header_bytes is None else header_bytes
+
+    def read(self, members: Mapping[str, Any]) -> InferInput:
+        """Return an input."""
+        name = _member(members, "name", str, "an input")
+        owner = f"input {name}"
+        datatype = _member(members, "datatype", str, owner)
+        check_datatype(name, datatype)
+        shape = check_shape(name, _member(members, "shape", list, owner))
+        size = _parameters(members, owner, INPUT_PARAMETERS).get("binary_data_size")
+        if size is None:
+            data = _member(members, "data", _LISTS, owner)
+            return InferInput(name, datatype, functools.partial(_read_json, name, datatype, shape, data))
+        if "data" in members:
+            raise invalid_argument(f"{owner} has data and binary_data_size. Send one of them")
+        left = len(self._body) - self._at
+        if not 0 <= size <= left:
+            raise invalid_argument(
+                f"{owner} has the binary_data_size {size}, and {left} bytes follow the JSON and the inputs before it. "
+                "Send the JSON's size as Inference-Header-Content-Length, then the tensors in order"
+            )
+        content = Content(self._body, self._at, self._at + size)
+        self._at += size
+        return InferInput(name, datatype, functools.partial(read_binary, name, datatype, shape, content))
+
+    def check_end(self) -> None:
+        """Check that no bytes follow the last input."""
+        if left := len(self._body) - self._at:
+            raise invalid_argument(f"{left} bytes follow the last binary tensor. Send the tensors' bytes alone")
+
+
+def _read_json(name: str, datatype: str, shape: tuple[int, ...], data: Any, check: Check) -> Array:
+    """Return the tensor of JSON values."""
+    if type(data) is not LongList:
+        return _read_list(name, datatype, shape, data).reshape(shape)
+    arrays, is_flat, count = [], not isinstance(next(iter(data)), _LISTS), 0
+    for piece in data.pieces(check):
+        rows = [_plain(row, len(shape)) for row in piece]
+        count += len(rows)
+        arrays.append(_read_list(name, datatype, (len(rows),) if is_flat else (len(rows), *shape[1:]), rows))
+    if count != (math.prod(shape) if is_flat else shape[0] if shape else 1):
+        raise wrong_size(name, datatype, shape, f"{count} {'values' if is_flat else 'rows'}")
+    return np.concatenate(arrays).reshape(shape)
+
+
+def _plain(value: Any, levels: int) -> Any:
+    """Return lists in the place of LongLists, down to so many levels: a body may have a thousand."""
+    return [_plain(one, levels - 1) for one in value] if levels and isinstance(value, _LISTS) else value
+
+
+def _read_list(name: str, datatype: str, shape: Sequence[int], data: list[Any]) -> Array:
+    """Return the values of lists that are nested as the shape says, or of one flat list, as a flat array."""
+    values, types = data, set(map(type, data))
+    for size in shape[1:] if types == {list} else ():
+        if types != {list} or not set(map(len, values)) <= {size}:
+            raise wrong_size(
+                name, datatype, shape, "lists of other lengths. Nest them as the shape says, or send one list"
+            )
+        values = list(itertools.chain.from_iterable(values))
+        types = set(map(type, values)) if values else {list}  # an empty list has no more levels to compare
+    if len(values) != math.prod(shape) or (values is not data and len(data) != shape[0]):
+        raise wrong_size(name, datatype, shape, f"{len(values)} values")
+    dtype, types = DTYPES[datatype], set(map(type, values))
+    allowed = _LEAF_TYPES.get(datatype, {int} if "INT" in datatype else {int, float})
+    if not types <= allowed:
+        raise invalid_argument(
+            f"input {name} is {datatype}, and its data has {', '.join(sorted(map(_json_type, types - allowed)))}. "
+            f"Send {', '.join(sorted(map(_json_type, allowed)))}"
+        )
+    if datatype == "BYTES":
+        array = np.empty(len(values), object)
+        array[:] = [text.encode("utf-8", "surrogateescape") for text in values]
+        return array
+    try:
+        if "INT" in datatype:
+            limits = np.iinfo(dtype)
+            if values and not limits.min <= min(values) <= max(values) <= limits.max:
+                raise OverflowError
+            return np.array(values, dtype)
+        with np.errstate(over="raise"):
+            return np.array(values, np.float64 if datatype != "BOOL" else dtype).astype(dtype)
+    except (OverflowError, FloatingPointError):
+        raise invalid_argument(f"input {name} is {datatype}, and a number of its data does not fit into it") from None
+
+
+def _json_type(kind: type) -> str:
+    names = {
+        list: "lists",
+        LongList: "lists",
+        bool: "booleans",
+        int: "integers",
+        float: "fractions",
+        str: "strings",
+        dict: "objects",
+    }
+    return names.get(kind, "null")
+
+
+def encode_inference(
+    request: InferRequest, version: int, results: Sequence[InferOutput], check: Check
+) -> EncodedInference:
+    """Return the answer to a request.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, a string is not UTF-8 and was not asked for as binary data.
+    """
+    head = {"model_name": request.spec.name, "model_version": str(version)}
+    if request.request_id:
+        head["id"] = request.request_id
+    texts = [
+        _to_bytes("{" + ",".join([f"{quote(key)}:{quote(value)}" for key, value in head.items()]) + ',"outputs":[')
+    ]
+    tensors = list[memoryview]()
+    for index, (output, datatype, array) in enumerate(results):
+        check()
+        about = f'"name":{quote(output.name)},"shape":{list(array.shape)},"datatype":"{datatype}"'
+        texts.append(_to_bytes(f"{',' * bool(index)}{{{about}"))
+        if request.is_binary(output):
+            tensors.append(write_binary(array, datatype, check))
+            texts.append(b',"parameters":{"binary_data_size":%d}}' % tensors[-1].nbytes)
+        else:
+            texts.append(b',"data":[')
+            _add_data(texts, output.name, datatype, array.reshape(-1), check)
+            texts.append(b"]}")
+    texts.append(b"]}")
+    return EncodedInference(b"".join([*texts, *tensors]), sum(map(len, texts)) if tensors else None)
+
+
+def _to_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _add_data(texts: list[bytes], name: str, datatype: str, values: Array, check: Check) -> None:
+    for start in range(0, len(values), _BLOCK_ELEMENTS):
+        check()
+        block = values[start : start + _BLOCK_ELEMENTS]
+        texts.append(_to_bytes("," * bool(start) + ",".join(_tokens(name, datatype, block))))
+
+
+def _tokens(name: str, datatype: str, values: Array) -> list[str]:
+    if datatype == "BYTES":
+        try:
+            return [quote(value.decode("utf-8")) for value in values.tolist()]
+        except UnicodeDecodeError:
+            raise invalid_argument(
+                f"output {name} has bytes that are not UTF-8. Ask for it with the parameter binary_data"
+            ) from None
+    if datatype == "BOOL":
+        return ["true" if value else "false" for value in values.tolist()]
+    if "INT" in datatype:
+        return list(map(str, values.tolist()))
+    return float_tokens(values if values.itemsize > 2 else values.astype(np.float32))

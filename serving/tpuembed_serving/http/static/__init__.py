@@ -1,0 +1,50 @@
+"""The files of the console and of the documentation. They hold no data, so they are served without a key."""
+
+from importlib import resources
+from typing import Final
+
+from fastapi import Response
+
+__all__ = ["CONSOLE", "DOCS", "STATIC_PATHS", "SWAGGER", "page_headers", "static_file", "wants_page"]
+
+CONSOLE: Final = ("console.css", "console.js", "icon.svg")
+DOCS: Final = ("docs.css", "docs.js")
+SWAGGER: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+STATIC_PATHS: Final = frozenset(
+    {*(f"/console/{name}" for name in CONSOLE), *(f"/docs/{name}" for name in DOCS)}
+    | {f"/docs/assets/{name}" for name in SWAGGER}
+)
+"""The URL paths that need no key."""
+_TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_POLICY: Final = "default-src 'self'; frame-ancestors 'none'"
+_DOCS_POLICY: Final = (
+    "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
+)
+"""Swagger UI sets styles and images inline."""
+
+
+def wants_page(accept: str) -> bool:
+    """Returns True if an Accept header names HTML, as those of browsers do. `*/*` is what programs send."""
+    for media in accept.split(","):
+        kind, *parameters = (part.replace(" ", "").lower() for part in media.split(";"))
+        if kind == "text/html":
+            return not any(part in ("q=0", "q=0.0", "q=0.00", "q=0.000") for part in parameters)
+    return False
+
+
+def page_headers(cache: str, policy: str = _POLICY) -> dict[str, str]:
+    """Return the headers of a file or of data that a page reads. `cache` is Cache-Control."""
+    return {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": cache,
+    }
+
+
+def static_file(name: str) -> Response:
+    """Return the answer that has the file `name`. Browsers ask for it again each time: the next release changes it."""
+    content = resources.files(__name__).joinpath(name).read_bytes()
+    policy = _DOCS_POLICY if name == "docs.html" else _POLICY
+    kind = _TYPES[name.rpartition(".")[2]]
+    return Response(content, headers=page_headers("no-cache", policy), media_type=kind)

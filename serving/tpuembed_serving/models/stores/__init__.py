@@ -1,0 +1,1 @@
+"""Models in object stores: their versions are pulled into a cache folder, and loaded from there."""

@@ -1,0 +1,99 @@
+"""What the server and its models are: the metadata and the readiness of the Open Inference Protocol."""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import tpuembed
+from tpuembed_serving.core.servable import State
+from tpuembed_serving.core.service import ModelService, ModelSpec
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.open_inference.inference import find_signature, signature_names
+from tpuembed_serving.open_inference.tensors import datatype_of
+
+__all__ = ["InferMetadata", "ServerMetadata", "TensorMetadata", "is_ready", "model_metadata", "server_metadata"]
+
+_PLATFORM: Final = "tensorflow_savedmodel"
+_UNKNOWN_RANK: Final = [-1]
+
+
+class ServerMetadata(NamedTuple):
+    """The answer of the server metadata API."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(NamedTuple):
+    """An input or output. In its shape -1 is any size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class InferMetadata(NamedTuple):
+    """The answer of the model metadata API: the default signature, and the names of all in `properties`."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+    properties: dict[str, str]
+
+
+def server_metadata() -> ServerMetadata:
+    """Return the name, the version and the extensions of this server."""
+    return ServerMetadata("tpuembed", tpuembed.__version__, ["binary_tensor_data"])
+
+
+def is_ready(service: ModelService, spec: ModelSpec) -> bool:
+    """Returns True if the version that `spec` names is available, and False if it may become so.
+
+    Raises:
+        StatusError: NOT_FOUND, there is no such model or version; INVALID_ARGUMENT, there is no such label.
+    """
+    try:
+        with service.lease(spec):
+            return True
+    except StatusError as error:
+        if error.code is Code.UNAVAILABLE:
+            return False
+        is_known = spec.name in service.models() and (
+            spec.version is None or any(one.version == spec.version for one in service.versions(spec.name))
+        )
+        if error.code is Code.NOT_FOUND and is_known:
+            return False
+        raise
+
+
+def model_metadata(service: ModelService, spec: ModelSpec) -> InferMetadata:
+    """Return the metadata of the version that `spec` names, and the numbers of all available versions.
+
+    Raises:
+        StatusError: the version is not available, has no default signature, or one with a dtype that the protocol lacks.
+    """
+    with service.lease(spec) as loaded:
+        signature = find_signature(loaded.servable, "")
+        definition = loaded.servable.signature_defs[signature.name]
+        return InferMetadata(
+            name=spec.name,
+            versions=[str(one.version) for one in service.versions(spec.name) if one.state is State.AVAILABLE],
+            platform=_PLATFORM,
+            inputs=[
+                TensorMetadata(one.alias, datatype_of(one), _shape(definition["inputs"][one.alias]))
+                for one in signature.inputs
+            ],
+            outputs=[
+                TensorMetadata(one.alias, datatype_of(one), _shape(definition["outputs"][one.alias]))
+                for one in signature.outputs
+            ],
+            properties={"signature_names": ", ".join(signature_names(loaded.servable))},
+        )
+
+
+def _shape(info: Mapping[str, Any]) -> list[int]:
+    """Return a shape from the JSON form of a TensorInfo. The protocol has no form for an unknown rank."""
+    shape = info["tensor_shape"]
+    return _UNKNOWN_RANK if shape["unknown_rank"] else [int(dim["size"]) for dim in shape["dim"]]

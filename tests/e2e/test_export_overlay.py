@@ -1,0 +1,393 @@
+"""Overlay versions: for every id they answer as a full export of the same rows, bit for bit, whoever loads them."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import capi
+from tests.support.export.fakes import write_checkpoint
+from tests.support.export.overlays import CONFIG, PLAIN, Array, all_ids, answers, assert_same, changed, grown, tables
+from tests.support.messages import refused
+from tests.support.serving.process import ServerProcess
+from tpuembed import (
+    FeatureConfig,
+    TableConfig,
+    TPUEmbedding,
+    compact_version,
+    export_model,
+    export_saved_model,
+    list_versions,
+    prune_versions,
+    rollback_version,
+)
+from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
+from tpuembed.errors import ConfigError, ExportError
+from tpuembed.manifest import Manifest
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+COMBINATIONS = [("mmap", "float32"), ("variables", "int8")]
+OTHERS = [
+    ("mmap", "bfloat16"),
+    ("variables", "float16"),
+    ("variables", "float32"),
+    ("mmap", "int8"),
+    ("variables", "bfloat16"),
+    ("mmap", "float16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "storage"),
+    [*COMBINATIONS, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHERS)],
+)
+def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: str) -> None:
+    random = np.random.default_rng(len(layout) * len(storage))
+    values = tables()
+    options: dict[str, Any] = {"layout": layout, "storage": storage, "serving_config": CONFIG}
+    over: dict[str, Any] = {"base": "latest", "max_overlay": 3}
+    for step in range(4):
+        write_checkpoint(tmp_path / "ckpt", values)
+        overlay = export_saved_model(tmp_path / "ckpt", tmp_path / "m", **(over if step else {}), **options)
+        full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", resume=False, **options)
+        assert overlay.base == (None if step == 0 else 1)
+        inputs = all_ids(values, random)
+        found = answers(overlay.path, inputs)
+        assert_same(found, answers(full.path, inputs))
+        assert_same(capi.predict(overlay.path, inputs), capi.predict(full.path, inputs))
+        if storage == "float32":
+            np.testing.assert_array_equal(found["user"], values["users"][inputs["user"]])
+        compared = diff_checkpoints(overlay.path, full.path)
+        assert (compared.differs, len(compared.tables)) == (False, 3)
+        assert not verify_files(overlay.path).damaged
+        values = grown(values, random) if step == 1 else changed(values, random, 0.3 * step)
+
+
+@pytest.mark.parametrize("layout", ["mmap", "variables"])
+def test_packed_and_a_server_answer_the_same(tmp_path: Path, layout: str) -> None:
+    random, values = np.random.default_rng(3), tables()
+    for step in range(3):
+        write_checkpoint(tmp_path / "ckpt", values)
+        over: dict[str, Any] = {"base": "latest", "max_overlay": 3} if step else {}
+        path = export_saved_model(tmp_path / "ckpt", tmp_path / "m", layout=layout, serving_config=PLAIN, **over).path
+        full = export_saved_model(
+            tmp_path / "ckpt", tmp_path / "full", layout=layout, serving_config=PLAIN, resume=False
+        ).path
+        manifest = Manifest.read(path)
+        assert manifest
+        columns = [each.columns or 3 for each in manifest.packing.inputs]
+        ids = random.integers(0, 70, (500, sum(columns)))
+        assert_same(answers(path, {"ids": ids}, "packed"), answers(full, {"ids": ids}, "packed"))
+        values = changed(values, random, 0.2)
+    with ServerProcess(tmp_path / "m", tmp_path / "log") as server:
+        server.wait_for(3)
+        inputs = {name: ids.tolist() for name, ids in all_ids(values, random).items() if "tag" not in name}
+        status, body = server.predict({"inputs": inputs})
+        assert status == 200
+    truth = answers(full, {name: np.array(ids) for name, ids in inputs.items()})
+    for name, value in body["outputs"].items():
+        np.testing.assert_array_equal(np.array(value, np.float32), truth[name])
+
+
+def write(tmp_path: Path, values: Mapping[str, Array], **options: Any) -> Any:
+    write_checkpoint(tmp_path / "ckpt", values)
+    return export_saved_model(tmp_path / "ckpt", tmp_path / "m", serving_config=CONFIG, **options)
+
+
+def test_only_rows_that_changed_are_written(tmp_path: Path) -> None:
+    values = tables()
+    base = write(tmp_path, values)
+    values["users"][7] += 1
+    values["videos"][[0, 199]] += 1
+    overlay = write(tmp_path, values, base=1)
+    assert (overlay.base, overlay.rows_changed) == (1, 3)
+    manifest = Manifest.read(overlay.path)
+    assert manifest
+    assert manifest.base
+    by_name = {stack.name: stack for stack in manifest.stacks}
+    assert by_name["stack_float32_4"].overlay is None
+    linked = {stack.file: stack.base_file for stack in manifest.stacks}
+    assert all((overlay.path / own).samefile(base.path / theirs) for own, theirs in linked.items())
+    again = write(tmp_path, values, base=2)
+    assert (again.base, again.rows_changed) == (1, 3)
+    values["users"][7] -= 1
+    assert write(tmp_path, values, base="latest").rows_changed in (2, 3)  # x + 1 - 1 may not be x
+
+
+def test_what_needs_a_full_version_gets_one(tmp_path: Path) -> None:
+    values = tables()
+
+    def written(fault: str, values: Mapping[str, Array], **options: Any) -> None:
+        with pytest.warns(UserWarning, match=f"{fault}.*Writing a full version"):
+            report = write(tmp_path, values, **options)
+        assert (report.base, report.rows_changed) == (None, None)
+        assert not list((tmp_path / "m").glob(".staging*"))
+
+    written("no complete version yet", values, base="latest")
+    more = changed(values, np.random.default_rng(0), 0.5)
+    written("max_overlay", more, base="latest")
+    written("has the stacks", more, base="latest", storage="int8")
+    written("'tags' has rows 0 to 69", {**more, "tags": more["tags"][:50]}, base=1)
+    written("other tables: videos", more, base=1, features=["user", "tag"])
+    shutil.rmtree(tmp_path / "m" / "5" / "assets.extra")
+    written("not exported by tpuembed", more, base="latest")
+
+
+def test_refusals(tmp_path: Path) -> None:
+    values = tables()
+    write(tmp_path, values)
+    with refused(ConfigError):
+        write(tmp_path, values, base=7)
+    with refused(ConfigError):
+        write(tmp_path, values, base="newest")
+    with refused(ConfigError):
+        write(tmp_path, values, base=0)
+    with refused(ConfigError):
+        write(tmp_path, values, max_overlay=0.5)
+    with refused(ConfigError):
+        write(tmp_path, values, base=1, engine="ray")
+    with refused(ConfigError):
+        export_saved_model(tmp_path / "ckpt", "s3://bucket/m", serving_config=CONFIG, base="latest")
+    values["users"][7] += 1
+    write(tmp_path, values, base=1)
+    (tmp_path / "m" / "1").rename(tmp_path / "gone")
+    with refused(ConfigError):
+        write(tmp_path, values, base=2)
+    write(tmp_path, values, version=1)
+    with refused(ConfigError):
+        write(tmp_path, values, base=2)
+    (tmp_path / "m" / "1" / "saved_model.pb").unlink()
+    with refused(ConfigError):
+        write(tmp_path, values, base=1)
+
+
+@pytest.mark.parametrize("part", ["rows", "words", "base"])
+def test_verify_finds_a_flipped_bit_in_every_array(tmp_path: Path, part: str) -> None:
+    values = tables()
+    write(tmp_path, values)
+    values["users"][7] += 1
+    path = write(tmp_path, values, base=1).path
+    manifest = Manifest.read(path)
+    assert manifest
+    stack = next(stack for stack in manifest.stacks if stack.overlay)
+    file = path / (stack.file if part == "base" else getattr(stack.overlay, part).file)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    assert [damage.name for damage in verify_files(path).damaged] == [
+        stack.name if part == "base" else f"{stack.name}_{part}"
+    ]
+
+
+def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path) -> None:
+    values, random = tables(), np.random.default_rng(1)
+    write(tmp_path, values, layout="mmap")
+    inputs = all_ids(values, random)
+    states = []
+    for _ in range(3):
+        values = changed(values, random, 0.05)
+        states.append(answers(write(tmp_path, values, base="latest", layout="mmap", max_overlay=1).path, inputs))
+    report = prune_versions(tmp_path / "m", keep=2)
+    assert report.removed == (2,)
+    assert [info.bases for info in list_versions(tmp_path / "m")] == [(), (1,), (1,)]
+    back = rollback_version(tmp_path / "m", 3)
+    assert_same(answers(back.path, inputs), states[1])
+    assert not verify_files(back.path).damaged
+    values = changed(values, random, 0.05)
+    assert write(tmp_path, values, base="latest", layout="mmap", max_overlay=1).base == 1
+
+
+def test_a_base_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    values = tables()
+    base = write(tmp_path, values).path
+    values["users"][7] += 1
+    manifest = Manifest.read(base)
+    assert manifest
+    file = base / manifest.stacks[0].file
+    kept = file.read_bytes()
+    file.write_bytes(kept[:-5])
+    with refused(ConfigError):
+        write(tmp_path, values, base=1)
+    with pytest.warns(UserWarning, match="no complete version"):
+        assert write(tmp_path, values, base="latest").base is None
+
+
+@pytest.mark.parametrize("layout", ["mmap", "variables"])
+def test_a_whole_model_in_training(tmp_path: Path, layout: str) -> None:
+    """Its dense weights are those of the same step. The table that it reads whole is written whole."""
+    users, tags = TableConfig(200, 8, "users"), TableConfig(20, 8, "tags")
+    inputs = {"user": keras.Input((), dtype="int64", name="user"), "tag": keras.Input((), dtype="int64", name="tag")}
+    layer = TPUEmbedding({"user": FeatureConfig(users), "tag": FeatureConfig(tags)}, optimizer="adam")
+    found = layer(inputs)
+    scores = Scores(layer, tags)(found["user"])
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([scores, found["tag"]])))
+    model.compile("sgd", "mse")
+    random = np.random.default_rng(0)
+    for step in range(3):
+        fed = {"user": random.integers(0, 200, 6), "tag": random.integers(0, 20, 6)}
+        model.fit(fed, random.normal(size=6).astype(np.float32), verbose=0)
+        over: dict[str, Any] = {"base": 1, "max_overlay": 1} if step else {}
+        report = export_model(model, tmp_path / "m", layout=layout, **over)
+        full = export_model(model, tmp_path / "full", layout=layout)
+        asked = {"user": np.arange(200), "tag": np.arange(200) % 20}
+        answer = answers(report.path, asked)
+        assert_same(answer, answers(full.path, asked))
+        np.testing.assert_allclose(next(iter(answer.values())), model.predict(asked, verbose=0), rtol=1e-5, atol=1e-6)
+    assert (report.base, 0 < (report.rows_changed or 0) <= 12) == (1, True)
+
+
+class Scores(keras.layers.Layer):
+    """The product with every row of a table."""
+
+    def __init__(self, layer: TPUEmbedding, table: TableConfig) -> None:
+        super().__init__()
+        self._layer, self._table = layer, table
+
+    def call(self, users: Any) -> Any:
+        return tf.matmul(users, self._layer.embedding_tables[self._table], transpose_b=True)
+
+
+@pytest.mark.parametrize(("layout", "storage"), [("mmap", "int8"), ("variables", "float32")])
+def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: str) -> None:
+    """Its data files are those of a full export, byte for byte, and the next overlays build on it."""
+    random, values = np.random.default_rng(5), tables()
+    options: dict[str, Any] = {"layout": layout, "storage": storage}
+    write(tmp_path, values, **options)
+    values = grown(changed(values, random, 0.1), random)
+    overlay = write(tmp_path, values, base=1, max_overlay=3, **options)
+    full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=CONFIG, **options)
+    report = compact_version(tmp_path / "m")
+    assert (report.version, report.source) == (3, 2)
+    made, truth = Manifest.read(report.path), Manifest.read(full.path)
+    assert made
+    assert truth
+    assert (made.base, made.stacks, made.tables) == (None, truth.stacks, truth.tables)
+    for stack in made.stacks:
+        assert (report.path / stack.file).read_bytes() == (full.path / stack.file).read_bytes()
+    assert not verify_files(report.path).damaged
+    inputs = all_ids(values, random)
+    found = answers(report.path, inputs)
+    assert_same(found, answers(overlay.path, inputs))
+    assert_same(capi.predict(report.path, inputs), found)
+    assert not list((tmp_path / "m").glob(".staging*"))
+    values = changed(values, random, 0.05)
+    assert write(tmp_path, values, base="latest", max_overlay=3, **options).base == 3
+    shutil.rmtree(tmp_path / "m" / "1")
+    shutil.rmtree(tmp_path / "m" / "2")
+    assert_same(answers(report.path, inputs), found)
+
+
+def test_compact_resumes_and_refuses_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tables()
+    monkeypatch.setattr("tpuembed.export.overlay.compact._CHUNK_BYTES", 320)
+    write(tmp_path, values)
+    with refused(ConfigError):
+        compact_version(tmp_path / "m")
+    values["users"][7] += 1
+    overlay = write(tmp_path, values, base=1).path
+    with refused(ConfigError):
+        compact_version(tmp_path / "m", 5)
+    manifest = Manifest.read(overlay)
+    assert manifest
+    stack = next(stack for stack in manifest.stacks if stack.overlay)
+    left = tmp_path / "m" / ".staging-compact-2" / "tables"
+    left.mkdir(parents=True)
+    truth = export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=CONFIG).path
+    whole = (truth / Manifest.read(truth).stacks[manifest.stacks.index(stack)].file).read_bytes()  # type: ignore[union-attr]
+    (left / f"{stack.name}.data").write_bytes(whole[:1001])
+    report = compact_version(tmp_path / "m", 2)
+    linked = sum(other.size for other in manifest.stacks if other.overlay is None)
+    assert report.bytes_reused == 1001 // 320 * 320 + linked
+    left.mkdir(parents=True)
+    (left / f"{stack.name}.data").write_bytes(b"x" * 2000)  # of another export: the whole is written again
+    assert compact_version(tmp_path / "m", 2).bytes_reused == linked
+    assert stack.overlay
+    _flip(overlay / stack.overlay.rows.file)
+    with refused(ExportError):
+        compact_version(tmp_path / "m", 2)
+    assert [info.version for info in list_versions(tmp_path / "m")] == [1, 2, 3, 4]
+
+
+def test_verify_of_what_changed(tmp_path: Path) -> None:
+    """Damage in the base's file is found by a whole read alone; damage in the overlay's own files by both."""
+    values = tables()
+    base = write(tmp_path, values).path
+    values["users"][7] += 1
+    overlay = write(tmp_path, values, base=1).path
+    manifest = Manifest.read(overlay)
+    assert manifest
+    stack = next(stack for stack in manifest.stacks if stack.overlay)
+    whole, own = verify_files(overlay), verify_files(overlay, changed_only=True)
+    assert not whole.damaged
+    assert not own.damaged
+    assert whole.bytes - own.bytes == sum(stack.size for stack in manifest.stacks)
+    assert sum("is a file of version 1" in note for note in own.unchecked) == len(manifest.stacks)
+    _flip(overlay / stack.file)
+    assert [damage.name for damage in verify_files(overlay).damaged] == [stack.name]
+    assert not verify_files(overlay, changed_only=True).damaged
+    assert stack.overlay
+    _flip(overlay / stack.overlay.words.file)
+    assert [damage.name for damage in verify_files(overlay, changed_only=True).damaged] == [stack.overlay.words.name]
+    with open(overlay / stack.file, "ab") as file:
+        file.write(b"x")
+    assert len(verify_files(overlay, changed_only=True).damaged) == 2
+    for path in (base, tmp_path / "ckpt"):
+        with refused(ConfigError):
+            verify_files(path, changed_only=True)
+
+
+def _flip(path: Path) -> None:
+    """Change a bit."""
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Where the file system clones files, only blocks with changed rows are written. A copy stands for a clone here."""
+
+    def clone(source: Path, target: Path) -> bool:
+        shutil.copyfile(source, target)
+        return True
+
+    monkeypatch.setattr("tpuembed.export.overlay.compact.clone", clone)
+    monkeypatch.setattr("tpuembed.export.overlay.compact._CHUNK_BYTES", 100_000)
+    random = np.random.default_rng(8)
+    values = tables({"users": 30_000, "videos": 5, "tags": 70})
+    write(tmp_path, values)
+    values["users"][random.choice(30_000, int(30_000 * share), replace=False)] += 1
+    values["videos"] = np.concatenate([values["videos"], values["videos"]])
+    overlay = write(tmp_path, values, base=1, max_overlay=3)
+    truth = Manifest.read(export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=CONFIG).path)
+    report = compact_version(tmp_path / "m", overlay.version)
+    made = Manifest.read(report.path)
+    assert made
+    assert truth
+    assert made.stacks == truth.stacks
+    assert not verify_files(report.path).damaged
+    assert not verify_files(tmp_path / "m" / "1").damaged  # nothing was written into the base's file
+    written = report.bytes_written - report.bytes_reused
+    assert written > 0
+    assert (written < 0.8 * report.bytes_written) == (share == 0.01)
+
+
+@pytest.mark.parametrize("layout", ["mmap", "variables"])
+def test_compact_of_an_overlay_without_changes(tmp_path: Path, layout: str) -> None:
+    """Its graph is that of a full version, and the files of both are not one file that is written twice."""
+    random, values = np.random.default_rng(4), tables()
+    base = write(tmp_path, values, layout=layout)
+    overlay = write(tmp_path, values, layout=layout, base=1)
+    assert overlay.rows_changed == 0
+    inputs = all_ids(values, random)
+    found = answers(overlay.path, inputs)
+    assert_same(found, answers(base.path, inputs))
+    report = compact_version(tmp_path / "m")
+    assert not verify_files(report.path).damaged
+    assert not verify_files(overlay.path).damaged
+    assert_same(answers(report.path, inputs), found)

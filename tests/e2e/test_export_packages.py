@@ -1,0 +1,366 @@
+"""Delta packages: what a machine with the base makes of one is what the exporter would have written there."""
+
+import hashlib
+import hmac
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.messages import refused, said
+from tests.support.serving.process import SCRIPT, Fork, ServerProcess, run_command
+from tests.support.stores import moto_server
+from tpuembed import apply_package, compact_version, export_saved_model, list_versions
+from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
+from tpuembed.errors import ConfigError, ExportError
+from tpuembed.files import remote
+from tpuembed.manifest import Manifest
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+CONFIG = {"features": {"user": {"table": "users", "input": "id"}, "seen": {"table": "videos", "combiner": "sum"}}}
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+class Road:
+    """A trainer's MODEL_DIR, a server's with a copy of its base, and the packages between them."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.options = folder, options
+        self.trainer, self.server, self.packages = folder / "trainer", folder / "server", folder / "packages"
+        self.values = {"users": random_table(300, 8), "videos": random_table(200, 4, seed=1)}
+        self.export(self.trainer)
+        shutil.copytree(self.trainer, self.server)
+
+    def export(self, model_dir: Path, **options: Any) -> Any:
+        write_checkpoint(self.folder / "ckpt", self.values)
+        return export_saved_model(self.folder / "ckpt", model_dir, serving_config=CONFIG, **self.options, **options)
+
+    def change(self) -> None:
+        self.values["users"][[0, 64, 299]] += 1
+        self.values["users"] = np.concatenate([self.values["users"], random_table(9, 8, seed=3)])
+
+    def package(self, **options: Any) -> Path:
+        self.change()
+        report = self.export(self.trainer, base="latest", delta_to=self.packages, **options)
+        path: Path = report.path
+        return path
+
+    def reindex(self, package: Path, key: bytes | None = None) -> None:
+        """Write the index of a package anew, as somebody who may write there would."""
+        index = json.loads((package / "package.json").read_text())
+        index["files"] = {
+            path.relative_to(package).as_posix(): {
+                "size": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            for path in package.rglob("*")
+            if path.is_file() and path.name not in ("package.json", "package.sig")
+        }
+        content = json.dumps(index).encode()
+        (package / "package.json").write_bytes(content)
+        if key is not None:
+            (package / "package.sig").write_text(hmac.new(key, content, hashlib.sha256).hexdigest())
+
+
+@pytest.mark.parametrize(("layout", "storage"), [("mmap", "float32"), ("variables", "int8")])
+@pytest.mark.parametrize("materialise", [False, True])
+def test_a_version_of_a_package_has_the_exported_rows(
+    tmp_path: Path, layout: str, storage: str, materialise: bool
+) -> None:
+    road = Road(tmp_path, layout=layout, storage=storage)
+    for number in (2, 3):
+        package = road.package(max_overlay=1)
+        assert package.name == str(number)
+        assert not any((package / stack.file).exists() for stack in _manifest(package).stacks)
+        applied = apply_package(road.packages, road.server, materialise=materialise)
+        assert (applied.version, applied.base, applied.materialised) == (number, 1, materialise)
+        truth = road.export(tmp_path / "truth").path
+        assert not diff_checkpoints(applied.path, truth).differs
+        assert not verify_files(applied.path).damaged
+        assert (_manifest(applied.path).base is None) == materialise
+        assert not list(road.server.glob(".staging*"))
+    assert [info.version for info in list_versions(road.trainer)] == [1]
+
+
+def test_the_served_numbers_are_those_of_the_package(tmp_path: Path) -> None:
+    tf = pytest.importorskip("tensorflow")
+    road = Road(tmp_path, layout="mmap")
+    road.package()
+    for materialise in (False, True):
+        target = tmp_path / f"to-{materialise}"
+        shutil.copytree(road.server, target)
+        path = apply_package(road.packages, target, materialise=materialise).path
+        loaded = tf.saved_model.load(str(path))
+        users = np.arange(309)
+        found = loaded.signatures["serving_default"](user=tf.constant(users), seen=tf.constant(users[:, None] % 200))
+        np.testing.assert_array_equal(found["user"], road.values["users"])
+        np.testing.assert_array_equal(found["seen"], road.values["videos"][users % 200])
+
+
+def _manifest(version: Path) -> Manifest:
+    manifest = Manifest.read(version)
+    assert manifest
+    return manifest
+
+
+def test_packages_of_other_bases_are_refused(tmp_path: Path) -> None:
+    road = Road(tmp_path)
+    package = road.package()
+    shutil.rmtree(road.server)
+    write_checkpoint(tmp_path / "other", {"users": random_table(300, 8, seed=9), "videos": random_table(200, 4)})
+    export_saved_model(tmp_path / "other", road.server, serving_config=CONFIG)
+    with refused(ExportError):
+        apply_package(package, road.server)
+    shutil.copytree(road.trainer / "1", road.server / "7")
+    with refused(ExportError):
+        apply_package(package, road.server, trusted_key=_key(tmp_path))
+    assert apply_package(package, road.server).base == 7
+    with refused(ExportError):
+        apply_package(package, road.server)
+
+
+def _key(folder: Path, key: bytes = KEY) -> Path:
+    path = folder / "key"
+    path.write_bytes(key + b"\n")
+    return path
+
+
+def test_signatures(tmp_path: Path) -> None:
+    road = Road(tmp_path)
+    package = road.package(sign_key=_key(tmp_path))
+    other = tmp_path / "other"
+    other.write_text("another key of enough bytes")
+    with refused(ExportError):
+        apply_package(package, road.server, trusted_key=other)
+    graph = next((package / "overlay").iterdir())
+    kept = graph.read_bytes()
+    graph.write_bytes(kept + b"\0")
+    with refused(ExportError):
+        apply_package(package, road.server, trusted_key=_key(tmp_path))
+    road.reindex(package)
+    with refused(ExportError):
+        apply_package(package, road.server, trusted_key=_key(tmp_path))
+    graph.write_bytes(kept)
+    road.reindex(package, KEY)
+    assert apply_package(package, road.server, trusted_key=_key(tmp_path)).version == 2
+
+
+def _link(package: Path) -> None:
+    (package / "saved_model.pb").unlink()
+    (package / "saved_model.pb").symlink_to("/etc/passwd")
+
+
+def _named(name: str) -> Callable[[Path], None]:
+    def change(package: Path) -> None:
+        index = json.loads((package / "package.json").read_text())
+        index["files"][name] = {"size": 1, "sha256": "0"}
+        (package / "package.json").write_text(json.dumps(index))
+
+    return change
+
+
+def _extra(package: Path) -> None:
+    (package / "more.so").write_bytes(b"x")
+    Road.reindex(None, package)  # type: ignore[arg-type]
+
+
+def _ids(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def damage(package: Path) -> None:
+        path = next((package / "overlay").iterdir())
+        path.write_bytes(np.asarray(change(np.fromfile(path, np.int64)), np.int64).tobytes())
+        Road.reindex(None, package)  # type: ignore[arg-type]
+
+    return damage
+
+
+def _flip(name: str) -> Callable[[Path], None]:
+    def damage(package: Path) -> None:
+        path = package / name
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    return damage
+
+
+def _no_json(package: Path) -> None:
+    (package / "package.json").write_text("{")
+
+
+def _renamed(package: Path) -> None:
+    package.rename(package.with_name("5"))
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "a link": _link,
+    "a path above": _named("../../x"),
+    "an absolute path": _named("/etc/x"),
+    "a missing file": _named("more"),
+    "an unknown file": _extra,
+    "another byte": _flip("overlay/stack_float32_8.ids"),
+    "no JSON": _no_json,
+    "another number": _renamed,
+    "a row twice": _ids(lambda ids: [*ids[:-1], ids[-2]]),
+    "a row outside": _ids(lambda ids: [*ids[:-1], 10**6]),
+    "a negative row": _ids(lambda ids: [-1, *ids[1:]]),
+    "another row": _ids(lambda ids: [*ids[:1], ids[1] + 1, *ids[2:]]),
+    "a row less": _ids(lambda ids: ids[:-1]),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_and_hostile_packages(road: Road, tmp_path: Path, what: str) -> None:
+    packages, server = tmp_path / "packages", tmp_path / "server"
+    shutil.copytree(road.packages, packages)
+    shutil.copytree(road.server, server)
+    DAMAGE[what](packages / "2")
+    with refused(ExportError):
+        apply_package(packages, server)
+    assert [path.name for path in server.iterdir()] == ["1"]
+
+
+@pytest.fixture(scope="module")
+def road(tmp_path_factory: pytest.TempPathFactory) -> Road:
+    road = Road(tmp_path_factory.mktemp("road"))
+    road.package()
+    return road
+
+
+def test_refusals(tmp_path: Path, road: Road) -> None:
+    with refused(ConfigError):
+        apply_package(tmp_path, road.server)
+    with refused(ConfigError):
+        apply_package(road.packages, tmp_path / "missing")
+    (tmp_path / "short").write_text("short")
+    with refused(ConfigError):
+        apply_package(road.packages, road.server, trusted_key=tmp_path / "short")
+    for options in (
+        {"delta_to": tmp_path},
+        {"base": 1, "sign_key": tmp_path},
+        {"base": 1, "delta_to": tmp_path, "keep": 1},
+    ):
+        with refused(ConfigError):
+            road.export(road.trainer, **options)
+    with refused(ExportError):
+        road.export(road.trainer, base=1, delta_to=tmp_path / "p", max_overlay=0)
+    assert [path.name for path in road.trainer.iterdir()] == ["1"]
+    assert not (tmp_path / "p").exists()
+
+
+def test_packages_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with moto_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        server.make_bucket("packages")
+        remote._store.cache_clear()
+        road = Road(tmp_path)
+        road.change()
+        url = "s3://packages/deltas"
+        assert str(road.export(road.trainer, base=1, delta_to=url).path) == f"{url}/2"
+        road.change()
+        road.export(road.trainer, base=1, delta_to=url, sign_key=_key(tmp_path))
+        applied = apply_package(url, road.server, trusted_key=_key(tmp_path))
+        assert applied.version == 3
+        assert not diff_checkpoints(applied.path, road.export(tmp_path / "truth").path).differs
+    remote._store.cache_clear()
+
+
+def test_follow_beside_a_server(tmp_path: Path) -> None:
+    """Each package that appears becomes a version that the server answers with. SIGTERM ends it, and nothing is left."""
+    road, out = Road(tmp_path, layout="mmap"), tmp_path / "out"
+    for name in ("out", "err"):
+        (tmp_path / name).touch()
+    command = [str(SCRIPT), "apply", str(road.packages), str(road.server), "--follow", "--poll-seconds", "0.1"]
+    follower = Fork([*command, "--keep", "2", "--trusted-key", str(_key(tmp_path))], tmp_path / "err", out)
+    try:
+        _wait_for_words("packages: there is none. Waiting for one.", tmp_path / "err")
+        with ServerProcess(road.server, tmp_path / "log", "--poll-seconds", "0.1") as server:
+            server.wait_for(1)
+            for number in (2, 3, 4):
+                road.package(sign_key=tmp_path / "key", max_overlay=1)
+                server.wait_for(number)
+                status, body = server.predict({"inputs": {"user": [0, 64, 7], "seen": [[1], [2], [199]]}})
+                assert status == 200
+                np.testing.assert_array_equal(np.float32(body["outputs"]["user"]), road.values["users"][[0, 64, 7]])
+            assert run_command("rollback", road.server).returncode == 0  # takes number 5
+            road.package(sign_key=tmp_path / "key", max_overlay=1)
+            _wait_for_words("has a version 5 already", tmp_path / "err")
+            road.package()  # not signed
+            _wait_for_words("is not signed", tmp_path / "err")
+    finally:
+        follower.terminate()
+        assert follower.wait(30) == 0
+    assert sorted(path.name for path in road.server.iterdir()) == ["1", "3", "4", "5"]
+    said((tmp_path / "err").read_text())
+    assert (tmp_path / "err").read_text().count("is not signed") == 1
+    assert "removed versions 2" in out.read_text()
+
+
+def test_follow_says_that_another_version_has_the_number(tmp_path: Path) -> None:
+    """A compaction beside the follower took it. A package that the follower's last run has applied is no error."""
+    road = Road(tmp_path)
+    road.package(max_overlay=1)
+    assert apply_package(road.packages, road.server).version == 2
+    (tmp_path / "err").touch()
+    follow = [str(SCRIPT), "apply", str(road.packages), str(road.server), "--follow", "--poll-seconds", "0.1"]
+    follower = Fork(follow, tmp_path / "err")
+    try:
+        assert compact_version(road.server).version == 3
+        assert road.package(max_overlay=1).name == "3"
+        deadline = time.monotonic() + 60
+        while "Trying again." not in (text := (tmp_path / "err").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        said(text)
+        assert road.package(max_overlay=1).name == "4"
+        while not (road.server / "4").is_dir():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        follower.terminate()
+        follower.wait(30)
+
+
+def _wait_for_words(words: str, log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while words not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    road = Road(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    export = ("export", tmp_path / "ckpt", road.trainer, "--serving-config", tmp_path / "config.json")
+    road.change()
+    write_checkpoint(tmp_path / "ckpt", road.values)
+    done = run_command(*export, "--base", "latest", "--delta-to", road.packages)
+    assert re.search(r"overlay of version 1: 12 rows changed, \d+ B written beside 12\.8 kB linked", done.stdout)
+    done = run_command("apply", road.packages, road.server, "--json")
+    assert json.loads(done.stdout)["version"] == 2
+    said(run_command("verify", road.packages / "2").stderr)
+    assert "overlay of version 1" in run_command("describe", road.server).stdout
+    assert run_command("diff", road.server / "2", tmp_path / "ckpt").returncode == 0
+    done = run_command("compact", road.server, "--json")
+    assert json.loads(done.stdout)["source"] == 2
+    done = run_command(*export, "--base", "1")
+    assert done.stdout.startswith(f"{road.trainer}/2: overlay of version 1: 12 rows changed")
+    for arguments in (
+        ("apply", road.packages, road.server, "--poll-seconds", "3"),
+        ("apply", tmp_path, road.server),
+        (*export, "--base", "0"),
+        (*export, "--base", "newest"),
+        (*export, "--delta-to", road.packages),
+        (*export, "--base", "1", "--engine", "ray"),
+    ):
+        done = run_command(*arguments)
+        assert done.returncode in (1, 2)
+        said(done.stderr)

@@ -1,0 +1,227 @@
+"""Overlays of layers that track rows: stamps say which rows to write, and the answers are those of a full export."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from tests.support.messages import refused
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model, export_saved_model
+from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
+from tpuembed.errors import ExportError
+from tpuembed.export.report import ExportReport
+from tpuembed.manifest import Manifest
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+Array = npt.NDArray[Any]
+ROWS = {"users": 300, "items": 70}
+COMBINATIONS = [("mmap", "float32"), ("variables", "int8")]
+
+
+def make(**options: Any) -> TPUEmbedding:
+    keras.utils.set_random_seed(1)
+    tables = {name: TableConfig(rows, 8, name) for name, rows in ROWS.items()}
+    features = {"user": FeatureConfig(tables["users"]), "item": FeatureConfig(tables["items"])}
+    return TPUEmbedding(features, "adagrad", name="embedding", **({"track_rows": True} | options))
+
+
+def step(layer: TPUEmbedding, users: Any, items: Any = (1,)) -> None:
+    with tf.GradientTape() as tape:
+        rows = layer({"user": tf.constant(users, tf.int64), "item": tf.constant(items, tf.int64)})
+        loss = tf.add_n([tf.reduce_sum((each - 1) ** 2) for each in tf.nest.flatten(rows)])
+    tape.gradient(loss, layer.trainable_variables)
+
+
+def answers(report: ExportReport) -> dict[str, Array]:
+    """All rows of both tables; of one feature per row, or of lists."""
+    loaded = tf.saved_model.load(str(report.path))
+    lookup = loaded.signatures["serving_default"]
+    ids = {name: tf.range(300, dtype=tf.int64) % ROWS[f"{name}s"] for name in ("user", "item")}
+    shapes = {name: [-1, 1][: spec.shape.rank] for name, spec in lookup.structured_input_signature[1].items()}
+    found = lookup(**{name: tf.reshape(value, shapes[name]) for name, value in ids.items()})
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def assert_same(report: ExportReport, full: ExportReport) -> None:
+    """Both answer alike for all rows, have the same rows, and have the checksums that they say."""
+    one, other = answers(report), answers(full)
+    for name, value in one.items():
+        assert value.tobytes() == other[name].tobytes(), name
+    assert not diff_checkpoints(report.path, full.path).differs
+    assert not verify_files(report.path).damaged
+
+
+@pytest.mark.parametrize(("layout", "storage"), COMBINATIONS)
+def test_of_a_model_in_memory(tmp_path: Path, layout: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that were touched are read, and no others."""
+    read: list[Array] = []
+    import tpuembed.live.tables as live
+
+    def gather(variable: Any, numbers: Array, out: Array) -> None:
+        read.append(numbers)
+        out[...] = variable.numpy()[numbers]
+
+    monkeypatch.setattr(live, "gather_rows", gather)
+    monkeypatch.setattr(live, "read_rows", lambda variable, start, stop: variable.numpy()[start:stop])
+    random, layer = np.random.default_rng(1), make()
+    options: dict[str, Any] = {"layout": layout, "storage": storage}
+    step(layer, [1, 2])
+    base = export_model(layer, tmp_path / "m", **options)
+    assert (base.rows_changed, base.rows_compared, len(read)) == (None, None, 0)
+    touched: set[int] = set()
+    for count in (1, 5, 40):
+        users = random.integers(0, ROWS["users"], count)
+        touched |= set(users.tolist())
+        step(layer, users)
+        read.clear()
+        report = export_model(layer, tmp_path / "m", base="latest", max_overlay=3, **options)
+        assert (report.base, report.rows_changed, report.rows_compared) == (1, len(touched) + 1, 0)
+        assert {tuple(numbers.tolist()) for numbers in read} == {tuple(sorted(touched)), (1,)}
+        assert_same(report, export_model(layer, tmp_path / "full", **options))
+    error = report.errors["users"]
+    assert error.max_abs == (0 if storage == "float32" else max(error.max_abs, base.errors["users"].max_abs))
+
+
+@pytest.mark.parametrize("name", ["ckpt", "model.keras", "model.weights.h5"])
+@pytest.mark.parametrize(("layout", "storage"), COMBINATIONS)
+def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
+    users, items = (keras.Input((), dtype="int64", name=name) for name in ("user", "item"))
+    layer = make()
+    found = layer({"user": users, "item": items})
+    model = keras.Model({"user": users, "item": items}, keras.layers.Concatenate()([found["user"], found["item"]]))
+
+    def saved(number: int) -> Path:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if name == "ckpt":
+            tf.train.Checkpoint(model=model).write(str(folder / name))
+        else:
+            (model.save if name.endswith(".keras") else model.save_weights)(folder / name)
+        return folder / name
+
+    config = {"features": {"user": {"table": "users", "input": "id"}, "item": {"table": "items", "input": "id"}}}
+    options: dict[str, Any] = {"layout": layout, "storage": storage, "serving_config": config}
+    step(layer, [1, 2, 250], [3])
+    export_saved_model(saved(1), tmp_path / "m", **options)
+    step(layer, [2, 7, 299], [69])
+    path = saved(2)
+    report = export_saved_model(path, tmp_path / "m", base=1, max_overlay=3, **options)
+    assert (report.rows_changed, report.rows_compared) == (4, 0)
+    assert_same(report, export_saved_model(path, tmp_path / "full", **options))
+    made = Manifest.read(report.path)
+    assert made
+    assert all(stack.overlay is None or stack.overlay.crc32c is not None for stack in made.stacks)
+    step(layer, [5])
+    report = export_model(layer, tmp_path / "m", base=1, max_overlay=3, layout=layout, storage=storage)
+    assert (report.rows_changed, report.rows_compared) == (6, 0)  # the same training, without a file in between
+
+
+def test_another_history_is_compared(tmp_path: Path) -> None:
+    """Stamps are used only if the training passed through the base."""
+    layer = make()
+    step(layer, [1, 2])
+    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    export_model(layer, tmp_path / "m")
+
+    def compared(layer: TPUEmbedding, rows: int) -> ExportReport:
+        report = export_model(layer, tmp_path / "m", base=1, max_overlay=3)
+        assert report.rows_compared == rows
+        assert_same(report, export_model(layer, tmp_path / "full"))
+        return report
+
+    step(layer, [3])
+    assert compared(layer, 0).rows_changed == 2
+    layer.assign_rows("users", 9, np.ones((1, 8), np.float32))
+    assert compared(layer, 0).rows_changed == 3
+    tf.train.Checkpoint(layer=layer).read(str(tmp_path / "ckpt")).assert_consumed()
+    step(layer, [11])
+    report = compared(layer, 0)  # the base is the state of the checkpoint
+    assert report.rows_changed == 2
+    layer.set_weights([value + 1 for value in layer.get_weights()])
+    with pytest.warns(UserWarning, match="max_overlay"):
+        assert export_model(layer, tmp_path / "m", base=1, max_overlay=0.5).base is None
+    other = make()
+    step(other, [1, 5])
+    assert compared(other, sum(ROWS.values())).rows_changed
+    assert compared(make(track_rows=False), sum(ROWS.values())).rows_changed
+
+
+def test_a_base_that_was_not_checked_is_compared(tmp_path: Path) -> None:
+    """An option that bounds all rows holds for those that are not read."""
+    layer = make()
+    step(layer, [1])
+    layer.assign_rows("users", 200, np.full((1, 8), np.nan, np.float32))
+    export_model(layer, tmp_path / "m", storage="float32")
+    step(layer, [2])
+    assert export_model(layer, tmp_path / "m", base=1).rows_compared == 0
+    with refused(ExportError):
+        export_model(layer, tmp_path / "m", base=1, require_finite=True)
+    layer.assign_rows("users", 200, np.full((1, 8), 100, np.float32))
+    base = export_model(layer, tmp_path / "n", storage="int8", require_finite=True)
+    step(layer, [3])
+    bound = base.errors["users"].max_abs
+    over: dict[str, Any] = {"base": 1, "storage": "int8", "require_finite": True}
+    assert export_model(layer, tmp_path / "n", max_error=bound, **over).rows_compared == 0
+    with refused(ExportError):
+        export_model(layer, tmp_path / "n", max_error=bound / 2, **over)
+    layer.assign_rows("users", 4, np.full((1, 8), np.nan, np.float32))
+    with refused(ExportError):
+        export_model(layer, tmp_path / "n", **over)  # a row that is read
+
+
+def test_compact_proves_what_nobody_read(tmp_path: Path) -> None:
+    layer = make()
+    step(layer, [1])
+    export_model(layer, tmp_path / "m")
+    step(layer, [2])
+    overlay = export_model(layer, tmp_path / "m", base=1)
+    full = export_model(layer, tmp_path / "full")
+    report = compact_version(tmp_path / "m")
+    made, truth = Manifest.read(report.path), Manifest.read(full.path)
+    assert made
+    assert truth
+    assert (made.base, made.stacks, made.tables, made.histories) == (None, truth.stacks, truth.tables, truth.histories)
+    for stack in made.stacks:
+        assert (report.path / stack.file).read_bytes() == (full.path / stack.file).read_bytes()
+    step(layer, [4])
+    after = export_model(layer, tmp_path / "m", base="latest")
+    assert (after.base, after.rows_changed, after.rows_compared) == (3, 2, 0)  # user 4, item 1
+    entry = Manifest.read(overlay.path)
+    assert entry
+    assert entry.stacks[0].overlay
+    file = overlay.path / entry.stacks[0].overlay.words.file
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with refused(ExportError):
+        compact_version(tmp_path / "m", overlay.version)
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_more_rows_than_the_base(tmp_path: Path, storage: str) -> None:
+    """A table of which the base has a part: rows that it lacks are in the overlay, touched or not."""
+    layer = make()
+    step(layer, [101])
+    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    config = {"features": {"user": {"table": "users", "input": "id"}}}
+    options: dict[str, Any] = {"serving_config": config, "tables": ["users"], "storage": storage}
+    export_saved_model(tmp_path / "ckpt", tmp_path / "m", rows={"users": (100, 200)}, **options)
+    step(layer, [150, 199])
+    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    asked = tf.range(100, 250, dtype=tf.int64)
+    more: dict[str, Any] = {"rows": {"users": (100, 250)}, "base": 1, "max_overlay": 3}
+    of_file = export_saved_model(tmp_path / "ckpt", tmp_path / "m", **options, **more)
+    of_memory = export_model(layer, tmp_path / "m", **options, **more)
+    full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", **options, rows={"users": (100, 250)})
+    for report in (of_file, of_memory, full):
+        loaded = tf.saved_model.load(str(report.path))
+        found = loaded.signatures["serving_default"](user=asked)["user"].numpy()
+        if report is not full:
+            assert (report.base, report.rows_changed, report.rows_compared) == (1, 52, 0)
+        if storage == "float32":
+            np.testing.assert_array_equal(found, layer({"user": asked, "item": asked % 70})["user"])
+    assert not diff_checkpoints(of_file.path, full.path).differs
+    assert not diff_checkpoints(of_memory.path, full.path).differs

@@ -1,0 +1,436 @@
+"""The contracts of Vertex AI and SageMaker: a server in their environment, asked as they ask. And who may ask what."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import tensorflow as tf
+from grpc_health.v1 import health_pb2
+
+from tests.support.messages import said
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.process import SCRIPT, ServerProcess
+from tests.support.serving.served import free_port
+from tests.support.stores import moto_server
+from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.grpc.open_inference_messages import SERVICE, message
+from tpuembed_serving.http.openapi import REST_PATHS
+
+KEY = "the-key-of-this-test-0123456789"
+# What Vertex AI sets where a model has no routes of its own: they begin like TensorFlow Serving's.
+HEALTH, PREDICT = "/v1/endpoints/7/deployedModels/8", "/v1/endpoints/7/deployedModels/8:predict"
+VERTEX = {
+    "AIP_MODE": "PREDICTION", "AIP_FRAMEWORK": "CUSTOM_CONTAINER", "AIP_MODE_VERSION": "1.0.0", "AIP_ENDPOINT_ID": "7",
+    "AIP_DEPLOYED_MODEL_ID": "8", "AIP_HEALTH_ROUTE": HEALTH, "AIP_PREDICT_ROUTE": PREDICT,
+}  # fmt: skip
+ROWS = [[1.5, 2.0], [-3.0, 0.25]]
+NUMBERS = [number for row in ROWS for number in row]
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose signature `endless` runs until it is cancelled."""
+    module, rows = tf.Module(), tf.TensorSpec([None, 2], tf.float32, name="x")
+    module.weights = tf.Variable([[0.5, 0.1], [-1.0, 3.0]])
+    product = tf.function(lambda x: {"y": tf.linalg.matmul(x, module.weights)}).get_concrete_function(rows)
+
+    @tf.function
+    def endless(x: Any) -> Any:
+        return {"y": tf.while_loop(lambda i, _: i >= 0, lambda i, y: (i, y + 1), (tf.constant(0), x))[1]}
+
+    signatures = {"serving_default": product, "endless": endless.get_concrete_function(rows)}
+    folder = tmp_path_factory.mktemp("ml") / "model"
+    tf.saved_model.save(module, str(folder / "1"), signatures=signatures)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Any:
+    loaded = tf.saved_model.load(str(model / "1"))
+    return loaded.signatures["serving_default"](x=tf.constant(ROWS))["y"].numpy().tolist()
+
+
+def started(log: Path, *options: str, variables: dict[str, str], bare: bool = True) -> ServerProcess:
+    """`tpuembed serve` with these options, and no others, in an environment with these variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        return ServerProcess(None, log, *options, bare=bare)
+
+
+def same(answer: bytes, expected: Any) -> None:
+    value = json.loads(answer)
+    assert list(value) == ["predictions"]
+    tf.debugging.assert_near(value["predictions"], expected, rtol=1e-6)
+
+
+def is_healthy(server: ServerProcess, path: str) -> bool:
+    status, _ = server.request("GET", path)
+    assert status in (200, 503)
+    return status == 200
+
+
+def listens_everywhere(port: int) -> bool:
+    """Whether an address is answered that is not 127.0.0.1."""
+    try:
+        socket.create_connection(("127.0.0.2", port), 10).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_vertex_ai(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
+    port = free_port()
+    variables = {**VERTEX, "AIP_HTTP_PORT": str(port), "AIP_STORAGE_URI": str(model)}
+    with started(tmp_path / "log", "--workers", workers, variables=variables) as server:
+        wait_for(lambda: is_healthy(server, HEALTH))  # liveness is a TCP connection
+        assert (server.port, listens_everywhere(port)) == (port, True)
+        for body in (
+            {"instances": ROWS},
+            {"instances": [{"x": row} for row in ROWS], "parameters": {}},
+            {"instances": ROWS, "parameters": {"signature_name": "serving_default"}},
+        ):
+            status, answer = server.request("POST", PREDICT, json.dumps(body), JSON)
+            assert status == 200, answer
+            same(answer, expected)
+        assert server.request("POST", PREDICT, '{"instances": []}', JSON)[0] == 400
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sagemaker(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
+    """`docker run IMAGE serve`: one argument, a model in a folder, and a port that other containers leave free."""
+    port = free_port()
+    variables = {"SAGEMAKER_BASE_DIR": str(model.parent), "SAGEMAKER_BIND_TO_PORT": str(port)}
+    variables |= {"SAGEMAKER_SAFE_PORT_RANGE": f"{port}-{port}", "TPUEMBED_SERVE_WORKERS": workers}
+    variables["TPUEMBED_SERVE_LAME_DUCK_SECONDS"] = "0.2"
+    with started(tmp_path / "log", variables=variables) as server:
+        wait_for(lambda: is_healthy(server, "/ping"))
+        assert (server.port, listens_everywhere(port)) == (port, True)
+        status, answer = server.request("POST", "/invocations", json.dumps({"instances": ROWS}), JSON)
+        assert status == 200, answer
+        same(answer, expected)
+        status, answer = server.request("POST", "/invocations", json.dumps({"inputs": {"x": ROWS}}), JSON)
+        assert (status, list(json.loads(answer))) == (200, ["outputs"])
+        assert "gRPC" not in server.log  # no port outside of the range
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+
+
+def test_vertex_ai_with_a_model_in_a_store(model: Path, expected: Any, tmp_path: Path) -> None:
+    variables = {**VERTEX, "AIP_HTTP_PORT": str(free_port()), "AIP_STORAGE_URI": "s3://bucket/artifact/"}
+    variables |= {"XDG_CACHE_HOME": str(tmp_path), "TPUEMBED_SERVE_POLL_SECONDS": "0.1"}
+    with moto_server() as store:
+        store.make_bucket("bucket")
+        for path in (path for path in model.rglob("*") if path.is_file()):
+            store.put("bucket", f"artifact/{path.relative_to(model)}", path.read_bytes())
+        with started(tmp_path / "log", variables={**variables, **store.environment}) as server:
+            wait_for(lambda: is_healthy(server, HEALTH))
+            status, answer = server.request("POST", PREDICT, json.dumps({"instances": ROWS}), JSON)
+            assert status == 200, answer
+            same(answer, expected)
+
+
+_CONTAINER = """
+ip link set lo up
+mount -t tmpfs none /opt
+mkdir -p /opt/ml/model
+mount --bind "$2" /opt/ml/model
+mount -o remount,bind,ro /opt/ml/model
+"$1" serve 2>"$3" &
+for _ in $(seq 1200); do
+    curl --silent --fail --output /dev/null http://127.0.0.2:8080/ping && break
+    kill -0 $! || exit 1
+    sleep 0.1
+done
+curl --silent --show-error --fail-with-body --data "$4" http://127.0.0.2:8080/invocations
+kill -INT $!
+wait $!
+"""
+
+
+def can_be_a_container() -> bool:
+    """Whether this process may have its own /opt and its own ports, and needs nothing of /opt."""
+    tools = all(map(shutil.which, ("unshare", "ip", "curl")))
+    done = tools and subprocess.run(["unshare", "--mount", "--net", "true"], capture_output=True, check=False)
+    return bool(done and done.returncode == 0 and not Path(sys.base_prefix).resolve().is_relative_to("/opt"))
+
+
+@pytest.mark.skipif(not can_be_a_container(), reason="needs root, unshare, ip and curl")
+def test_sagemaker_in_its_folder_and_at_its_port(model: Path, expected: Any, tmp_path: Path) -> None:
+    """`docker run IMAGE serve` without any variable, with mounts and ports as a container has them."""
+    command = ["unshare", "--mount", "--net", "bash", "-ec", _CONTAINER, "container", str(SCRIPT), str(model)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AIP_", "SAGEMAKER_"))}
+    log = tmp_path / "log"
+    command += [str(log), json.dumps({"instances": ROWS})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, (done.stdout, done.stderr, log.read_text())
+    same(done.stdout.encode(), expected)
+    assert "serving model at http://0.0.0.0:8080/v1/models/model" in log.read_text()
+
+
+def test_without_a_platform_nobody_else_is_answered(model: Path, tmp_path: Path) -> None:
+    with ServerProcess(model, tmp_path / "log") as server:
+        server.wait_for(1)
+        assert not listens_everywhere(server.port)
+
+
+def test_a_forwarder_has_the_routes(model: Path, expected: Any, tmp_path: Path) -> None:
+    with ServerProcess(model, tmp_path / "behind", "--grpc-port", "0") as behind:
+        behind.wait_for(1)
+        options = ("--backend", "tf-serving", "--target", behind.grpc_address, "--name", "model", "--no-grpc")
+        variables = {**VERTEX, "AIP_HTTP_PORT": str(free_port()), "AIP_STORAGE_URI": "gs://not/here"}
+        with started(tmp_path / "log", *options, variables=variables) as front:
+            wait_for(lambda: is_healthy(front, HEALTH))
+            assert is_healthy(front, "/ping")
+            for path in (PREDICT, "/invocations"):
+                status, answer = front.request("POST", path, json.dumps({"instances": ROWS}), JSON)
+                assert status == 200, answer
+                same(answer, expected)
+
+
+def test_the_links_of_kubernetes_stop_no_server(model: Path, expected: Any, tmp_path: Path) -> None:
+    """Of Services called tpuembed-serve and tpuembed-serve-rest, without `enableServiceLinks: false`."""
+    variables = {"TPUEMBED_SERVE_SERVICE_HOST": "10.0.0.1", "TPUEMBED_SERVE_PORT": "tcp://10.0.0.1:80"}
+    variables |= {"TPUEMBED_SERVE_REST_PORT": "tcp://10.0.0.2:80", "TPUEMBED_SERVE_MODEL_DIR": str(model)}
+    variables["AIP_HTTP_PORT"] = str(free_port())  # which the link does not hide
+    with started(tmp_path / "log", "--no-grpc", variables=variables) as server:
+        server.wait_for(1)
+        same(server.request("POST", "/invocations", json.dumps({"instances": ROWS}))[1], expected)
+        assert str(server.port) == variables["AIP_HTTP_PORT"]
+        assert server.log.count("WARNING") == 2
+
+
+CONFIG = """
+model_config_list {{
+  config {{ name: "a" base_path: "{model}" model_platform: "tensorflow" }}
+  config {{ name: "b" base_path: "{model}" model_platform: "tensorflow" }}
+}}
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_several_models(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
+    config = tmp_path / "models.config"
+    config.write_text(CONFIG.format(model=model))
+    options = ("--config", str(config), "--workers", workers)
+    body = json.dumps({"instances": ROWS})
+    with ServerProcess(None, tmp_path / "log", *options) as server:
+        wait_for(lambda: is_healthy(server, "/ping"))
+        status, answer = server.request("POST", "/invocations", body)
+        assert (status, "--default-model" in json.loads(answer)["error"]) == (400, True)
+    with ServerProcess(None, tmp_path / "log2", *options, "--default-model", "b", "--metrics") as server:
+        wait_for(lambda: is_healthy(server, "/ping"))
+        same(server.request("POST", "/invocations", body)[1], expected)
+        counts = server.request("GET", "/monitoring/prometheus/metrics")[1].decode()
+        assert ':tensorflow:serving:request_count{model_name="b",status="OK"} 1' in counts
+        assert counts.count(":tensorflow:serving:request_count{") == 1  # /ping is not counted
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("cause", ["--default-model", "AIP_PREDICT_ROUTE"])
+def test_a_reload_leaves_the_routes_their_model(
+    model: Path, expected: Any, tmp_path: Path, workers: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --default-model the only model is the one of AIP_PREDICT_ROUTE."""
+    both = CONFIG.format(model=model)
+    lines = both.splitlines(keepends=True)
+    only_a, only_b = "".join(lines[:3] + lines[4:]), "".join(lines[:2] + lines[3:])
+    before, after = (both, only_b) if cause == "--default-model" else (only_a, both)
+    options = ("--default-model", "a") if cause == "--default-model" else ()
+    if cause == "AIP_PREDICT_ROUTE":
+        monkeypatch.setenv("AIP_PREDICT_ROUTE", PREDICT)
+    config = tmp_path / "models.config"
+    config.write_text(before)
+    follow = ("--config", str(config), "--config-poll-seconds", "0.05", "--workers", workers)
+    with ServerProcess(None, tmp_path / "log", *follow, *options) as server:
+        wait_for(lambda: is_healthy(server, "/ping"))
+        config.write_text(after)
+        said(server.announced(f"{config}: not applied. "))
+        same(server.request("POST", "/invocations", json.dumps({"instances": ROWS}))[1], expected)
+
+
+# ---- who may ask
+
+
+OPEN = (
+    "GET /", "HEAD /", "GET /healthz", "HEAD /healthz", "GET /readyz", "HEAD /readyz", "GET /ping", "HEAD /ping",
+    f"GET {HEALTH}", f"HEAD {HEALTH}", "GET /v2/health/live", "GET /v2/health/ready",
+    "GET /console/console.css", "GET /console/console.js", "GET /console/icon.svg", "GET /docs/docs.css",
+    "GET /docs/docs.js", "GET /docs/assets/swagger-ui-bundle.js", "GET /docs/assets/swagger-ui.css",
+)  # fmt: skip
+ROW, COLUMN = json.dumps({"instances": ROWS}), json.dumps({"inputs": {"x": ROWS}})
+EXAMPLE = json.dumps({"examples": [{"x": 1.0}]})
+TENSOR = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": NUMBERS}]})
+LOCKED = {
+    "POST /invocations": ROW,
+    f"POST {PREDICT}": ROW,
+    **{f"POST /v1/models/model{choice}:predict": COLUMN for choice in ("", "/versions/1", "/labels/stable")},
+    **{
+        f"POST /v1/models/model{choice}:{method}": EXAMPLE
+        for choice in ("", "/versions/1", "/labels/stable")
+        for method in ("classify", "regress")
+    },
+    **{
+        f"GET /v1/models/model{choice}{part}": None
+        for choice in ("", "/versions/1", "/labels/stable")
+        for part in ("", "/metadata")
+    },
+    "GET /v2": None,
+    **{f"GET /v2/models/model{choice}{part}": None for choice in ("", "/versions/1") for part in ("", "/ready")},
+    **{f"POST /v2/models/model{choice}/infer": TENSOR for choice in ("", "/versions/1")},
+    "GET /models": None,
+    "GET /openapi.json": None,
+    "GET /docs": None,
+    "GET /console/state": None,
+    "GET /console/signatures?model=model&version=1": None,
+    "GET /monitoring/prometheus/metrics": None,
+}
+NO_SIGNATURE = {name for name in LOCKED if ":classify" in name or ":regress" in name}
+"""The model has no such signature: with a key they are answered 400."""
+
+
+@pytest.fixture(scope="module")
+def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text(KEY)
+    label = 'version_labels { key: "stable" value: 1 }'
+    config = f'config {{ name: "model" base_path: "{model}" model_platform: "tensorflow" {label} }}'
+    (folder / "models.config").write_text(f"model_config_list {{ {config} }}")
+    options = ("--config", str(folder / "models.config"), "--api-key-file", str(folder / "keys"), "--metrics")
+    limits = ("--max-body-bytes", "5000", "--max-rows", "100", "--max-json-depth", "20", "--rest-timeout-ms", "1500")
+    more = ("--allow-version-labels-for-unavailable-models", "--grpc-port", "0")
+    with started(folder / "log", *options, *limits, *more, variables=VERTEX, bare=False) as server:
+        wait_for(lambda: is_healthy(server, "/ping"))
+        yield server
+    assert "Traceback" not in server.log
+
+
+def ask(server: ServerProcess, route: str, body: str | None = None, **headers: str) -> tuple[int, bytes]:
+    method, target = route.split(" ")
+    return server.request(method, target, body, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+@pytest.mark.parametrize("route", OPEN)
+def test_routes_without_a_key(locked: ServerProcess, route: str) -> None:
+    assert ask(locked, route)[0] == 200
+    assert ask(locked, route, x_api_key="wrong")[0] == 200
+
+
+@pytest.mark.parametrize("route", LOCKED)
+def test_routes_with_a_key(locked: ServerProcess, route: str) -> None:
+    body = LOCKED[route]
+    for headers in ({}, {"x_api_key": "wrong" * 5}, {"authorization": f"Basic {KEY}"}):
+        status, answer = ask(locked, route, body, **headers)
+        assert status == 401, answer
+        assert list(json.loads(answer)) == ["error"]
+    status, answer = ask(locked, route, body, x_api_key=KEY)
+    assert status == (400 if route in NO_SIGNATURE else 200), answer
+    assert ask(locked, route, body, authorization=f"Bearer {KEY}")[0] == status
+
+
+def test_every_route_is_above(model: Path) -> None:
+    settings = ServerSettings.for_model_dir(model, health_route=HEALTH, predict_route=PREDICT)
+    routes: list[Any] = create_app(settings).routes
+    found = {
+        f"{method} {route.path}"
+        for route in routes
+        for method in getattr(route, "methods", None) or ["GET"]
+        if not route.path.startswith("/docs/assets")  # a folder
+    }
+    found |= {f"{method.upper()} {path}" for path, item in REST_PATHS.items() for method in item} | {f"POST {PREDICT}"}
+    for name, value in {"model": "model", "version": "1", "label": "stable"}.items():
+        found = {route.replace(f"{{{name}}}", value) for route in found}
+    assert found - {route.partition("?")[0] for route in (*OPEN, *LOCKED)} == set()
+
+
+def test_a_path_that_only_looks_open_needs_a_key(locked: ServerProcess) -> None:
+    for path in (
+        "/ping/",
+        "/PING",
+        "//ping",
+        "/ping%2f",
+        "/healthz/..",
+        f"{HEALTH}/",
+        f"{HEALTH}:predict",
+        "/invocations/",
+    ):
+        assert ask(locked, f"GET {path}")[0] == 401, path
+    for path in ("/ping", HEALTH):  # with a query it is the same route
+        assert ask(locked, f"GET {path}?x=1")[0] == 200
+
+
+def infer_request() -> bytes:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [2, 2], "contents": {"fp32_contents": NUMBERS}}
+    return bytes(message("ModelInferRequest")(model_name="model", inputs=[tensor]).SerializeToString())
+
+
+CALLS = {
+    **{f"/{SERVICE}/{name}": b"" for name in ("ServerLive", "ServerReady", "ServerMetadata")},
+    **{f"/{SERVICE}/{name}": b"\x0a\x05model" for name in ("ModelReady", "ModelMetadata")},
+    f"/{SERVICE}/ModelInfer": infer_request(),
+    "/tensorflow.serving.ModelService/GetModelStatus": b"\x0a\x07\x0a\x05model",
+}
+
+
+OTHERS = {
+    "tensorflow.serving.PredictionService": ("Predict", "Classify", "Regress", "MultiInference", "GetModelMetadata"),
+    "tensorflow.serving.ModelService": ("GetModelStatus", "HandleReloadConfigRequest"),
+    SERVICE: (*(path.rpartition("/")[2] for path in CALLS if SERVICE in path), "RepositoryIndex"),
+}
+
+
+@pytest.mark.parametrize("method", [f"/{service}/{name}" for service, names in OTHERS.items() for name in names])
+def test_calls_without_a_key(locked: ServerProcess, method: str) -> None:
+    with grpc.insecure_channel(locked.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary(method)(b"", timeout=60)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_calls_with_a_key(locked: ServerProcess, method: str) -> None:
+    with grpc.insecure_channel(locked.grpc_address) as channel:
+        call = channel.unary_unary(method)
+        for metadata in ((), (("x-api-key", "wrong" * 5),)):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(CALLS[method], timeout=60, metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        call(CALLS[method], timeout=60, metadata=(("x-api-key", KEY),))
+
+
+def test_health_of_grpc_needs_no_key(locked: ServerProcess) -> None:
+    with grpc.insecure_channel(locked.grpc_address) as channel:
+        answer = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
+    assert health_pb2.HealthCheckResponse.FromString(answer).status == health_pb2.HealthCheckResponse.SERVING
+
+
+# ---- limits and deadlines
+
+
+REFUSED = {
+    "too large": (json.dumps({"instances": ROWS * 400}), 413),
+    "too many rows": (json.dumps({"instances": [[1, 2]] * 101}), 400),
+    "too deep": ('{"instances": ' + "[" * 30 + "]" * 30 + "}", 400),
+    "too slow": (json.dumps({"instances": ROWS, "signature_name": "endless"}), 504),
+    "no JSON": ("{", 400),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+@pytest.mark.parametrize("path", ["/invocations", PREDICT])
+def test_limits_are_those_of_predict(locked: ServerProcess, path: str, why: str) -> None:
+    body, status = REFUSED[why]
+    wanted = ask(locked, "POST /v1/models/model:predict", body, x_api_key=KEY)
+    assert wanted[0] == status, wanted
+    assert ask(locked, f"POST {path}", body, x_api_key=KEY) == wanted

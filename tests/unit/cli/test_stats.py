@@ -1,0 +1,90 @@
+"""`tpuembed stats` and `tpuembed projector` as a user sees them."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.checkpoint.bundles import write
+from tests.support.messages import said
+from tests.support.serving.process import run_command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stats")
+    rows = np.random.default_rng(1).standard_normal((500, 8)).astype(np.float32)
+    rows[7, 0], rows[9], rows[11] = np.nan, 0, 100
+    write(folder / "ckpt", {"videos": rows, "users": np.ones((4, 1), np.float32)})
+    return folder
+
+
+def test_for_people(folder: Path) -> None:
+    done = run_command("stats", folder / "ckpt", "--html", folder / "page.html")
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "videos: 500 rows of 8 float32, 16.0 kB", "1: row 7", "row 11: 282.8", "a row of width 1 has no direction",
+        "refused: row 7 contains nan, which int8 cannot hold", "the checkpoint has no slots of this table",
+    ):  # fmt: skip
+        assert text in done.stdout
+    assert (folder / "page.html").read_text().startswith("<!doctype html>")
+    assert [path.name for path in folder.glob(".page*")] == []
+
+
+def test_for_programs(folder: Path) -> None:
+    done = run_command("stats", folder / "ckpt", "videos", "--json")
+    assert done.returncode == 0, done.stderr
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    (table,) = json.loads(done.stdout, parse_constant=refuse)["tables"]
+    assert (table["name"], table["nan"], table["zero_rows"]) == ("videos", {"count": 1, "first": [7]}, 1)
+    assert table["norms"]["percentiles"]["50"] == pytest.approx(2.7, abs=0.2)
+    assert '"NaN"' not in done.stdout
+
+
+def test_refusals(folder: Path) -> None:
+    for arguments, code in (
+        (("stats", folder / "ckpt", "video"), 1),
+        (("stats", folder / "missing"), 1),
+        (("stats", folder / "ckpt", "--html", folder / "no" / "page.html"), 2),
+        (("projector", folder / "ckpt", "video", folder / "out"), 1),
+    ):
+        done = run_command(*arguments)
+        assert (done.returncode, done.stdout) == (code, "")
+        said(done.stderr)
+    done = run_command("stats", folder / "ckpt", "--html", "/dev/null/page.html")
+    assert done.returncode == 2
+
+
+def test_files_that_are_there(folder: Path, tmp_path: Path) -> None:
+    """What is no regular file stays, a link leads to its target, and the mode is kept."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in (str(tmp_path / "pipe"), str(tmp_path), ""):
+        done = run_command("stats", folder / "ckpt", "--html", name)
+        assert (done.returncode, done.stdout) == (2, ""), name
+        said(done.stderr)
+    assert (tmp_path / "pipe").is_fifo()
+    target, link = tmp_path / f"{'a' * 250}.html", tmp_path / "link.html"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    assert run_command("stats", folder / "ckpt", "--html", link).returncode == 0
+    assert link.is_symlink()
+    assert target.read_text().startswith("<!doctype html>")
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_projector(folder: Path) -> None:
+    done = run_command("projector", folder / "ckpt", "videos", folder / "out", "--rows", "10:20")
+    assert done.stdout.splitlines() == [
+        f"{folder}/out: rows 10 to 20 of videos",
+        f"Show them with: tensorboard --logdir {folder}/out",
+    ]
+    assert (folder / "out" / "tensors.bytes").stat().st_size == 10 * 8 * 4
+    done = run_command("projector", folder / "ckpt", "videos", folder / "random", "--sample", "30")
+    assert done.stdout.splitlines()[0] == f"{folder}/random: 30 random rows of videos"
+    assert (folder / "random" / "tensors.bytes").stat().st_size == 30 * 8 * 4

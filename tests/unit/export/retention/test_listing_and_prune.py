@@ -1,0 +1,318 @@
+"""Versions are removed only if nothing needs them, by one rename each; the rest stays whole."""
+
+import concurrent.futures
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.export.in_process import exports_in_this_process
+from tests.support.export.writers import version_writer
+from tests.support.messages import refused
+from tpuembed import export_saved_model, list_versions, prune_versions
+from tpuembed.checkpoint.tools import verify_files
+from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.publish.folder import FolderWriter
+
+CONFIG = {"features": {"user": {"table": "users", "input": "id"}}}
+
+
+def plain(model_dir: Path, *numbers: int) -> Path:
+    """Versions of another program."""
+    for number in numbers:
+        (model_dir / str(number) / "variables").mkdir(parents=True)
+        (model_dir / str(number) / "saved_model.pb").write_bytes(b"graph")
+        (model_dir / str(number) / "variables" / "data").write_bytes(bytes(1000 * number))
+    return model_dir
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Versions 1 to 3 with the same tables: 1 and 3 mapped, 2 loaded."""
+    folder = tmp_path_factory.mktemp("exported")
+    write_checkpoint(folder / "ckpt", {"users": random_table(500, 8)})
+    with exports_in_this_process():
+        for layout in ("mmap", "variables", "mmap"):
+            export_saved_model(folder / "ckpt", folder / "rec", serving_config=CONFIG, layout=layout)
+    return folder / "rec"
+
+
+def moved(exported: Path, to: Path) -> Path:
+    """A copy that keeps hard links."""
+    subprocess.run(["cp", "-a", str(exported), str(to)], check=True)
+    return to
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    model_dir = plain(tmp_path, 1, 2, 7, 10)
+    (model_dir / "notes").mkdir()
+    (model_dir / "11").write_text("a file")
+    report = prune_versions(model_dir)
+    assert report.removed == (1, 2)
+    assert report.kept == {7: "one of the newest 2", 10: "newest"}
+    assert report.bytes_freed == 3000 + 2 * len(b"graph")
+    assert names(model_dir) == ["10", "11", "7", "notes"]
+    assert prune_versions(model_dir, keep=5).removed == ()
+
+
+def test_a_dry_run_says_the_same_and_removes_nothing(tmp_path: Path) -> None:
+    model_dir = plain(tmp_path, 1, 2, 3)
+    planned = prune_versions(model_dir, keep=1, dry_run=True)
+    assert names(model_dir) == ["1", "2", "3"]
+    done = prune_versions(model_dir, keep=1)
+    assert (planned.removed, planned.kept, planned.bytes_freed) == (done.removed, done.kept, done.bytes_freed)
+    assert names(model_dir) == ["3"]
+
+
+def test_versions_in_use_stay(tmp_path: Path) -> None:
+    model_dir, asked = plain(tmp_path, 1, 2, 3, 4), list[set[int]]()
+
+    def in_use(found: Any) -> dict[int, str]:
+        asked.append(set(found))
+        return {2: "label stable", 9: "not here"}
+
+    report = prune_versions(model_dir, keep=1, in_use=in_use)
+    assert asked == [{1, 2, 3, 4}]
+    assert report.kept == {2: "label stable", 4: "newest"}
+    assert names(model_dir) == ["2", "4"]
+
+
+def test_a_version_that_appears_while_servers_are_asked_removes_none_of_theirs(tmp_path: Path) -> None:
+    model_dir = plain(tmp_path, 1, 2)
+
+    def publish_two(found: Any) -> dict[int, str]:
+        plain(model_dir, 3, 4)
+        return {2: "AVAILABLE"}
+
+    report = prune_versions(model_dir, keep=1, in_use=publish_two)
+    assert report.removed == (1,)
+    assert report.kept[3] == "published during this prune"
+    assert names(model_dir) == ["2", "3", "4"]
+
+
+def test_shared_files_are_not_freed_and_stay_whole(exported: Path, tmp_path: Path) -> None:
+    model_dir = moved(exported, tmp_path / "rec")
+    before = {info.version: info for info in list_versions(model_dir)}
+    assert [info.layout for info in before.values()] == ["mmap", "variables", "mmap"]
+    assert {info.bytes_shared for info in before.values()} >= {500 * 8 * 4}
+    report = prune_versions(model_dir, keep=1)
+    assert report.removed == (1, 2)
+    assert report.bytes_freed == before[1].bytes_own + before[2].bytes_own
+    (left,) = list_versions(model_dir)
+    assert left.bytes_shared == 0
+    assert left.bytes_own == before[3].bytes_own + before[3].bytes_shared
+    assert not verify_files(str(model_dir / "3")).damaged
+
+
+def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
+    model_dir = plain(tmp_path / "rec", 1, 2, 3, 4)
+    (model_dir / "5").symlink_to("3")
+    (model_dir / "6").symlink_to(tmp_path / "rec" / "5")
+    (model_dir / "4" / "more").symlink_to("../1/variables/data")
+    assert [info.bases for info in list_versions(model_dir)] == [(), (), (), (1,), (3,), (3, 5)]
+    report = prune_versions(model_dir, keep=1)
+    assert report.kept == {3: "version 6 reads its files", 5: "version 6 reads its files", 6: "newest"}
+    assert prune_versions(plain(tmp_path / "rec", 7), keep=1).removed == (3, 5, 6)
+    assert names(model_dir) == ["7"]
+
+
+def test_every_step_of_a_chain_of_links_stays(tmp_path: Path) -> None:
+    """Also through a link that is no version, and through a folder's link in the middle of a path."""
+    model_dir = plain(tmp_path / "rec", 2, 7)
+    (model_dir / "1").symlink_to("2")
+    (model_dir / "current").symlink_to("1")
+    (model_dir / "9").symlink_to("current")
+    assert {info.version: info.bases for info in list_versions(model_dir)} == {1: (2,), 2: (), 7: (), 9: (1, 2)}
+    assert prune_versions(model_dir, keep=1).removed == (7,)
+    assert (model_dir / "9" / "saved_model.pb").exists()
+    outside = tmp_path / "outside"
+    outside.symlink_to(model_dir / "current")
+    plain(model_dir, 12)
+    (model_dir / "12" / "more").symlink_to("../../outside/saved_model.pb")
+    (model_dir / "loop").symlink_to("loop")
+    (model_dir / "12" / "round").symlink_to("../loop")
+    assert {info.version: info.bases for info in list_versions(model_dir)}[12] == (1, 2)
+
+
+def test_a_linked_folder_elsewhere_is_not_deleted(tmp_path: Path) -> None:
+    plain(tmp_path / "other", 1)
+    model_dir = plain(tmp_path / "rec", 2)
+    (model_dir / "1").symlink_to(tmp_path / "other" / "1")
+    assert prune_versions(model_dir, keep=1).removed == (1,)
+    assert names(model_dir) == ["2"]
+    assert (tmp_path / "other" / "1" / "saved_model.pb").is_file()
+
+
+def test_a_copied_version_needs_the_files_that_its_graph_names(exported: Path, tmp_path: Path) -> None:
+    model_dir = moved(exported, tmp_path / "rec")
+    shutil.copytree(model_dir / "1", model_dir / "4")  # its graph maps the tables of version 1
+    assert list_versions(model_dir)[-1].bases == (1,)
+    assert prune_versions(model_dir, keep=1).removed == (2, 3)
+
+
+def test_an_incomplete_version_counts_for_nothing(exported: Path, tmp_path: Path) -> None:
+    model_dir = moved(exported, tmp_path / "rec")
+    (model_dir / "4").mkdir()  # a copy that has just begun
+    shutil.copytree(model_dir / "3", model_dir / "5")
+    data = max((model_dir / "5" / "variables").glob("*.data-*"))
+    os.truncate(data, 10)
+    assert [bool(info.fault) for info in list_versions(model_dir)] == [False, False, False, True, True]
+    report = prune_versions(model_dir, keep=1)
+    assert report.removed == (1, 2)
+    assert names(model_dir) == ["3", "4", "5"]
+    plain(model_dir, 6)
+    assert prune_versions(model_dir, keep=1).removed == (3, 4, 5)
+
+
+def test_a_manifest_that_cannot_be_read_may_name_a_base(exported: Path, tmp_path: Path) -> None:
+    model_dir = moved(exported, tmp_path / "rec")
+    manifest = model_dir / "3" / "assets.extra" / "tpuembed.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
+    with refused(ConfigError):
+        prune_versions(model_dir, keep=1)
+    assert names(model_dir) == ["1", "2", "3"]
+    assert "format" in list_versions(model_dir)[-1].fault
+
+
+def test_a_version_disappears_by_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir, seen = plain(tmp_path, 1, 2, 3), list[list[str]]()
+    delete = shutil.rmtree
+
+    def deleting(path: Path, **options: Any) -> None:
+        seen.append([name for name in names(model_dir) if not name.startswith(".")])
+        assert (path / "saved_model.pb").is_file()
+        delete(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", deleting)
+    prune_versions(model_dir, keep=1)
+    assert seen == [["3"], ["3"]]
+    assert names(model_dir) == ["3"]
+
+
+def test_the_next_prune_finishes_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = plain(tmp_path, 1, 2, 3)
+
+    def killed(path: Path, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_versions(model_dir, keep=1)
+    assert [info.version for info in list_versions(model_dir)] == [3]
+    assert len(list(model_dir.glob(".pruned-*"))) == 2
+    assert prune_versions(model_dir, keep=1, dry_run=True).removed == ()
+    assert len(list(model_dir.glob(".pruned-*"))) == 2
+    assert prune_versions(model_dir, keep=1).removed == ()
+    assert names(model_dir) == ["3"]
+
+
+def test_what_cannot_be_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = plain(tmp_path, 1, 2)
+    monkeypatch.setattr(shutil, "rmtree", lambda _, **__: None)
+    monkeypatch.setattr("secrets.token_hex", lambda _: "ab12")
+    with refused(ExportError, match=r"\.pruned-1-"):
+        prune_versions(model_dir, keep=1)
+
+
+def test_prunes_at_the_same_time(tmp_path: Path) -> None:
+    model_dir = plain(tmp_path, *range(1, 30))
+    for version in range(1, 30):
+        for number in range(30):
+            (model_dir / str(version) / "variables" / f"more-{number}").touch()
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        reports = list(pool.map(lambda _: prune_versions(model_dir, keep=1), range(6)))
+    assert sorted(version for report in reports for version in report.removed) == list(range(1, 29))
+    assert names(model_dir) == ["29"]
+
+
+def test_running_exports_are_left_alone(exported: Path, tmp_path: Path) -> None:
+    model_dir = moved(exported, tmp_path / "rec")
+    with version_writer(model_dir) as running:
+        (running.path / "saved_model.pb").write_text("x")
+        prune_versions(model_dir, keep=1)
+        assert running.publish().name == "4"
+    assert names(model_dir) == ["3", "4"]
+
+
+def test_a_version_whose_tables_an_export_shares_stays(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir, reports = moved(exported, tmp_path / "rec"), list[Any]()
+    share = FolderWriter.share
+    write_checkpoint(tmp_path / "other", {"users": random_table(500, 8, seed=1)})
+
+    def pruning(self: FolderWriter, on_progress: Any) -> Any:
+        reports.append(prune_versions(model_dir, keep=1))
+        return share(self, on_progress)
+
+    with exports_in_this_process():
+        export_saved_model(tmp_path / "other", model_dir, serving_config=CONFIG)
+        monkeypatch.setattr(FolderWriter, "share", pruning)
+        source = exported.parent / "ckpt"
+        report = export_saved_model(source, model_dir, serving_config=CONFIG)
+    assert reports[0].kept == {3: "an export reads it now", 4: "newest"}
+    assert report.bytes_reused == report.bytes_written
+    assert not verify_files(str(report.path)).damaged
+    assert prune_versions(model_dir, keep=1).removed == (3, 4)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_keep_counts_versions(tmp_path: Path, keep: Any) -> None:
+    with refused(ConfigError):
+        prune_versions(plain(tmp_path, 1, 2), keep=keep)
+    assert names(tmp_path) == ["1", "2"]
+
+
+@pytest.mark.parametrize("place", ["missing", "empty", "a-file", "s3"])
+def test_a_model_dir_is_a_folder_with_versions(tmp_path: Path, place: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a-file").touch()
+    where = "s3://bucket/rec" if place == "s3" else tmp_path / place
+    for function in (prune_versions, list_versions):
+        with refused(ConfigError):
+            function(where)
+
+
+def test_an_export_keeps_the_newest_and_itself(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ckpt", {"users": random_table(50, 8)})
+    model_dir = plain(tmp_path / "rec", 3, 8, 9)
+    with exports_in_this_process():
+        report = export_saved_model(tmp_path / "ckpt", model_dir, serving_config=CONFIG, keep=2)
+        assert (report.version, report.removed) == (10, (3, 8))
+        report = export_saved_model(tmp_path / "ckpt", model_dir, serving_config=CONFIG, keep=1, version=4)
+        assert (report.version, report.removed) == (4, (9,))
+    assert names(model_dir) == ["10", "4"]
+
+
+def test_an_export_that_cannot_prune_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "ckpt", {"users": random_table(50, 8)})
+    model_dir = plain(tmp_path / "rec", 1)
+    monkeypatch.setattr(
+        "tpuembed.export.retention.prune._choose", lambda *_: (_ for _ in ()).throw(ExportError("no room"))
+    )
+    with (
+        exports_in_this_process(),
+        pytest.warns(UserWarning, match="version 2 is published, but old versions could not be removed: no room"),
+    ):
+        export_saved_model(tmp_path / "ckpt", model_dir, serving_config=CONFIG, keep=1)
+    assert names(model_dir) == ["1", "2"]
+
+
+@pytest.mark.parametrize("model_dir", ["rec", "s3://bucket/rec"])
+def test_an_export_refuses_to_keep_none_or_in_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "ckpt", {"users": random_table(50, 8)})
+    with refused(ConfigError):
+        export_saved_model(tmp_path / "ckpt", model_dir, serving_config=CONFIG, keep=0 if model_dir == "rec" else 2)
+    assert not (tmp_path / "rec").exists()

@@ -1,0 +1,115 @@
+"""Random calls of a library of native/lookup.c: python -m tests.unit.native.fuzz LIBRARY SEED SECONDS. Prints how many.
+
+Memory is allocated by malloc to the byte, so that the address sanitizer finds each read and write outside.
+"""
+
+import ctypes
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import tpuembed.native_lookup as native
+
+Array = npt.NDArray[Any]
+ITEM = (4, 2, 2, 1)  # bytes of an element, by storage
+
+
+def _bytes(random: np.random.Generator, count: int) -> Array:
+    return random.integers(0, 256, count, np.uint8)
+
+
+def feature(random: np.random.Generator, kept: list[Array]) -> native._Feature:
+    """Return a feature of random tables, with a consistent or a damaged overlay."""
+    storage, dim = int(random.integers(4)), int(random.choice([1, 2, 3, 7, 16, 31, 64, 65, 200, 257, 300]))
+    row_bytes = dim * ITEM[storage] + 8 * (storage == 3)
+    rows, offset = int(random.integers(1, 200)), int(random.integers(0, 100))
+    is_overlaid = bool(random.integers(2))
+    base = int(random.integers(0, rows + 1)) if is_overlaid else rows
+    kept.append(_bytes(random, (offset + base) * row_bytes))
+    made = native._Feature(
+        rows=kept[-1].ctypes.data,
+        storage=storage,
+        dim=dim,
+        row_bytes=row_bytes,
+        first_id=int(random.choice([0, 0, 5])),
+        ids=rows,
+        row_offset=offset,
+        base_row_offset=offset,
+        base_rows=base,
+        kind=int(random.integers(3)),
+        combiner=int(random.integers(3)),
+        length=int(random.integers(1, 6)),
+        policy=int(random.integers(3)),
+        policy_row=int(random.integers(rows)),
+    )
+    if is_overlaid:
+        count = int(random.integers(1, 50))
+        words = _bytes(random, 8 * -(-(offset + rows) // 32)).view(np.int32)
+        words[1::2] = random.integers(-5, count + 5, len(words) // 2)  # the upper halves
+        overlay = _bytes(random, count * row_bytes), words
+        kept += overlay
+        made.overlay, made.words = (array.ctypes.data for array in overlay)
+        made.overlay_rows = count
+    return made
+
+
+def call(library: ctypes.CDLL, random: np.random.Generator) -> int:
+    """Make one random call, and return its code."""
+    kept: list[Array] = []
+    features = [feature(random, kept) for _ in range(int(random.integers(1, 5)))]
+    structs = (native._Feature * len(features))(*features)
+    inputs, batch = np.zeros(len(features), native._INPUT), int(random.integers(0, 20))
+    for index, one in enumerate(features):
+        hot = 1 if one.kind == 0 else int(random.integers(0, 9))
+        ids = random.integers(one.first_id, one.first_id + one.ids, (batch, hot))
+        if one.kind:
+            ids[random.random(ids.shape) < 0.3] = -1
+        if random.random() < 0.7 or one.policy:
+            ids[random.random(ids.shape) < 0.1] = random.choice(
+                [-(2**63), -2, 2**63 - 1, -1, one.first_id - 1, one.first_id + one.ids]
+            )
+        out = np.empty((batch, one.dim * (one.length if one.kind == 2 else 1)), np.float32)
+        kept += [ids, out]
+        inputs[index] = (ids.ctypes.data, hot, hot, 0, 0, out.ctypes.data, out.shape[1])
+        if one.kind == 1 and random.random() < 0.5:
+            kept.append(random.normal(size=ids.shape).astype(np.float32))
+            inputs["weights"][index], inputs["weight_stride"][index] = kept[-1].ctypes.data, hot
+    variant = int(random.integers(library.tpuembed_best_variant() + 1))
+    begin = int(random.integers(0, batch + 1))
+    arguments = variant, ctypes.addressof(structs), inputs.ctypes.data, len(features)
+    code: int = library.tpuembed_look_up(*arguments, begin, batch)
+    place = native._Place()
+    found = [
+        library.tpuembed_find_outside(
+            ctypes.addressof(structs) + index * ctypes.sizeof(native._Feature),
+            inputs.ctypes.data + index * native._INPUT.itemsize,
+            batch,
+            ctypes.addressof(place),
+        )
+        for index in range(len(features))
+    ]
+    assert code != 1 or any(found)
+    assert begin or batch == 0 or (code == 1) == any(found)
+    return code
+
+
+def main() -> None:
+    native._LIBRARY = Path(sys.argv[1])  # type: ignore[misc]
+    library = native._library()
+    assert not isinstance(library, str), library
+    random, stop = np.random.default_rng(int(sys.argv[2])), time.monotonic() + float(sys.argv[3])
+    codes: set[int] = set()
+    calls = 0
+    while time.monotonic() < stop:
+        codes.add(call(library, random))
+        calls += 1
+    assert codes == {0, 1, 2}, codes
+    print(calls)
+
+
+if __name__ == "__main__":
+    main()

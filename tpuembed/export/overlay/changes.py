@@ -1,0 +1,453 @@
+"""Finds the rows that differ from the base, and writes them into files of an overlay.
+
+A thread encodes the rows of a shard as an export stores them, and compares them with the base's bytes. Both are read
+once. The rows that differ are written in their order.
+
+Of tables with stamps, the rows that were touched since the base are written, and the base is not read. Of a model in
+memory, the other rows are not read either. A file is read whole, because its checksums cover whole tables.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.checkpoint import Checkpoint
+from tpuembed.errors import ExportError
+from tpuembed.export.overlay.base import BaseVersion
+from tpuembed.export.plan.plan import ExportPlan, OverlayPlan, Placement, ShardTask, StackPlan
+from tpuembed.export.storage.error import TableError
+from tpuembed.export.stream.execute import table_errors
+from tpuembed.export.stream.shard import ShardResult, Source, write_shard
+from tpuembed.manifest import HistoryEntry, Manifest
+from tpuembed.row_history import RowHistory
+from tpuembed.saved_model import file_crc32c
+from tpuembed.tensor_bundle import crc
+
+__all__ = ["Changes", "TooManyRowsError", "find_changes", "stamped_tables", "write_words"]
+
+_Bytes = npt.NDArray[np.uint8]
+
+_MOST_ROWS: Final = 2**31 - 1
+"""The upper half of a word is an int32."""
+_SHARD_BYTES: Final = 64 << 20
+_WORDS_AT_ONCE: Final = 1 << 20
+_NUMBERS_AT_ONCE: Final = 1 << 20
+_STAMPS_AT_ONCE: Final = 1 << 20
+_BITS_SET: Final = np.array([number.bit_count() for number in range(256)], np.uint8)
+
+
+class TooManyRowsError(Exception):
+    """More bytes differ from the base than an overlay may have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What differs from the base. The files are named ArrayPlan.file.
+
+    Attributes:
+        stacks: of the plan, with their overlays.
+        crc32c: of each array that was written, by its name.
+        linked: the stacks whose own array is the base's file.
+        full_crc32c: of all rows of each stack, by its name, unless only a part was read.
+        rows: number of changed rows.
+        rows_compared: number of rows that were compared with those of the base.
+        bytes_written: bytes of all files.
+        results: one for each shard of the plan.
+        errors: differences from float32, by table. Of tables in memory with stamps, those of the base count too.
+    """
+
+    stacks: tuple[StackPlan, ...]
+    crc32c: Mapping[str, int]
+    linked: tuple[str, ...]
+    full_crc32c: Mapping[str, int]
+    rows: int
+    rows_compared: int
+    bytes_written: int
+    results: Mapping[int, ShardResult]
+    errors: Mapping[str, TableError]
+
+
+def find_changes(
+    checkpoint: Checkpoint,
+    source: Source,
+    plan: ExportPlan,
+    base: BaseVersion,
+    folder: Path,
+    *,
+    whole: Sequence[str],
+    stamped: Mapping[str, int],
+    max_bytes: float,
+    on_result: Callable[[ShardResult], None],
+    on_progress: Callable[[int, int], None],
+) -> Changes:
+    """Write the rows of `plan` that differ from those of `base` into `folder`.
+
+    Args:
+        checkpoint: is read, by several threads.
+        source: of the checkpoint.
+        plan: has the tables of the base; see `difference`.
+        base: the version to compare with.
+        folder: an existing folder.
+        whole: tables that the model reads whole. Their stacks are written anew if a row differs.
+        stamped: see `stamped_tables`.
+        max_bytes: the most bytes to write.
+        on_result: called with the result of every shard.
+        on_progress: called with (bytes compared, bytes in total).
+
+    Raises:
+        TooManyRowsError: more than `max_bytes` differ.
+        CheckpointError: the checkpoint cannot be read.
+        ExportError: the base cannot be read, or a row cannot be stored.
+    """
+    search = _Search(checkpoint, source, plan, base, whole, stamped)
+    found = {stack.name: _StackFiles(stack, folder) for stack in plan.stacks}
+    results: dict[int, ShardResult] = {}
+    done = 0
+    workers = max(1, min(plan.workers, plan.max_memory_bytes // (2 * _SHARD_BYTES)))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        try:
+            for task, rows in zip(plan.shards, _in_order(pool, search.shard, plan.shards, workers + 1), strict=True):
+                found[task.stack].add(rows)
+                results[task.index] = rows.result
+                on_result(rows.result)
+                done += task.size
+                on_progress(done, plan.table_bytes)
+                if sum(files.bytes_written for files in found.values()) > max_bytes:
+                    raise TooManyRowsError
+        finally:
+            pool.shutdown(cancel_futures=True)
+    full = search.full_crc32c(results)
+    made, linked, crc32c = [], [], dict[str, int]()
+    for stack in plan.stacks:
+        overlay, own = found[stack.name].finish(base.manifest, full.get(stack.name), is_whole=search.is_whole(stack))
+        made.append(overlay)
+        crc32c |= own
+        if stack.name not in own:
+            linked.append(stack.name)
+    written = sum(array.size for stack in made for array in stack.arrays if array.name in crc32c)
+    if written > max_bytes:
+        raise TooManyRowsError
+    return Changes(
+        stacks=tuple(made),
+        crc32c=crc32c,
+        linked=tuple(linked),
+        full_crc32c=full,
+        rows=sum(stack.overlay.rows if stack.overlay else 0 for stack in made),
+        rows_compared=search.rows_compared(),
+        bytes_written=written,
+        results=results,
+        errors=search.errors(results),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The arguments of `find_changes`, and what follows from them and from the shards' results."""
+
+    checkpoint: Checkpoint
+    source: Source
+    plan: ExportPlan
+    base: BaseVersion
+    whole: Sequence[str]
+    stamped: Mapping[str, int]
+
+    @property
+    def read_in_part(self) -> Collection[str]:
+        """Return the tables of which only the touched rows are read."""
+        return self.stamped.keys() if self.checkpoint.is_in_memory else ()
+
+    def is_whole(self, stack: StackPlan) -> bool:
+        """Returns True if the model reads the stack's table whole."""
+        return any(place.table in self.whole for place in stack.tables)
+
+    def shard(self, task: ShardTask) -> "_ChangedRows":
+        """Return the rows of one shard that may differ. Any thread may call it."""
+        stack = next(stack for stack in self.plan.stacks if stack.name == task.stack)
+        place = next(place for place in stack.tables if place.table == task.table)
+        entry = next(entry for entry in self.base.manifest.stacks if entry.name == task.stack)
+        before = next(table for table in self.base.manifest.tables if table.name == task.table)
+        in_base = before.row_offset, before.rows
+        rows = _ChangedRows(stack, place, self.base.path / entry.file, in_base, keep_all=self.is_whole(stack))
+        numbers, write = None, rows.compare
+        if task.table in self.stamped:
+            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table], before.first_row + before.rows)
+            rows.chosen, write = touched + (place.row_offset - place.first_row), rows.choose
+            if self.checkpoint.is_in_memory:
+                numbers, write = touched, rows.append
+        rows.result = write_shard(task, self.source, write, checkpoint=self.checkpoint, numbers=numbers)
+        return rows
+
+    def full_crc32c(self, results: Mapping[int, ShardResult]) -> dict[str, int]:
+        """Return the checksum of all rows of each stack that was read whole."""
+        stacks = {stack.name: stack for stack in self.plan.stacks}
+        return {
+            name: _combined((results[task.index].crc32c, task.size) for task in tasks)
+            for name, tasks in itertools.groupby(self.plan.shards, key=attrgetter("stack"))
+            if not any(place.table in self.read_in_part for place in stacks[name].tables)
+        }
+
+    def errors(self, results: Mapping[int, ShardResult]) -> dict[str, TableError]:
+        """Return the differences from float32, by table."""
+        found = table_errors(self.plan.shards, results)
+        for table in self.read_in_part:
+            found[table] = TableError(**self.base.manifest.errors[table]).merged(found[table])
+        return found
+
+    def rows_compared(self) -> int:
+        """Return how many rows were compared with those of the base."""
+        stops = {table.name: table.first_row + table.rows for table in self.base.manifest.tables}
+        return sum(
+            max(0, min(task.stop, stops[task.table]) - task.start)
+            for task in self.plan.shards
+            if task.table not in self.stamped
+        )
+
+
+def stamped_tables(
+    plan: ExportPlan,
+    base: BaseVersion,
+    whole: Sequence[str],
+    histories: Mapping[str, HistoryEntry],
+    max_error: float | None,
+) -> dict[str, int]:
+    """Return the tables whose stamps tell which rows may differ from the base, with the base's count of updates.
+
+    A row with a larger stamp was touched since. The others were checked when the base was written: a table is left out
+    if this export has a bound that the base was not known to keep.
+
+    Args:
+        plan: has the tables of the base; see `difference`.
+        base: the version to compare with.
+        whole: tables that the model reads whole. They are left out.
+        histories: of the tables of the checkpoint that are tracked.
+        max_error: as ExportOptions.max_error.
+    """
+    found, errors = {}, base.manifest.errors
+    for table in (place.table for stack in plan.stacks for place in stack.tables):
+        now, before = histories.get(table), base.manifest.histories.get(table)
+        if now is None or before is None or table not in errors or table in whole:
+            continue
+        follows = RowHistory(now.spans, now.updates).since(RowHistory(before.spans, before.updates))
+        is_near = max_error is None or errors[table]["max_abs"] <= max_error
+        if follows and is_near and (base.manifest.finite or not plan.require_finite):
+            found[table] = before.updates
+    return found
+
+
+def _touched_rows(checkpoint: Checkpoint, task: ShardTask, since: int, base_stop: int) -> npt.NDArray[np.int64]:
+    """Return the rows of the shard, by their numbers in the table, with stamps above `since`, or from `base_stop` on."""
+    found = []
+    for start in range(task.start, task.stop, _STAMPS_AT_ONCE):
+        stamps = np.empty(min(_STAMPS_AT_ONCE, task.stop - start), np.int32)
+        checkpoint.read_stamps(task.table, start, stamps)
+        is_touched = stamps > since
+        is_touched[max(0, base_stop - start) :] = True
+        found.append(np.flatnonzero(is_touched) + start)
+    return np.concatenate(found)
+
+
+def _in_order(
+    pool: concurrent.futures.ThreadPoolExecutor,
+    function: Callable[[ShardTask], "_ChangedRows"],
+    tasks: Sequence[ShardTask],
+    ahead: int,
+) -> Iterator["_ChangedRows"]:
+    """Yield `function` of each task in their order. At most `ahead` results are held."""
+    waiting: deque[concurrent.futures.Future[_ChangedRows]] = deque()
+    rest = iter(tasks)
+    for task in itertools.islice(rest, ahead):
+        waiting.append(pool.submit(function, task))
+    while waiting:
+        yield waiting.popleft().result()
+        for task in itertools.islice(rest, 1):
+            waiting.append(pool.submit(function, task))
+
+
+class _ChangedRows:
+    """The rows of one shard that differ from the base.
+
+    Attributes:
+        result: of the shard.
+        numbers: int64 [n], rows of the stack, sorted.
+        rows: the stored rows, in pieces.
+        has_changes: a row differs.
+        chosen: int64 [n], the rows of the stack to keep without a comparison, sorted.
+    """
+
+    result: ShardResult
+    has_changes = False
+    chosen: npt.NDArray[np.int64]
+
+    def __init__(
+        self, stack: StackPlan, place: Placement, path: Path, in_base: tuple[int, int], *, keep_all: bool
+    ) -> None:
+        """Compare with rows of the file `path`: `in_base` are the first row of the table there, and their number.
+
+        `keep_all` keeps the rows that do not differ too.
+        """
+        self._row_bytes, self._place, self._keep_all = stack.row_bytes, place, keep_all
+        self._path, (self._base_offset, self._base_rows) = path, in_base
+        self._numbers: list[npt.NDArray[np.int64]] = []
+        self.rows: list[_Bytes] = []
+
+    @property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return the changed rows of the stack."""
+        return np.concatenate(self._numbers) if self._numbers else np.empty(0, np.int64)
+
+    def append(self, data: _Bytes, offset: int) -> None:  # noqa: ARG002 - as write_shard calls it
+        """Keep the stored rows `data`, the next ones of those that are `chosen`."""
+        stored = data.reshape(-1, self._row_bytes)
+        before = sum(map(len, self._numbers))
+        self._keep(self.chosen[before : before + len(stored)], stored.copy())
+
+    def choose(self, data: _Bytes, offset: int) -> None:
+        """Keep those that are `chosen` of the stored rows `data`, which are at `offset` as in `compare`."""
+        stored, first = data.reshape(-1, self._row_bytes), offset // self._row_bytes
+        start, stop = np.searchsorted(self.chosen, (first, first + len(stored)))
+        chosen = self.chosen[start:stop]
+        self._keep(chosen, stored[chosen - first])
+
+    def compare(self, data: _Bytes, offset: int) -> None:
+        """Keep those of the stored rows `data` that differ. They are at `offset` of the stack's file in a full export."""
+        stored, first = data.reshape(-1, self._row_bytes), offset // self._row_bytes
+        in_table = first - self._place.row_offset
+        count = max(0, min(len(stored), self._base_rows - in_table))
+        differs = np.ones(len(stored), bool)
+        if count:
+            before = self._read_base((self._base_offset + in_table) * self._row_bytes, count)
+            differs[:count] = _differ(stored[:count], before)
+        self.has_changes = self.has_changes or bool(differs.any())
+        places = np.flatnonzero(differs | self._keep_all)
+        if len(places):
+            self._numbers.append(places + first)
+            self.rows.append(stored[places])
+
+    def _keep(self, numbers: npt.NDArray[np.int64], rows: _Bytes) -> None:
+        if len(numbers):
+            self.has_changes = True
+            self._numbers.append(numbers)
+            self.rows.append(rows)
+
+    def _read_base(self, offset: int, count: int) -> _Bytes:
+        rows = np.empty((count, self._row_bytes), np.uint8)
+        rest = rows.reshape(-1).data
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while rest:
+                    read = os.preadv(descriptor, (rest,), offset)
+                    if not read:
+                        raise ExportError(
+                            f"base {self._path}: it ends at byte {offset}, inside its rows. Verify the version, or leave "
+                            "base out."
+                        )
+                    rest, offset = rest[read:], offset + read
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ExportError(
+                f"base {self._path}: cannot be read: {error.strerror}. Verify the version, or leave base out."
+            ) from None
+        return rows
+
+
+def _differ(one: _Bytes, other: _Bytes) -> npt.NDArray[np.bool_]:
+    """Return which rows of two [n, bytes] arrays have different bytes."""
+    width = one.shape[1]
+    kind = next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8) if width % np.dtype(kind).itemsize == 0)
+    different: npt.NDArray[np.bool_] = (np.ascontiguousarray(one).view(kind) != other.view(kind)).any(axis=1)
+    return different
+
+
+class _StackFiles:
+    """The files of one stack's overlay while they are written."""
+
+    def __init__(self, stack: StackPlan, folder: Path) -> None:
+        self._stack, self._folder = stack, folder
+        self._bits = np.zeros(-(-stack.rows // 32), np.uint32)
+        self._rows, self._has_changes = 0, False
+        self._path = folder / f"{stack.name}_rows.data"
+        self._path.touch()
+
+    @property
+    def bytes_written(self) -> int:
+        """Return the bytes of changed rows so far."""
+        return self._rows * self._stack.row_bytes * self._has_changes
+
+    def add(self, changed: _ChangedRows) -> None:
+        """Append the rows of the next shard."""
+        numbers = changed.numbers
+        self._has_changes = self._has_changes or changed.has_changes
+        if not len(numbers):
+            return
+        with open(self._path, "ab") as file:
+            for piece in changed.rows:
+                file.write(piece.data)
+        _set_bits(self._bits, numbers)
+        self._rows += len(numbers)
+
+    def finish(self, base: Manifest, crc32c: int | None, *, is_whole: bool) -> tuple[StackPlan, dict[str, int]]:
+        """Write the other files. Return the stack with its overlay, and the checksum of every file that is not the base's."""
+        stack = self._stack
+        if not self._has_changes:
+            self._path.unlink()
+            return stack, {}
+        if is_whole:
+            assert crc32c is not None, "a stack that is written whole is read whole"
+            self._path.rename(self._folder / stack.file)
+            return stack, {stack.name: crc32c}
+        if self._rows > _MOST_ROWS:
+            raise TooManyRowsError
+        rows = next(entry.rows for entry in base.stacks if entry.name == stack.name)
+        tables = {table.name: (table.row_offset, table.rows) for table in base.tables if table.stack == stack.name}
+        overlay = OverlayPlan(rows=self._rows, base_rows=rows, base_tables=tables)
+        overlaid = dataclasses.replace(stack, overlay=overlay)
+        _, own, words = overlaid.arrays
+        (self._folder / words.file).write_bytes(_words(self._bits).data)
+        return overlaid, {array.name: file_crc32c(self._folder / array.file) for array in (own, words)}
+
+
+def write_words(numbers: npt.NDArray[np.int64], rows: int, file: Path) -> None:
+    """Write the words of an overlay of the rows `numbers`, which are sorted, of a stack of `rows` rows."""
+    bits = np.zeros(-(-rows // 32), np.uint32)
+    for start in range(0, len(numbers), _NUMBERS_AT_ONCE):
+        _set_bits(bits, numbers[start : start + _NUMBERS_AT_ONCE])
+    file.write_bytes(_words(bits).data)
+
+
+def _set_bits(bits: npt.NDArray[np.uint32], numbers: npt.NDArray[np.int64]) -> None:
+    """Set the bits of the rows `numbers`, which are sorted."""
+    place, bit = np.divmod(numbers, 32)
+    starts = np.flatnonzero(np.diff(place, prepend=-1))
+    bits[place[starts]] |= np.bitwise_or.reduceat(np.left_shift(np.uint32(1), bit.astype(np.uint32)), starts)
+
+
+def _words(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+    """Return the lower and upper half of each word, [n, 2]; see OverlayEntry."""
+    words = np.empty((len(bits), 2), np.int32)
+    words[:, 0] = bits.view(np.int32)
+    before = -1
+    for start in range(0, len(bits), _WORDS_AT_ONCE):
+        part = bits[start : start + _WORDS_AT_ONCE]
+        sums = before + np.cumsum(_BITS_SET[part.view(np.uint8)].reshape(-1, 4).sum(axis=1, dtype=np.int64))
+        words[start, 1] = before
+        words[start + 1 : start + len(part), 1] = sums[:-1]
+        before = int(sums[-1])
+    return words
+
+
+def _combined(parts: Iterator[tuple[int, int]]) -> int:
+    checksum = 0
+    for part in parts:
+        checksum = crc.combine(checksum, *part)
+    return checksum

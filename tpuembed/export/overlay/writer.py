@@ -1,0 +1,137 @@
+"""Exports an overlay of a version: finds what changed, and publishes it beside links to the base's files."""
+
+import dataclasses
+import fcntl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tpuembed.checkpoint import Checkpoint
+from tpuembed.errors import ExportError
+from tpuembed.export.formatting import format_bytes
+from tpuembed.export.options import DEFAULT_MAX_OVERLAY, ExportOptions
+from tpuembed.export.overlay.base import BaseVersion
+from tpuembed.export.overlay.changes import Changes, find_changes, stamped_tables
+from tpuembed.export.overlay.package import next_package, read_key, write_package
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
+from tpuembed.export.report import StreamReport
+from tpuembed.export.stream.execute import check_source
+from tpuembed.export.stream.shard import ShardResult, Source, open_source
+from tpuembed.files import FilePath, as_path
+from tpuembed.files.links import link_or_clone
+from tpuembed.manifest import HistoryEntry, Manifest
+
+__all__ = ["OverlayWriter"]
+
+
+class OverlayWriter(FolderWriter):
+    """Writes an overlay into a folder of this machine. An interrupted one is not resumed.
+
+    Attributes:
+        base: the version to link. No prune removes it while the writer is a context.
+    """
+
+    def __init__(
+        self, model_dir: Path, plan: ExportPlan, options: ExportOptions, source: Source, base: BaseVersion
+    ) -> None:
+        super().__init__(model_dir, plan, options, source)
+        self.header = dataclasses.replace(self.header, lasts=False)
+        self.base = base
+
+    def check(self) -> None:
+        """See VersionWriter.check. How much space is needed is not known yet."""
+        if self.options.delta_to is None:
+            check_free(self.model_dir, self.options.version)
+        if self.options.sign_key is not None:
+            read_key(self.options.sign_key)
+
+    def reserve(self) -> None:
+        """See VersionWriter.reserve."""
+        version = self.options.version if self.options.delta_to is None else None
+        self._reserve(version)
+        try:
+            self._locks.append(lock_folder(self.base.path, fcntl.LOCK_SH))
+        except FileNotFoundError:
+            self.abandon(keep=False)
+            raise ExportError(
+                f"base {self.base.number}: it was removed from MODEL_DIR {self.model_dir} just now. Export again."
+            ) from None
+
+    def changes(
+        self,
+        checkpoint: Checkpoint,
+        source: Source,
+        whole: Sequence[str],
+        histories: Mapping[str, HistoryEntry],
+        on_result: Callable[[ShardResult], None],
+        on_progress: Callable[[int, int], None],
+    ) -> tuple[Changes, StreamReport]:
+        """Write the files of the overlay and link those of the base. `plan` then has the overlays.
+
+        Raises:
+            TooManyRowsError: more than the option `max_overlay` allows differs from the base.
+            CheckpointError: the checkpoint cannot be read, or does not have its recorded checksums.
+            ExportError: the base cannot be read or linked.
+        """
+        started, folder = time.monotonic(), self.folder / "overlay"
+        folder.mkdir()
+        plan = self.plan
+        stamped = stamped_tables(plan, self.base, whole, histories, self.options.max_error)
+        found = find_changes(
+            checkpoint,
+            source,
+            plan,
+            self.base,
+            folder,
+            whole=whole,
+            stamped=stamped,
+            max_bytes=self._max_overlay * plan.table_bytes,
+            on_result=on_result,
+            on_progress=on_progress,
+        )
+        with open_source(source) as again:  # raises if the source has changed meanwhile
+            check_source(again, plan, found.results)
+        entries = {stack.name: stack for stack in self.base.manifest.stacks}
+        for stack in (stack for stack in found.stacks if stack.name in found.linked):
+            link_or_clone(self.base.path / entries[stack.name].file, folder / stack.file)
+        self.plan = dataclasses.replace(plan, stacks=found.stacks)
+        linked = {name: entries[name] for name in found.linked}
+        reused = sum(entry.size for entry in linked.values())
+        return found, StreamReport(
+            folder=folder,
+            crc32c={**found.crc32c, **{name: entry.crc32c for name, entry in linked.items()}},
+            bytes_written=found.bytes_written + reused,
+            bytes_reused=reused,
+            errors=found.errors,
+            seconds=time.monotonic() - started,
+            worker_peak_rss_bytes=0,
+            base=self.base.entry,
+            base_files={name: entry.file for name, entry in linked.items()},
+            full_crc32c=found.full_crc32c,
+        )
+
+    @property
+    def _max_overlay(self) -> float:
+        most = self.options.max_overlay
+        return DEFAULT_MAX_OVERLAY if most is None else most
+
+    def publish(self, settle: Callable[[str], None] = lambda _: None) -> FilePath:
+        """See VersionWriter.publish. With the option `delta_to`, write a package instead of a version."""
+        if self.options.delta_to is None:
+            return super().publish(settle)
+        place = as_path(self.options.delta_to)
+        key = None if self.options.sign_key is None else read_key(self.options.sign_key)
+        version = self.options.version or next_package(place, self.base.number)
+        settle(str(version))
+        manifest = Manifest.read(self.path)
+        assert manifest is not None
+        write_package(self.path, manifest, place / str(version), key)
+        return place / str(version)
+
+    def too_many(self) -> str:
+        """Return why the export is no overlay, as a sentence without its full stop."""
+        return (
+            f"more than {self._max_overlay:.4g} of the {format_bytes(self.plan.table_bytes)} of tables changed since version "
+            f"{self.base.number} (max_overlay)"
+        )

@@ -1,0 +1,208 @@
+"""Which versions a MODEL_DIR has, what each takes on the disk, and what it needs of others."""
+
+import contextlib
+import dataclasses
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from tpuembed.errors import ConfigError, reason
+from tpuembed.export.publish.version_writer import versions_among
+from tpuembed.files import FilePath, as_path
+from tpuembed.manifest import Manifest
+from tpuembed.saved_model import GRAPH_FILE, mapped_folders, size_faults
+
+__all__ = [
+    "VersionInfo",
+    "bases_of",
+    "bytes_only_in",
+    "is_whole",
+    "list_versions",
+    "local_model_dir",
+    "version_folders",
+]
+
+_MOST_LINKS: Final = 40
+"""Linux opens no path with more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VersionInfo:
+    """One version of a MODEL_DIR.
+
+    Attributes:
+        version: its number.
+        path: its folder.
+        age_seconds: time since its folder was written, or last changed.
+        bytes_own: bytes that only this version has.
+        bytes_shared: bytes of its files that are hard links of other folders too, such as tables of another version.
+        layout: "variables" or "mmap"; empty if tpuembed did not write it.
+        bases: the versions beside it that it cannot be served without, and the base of an overlay.
+        fault: why it is incomplete, so that no server loads it; empty if nothing is missing.
+    """
+
+    version: int
+    path: Path
+    age_seconds: float
+    bytes_own: int
+    bytes_shared: int
+    layout: str
+    bases: tuple[int, ...]
+    fault: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the version as JSON values."""
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+def list_versions(model_dir: str | FilePath) -> tuple[VersionInfo, ...]:
+    """Return the versions in `model_dir`, a folder of a disk, the oldest number first.
+
+    Raises:
+        ConfigError: `model_dir` is not a folder of this machine, or has no version.
+    """
+    folders = version_folders(local_model_dir(model_dir, "list"))
+    return tuple(info for number, path in folders if (info := _info(number, path)) is not None)
+
+
+def _info(number: int, path: Path) -> VersionInfo | None:
+    """Return the facts of a version, or None if it is being removed."""
+    try:
+        written = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    layout, bases, fault = "", tuple[int, ...](), ""
+    try:
+        manifest = Manifest.read(path)
+        layout = manifest.layout if manifest else ""
+        fault, bases = _fault(path, manifest), tuple(sorted(bases_of(path)))
+    except ConfigError as error:
+        fault = str(error)
+    own = bytes_only_in([path])
+    return VersionInfo(
+        version=number,
+        path=path,
+        age_seconds=max(0.0, time.time() - written),
+        bytes_own=own,
+        bytes_shared=sum(file.size for file in _files([path]).values()) - own,
+        layout=layout,
+        bases=bases,
+        fault=fault,
+    )
+
+
+def local_model_dir(model_dir: str | FilePath, doing: str) -> Path:
+    """Return the folder of `model_dir`.
+
+    Raises:
+        ConfigError: it is in a store, it is missing, or it has no version. The message says that one cannot `doing` there.
+    """
+    path = as_path(model_dir)
+    if not isinstance(path, Path):
+        raise ConfigError(
+            f"MODEL_DIR {path}: a command can {doing} the versions of a disk alone. In a store, use its own tools, and "
+            "remove saved_model.pb of a version first."
+        )
+    try:
+        folders = version_folders(path)
+    except OSError as error:
+        raise ConfigError(f"MODEL_DIR {path}: cannot be listed: {reason(error)}.") from None
+    if not folders:
+        raise ConfigError(
+            f"MODEL_DIR {path}: has no version, which is a folder whose name is a number. Name the folder above them."
+        )
+    return path
+
+
+def version_folders(model_dir: Path) -> list[tuple[int, Path]]:
+    """Return the versions with their folders, in order. Of two names of one number, servers load the last."""
+    folders = [path for path in model_dir.iterdir() if versions_among([path.name]) and path.is_dir()]
+    return sorted((int(path.name), path) for path in folders)
+
+
+def is_whole(version_dir: Path) -> bool:
+    """Returns True if a server would load the version, as far as the sizes of its files tell.
+
+    Raises:
+        ConfigError: its manifest cannot be read.
+    """
+    return not _fault(version_dir, Manifest.read(version_dir))
+
+
+def _fault(version_dir: Path, manifest: Manifest | None) -> str:
+    if not (version_dir / GRAPH_FILE).is_file():
+        return f"{GRAPH_FILE} is missing"
+    faults = size_faults(version_dir, manifest) if manifest else ()
+    return next((f"{file}, {fault}" for file, fault in faults), "")
+
+
+def bases_of(version_dir: Path) -> set[int]:
+    """Return the versions beside `version_dir` that it reads through symbolic links, or through paths in its graph; and
+    the base of an overlay, because the next overlay is compared with it.
+
+    Raises:
+        ConfigError: its manifest or graph cannot be read, so this is not known.
+    """
+    manifest = Manifest.read(version_dir)
+    names = set(_linked(version_dir))
+    if manifest is not None and manifest.base is not None:
+        names.add(str(manifest.base.version))
+    if manifest is not None and manifest.layout == "mmap":
+        with contextlib.suppress(FileNotFoundError):
+            graph = (version_dir / GRAPH_FILE).read_bytes()
+            names |= {Path(folder).name for folder in mapped_folders(graph, manifest)}
+    return versions_among(names) - {int(version_dir.name)}
+
+
+def _linked(version_dir: Path) -> Iterator[str]:
+    """Yield the names in MODEL_DIR that the symbolic links of a version lead to, with all that they pass on their way."""
+    model_dir = version_dir.parent.resolve()
+    for link in (path for path in (version_dir, *version_dir.rglob("*")) if path.is_symlink()):
+        for place in _passed(link.absolute()):
+            if place != model_dir and place.is_relative_to(model_dir):
+                yield place.relative_to(model_dir).parts[0]
+
+
+def _passed(path: Path) -> Iterator[Path]:
+    """Yield every place, without links above it, that the system passes when it opens an absolute path."""
+    place, parts, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
+    while parts and links < _MOST_LINKS:
+        part = parts.pop()
+        place = place.parent if part == ".." else place / part
+        yield place
+        if place.is_symlink():
+            links += 1
+            target = place.readlink()
+            place = Path(target.anchor) if target.is_absolute() else place.parent
+            parts += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+
+
+@dataclasses.dataclass
+class _File:
+    """A file by its inode: its size, the number of its links, and how many of them were found."""
+
+    size: int
+    links: int
+    found: int = 0
+
+
+def _files(folders: Iterable[Path]) -> dict[tuple[int, int], _File]:
+    """Return the regular files below `folders`. Symbolic links are not followed."""
+    files: dict[tuple[int, int], _File] = {}
+    for folder in folders:
+        for place, _, names in os.walk(folder) if not folder.is_symlink() else ():
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # removed in the meantime
+                    found = os.lstat(os.path.join(place, name))
+                    if stat.S_ISREG(found.st_mode):
+                        file = files.setdefault((found.st_dev, found.st_ino), _File(found.st_size, found.st_nlink))
+                        file.found += 1
+    return files
+
+
+def bytes_only_in(folders: Iterable[Path]) -> int:
+    """Return the bytes of the files that have no link outside of `folders`: what removing all of them gives back."""
+    return sum(file.size for file in _files(folders).values() if file.found >= file.links)

@@ -1,0 +1,52 @@
+"""The message for an id outside its table. Graphs and native lookups report the same one."""
+
+from typing import Final, NamedTuple
+
+__all__ = ["OF_ROW", "Span", "outside_message", "outside_texts"]
+
+
+class Span(NamedTuple):
+    """The valid ids of a table: [start, stop)."""
+
+    table: str
+    start: int
+    stop: int
+
+
+_LONGEST: Final = 199
+OF_ROW: Final = " of row "
+"""The text between the id and the row."""
+_DIGITS: Final = len(str(-(2**63))) + len(OF_ROW) + len(str(2**31))
+
+
+def outside_message(feature: str, span: Span, found: int, row: int) -> str:
+    """Return the message for the id `found` of the batch row `row`, which is outside `span`."""
+    before, after = outside_texts(feature, span)
+    return f"{before}{found}{OF_ROW}{row}{after}"
+
+
+def outside_texts(feature: str, span: Span) -> tuple[str, str]:
+    """Return the message for an id outside `span`, as the texts before the id and after the row: at most 199 characters in all."""
+    remedy = "; correct the id or set out_of_vocabulary"
+    if len(feature) + len(span.table) > _room_for_names(span, remedy):
+        remedy = ""
+    room = _room_for_names(span, remedy)
+    of_feature = min(len(feature), max(room - len(span.table), room // 2))
+    table = _shortened(span.table, min(len(span.table), room - of_feature))
+    return _texts(_shortened(feature, of_feature), table, span, remedy)
+
+
+def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]:
+    rows = f"which has {span.stop} rows" if not span.start else f"which has rows [{span.start}, {span.stop})"
+    return f"feature {feature}: id ", f" is not in table {table}, {rows}{remedy}"
+
+
+def _room_for_names(span: Span, remedy: str) -> int:
+    return _LONGEST - _DIGITS - sum(map(len, _texts("", "", span, remedy)))
+
+
+def _shortened(name: str, room: int) -> str:
+    if len(name) <= room:
+        return name
+    head = (room - 3) // 2
+    return f"{name[:head]}...{name[len(name) - (room - 3 - head) :]}"

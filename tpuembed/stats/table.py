@@ -1,0 +1,485 @@
+"""Reads every row of tables once, a few megabytes at a time, and counts and measures them."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.checkpoint.tools.exports import ReadableTables, first_row, open_tables
+from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
+from tpuembed.config.checks import did_you_mean
+from tpuembed.config.optimizers import optimizer_from
+from tpuembed.cpus import available_cpus
+from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.export.storage.encoders import UnstorableRowError
+from tpuembed.export.storage.error import ErrorSums, TableError, sample_step
+from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
+from tpuembed.files import FilePath
+
+__all__ = [
+    "BadRows",
+    "LargeRow",
+    "NearDuplicates",
+    "NormBin",
+    "Norms",
+    "PathStats",
+    "StorageError",
+    "TableStats",
+    "UntouchedRows",
+    "read_stats",
+]
+
+Progress = Callable[[int, int], None]
+
+_PIECE_BYTES: Final = 4 << 20
+"""Bytes of a piece of rows as float32. A thread holds a few times as much."""
+_MAX_THREADS: Final = 4
+_LISTED_ROWS: Final = 10
+_PERCENTILES: Final = (1, 5, 25, 50, 75, 95, 99)
+_BASE: Final = 1.01
+"""Norms are counted in bins; the end of a bin is this many times its start."""
+_LOWEST: Final = -12_000
+"""The number of the lowest bin. Its norm, 1e-52, is below every norm of float32 rows."""
+_BINS: Final = 24_000
+_SHOWN_BINS: Final = 50
+_COSINE: Final = 0.999
+_SAMPLED_ROWS: Final = 256
+_COMPARED_ROWS: Final = 4096
+"""Rows that are compared with the sample at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BadRows:
+    """Rows with a NaN, or with an infinity.
+
+    Attributes:
+        count: how many there are.
+        first: the numbers of the first ten.
+    """
+
+    count: int
+    first: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class UntouchedRows:
+    """Rows whose optimizer slots all have their initial value. Training has never updated them, or only by zero gradients.
+
+    Attributes:
+        count: how many there are; None if the initial values are not known.
+        reason: why they are not known; empty if they are.
+    """
+
+    count: int | None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBin:
+    """How many rows have a norm of at least `start` and below `stop`."""
+
+    start: float
+    stop: float
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norms:
+    """Euclidean norms of the rows without NaN and infinities.
+
+    Attributes:
+        min, max, mean: of the norms, computed in float64.
+        percentiles: by percent, within 0.5% of the norm of the row at that rank.
+        histogram: of the rows that are not zero; at most 50 bins, equally wide in the logarithm.
+    """
+
+    min: float
+    max: float
+    mean: float
+    percentiles: Mapping[int, float]
+    histogram: tuple[NormBin, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeRow:
+    """A row, by its number, and its norm."""
+
+    row: int
+    norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NearDuplicates:
+    """Sampled rows for which another row of the table has a cosine of at least 0.999.
+
+    Attributes:
+        sampled: number of rows that were drawn at random, with a fixed seed. Rows that are zero or not finite do not count.
+        found: how many of them have such another row.
+    """
+
+    sampled: int
+    found: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageError:
+    """What storing the table as a type does to its rows.
+
+    Attributes:
+        error: compared with float32; None if the type cannot hold a row.
+        reason: the first such row, and what it contains; empty if there is none.
+    """
+
+    error: TableError | None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableStats:
+    """A table.
+
+    Attributes:
+        name, dim, dtype, slots: as in `TableInfo`, the dtype by name.
+        first_row: the number of its first row; above 0 for an export of some rows.
+        rows, bytes: that were read, without slots.
+        nan, infinite: rows with a NaN, and rows with an infinity. A row with both counts in both.
+        zero_rows: number of rows of zeros.
+        untouched: see UntouchedRows.
+        norms: None if no row is finite.
+        largest: up to ten rows of the largest norms.
+        near_duplicates: None for a table of width 1, whose rows have no direction.
+        storage: by storage type.
+    """
+
+    name: str
+    first_row: int
+    rows: int
+    dim: int
+    dtype: str
+    slots: tuple[str, ...]
+    bytes: int
+    nan: BadRows
+    infinite: BadRows
+    zero_rows: int
+    untouched: UntouchedRows
+    norms: Norms | None
+    largest: tuple[LargeRow, ...]
+    near_duplicates: NearDuplicates | None
+    storage: Mapping[str, StorageError]
+
+
+@dataclasses.dataclass(frozen=True)
+class PathStats:
+    """Tables of a checkpoint or an export.
+
+    Attributes:
+        path: what was read.
+        tables: by name.
+    """
+
+    path: str
+    tables: tuple[TableStats, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values. All numbers are finite."""
+        return dataclasses.asdict(self)
+
+
+def read_stats(
+    path: str | FilePath,
+    table: str | None = None,
+    *,
+    checkpoint_options: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> PathStats:
+    """Read every row of the tables of a checkpoint or an export once, and return their statistics.
+
+    Memory is bounded, whatever the sizes of the tables: a few pieces of 4 MB for each of up to four threads. The threads call
+    BLAS. If it has threads of its own too, they get in each other's way: set OPENBLAS_NUM_THREADS=1 before numpy is imported.
+
+    Args:
+        path: as for `open_checkpoint`; or a version of an export, or a MODEL_DIR, whose highest version is read.
+        table: the only table to read; None is all.
+        checkpoint_options: further arguments of `open_checkpoint`.
+        on_progress: called with (bytes done, total bytes), slots included.
+
+    Raises:
+        UnknownTableError: there is no such table.
+        ConfigError: a table is neither float32, bfloat16 nor float16.
+        TpuEmbedError: as `open_checkpoint`.
+    """
+    with open_tables(path, checkpoint_options or {}) as tables:
+        infos = tables.tables()
+        if table is not None:
+            if table not in infos:
+                raise UnknownTableError(f"{tables.path}: has no table {table!r}; {did_you_mean(table, infos)}")
+            infos = {table: infos[table]}
+        for info in infos.values():
+            if info.dtype.name not in SOURCE_DTYPES:
+                raise ConfigError(
+                    f"{tables.path}: table {info.name!r} is {info.dtype.name}, and statistics are of {', '.join(SOURCE_DTYPES)}. "
+                    "Name another table"
+                )
+        jobs = [_Table(tables, info) for info in infos.values()]
+        total, done = sum(job.bytes for job in jobs), 0
+        found = []
+        threads = min(_MAX_THREADS, available_cpus())
+        with concurrent.futures.ThreadPoolExecutor(threads, "stats") as pool:
+            for job in jobs:
+                counts = _Tally()
+                for piece, size in _in_order(pool, job.pieces(), 2 * threads):
+                    counts.add(piece)
+                    done += size
+                    if on_progress:
+                        on_progress(done, total)
+                found.append(job.stats(counts))
+        return PathStats(tables.path, tuple(found))
+
+
+def _in_order(
+    pool: concurrent.futures.Executor, jobs: "Iterator[tuple[Callable[[], _Tally], int]]", ahead: int
+) -> "Iterator[tuple[_Tally, int]]":
+    """Run the jobs in threads, `ahead` of them at most at a time, and yield their results in order."""
+    waiting: collections.deque[tuple[concurrent.futures.Future[_Tally], int]] = collections.deque()
+    try:
+        for job, size in jobs:
+            waiting.append((pool.submit(job), size))
+            if len(waiting) >= ahead:
+                future, size = waiting.popleft()
+                yield future.result(), size
+        while waiting:
+            future, size = waiting.popleft()
+            yield future.result(), size
+    finally:
+        for future, _ in waiting:
+            future.cancel()
+
+
+class _Tally:
+    """What is known of some rows in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self.nan: list[int] = []
+        self.infinite: list[int] = []
+        self.nan_rows = self.infinite_rows = self.zero_rows = self.finite_rows = self.untouched_rows = 0
+        self.min, self.max, self.sum = math.inf, -math.inf, 0.0
+        self.bins = np.zeros(_BINS, np.int64)
+        self.largest: list[LargeRow] = []
+        self.near: npt.NDArray[np.int64] | None = None
+        self.errors: dict[str, ErrorSums] = dict.fromkeys(STORAGES, ErrorSums())
+        self.refused: dict[str, str] = {}
+
+    def add(self, other: "_Tally") -> None:
+        """Add those of the rows that follow."""
+        self.nan = (self.nan + other.nan)[:_LISTED_ROWS]
+        self.infinite = (self.infinite + other.infinite)[:_LISTED_ROWS]
+        self.nan_rows += other.nan_rows
+        self.infinite_rows += other.infinite_rows
+        self.zero_rows += other.zero_rows
+        self.finite_rows += other.finite_rows
+        self.untouched_rows += other.untouched_rows
+        self.min, self.max, self.sum = min(self.min, other.min), max(self.max, other.max), self.sum + other.sum
+        self.bins += other.bins
+        both = self.largest + other.largest
+        self.largest = sorted(both, key=lambda one: (-one.norm, one.row))[:_LISTED_ROWS]
+        if other.near is not None:
+            self.near = other.near if self.near is None else self.near + other.near
+        self.errors = {name: sums + other.errors[name] for name, sums in self.errors.items()}
+        self.refused = other.refused | self.refused
+
+
+class _Table:
+    """Reads one table."""
+
+    def __init__(self, tables: ReadableTables, info: TableInfo) -> None:
+        self._tables, self._info = tables, info
+        self._rows = range(first_row(tables, info.name), info.rows)
+        self._initial, self._unknown = _initial_values(tables, info)
+        self._row_bytes = info.dim * info.dtype.itemsize
+        self.bytes = len(self._rows) * self._row_bytes * (1 + len(self._initial))
+
+    def pieces(self) -> Iterator[tuple[Callable[[], _Tally], int]]:
+        """Yield a function that reads and counts a piece of the rows, and the bytes that it reads."""
+        step = max(1, _PIECE_BYTES // max(1, 4 * self._info.dim))
+        sample = self._sample()
+        for start in range(self._rows.start, self._rows.stop, step):
+            stop = min(start + step, self._rows.stop)
+            size = (stop - start) * self._row_bytes * (1 + len(self._initial))
+            yield functools.partial(self._count, start, stop, sample), size
+
+    def stats(self, counts: _Tally) -> TableStats:
+        """Return the statistics by the counts of all rows."""
+        info, near = self._info, None
+        if info.dim > 1:
+            # Each sampled row is found once in the table: itself.
+            near = NearDuplicates(0, 0) if counts.near is None else _near(counts.near)
+        return TableStats(
+            name=info.name,
+            first_row=self._rows.start,
+            rows=len(self._rows),
+            dim=info.dim,
+            dtype=info.dtype.name,
+            slots=info.slots,
+            bytes=len(self._rows) * self._row_bytes,
+            nan=BadRows(counts.nan_rows, tuple(counts.nan)),
+            infinite=BadRows(counts.infinite_rows, tuple(counts.infinite)),
+            zero_rows=counts.zero_rows,
+            untouched=UntouchedRows(None if self._unknown else counts.untouched_rows, self._unknown),
+            norms=_norms(counts) if counts.finite_rows else None,
+            largest=tuple(counts.largest),
+            near_duplicates=near,
+            storage={name: self._storage_error(name, counts) for name in STORAGES},
+        )
+
+    def _sample(self) -> npt.NDArray[np.float32] | None:
+        """Return random rows [n, dim] of length 1. Rows that are zero or not finite are left out."""
+        info, count = self._info, len(self._rows)
+        if info.dim <= 1 or not count:
+            return None
+        wanted = max(1, min(_SAMPLED_ROWS, _PIECE_BYTES // (4 * info.dim), count))
+        drawn = np.random.default_rng(0).choice(count, wanted, replace=False, shuffle=False)
+        rows = [self._tables.read(info.name, row, row + 1) for row in (np.sort(drawn) + self._rows.start).tolist()]
+        wide = np.concatenate(rows).astype(np.float32)
+        norms = _lengths(wide)
+        return _directions(wide, norms)[(norms > 0) & np.isfinite(norms)]
+
+    def _count(self, start: int, stop: int, sample: npt.NDArray[np.float32] | None) -> _Tally:
+        """Read and count rows [start, stop)."""
+        info, counts = self._info, _Tally()
+        rows = self._tables.read(info.name, start, stop)
+        wide = rows.astype(np.float32, copy=False)
+        norms = _lengths(wide)
+        finite = np.isfinite(norms)
+        if not finite.all():
+            bad = wide[~finite]
+            numbers = start + np.flatnonzero(~finite)
+            with_nan, with_infinity = np.isnan(bad).any(1), np.isinf(bad).any(1)
+            counts.nan_rows, counts.infinite_rows = int(with_nan.sum()), int(with_infinity.sum())
+            counts.nan = numbers[with_nan][:_LISTED_ROWS].tolist()
+            counts.infinite = numbers[with_infinity][:_LISTED_ROWS].tolist()
+        sound = norms[finite]
+        if len(sound):
+            counts.finite_rows = len(sound)
+            counts.min, counts.max, counts.sum = float(sound.min()), float(sound.max()), float(sound.sum())
+            positive = sound[sound > 0]
+            counts.zero_rows = len(sound) - len(positive)
+            numbers = np.floor(np.log(positive) / math.log(_BASE)).astype(np.int64) - _LOWEST
+            counts.bins = np.bincount(numbers, minlength=_BINS)
+            counts.largest = _largest(start + np.flatnonzero(finite), sound)
+        if sample is not None:
+            counts.near = _count_near(wide, norms, sample)
+        self._measure(rows, start, counts)
+        if self._initial:
+            untouched = np.ones(stop - start, bool)
+            for slot, value in self._initial.items():
+                assert isinstance(self._tables, Checkpoint)
+                slots = self._tables.read(info.name, start, stop, slot)
+                untouched &= (slots == value.astype(slots.dtype)).all(1)
+            counts.untouched_rows = int(untouched.sum())
+        return counts
+
+    def _measure(self, rows: Array, start: int, counts: _Tally) -> None:
+        """Store the rows as each type, and measure the error."""
+        dim = self._info.dim
+        for name, codec in STORAGES.items():
+            if name in ("float32", self._info.dtype.name) or not rows.size:
+                continue
+            encoder, stored = RowEncoder(name, dim, None), np.empty((len(rows), codec.columns(dim)), codec.dtype)
+            try:
+                worst = encoder.encode(rows, stored)
+            except UnstorableRowError as error:
+                counts.refused[name] = f"row {start + error.index} contains {error}"
+                continue
+            picked = slice(None, None, sample_step(len(rows), dim))
+            counts.errors[name] = ErrorSums.of(worst, rows[picked].astype(np.float32), codec.decode(stored[picked]))
+
+    def _storage_error(self, name: str, counts: _Tally) -> StorageError:
+        if name in counts.refused:
+            return StorageError(None, counts.refused[name])
+        exact = name in ("float32", self._info.dtype.name)
+        return StorageError(TableError(storage=name) if exact else TableError.of(name, counts.errors[name]))
+
+
+def _initial_values(tables: ReadableTables, info: TableInfo) -> tuple[dict[str, Any], str]:
+    """Return the initial value of each slot, or why they are not known."""
+    if not isinstance(tables, Checkpoint):
+        return {}, "exports have no slots"
+    if not info.slots:
+        return {}, "the checkpoint has no slots of this table"
+    config = (tables.layer_config or {}).get("tables", {}).get(info.name, {})
+    if not config.get("optimizer"):
+        return {}, f"the checkpoint does not say which values {', '.join(info.slots)} had at first"
+    optimizer = optimizer_from(config["optimizer"])
+    return {slot: np.float32(optimizer.slot_initial_value(slot)) for slot in info.slots}, ""
+
+
+def _lengths(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return the norms of rows. The squares of float32 neither overflow nor vanish in float64."""
+    with np.errstate(invalid="ignore"):
+        found: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+    return found
+
+
+def _directions(rows: npt.NDArray[np.float32], norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Return the rows with length 1, and zeros for those that are zero or not finite."""
+    usable = (norms > 0) & np.isfinite(norms)
+    with np.errstate(invalid="ignore"):
+        found: npt.NDArray[np.float32] = (rows / np.where(usable, norms, 1.0)[:, None]).astype(np.float32)
+    found[~usable] = 0
+    return found
+
+
+def _count_near(
+    rows: npt.NDArray[np.float32], norms: npt.NDArray[np.float64], sample: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int64]:
+    """Return for each sampled row how many of `rows` have its direction."""
+    found = np.zeros(len(sample), np.int64)
+    for start in range(0, len(rows), _COMPARED_ROWS):
+        block = slice(start, start + _COMPARED_ROWS)
+        near = _directions(rows[block], norms[block]) @ sample.T >= _COSINE
+        if near.any():
+            found += near.sum(0)
+    return found
+
+
+def _near(found: npt.NDArray[np.int64]) -> NearDuplicates:
+    return NearDuplicates(len(found), int((found > 1).sum()))
+
+
+def _largest(numbers: npt.NDArray[np.int64], norms: npt.NDArray[np.float64]) -> list[LargeRow]:
+    """Return the rows of the ten largest norms; of equal ones, those of the lowest numbers."""
+    if len(norms) > _LISTED_ROWS:
+        least = np.partition(norms, -_LISTED_ROWS)[-_LISTED_ROWS]
+        more, same = np.flatnonzero(norms > least), np.flatnonzero(norms == least)
+        kept = np.concatenate([more, same[: _LISTED_ROWS - len(more)]])
+        numbers, norms = numbers[kept], norms[kept]
+    return [LargeRow(row, norm) for row, norm in zip(numbers.tolist(), norms.tolist(), strict=True)]
+
+
+def _norms(counts: _Tally) -> Norms:
+    below = counts.zero_rows + np.cumsum(counts.bins)
+    percentiles = {}
+    for percent in _PERCENTILES:
+        rank = max(1, math.ceil(percent / 100 * counts.finite_rows))
+        if rank <= counts.zero_rows:
+            percentiles[percent] = 0.0
+        else:
+            middle = _BASE ** (int(np.searchsorted(below, rank)) + _LOWEST + 0.5)
+            percentiles[percent] = min(max(middle, counts.min), counts.max)
+    used = np.flatnonzero(counts.bins)
+    histogram: tuple[NormBin, ...] = ()
+    if len(used):
+        first, last = int(used[0]), int(used[-1])
+        width = -(-(last + 1 - first) // _SHOWN_BINS)
+        histogram = tuple(
+            NormBin(_BASE ** (at + _LOWEST), _BASE ** (at + width + _LOWEST), int(counts.bins[at : at + width].sum()))
+            for at in range(first, last + 1, width)
+        )
+    mean = counts.sum / counts.finite_rows
+    return Norms(min=counts.min, max=counts.max, mean=mean, percentiles=percentiles, histogram=histogram)
