@@ -36,6 +36,9 @@ class Pair:
     loaded: Any
     native: tuple[NativeLookups, ...]
 
+    def __repr__(self) -> str:  # hypothesis would print all tables
+        return f"Pair({self.case.path})"
+
     def theirs(self, inputs: Mapping[str, Array], signature: str = "serving_default") -> dict[str, Array]:
         given = {name: tf.constant(value) for name, value in inputs.items()}
         return {name: value.numpy() for name, value in self.loaded.signatures[signature](**given).items()}
@@ -163,8 +166,11 @@ def _with_outside(pair: Pair, random: np.random.Generator, batch: int, hot: int,
 
 
 def _theirs(pair: Pair, inputs: Mapping[str, Array], signature: str) -> str:
-    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        pair.theirs(inputs, signature)
+    for _ in range(50):  # groups are checked in parallel: the failed one cancels the others, one of which may be reported
+        with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError)) as raised:
+            pair.theirs(inputs, signature)
+        if isinstance(raised.value, tf.errors.InvalidArgumentError):
+            break
     message = re.search(r"assertion failed: \[(feature .*?)\]\s", raised.value.message)
     assert message, raised.value.message
     return plain_message(message[1])
