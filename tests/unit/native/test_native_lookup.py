@@ -28,16 +28,11 @@ SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
 TINY = np.finfo(np.float32).tiny
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
 class Pair:
-    """An export, and both ways to look its rows up."""
+    """An export, and both ways to look its rows up. No dataclass: hypothesis would print all rows of a failure."""
 
-    case: Case
-    loaded: Any
-    native: tuple[NativeLookups, ...]
-
-    def __repr__(self) -> str:  # hypothesis would print all tables
-        return f"Pair({self.case.path})"
+    def __init__(self, case: Case, loaded: Any, native: tuple[NativeLookups, ...]) -> None:
+        self.case, self.loaded, self.native = case, loaded, native
 
     def theirs(self, inputs: Mapping[str, Array], signature: str = "serving_default") -> dict[str, Array]:
         given = {name: tf.constant(value) for name, value in inputs.items()}
