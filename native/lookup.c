@@ -8,12 +8,16 @@
  * The caller owns all memory. It guarantees what `tpuembed/native_lookup.py` checks: pointers of the sizes that the fields
  * say, and a dim, rows and hot that are not negative. Ids may be any numbers, and may change while a call reads them.
  *
- * C11. No operating system, no allocation, no thread: callers divide the examples into slices of their own.
+ * C11. No allocation, no thread: callers divide the examples into slices of their own. The only call of the operating system
+ * is posix_madvise, for tables that are larger than the memory.
  */
+
+#define _POSIX_C_SOURCE 200112L /* posix_madvise */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "stored rows are little-endian"
@@ -365,6 +369,55 @@ INLINE int look_up(
     return ring.cursor.is_damaged ? DAMAGED : OK;
 }
 
+/* ---- pages of rows that are not in memory */
+
+struct pages {
+    uint64_t page_bytes; /* a power of two */
+    uint64_t *recent;    /* pages that were advised not long ago, each at a place that its number decides; 0 is none */
+    int64_t recent_bits; /* recent has 2^recent_bits places */
+};
+
+/* Let the kernel start to read the pages of some bytes, if they were not advised not long ago. A failure changes
+ * nothing: a lookup then reads them itself. Threads may race for a place: a page is advised once more. */
+static void advise(const struct pages *pages, const unsigned char *bytes, int64_t count) {
+    uint64_t last = ((uint64_t)(uintptr_t)bytes + (uint64_t)count - 1) / pages->page_bytes;
+    for (uint64_t page = (uint64_t)(uintptr_t)bytes / pages->page_bytes; page <= last; page++) {
+        uint64_t *place = &pages->recent[page * 0x9e3779b97f4a7c15u >> (64 - pages->recent_bits)];
+        if (__atomic_load_n(place, __ATOMIC_RELAXED) == page) continue;
+        __atomic_store_n(place, page, __ATOMIC_RELAXED);
+        (void)posix_madvise(
+            (void *)(uintptr_t)(page * pages->page_bytes), (size_t)pages->page_bytes, POSIX_MADV_WILLNEED);
+    }
+}
+
+/* Advise the words that say which of the rows are in the overlay. */
+static void advise_words(
+    const struct pages *pages, const struct feature *feature, const struct input *input, int64_t begin, int64_t end) {
+    int64_t columns = columns_of(feature, input);
+    for (int64_t example = begin; example < end; example++)
+        for (int64_t column = 0; column < columns; column++) {
+            int64_t id = input->ids[example * input->id_stride + column];
+            uint64_t row = (uint64_t)id - (uint64_t)feature->first_id;
+            if (row >= (uint64_t)feature->ids) {
+                if (feature->policy != ROW || (id == PADDING && feature->kind != ONE_ID)) continue;
+                row = (uint64_t)feature->policy_row;
+            }
+            const uint64_t *word = feature->words + ((uint64_t)feature->row_offset + row) / 32;
+            advise(pages, (const unsigned char *)word, sizeof *word);
+        }
+}
+
+static void advise_rows(
+    const struct pages *pages, const struct feature *feature, const struct input *input, int64_t begin, int64_t end) {
+    int64_t columns = columns_of(feature, input);
+    int is_damaged = 0;
+    for (int64_t example = begin; example < end; example++)
+        for (int64_t column = 0; column < columns; column++) {
+            const unsigned char *row = find_row(feature, input->ids[example * input->id_stride + column], &is_damaged);
+            if (row != NULL && row != NOTHING && feature->row_bytes > 0) advise(pages, row, feature->row_bytes);
+        }
+}
+
 /* ---- what callers see: the same function for several processors. They are compared by what they can do, never by model. */
 
 #if defined(__x86_64__)
@@ -412,6 +465,15 @@ EXPORT int64_t tpuembed_look_up(
 #endif
     (void)variant;
     return look_up_plain(features, inputs, count, begin, end);
+}
+
+/* Let the kernel read all pages that a lookup of the examples [begin, end) will touch, many at once. */
+EXPORT void tpuembed_read_ahead(
+    const struct pages *pages, const struct feature *features, const struct input *inputs, int64_t count, int64_t begin,
+    int64_t end) {
+    for (int64_t i = 0; i < count; i++)
+        if (features[i].overlay != NULL) advise_words(pages, &features[i], &inputs[i], begin, end);
+    for (int64_t i = 0; i < count; i++) advise_rows(pages, &features[i], &inputs[i], begin, end);
 }
 
 /* Find the first id outside of one feature's examples [0, examples), example by example. Return whether there is one. */

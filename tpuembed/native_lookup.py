@@ -10,8 +10,10 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +43,12 @@ _THREADED_BYTES: Final = 2 << 20
 """A call that reads fewer bytes of rows stays on its thread: another one would take longer to start."""
 _SLICES: Final = 4
 """Slices of a threaded call, by thread."""
+_AHEAD_IDS: Final = 1 << 14
+"""So many ids, or one example, are read ahead before their rows are looked up: their pages must fit into a small memory too."""
+_RECENT_BITS: Final = 18
+"""Read-ahead remembers up to 2^18 pages: 1 GiB of tables, in 2 MiB."""
+_RECENT_SECONDS: Final = 1.0
+"""How long a page counts as read. A page of frequent rows stays in memory longer, and one call for it takes a microsecond."""
 _FEW_ROWS_BYTES: Final = 4 << 20
 """Up to this many bytes of float32 rows, the graph checks a group's lists together: see `export/graph/feature_groups.py`."""
 
@@ -66,6 +74,12 @@ _INPUT: Final = np.dtype(
 """`struct input` of lookup.c. Pointers are integers."""
 
 
+class _Pages(ctypes.Structure):
+    """`struct pages` of lookup.c."""
+
+    _fields_ = [("page_bytes", ctypes.c_uint64), ("recent", ctypes.c_void_p), ("recent_bits", ctypes.c_int64)]
+
+
 class _Place(ctypes.Structure):
     """`struct place` of lookup.c."""
 
@@ -82,6 +96,8 @@ def _library() -> ctypes.CDLL | str:
         library.tpuembed_layout.restype = library.tpuembed_look_up.restype = ctypes.c_int64
         library.tpuembed_best_variant.restype = library.tpuembed_find_outside.restype = ctypes.c_int64
         library.tpuembed_look_up.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]
+        library.tpuembed_read_ahead.restype = None
+        library.tpuembed_read_ahead.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
         library.tpuembed_find_outside.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p]
         layout = library.tpuembed_layout()
     except (OSError, AttributeError) as error:
@@ -118,6 +134,8 @@ class NativeLookups:
 
     Attributes:
         features: in the order in which a graph checks their ids: groups of one kind, stack, combiner and policy.
+        reads_ahead: whether the kernel is told all pages of a call before the first row is read. It is for tables that are
+            larger than the memory: the disk then reads many pages at once, instead of one after the other.
     """
 
     def __init__(
@@ -167,6 +185,10 @@ class NativeLookups:
         self._template = np.zeros(len(made), _INPUT)
         self._lists = np.array([_kind(one) != "id" for one in self.features])
         self._starts = np.cumsum([0, *self._widths[:-1]])
+        self.reads_ahead = False
+        self._recent = np.zeros(1 << _RECENT_BITS, np.uint64)  # takes no memory before it is used
+        self._pages = _Pages(mmap.PAGESIZE, self._recent.ctypes.data, _RECENT_BITS)
+        self._recent_until = 0.0
 
     def named(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return feature -> float32 [batch, dim] or [batch, max_sequence_length, dim], of the inputs of `serving_default`.
@@ -240,29 +262,41 @@ class NativeLookups:
         return activations
 
     def _run(self, calls: Array, batch: int, *, is_packed: bool) -> None:
-        threads = self._threads
-        if threads > 1:
-            threads = min(threads, 1 + int(batch * (calls["hot"] @ self._row_bytes)) // _THREADED_BYTES)
-        arguments = self._variant, ctypes.addressof(self._structs), calls.ctypes.data, len(calls)
-        if threads == 1:
-            code = self._library.tpuembed_look_up(*arguments, 0, batch)
-        else:
-            bounds = np.linspace(0, batch, min(threads * _SLICES, batch) + 1, dtype=np.int64).tolist()
-            code = max(
-                _in_threads(
-                    threads,
-                    [
-                        functools.partial(self._library.tpuembed_look_up, *arguments, *pair)
-                        for pair in itertools.pairwise(bounds)
-                    ],
-                )
-            )
+        code = self._look_up_in_parts(calls, batch) if self.reads_ahead else self._look_up(calls, 0, batch)
         if code == _OUTSIDE:
             raise ConfigError(self._outside(calls, batch, is_packed))
         if code != _OK:
             raise TpuEmbedError(
                 "an overlay of the export is damaged: its words contradict its rows. Verify the export."
             )
+
+    def _look_up_in_parts(self, calls: Array, batch: int) -> int:
+        """Look up the examples in parts. The kernel reads the pages of a part, many at once, before its rows are used."""
+        if time.monotonic() > self._recent_until:
+            self._recent.fill(0)
+            self._recent_until = time.monotonic() + _RECENT_SECONDS
+        code, step = _OK, max(_AHEAD_IDS // max(int(calls["hot"].sum()), 1), 1)
+        pages, structs = ctypes.addressof(self._pages), ctypes.addressof(self._structs)
+        for begin in range(0, batch, step):
+            end = min(begin + step, batch)
+            self._library.tpuembed_read_ahead(pages, structs, calls.ctypes.data, len(calls), begin, end)
+            code = max(code, self._look_up(calls, begin, end))
+        return code
+
+    def _look_up(self, calls: Array, begin: int, end: int) -> int:
+        """Look up the examples [begin, end) by one call, or by several threads if they are many. Return the greatest code."""
+        threads = self._threads
+        if threads > 1:
+            threads = min(threads, 1 + int((end - begin) * (calls["hot"] @ self._row_bytes)) // _THREADED_BYTES)
+        arguments = self._variant, ctypes.addressof(self._structs), calls.ctypes.data, len(calls)
+        if threads == 1:
+            code: int = self._library.tpuembed_look_up(*arguments, begin, end)
+            return code
+        bounds = np.linspace(begin, end, min(threads * _SLICES, end - begin) + 1, dtype=np.int64).tolist()
+        tasks = [
+            functools.partial(self._library.tpuembed_look_up, *arguments, *pair) for pair in itertools.pairwise(bounds)
+        ]
+        return max(_in_threads(threads, tasks))
 
     def _outside(self, calls: Array, batch: int, is_packed: bool) -> str:
         """Return the message for the id that a graph reports: the first one of the first group that has one."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from prometheus_client import ProcessCollector
 
-from tpuembed_serving.telemetry.memory import memory_limit
+from tpuembed_serving.core.memory import memory_limit
 from tpuembed_serving.telemetry.metric_types import Family, Snapshot
 
 __all__ = ["process_snapshot"]

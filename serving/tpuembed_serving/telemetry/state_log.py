@@ -9,8 +9,8 @@ from pathlib import Path
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
 from tpuembed.manifest import Manifest
+from tpuembed_serving.core.memory import memory_limit
 from tpuembed_serving.core.servable import State, VersionProgress
-from tpuembed_serving.telemetry.memory import memory_limit
 
 __all__ = ["StateLog"]
 
@@ -90,7 +90,7 @@ class StateLog:
             self._has_warned = True
             logger.warning(
                 "the loaded versions map %.2f GiB of tables, and %s has %.2f GiB of memory. Rows that are not in memory are "
-                "read from the disk. Allow more memory, export with --storage int8, or serve with --random-access",
+                "read from the disk. Allow more memory, or export with --storage int8",
                 mapped / 2**30,
                 limit.source,
                 limit.size / 2**30,

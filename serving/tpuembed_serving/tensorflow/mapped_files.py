@@ -1,4 +1,4 @@
-"""Speeds up mapped tables: reads them before the first request, or makes page faults read one page.
+"""Speeds up mapped tables: reads them before the first request, or turns the readahead of page faults off.
 
 A page that is not in the page cache is read at its first lookup, and the disk's readahead reads more with it. On some
 machines that is megabytes for one row of a few hundred bytes.
@@ -6,7 +6,6 @@ machines that is megabytes for one row of a few hundred bytes.
 
 import ctypes
 import logging
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from tpuembed.saved_model import file_crc32c
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.status import Code, StatusError
 
-__all__ = ["advise_random_access", "read_ahead"]
+__all__ = ["advise", "read_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class _Mapping(NamedTuple):
     inode: int
 
 
-def read_ahead(version_dir: Path, manifest: Manifest, on_read: Callable[[int], None]) -> None:
+def read_files(version_dir: Path, manifest: Manifest, on_read: Callable[[int], None]) -> None:
     """Read every table file into the page cache, and compare it with its checksum.
 
     `on_read` is called with the number of bytes of each read. It may raise to stop.
@@ -54,27 +53,26 @@ def read_ahead(version_dir: Path, manifest: Manifest, on_read: Callable[[int], N
             )
 
 
-def advise_random_access(files: Iterable[Path]) -> None:
-    """Make a page fault in this process's mappings of `files` read one page only.
+def advise(files: Iterable[Path], advice: int) -> None:
+    """Call madvise for this process's mappings of `files`: with MADV_RANDOM, a page fault reads one page only.
 
     This needs `madvise` on the mapping: `posix_fadvise` acts on an open file, and TensorFlow has closed its own.
     """
     mappings = list(_mappings())
     for path in files:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError:  # the version was deleted while it is served
+            continue
         found = [one for one in mappings if (one.device, one.inode) == (status.st_dev, status.st_ino)]
         if not found and status.st_size > _COPIED_BYTES:
-            text = "random access: %s is not mapped by this process. The disk's readahead stays on for it"
+            text = "random access: %s is not mapped by this process. The disk's readahead stays as it is for it"
             logger.warning(text, path.name, extra=ONCE)
         for mapping in found:
-            _advise(mapping)
-
-
-def _advise(mapping: _Mapping) -> None:
-    size = mapping.stop - mapping.start
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(size), mmap.MADV_RANDOM):
-        logger.warning("random access: madvise failed: %s", os.strerror(ctypes.get_errno()))
+            size = mapping.stop - mapping.start
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(size), advice):
+                logger.warning("random access: madvise failed: %s", os.strerror(ctypes.get_errno()))
 
 
 def _mappings() -> Iterator[_Mapping]:

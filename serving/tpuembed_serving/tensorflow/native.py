@@ -51,7 +51,8 @@ def native_lookups(
 def native_call(native: NativeLookups, signature: Signature, lookups: Lookups, tensorflow: Call) -> Call:
     """Return a call of `signature`, which is `packed` or `serving_default`.
 
-    Inputs that native lookups refuse go to `tensorflow`: its graph reports the error.
+    Inputs that native lookups refuse go to `tensorflow`: its graph reports the error. Lookups that read ahead run every request:
+    TensorFlow's gather waits for one page after the other.
     """
     names = [info.alias for info in signature.inputs]
     run: Callable[[Sequence[Array]], list[Array]]
@@ -61,7 +62,7 @@ def native_call(native: NativeLookups, signature: Signature, lookups: Lookups, t
         run = lambda inputs: _in_order(signature, native.named(dict(zip(names, inputs, strict=True))))  # noqa: E731
 
     def call(*inputs: Array) -> list[Array]:
-        if lookups == "auto" and not _is_pooled_and_large(native, inputs):
+        if lookups == "auto" and not native.reads_ahead and not _is_pooled_and_large(native, inputs):
             return tensorflow(*inputs)
         try:
             return run(inputs)

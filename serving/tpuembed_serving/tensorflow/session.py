@@ -34,7 +34,8 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message
 from tpuembed_serving.models.versions import INDEX_FILE, check_files
-from tpuembed_serving.tensorflow.mapped_files import advise_random_access, read_ahead
+from tpuembed_serving.tensorflow.larger_than_memory import MAPPED, MappedVersion
+from tpuembed_serving.tensorflow.mapped_files import read_files
 from tpuembed_serving.tensorflow.native import Lookups, native_call, native_lookups
 from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
@@ -86,8 +87,23 @@ class SavedModelServable:
         parameters: BatchingParameters | None,
         where: str,
         native: NativeLookups | None = None,
+        mapped_files: Sequence[Path] = (),
+        *,
+        random_access: bool = False,
     ) -> None:
-        """Build the callables. `where` is the model's folder and version, for messages. `native` looks up if it can."""
+        """Build the callables.
+
+        Args:
+            session: has the graph loaded.
+            meta_graph: of the SavedModel.
+            manifest: None if tpuembed did not export it.
+            options: how the signatures are run.
+            parameters: of the version's own batching.
+            where: the model's folder and version, for messages.
+            native: looks up if it can.
+            mapped_files: the files of its tables that are mapped.
+            random_access: whether these are read without readahead even if they fit into memory.
+        """
         self._session, self._manifest = session, manifest
         self._native, self._lookups = native, options.lookups
         is_steady = _is_steady(meta_graph.graph_def, manifest)
@@ -107,7 +123,12 @@ class SavedModelServable:
         self._callables: dict[str, Callable[..., list[Any]]] = {}
         self._building = threading.RLock()
         self._is_closing = False
+        self._mapped = MappedVersion(
+            files=tuple(mapped_files), set_reads_ahead=self._set_reads_ahead, always=random_access
+        )
         self._prepare()
+        if mapped_files:
+            MAPPED.add(self._mapped)
 
     def merging(self, signature: Signature) -> Merging | None:
         """Return how requests of `signature` may be batched, or None if they may not."""
@@ -162,6 +183,7 @@ class SavedModelServable:
         """Cancel the current runs, and free the variables and the graph."""
         self._is_closing = True
         self._rest.join()
+        MAPPED.remove(self._mapped)
         self._callables.clear()
         self._session.close()
         self._session = self._native = None
@@ -186,6 +208,14 @@ class SavedModelServable:
         for signature in self.signatures.values():
             self.merging(signature)
         self._meta_graph = None
+        MAPPED.remap(self._mapped)  # TensorFlow maps the tables for each signature
+
+    def _set_reads_ahead(self, reads_ahead: bool) -> None:
+        if self._native is not None:
+            self._native.reads_ahead = reads_ahead
+        elif reads_ahead:
+            text = "%s: TensorFlow looks rows up: those that are not in memory are read one after the other"
+            logger.info(text, self._where, extra=ONCE)
 
     def _build(self, signatures: Sequence[Signature]) -> None:
         for signature in signatures:
@@ -264,7 +294,8 @@ def load(
     Args:
         version_dir: the version's folder.
         prewarm: whether to read the files of mapped tables first, and compare them with their checksums.
-        random_access: whether a page fault in a mapped table reads one page only.
+        random_access: whether mapped tables are read as if they were larger than the memory: a page fault reads one page only,
+            and native lookups read all pages of a request at once.
         on_read: called with the number of bytes of each read of `prewarm`. It may raise to stop.
         options: how the signatures are run.
 
@@ -279,12 +310,13 @@ def load(
     where = f"{version_dir.parent.name}/{version_dir.name}"
     try:
         if mapped and prewarm:
-            read_ahead(version_dir, mapped, on_read)
+            read_files(version_dir, mapped, on_read)
         native = native_lookups(version_dir, manifest, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
-        servable = SavedModelServable(*restored, manifest, options, parameters, where, native)
-        if mapped and random_access:
-            advise_random_access(version_dir / array.file for array in mapped.arrays)
+        files = [version_dir / array.file for array in mapped.arrays] if mapped else []
+        servable = SavedModelServable(
+            *restored, manifest, options, parameters, where, native, files, random_access=random_access
+        )
     except tf.errors.OpError as error:
         raise _without_path(_status(error), version_dir) from None
     except (OSError, RuntimeError, ValueError) as error:

@@ -80,6 +80,15 @@ def call(library: ctypes.CDLL, random: np.random.Generator) -> int:
             inputs["weights"][index], inputs["weight_stride"][index] = kept[-1].ctypes.data, hot
     variant = int(random.integers(library.tpuembed_best_variant() + 1))
     begin = int(random.integers(0, batch + 1))
+    # Pages of 64 bytes, so that the overlay's words and rows have several; the kernel refuses their addresses.
+    recent = np.zeros(1 << 8, np.uint64)
+    pages = native._Pages(64, recent.ctypes.data, 8)
+    library.tpuembed_read_ahead(
+        ctypes.addressof(pages), ctypes.addressof(structs), inputs.ctypes.data, len(features), begin, batch
+    )
+    advised = recent[recent > 0].astype(np.int64) * 64
+    memory = [(array.ctypes.data // 64 * 64, array.ctypes.data + array.nbytes) for array in kept]
+    assert all(any(start <= page < stop for start, stop in memory) for page in advised.tolist())
     arguments = variant, ctypes.addressof(structs), inputs.ctypes.data, len(features)
     code: int = library.tpuembed_look_up(*arguments, begin, batch)
     place = native._Place()

@@ -161,7 +161,9 @@ def _with_outside(pair: Pair, random: np.random.Generator, batch: int, hot: int,
 
 
 def _theirs(pair: Pair, inputs: Mapping[str, Array], signature: str) -> str:
-    for _ in range(50):  # groups are checked in parallel: the failed one cancels the others, one of which may be reported
+    for _ in range(
+        50
+    ):  # groups are checked in parallel: the failed one cancels the others, one of which may be reported
         with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.CancelledError)) as raised:
             pair.theirs(inputs, signature)
         if isinstance(raised.value, tf.errors.InvalidArgumentError):

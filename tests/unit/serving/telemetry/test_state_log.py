@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tpuembed.manifest import Manifest, StackEntry, TableEntry
+from tpuembed_serving.core.memory import MemoryLimit, memory_limit
 from tpuembed_serving.core.servable import State, VersionProgress
 from tpuembed_serving.telemetry import state_log
-from tpuembed_serving.telemetry.memory import MemoryLimit, memory_limit
 from tpuembed_serving.telemetry.state_log import StateLog
 
 PATH = Path("/models/m/1")
@@ -127,7 +127,7 @@ def test_one_warning_if_tables_are_larger_than_the_memory(
     (warning,) = available(first, shared, third)
     assert warning == (
         "WARNING the loaded versions map 0.00 GiB of tables, and the machine has 0.00 GiB of memory. Rows that are not in "
-        "memory are read from the disk. Allow more memory, export with --storage int8, or serve with --random-access"
+        "memory are read from the disk. Allow more memory, or export with --storage int8"
     )
     assert available(first, shared, third, fourth) == [], "once"
 

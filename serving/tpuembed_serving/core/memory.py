@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["MemoryLimit", "memory_limit"]
+__all__ = ["MemoryLimit", "memory_limit", "own_bytes"]
 
 _ROOT: Final = Path("/sys/fs/cgroup")
 _OWN_GROUP: Final = Path("/proc/self/cgroup")
@@ -25,6 +25,15 @@ def memory_limit(own_group: Path = _OWN_GROUP, root: Path = _ROOT) -> MemoryLimi
     with contextlib.suppress(ValueError, OSError):
         limits.append(MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine"))
     return min((limit for limit in reversed(limits) if limit.size > 0), key=lambda limit: limit.size, default=None)
+
+
+def own_bytes() -> int:
+    """Return the memory of this process that is not of files. See proc_pid_statm(5)."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split())
+    except OSError:  # not Linux
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _group_limits(own_group: Path, root: Path) -> Iterator[int]:
