@@ -44,11 +44,12 @@ def touched(case: Case, native: NativeLookups, inputs: Mapping[str, Array]) -> s
     """Return the numbers of the pages that a lookup of `inputs` touches."""
     pages: set[int] = set()
     manifest = case.manifest
-    tables, stacks = ({one.name: one for one in some} for some in (manifest.tables, manifest.stacks))
+    tables = {one.name: one for one in manifest.tables}
+    stacks = {one.name: one for one in manifest.stacks}
     for feature in manifest.features:
         table = tables[feature.table]
-        stack, policy = stacks[table.stack], feature.out_of_vocabulary  # type: ignore[attr-defined]
-        arrays = [native._arrays[array.name] for array in stack.arrays]  # type: ignore[attr-defined]
+        stack, policy = stacks[table.stack], feature.out_of_vocabulary
+        arrays = [native._arrays[array.name] for array in stack.arrays]
         ids = inputs[feature.name]
         if feature.input != "id":
             ids = ids[:, : feature.max_sequence_length or None]
