@@ -255,6 +255,18 @@ def _overlays() -> Iterator[str]:
 
 
 def _tools() -> Iterator[str]:
+    found = _result("cold_rows")
+    if found:
+        yield f"## {found['rows']:,} rows of {found['GB']} GB that are not in memory (`benchmarks/cold_rows.py`)\n"
+        rows = [
+            (way, took, " to ".join(map(str, found["least and most ms"][way]))) for way, took in found["ms"].items()
+        ]
+        yield _table(("", "ms, median", "least to most"), rows)
+        ratio = found["one page for each fault / read-ahead"]
+        yield (
+            f"One page for each fault / read-ahead: {ratio}. Before there was read-ahead, `--random-access` read one page for each "
+            "fault.\n"
+        )
     found = _result("stats")
     if found:
         yield f"## `tpuembed stats` and `tpuembed verify` of {found['GB']} GB in the page cache (`benchmarks/stats.py`)\n"

@@ -29,7 +29,7 @@ def run(rounds: int = 3, gb: int = 10, folder: str | None = None) -> dict[str, A
     """Measure both commands with a table of `gb` GB."""
     with tempfile.TemporaryDirectory(prefix="tpuembed-bench-", dir=folder) as made:
         prefix, size = Path(made) / "ckpt", gb * 10**9 // (4 * DIM) * 4 * DIM
-        _write(prefix, size)
+        write_checkpoint(prefix, size)
         found: dict[str, list[dict[str, float]]] = {"stats": [], "verify": []}
         for _ in range(rounds):
             for name, runs in found.items():
@@ -50,7 +50,7 @@ def run(rounds: int = 3, gb: int = 10, folder: str | None = None) -> dict[str, A
     }
 
 
-def _write(prefix: Path, size: int) -> None:
+def write_checkpoint(prefix: Path, size: int) -> None:
     """Write a checkpoint of normal rows with its checksum."""
     random, crc = np.random.default_rng(0), 0
     block = random.standard_normal(PIECE_BYTES // 4, np.float32)

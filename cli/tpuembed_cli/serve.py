@@ -253,7 +253,7 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--random-access",
     is_flag=True,
-    help="If a row of a mapped table is not in memory, read only its page, without readahead.",
+    help="Read mapped tables as if they were larger than the memory: all pages of a request at once, without readahead.",
 )
 @batching_options
 @click.option(

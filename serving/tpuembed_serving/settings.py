@@ -215,7 +215,8 @@ class ServerSettings:
         prewarm: read mapped tables and compare their checksums before a version is available.
         lookups: what runs the lookups of exports with layout mmap: "native" (the C library), "tensorflow", or "auto", the
             faster one for each request.
-        random_access: turn off the disk's readahead for mapped tables: a lookup reads one page.
+        random_access: read mapped tables as if they were larger than the memory: all pages of a request at once, without the disk's
+            readahead.
         batching: which requests are batched.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
         telemetry: metrics, access log and traces.

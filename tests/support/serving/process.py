@@ -97,17 +97,22 @@ class ServerProcess:
         default_grpc: bool = False,
         fresh: bool = False,
         bare: bool = False,
+        group: Path | None = None,
     ) -> None:
         """`model_dir` is None where the options have a config; the model of `predict` and others is its first.
 
         Without gRPC, unless an option names its port or `default_grpc` leaves it to the command. `fresh` starts the
-        command as a shell does: for tests of the start itself. `bare` is `tpuembed serve` with these options alone.
+        command as a shell does: for tests of the start itself. `bare` is `tpuembed serve` with these options alone. `group` is
+        the folder of a control group that the process is in from its start.
         """
         self._log = log
         what = [] if model_dir is None else [str(model_dir)]
         grpc = [] if default_grpc or {"--grpc-port", "--no-grpc"} & set(options) else ["--no-grpc"]
         command = [str(SCRIPT), "serve", *what, "--rest-port", "0", "--poll-seconds", "0.05", *grpc, *options]
         command = [str(SCRIPT), "serve", *options] if bare else command
+        if group is not None:
+            command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
+        fresh |= group is not None
         with log.open("wb") as stderr:
             self.process: Fork | subprocess.Popen[bytes] = (
                 subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL) if fresh else Fork(command, log)
