@@ -246,13 +246,30 @@ def test_refusals(tmp_path: Path, road: Road) -> None:
         {"delta_to": tmp_path},
         {"base": 1, "sign_key": tmp_path},
         {"base": 1, "delta_to": tmp_path, "keep": 1},
+        {"base": 1, "delta_to": tmp_path, "serving_root": "/models/m", "layout": "mmap"},
+        {"base": 1, "delta_to": road.trainer / ".." / road.trainer.name},
     ):
         with refused(ConfigError):
             road.export(road.trainer, **options)
     with refused(ExportError):
+        road.export(road.trainer, base=1, delta_to=tmp_path / "short")
+    with refused(ConfigError):
+        apply_package(road.packages, road.server, keep=0)
+    assert [path.name for path in road.server.iterdir()] == ["1"]
+    with refused(ExportError):
         road.export(road.trainer, base=1, delta_to=tmp_path / "p", max_overlay=0)
     assert [path.name for path in road.trainer.iterdir()] == ["1"]
     assert not (tmp_path / "p").exists()
+
+
+def test_keep_leaves_the_base_of_the_next_package(tmp_path: Path) -> None:
+    """A full version reads no base, but the next package does."""
+    road = Road(tmp_path)
+    for number in (2, 3, 4):
+        road.package(max_overlay=1)
+        applied = apply_package(road.packages, road.server, materialise=True, keep=1)
+        assert [info.version for info in list_versions(road.server)] == [1, number]
+        assert not diff_checkpoints(applied.path, road.export(tmp_path / "truth").path).differs
 
 
 def test_packages_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,11 @@ class ExportOptions:
             raise ConfigError(
                 f"delta_to: {self.delta_to} gets what differs from a base. Give base too, or leave it out."
             )
+        if self.delta_to is not None and self.serving_root is not None:
+            raise ConfigError(
+                f"serving_root: {self.serving_root} is where a server finds a version, and delta_to writes a package. Leave it "
+                "out, and give it to apply."
+            )
         if self.sign_key is not None and self.delta_to is None:
             raise ConfigError(f"sign_key: {self.sign_key} signs a package. Give delta_to too, or leave it out.")
         if self.keep is not None:

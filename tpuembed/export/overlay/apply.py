@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tpuembed.config.checks import check_count
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.overlay.changes import write_words
@@ -106,14 +107,17 @@ def apply_package(
         materialise: write a full version instead of an overlay that links the base's files.
         trusted_key: a file with the key that the package must be signed with; None accepts any package.
         serving_root: for a package of layout mmap: MODEL_DIR as the server sees it; None for `model_dir`.
-        keep: then remove all versions but the newest `keep`, see `prune_versions`.
+        keep: then remove all versions but the newest `keep`, see `prune_versions`. The package's base stays: the next
+            packages need it.
         on_progress: called with (bytes done, bytes in total).
 
     Raises:
-        ConfigError: there is no package, or `model_dir` is no folder of this machine.
+        ConfigError: there is no package, `keep` is below 1, or `model_dir` is no folder of this machine.
         ExportError: the package is damaged, not signed, or for another base; its version exists; or there is no room.
             Nothing was published.
     """
+    if keep is not None:
+        check_count("keep", keep)
     folder = as_path(model_dir)
     if not isinstance(folder, Path) or not folder.is_dir():
         raise ConfigError(f"MODEL_DIR {folder}: is not a folder of this machine. Name the folder that has the base.")
@@ -146,7 +150,8 @@ def apply_package(
                 path = _publish(version, local, staging, folder, serving_root, index.version, materialise=materialise)
         removed: tuple[int, ...] = ()
         if keep is not None:
-            removed = prune_versions(folder, keep=keep, in_use=lambda _: {index.version: "just applied"}).removed
+            kept = {int(base.name): "the base of the newest package", index.version: "just applied"}
+            removed = prune_versions(folder, keep=keep, in_use=lambda _: kept).removed
     return ApplyReport(
         path=path,
         version=index.version,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ExportError
+from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import DEFAULT_MAX_OVERLAY, ExportOptions
 from tpuembed.export.overlay.base import BaseVersion
 from tpuembed.export.overlay.changes import Changes, find_changes, stamped_tables
-from tpuembed.export.overlay.package import next_package, read_key, write_package
+from tpuembed.export.overlay.package import next_package, packages_in, read_key, write_package
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
@@ -43,6 +43,8 @@ class OverlayWriter(FolderWriter):
         """See VersionWriter.check. How much space is needed is not known yet."""
         if self.options.delta_to is None:
             check_free(self.model_dir, self.options.version)
+        else:
+            _check_packages(as_path(self.options.delta_to), self.model_dir)
         if self.options.sign_key is not None:
             read_key(self.options.sign_key)
 
@@ -135,3 +137,15 @@ class OverlayWriter(FolderWriter):
             f"more than {self._max_overlay:.4g} of the {format_bytes(self.plan.table_bytes)} of tables changed since version "
             f"{self.base.number} (max_overlay)"
         )
+
+
+def _check_packages(place: FilePath, model_dir: Path) -> None:
+    """Raise ConfigError if packages in `place` would be versions for a server, or ExportError if it cannot be listed."""
+    if isinstance(place, Path) and place.resolve() == model_dir.resolve():
+        raise ConfigError(
+            f"delta_to {place}: is MODEL_DIR, whose folders servers load. A package is no version. Give it a folder of its own."
+        )
+    try:
+        packages_in(place)
+    except OSError as error:
+        raise ExportError(f"delta_to {place}: cannot be listed: {reason(error)}. Name a folder.") from None
