@@ -148,4 +148,4 @@ def _check_packages(place: FilePath, model_dir: Path) -> None:
     try:
         packages_in(place)
     except OSError as error:
-        raise ExportError(f"delta_to {place}: cannot be listed: {reason(error)}. Name a folder.") from None
+        raise ExportError(f"delta_to {place}: cannot be listed: {reason(error)}.") from None
