@@ -23,7 +23,7 @@ from tpuembed.native_lookup import NativeLookups, available
 pytestmark = pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}")
 
 Array = npt.NDArray[Any]
-PAGE = 64
+PAGE = 8
 """Bytes of a page in tests: small tables have several, and rows lie across them. The kernel refuses such addresses."""
 EXPORTS = [("int8", True)]
 OTHERS = [("float32", False), ("int8", False), ("float32", True)]
