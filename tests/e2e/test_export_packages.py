@@ -1,8 +1,10 @@
 """Delta packages: what a machine with the base makes of one is what the exporter would have written there."""
 
+import errno
 import hashlib
 import hmac
 import json
+import os
 import re
 import shutil
 import time
@@ -20,6 +22,7 @@ from tests.support.stores import moto_server
 from tpuembed import apply_package, compact_version, export_saved_model, list_versions
 from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
 from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export import plan_saved_model
 from tpuembed.files import remote
 from tpuembed.manifest import Manifest
 
@@ -122,7 +125,8 @@ def test_packages_of_other_bases_are_refused(tmp_path: Path) -> None:
     shutil.copytree(road.trainer / "1", road.server / "7")
     with refused(ExportError):
         apply_package(package, road.server, trusted_key=_key(tmp_path))
-    assert apply_package(package, road.server).base == 7
+    with pytest.warns(UserWarning, match="has version 7, which"):
+        assert apply_package(package, road.server).base == 7
     with refused(ExportError):
         apply_package(package, road.server)
 
@@ -270,6 +274,73 @@ def test_keep_leaves_the_base_of_the_next_package(tmp_path: Path) -> None:
         applied = apply_package(road.packages, road.server, materialise=True, keep=1)
         assert [info.version for info in list_versions(road.server)] == [1, number]
         assert not diff_checkpoints(applied.path, road.export(tmp_path / "truth").path).differs
+
+
+def _table_file(version: Path) -> Path:
+    return version / _manifest(version).stacks[0].file
+
+
+def _flip_a_row(version: Path) -> None:
+    _flip(_manifest(version).stacks[0].file)(version)
+
+
+DAMAGED_BASES: dict[str, Callable[[Path], Any]] = {
+    "a short table": lambda base: os.truncate(_table_file(base), 10),
+    "no table": lambda base: _table_file(base).unlink(),
+    "no graph": lambda base: (base / "saved_model.pb").unlink(),
+    "no JSON": lambda base: (base / "assets.extra" / "tpuembed.json").write_text("{"),
+    "another row, which materialise reads": _flip_a_row,
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED_BASES)
+def test_a_damaged_base_is_named(road: Road, tmp_path: Path, what: str) -> None:
+    server = tmp_path / "server"
+    shutil.copytree(road.server, server)
+    DAMAGED_BASES[what](server / "1")
+    with refused(ExportError) as error:
+        apply_package(road.packages, server, materialise=True)
+    assert "staging" not in str(error.value)
+    assert [path.name for path in server.iterdir()] == ["1"]
+
+
+def test_numbers_that_no_server_would_serve(tmp_path: Path) -> None:
+    road = Road(tmp_path)
+    shutil.copytree(road.trainer / "1", road.trainer / "7")
+    for options in ({"delta_to": road.packages, "version": 7}, {"delta_to": road.packages, "version": 6}, {"version": 6}):
+        with refused(ConfigError):
+            road.export(road.trainer, base=7, **options)
+    road.package(version=8)
+    shutil.copytree(road.server / "1", road.server / "9")
+    with pytest.warns(UserWarning) as warnings:
+        assert apply_package(road.packages, road.server).version == 8
+    said(str(warnings[0].message))
+
+
+def test_a_dry_run_refuses_what_the_export_would(tmp_path: Path, road: Road) -> None:
+    checkpoint, empty = road.folder / "ckpt", tmp_path / "empty"
+    for options in ({"base": "latest", "delta_to": tmp_path / "p"}, {"base": 1, "delta_to": "gs://bucket/p"}):
+        for call in (plan_saved_model, export_saved_model):
+            with refused((ConfigError, ExportError)):
+                call(checkpoint, empty if options["base"] == "latest" else road.trainer, serving_config=CONFIG, **options)
+
+
+def test_a_package_that_cannot_be_read_is_named(tmp_path: Path, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("tpuembed.export.overlay.package.open_bytes", fail)
+    with refused(ExportError):
+        apply_package(road.packages, road.server)
+
+
+def test_a_version_stays_applied_if_old_ones_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    road = Road(tmp_path)
+    road.package()
+    shutil.copytree(road.server / "1", road.server / "0")
+    monkeypatch.setattr("tpuembed.export.retention.prune.shutil.rmtree", lambda *_, **__: None)
+    with pytest.warns(UserWarning, match="version 2 is published"):
+        assert apply_package(road.packages, road.server, keep=1).path.is_dir()
 
 
 def test_packages_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ConfigError, ExportError, TpuEmbedError, warn
+from tpuembed.errors import ConfigError, ExportError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion, difference, find_base
 from tpuembed.export.overlay.changes import TooManyRowsError
@@ -26,7 +26,7 @@ from tpuembed.export.publish.folder import FolderWriter
 from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
 from tpuembed.export.report import ExportReport, StreamReport
-from tpuembed.export.retention.prune import prune_versions
+from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
 from tpuembed.export.stream.execute import ErrorBound, stream_tables
 from tpuembed.export.stream.shard import Source, ignore, peak_rss_bytes
@@ -147,11 +147,14 @@ def run_export(
                 streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
             bound.check(streamed.errors)
             done = _Done(assemble(writer, streamed, graph, facts, histories), streamed, graph)
-    path, streamed = done.path, done.streamed
+    path, streamed, removed = done.path, done.streamed, tuple[int, ...]()
+    version = int(path.name)
+    if options.keep is not None:
+        removed = prune_after(model_dir, keep=options.keep, version=version, in_use={version: "just exported"})
     return ExportReport(
         path=cast("Path", path),
-        version=int(path.name),
-        removed=() if options.keep is None else _prune(as_path(model_dir), options.keep, int(path.name)),
+        version=version,
+        removed=removed,
         tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
         dropped_features=request.dropped_features,
         vocabularies=done.graph.vocabularies,
@@ -215,11 +218,7 @@ def _overlay(
                 save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
                 path = assemble(writer, streamed, graph, facts, histories)
                 return _Done(path, streamed, graph, found.rows, found.rows_compared)
-    if options.delta_to is not None:
-        raise ExportError(
-            f"delta_to {options.delta_to}: {reason}, and a package is an overlay. Export a full version, and copy it to the "
-            "servers."
-        )
+    _check_needs_version(options, reason)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
 
@@ -236,7 +235,17 @@ def check_target(model_dir: str | FilePath, plan: ExportPlan, options: ExportOpt
         if base is not None and not reason:
             OverlayWriter(folder, plan, options, source, base).check()
             return
+        _check_needs_version(options, reason)
     choose_writer(model_dir, plan, options, source).check()
+
+
+def _check_needs_version(options: ExportOptions, reason: str) -> None:
+    """Raise ExportError if the export, which can be no overlay for `reason`, was to write a package."""
+    if options.delta_to is not None:
+        raise ExportError(
+            f"delta_to {options.delta_to}: {reason}, and a package is an overlay. Export a full version, and copy it to the "
+            "servers."
+        )
 
 
 def _find_base(
@@ -260,15 +269,6 @@ def _warn_of_unfinished(writer: VersionWriter) -> None:
             f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
             "to resume it, or delete it. It is deleted automatically after 7 days.",
         )
-
-
-def _prune(model_dir: FilePath, keep: int, version: int) -> tuple[int, ...]:
-    """Keep the newest `keep` versions and the one just published. The export has succeeded, so a failure is a warning."""
-    try:
-        return prune_versions(model_dir, keep=keep, in_use=lambda _: {version: "just exported"}).removed
-    except TpuEmbedError as error:
-        warn(f"version {version} is published, but old versions could not be removed: {error}")
-        return ()
 
 
 def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from tpuembed.config.checks import check_count
-from tpuembed.errors import ConfigError, ExportError
+from tpuembed.errors import ConfigError, ExportError, warn
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.overlay.changes import write_words
 from tpuembed.export.overlay.compact import write_full
@@ -28,8 +28,8 @@ from tpuembed.export.overlay.package import (
 from tpuembed.export.publish.folder import lock_folder, publish_folder, temporary_staging
 from tpuembed.export.publish.layouts import choose_layout
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.retention.listing import is_whole, version_folders
-from tpuembed.export.retention.prune import prune_versions
+from tpuembed.export.retention.listing import fault_of, version_folders
+from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath, as_path
 from tpuembed.files.links import link_or_clone
@@ -134,6 +134,12 @@ def apply_package(
                 f"package {found}: MODEL_DIR {folder} has a version {index.version} already. Apply a newer package, or remove "
                 "that version."
             )
+        newest = max((number for number, _ in version_folders(folder)), default=0)
+        if index.version < newest:
+            warn(
+                f"package {found}: MODEL_DIR {folder} has version {newest}, which servers of the newest version go on serving. "
+                f"Write packages with numbers above {newest}: tpuembed export --version."
+            )
         with temporary_staging(folder, "apply", str(index.version)) as staging:
             _check_room(folder, index)
             version = staging / "package"
@@ -147,11 +153,17 @@ def apply_package(
             with _locked_base(found, folder, manifest) as base:
                 local = _local(manifest, base)
                 _complete(found, version, local, base)
-                path = _publish(version, local, staging, folder, serving_root, index.version, materialise=materialise)
+                if materialise:
+                    subject = f"package {found}: its base {base} is damaged"
+                    path, _ = write_full(
+                        version, local, staging, folder, serving_root, index.version, subject=subject
+                    )
+                else:
+                    path = _publish(version, local, folder, serving_root, index.version)
         removed: tuple[int, ...] = ()
         if keep is not None:
-            kept = {int(base.name): "the base of the newest package", index.version: "just applied"}
-            removed = prune_versions(folder, keep=keep, in_use=lambda _: kept).removed
+            in_use = {int(base.name): "the base of the newest package", index.version: "just applied"}
+            removed = prune_after(folder, keep=keep, version=index.version, in_use=in_use)
     return ApplyReport(
         path=path,
         version=index.version,
@@ -203,11 +215,15 @@ def _locked_base(package: FilePath, model_dir: Path, manifest: Manifest) -> Iter
     for number, path in sorted(version_folders(model_dir), key=lambda found: found[0] != manifest.base.version):  # type: ignore[union-attr]
         try:
             own = Manifest.read(path)
+            if own is None or own.base is not None:
+                continue
+            fault = fault_of(path, own)
         except ConfigError:
-            continue
-        if own is None or own.base is not None or not is_whole(path):
+            seen.append(f"{number}, whose manifest cannot be read")
             continue
         if own.tables_fingerprint == wanted:
+            if fault:
+                raise ExportError(f"package {package}: its base {path} is damaged: {fault}. Copy the base there again.")
             try:
                 lock = lock_folder(path, fcntl.LOCK_SH)
             except FileNotFoundError:
@@ -282,18 +298,6 @@ def _ascend(ids: Any) -> bool:
     return all((np.diff(ids[start : start + step + 1]) > 0).all() for start in range(0, len(ids) - 1, step))
 
 
-def _publish(
-    version: Path,
-    manifest: Manifest,
-    staging: Path,
-    model_dir: Path,
-    serving_root: str | None,
-    number: int,
-    *,
-    materialise: bool,
-) -> Path:
-    if materialise:
-        path, _ = write_full(version, manifest, staging, model_dir, serving_root, number)
-        return path
+def _publish(version: Path, manifest: Manifest, model_dir: Path, serving_root: str | None, number: int) -> Path:
     layout = choose_layout(manifest.layout, model_dir, serving_root)
     return publish_folder(version, model_dir, number, lambda name: layout.settle(version, manifest, name))

@@ -133,6 +133,8 @@ def write_full(
     root: str | None,
     version: int | None,
     on_progress: Callable[[int, int], None] = ignore,
+    *,
+    subject: str | None = None,
 ) -> tuple[Path, int]:
     """Publish the overlay in the folder `source` as a full version of `model_dir`.
 
@@ -144,6 +146,7 @@ def write_full(
         root: MODEL_DIR as the server sees it; None for `model_dir`.
         version: the number to publish; None for the next one.
         on_progress: called with (bytes done, bytes in total).
+        subject: what an error about damaged rows is about; None for the version `source`.
 
     Returns:
         The path of the new version, and the bytes of tables that were there already, or are shared with the base.
@@ -163,13 +166,14 @@ def write_full(
             f"{format_bytes(free)} ({free} bytes) free. Free space."
         )
     done = reused = 0
+    subject = subject or f"version {source}"
 
     def count(size: int) -> None:
         on_progress(done + size, total)
 
     crc32c = {}
     for stack in manifest.stacks:
-        crc32c[stack.name], kept = _write_stack(source, stack, manifest, tables, count)
+        crc32c[stack.name], kept = _write_stack(source, subject, stack, manifest, tables, count)
         done += stack.rows * stack.row_bytes
         reused += kept
     writer = _FullWriter(source, manifest, staging, model_dir, root, version)
@@ -209,7 +213,12 @@ def _begin_stack(source: Path, stack: StackEntry, folder: Path) -> int:
 
 
 def _write_stack(
-    source: Path, stack: StackEntry, manifest: Manifest, folder: Path, on_written: Callable[[int], None]
+    source: Path,
+    subject: str,
+    stack: StackEntry,
+    manifest: Manifest,
+    folder: Path,
+    on_written: Callable[[int], None],
 ) -> tuple[int, int]:
     """Write all rows of a stack into its file in `folder`, where they differ from what is there.
 
@@ -220,26 +229,31 @@ def _write_stack(
     if path.stat().st_nlink > 1:  # it is the base's file
         reused, wanted = stack.size, stack.crc32c
     else:
-        reused, wanted = _merge(source, stack, manifest, path, on_written)
+        reused, wanted = _merge(source, subject, stack, manifest, path, on_written)
         flush(path)
     found = file_crc32c(path)
     if found != wanted:
         path.unlink()
         raise ExportError(
-            f"version {source}: the rows of stack {stack.name!r} have the CRC32C {found:#010x}, but those that were exported "
-            f"have {wanted:#010x}. Verify the version: tpuembed verify."
+            f"{subject}: the rows of stack {stack.name!r} have the CRC32C {found:#010x}, but those that were exported have "
+            f"{wanted:#010x}. Verify it: tpuembed verify."
         )
     return found, reused
 
 
 def _merge(
-    source: Path, stack: StackEntry, manifest: Manifest, path: Path, on_written: Callable[[int], None]
+    source: Path,
+    subject: str,
+    stack: StackEntry,
+    manifest: Manifest,
+    path: Path,
+    on_written: Callable[[int], None],
 ) -> tuple[int, int]:
     """Write the rows of a stack into the file `path`. Return how many bytes were there already, and the wanted CRC32C."""
     expected = stack.crc32c if stack.overlay is None else stack.overlay.crc32c
     if expected is None:  # the rows were found by stamps, so nobody has read all of them
         for array in stack.arrays:
-            _check_file(source / array.file, array.crc32c)
+            _check_file(subject, source / array.file, array.crc32c)
     rows, reused, written, merged = StackRows(source, manifest, stack), 0, 0, 0
     step = max(1, _CHUNK_BYTES // stack.row_bytes)
     with open(path, "r+b", buffering=0) as file:
@@ -280,12 +294,12 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _check_file(path: Path, crc32c: int) -> None:
+def _check_file(subject: str, path: Path, crc32c: int) -> None:
     found = file_crc32c(path)
     if found != crc32c:
         raise ExportError(
-            f"file {path}: has the CRC32C {found:#010x}, but it was written with {crc32c:#010x}. Verify the version: tpuembed "
-            "verify."
+            f"{subject}: its file {path.name} has the CRC32C {found:#010x}, but it was written with {crc32c:#010x}. Verify it: "
+            "tpuembed verify."
         )
 
 

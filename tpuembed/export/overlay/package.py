@@ -10,13 +10,13 @@ import hashlib
 import hmac
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.errors import ConfigError, ExportError, reason
+from tpuembed.errors import ConfigError, ExportError, TpuEmbedError, reason
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import MAX_VERSION, naming_model_dir, versions_among
 from tpuembed.export.stream.resume_log import flush
@@ -28,6 +28,7 @@ __all__ = [
     "PackageFile",
     "PackageIndex",
     "ids_file",
+    "naming_package",
     "next_package",
     "packages_in",
     "pull_file",
@@ -182,8 +183,6 @@ def _upload(target: UrlPath, files: Mapping[str, Path], index: bytes, signature:
     """Write a package into a store, package.json last, and only if it does not exist yet."""
     from tpuembed.files.bucket import Bucket
 
-    if target.scheme != "s3":
-        raise ConfigError(f"delta_to {target.parent}: packages can be written only to a disk or to s3://.")
     bucket = Bucket(target.bucket)
     if bucket.head((target / INDEX).key) is not None:
         raise ExportError(f"package {target}: it exists. Choose another version, or remove it.")
@@ -216,19 +215,31 @@ def _put(bucket: Any, key: str, path: Path) -> None:
         raise
 
 
+@contextlib.contextmanager
+def naming_package(package: FilePath) -> Iterator[None]:
+    """Turn an OSError of reading a package into an ExportError that names it and the remedy."""
+    try:
+        yield
+    except TpuEmbedError:
+        raise
+    except OSError as error:
+        raise ExportError(f"package {package}: cannot be read: {reason(error)}.") from error
+
+
 def read_index(package: FilePath, key: bytes | None) -> PackageIndex | None:
     """Return the index of a package; None if the folder has none yet, so that it is not whole.
 
     Raises:
-        ExportError: it is not the index of a package of this name, or is not signed with `key`, if that is given.
-        OSError: it cannot be read.
+        ExportError: it cannot be read, is not the index of a package of this name, or is not signed with `key`, if that is
+            given.
     """
-    try:
-        content = _read_small(package / INDEX)
-    except FileNotFoundError:
-        return None
-    if key is not None:
-        _check_signature(package, content, key)
+    with naming_package(package):
+        try:
+            content = _read_small(package / INDEX)
+        except FileNotFoundError:
+            return None
+        if key is not None:
+            _check_signature(package, content, key)
     try:
         return _parse(content, package.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
@@ -282,28 +293,29 @@ def pull_file(package: FilePath, name: str, entry: PackageFile, target: Path) ->
     """Copy a file of a package to the new file `target`.
 
     Raises:
-        ExportError: it is a link, or has another size or checksum than the index says.
-        OSError: it cannot be read or written.
+        ExportError: it cannot be read, is a link, or has another size or checksum than the index says.
+        OSError: `target` cannot be written.
     """
     source, digest = package / name, hashlib.sha256()
-    if isinstance(source, Path) and not _is_inside(package, name):
-        raise ExportError(f"package {package}: {name} is no regular file inside the package. Write the package again.")
-    (found,) = versions([source])
-    if found.size != entry.size:
-        raise ExportError(
-            f"package {package}: {name} has {found.size} bytes, and its index says {entry.size}. Write the package again."
-        )
+    with naming_package(package):
+        if isinstance(source, Path) and not _is_inside(package, name):
+            raise ExportError(
+                f"package {package}: {name} is no regular file inside the package. Write the package again."
+            )
+        (found,) = versions([source])
+        if found.size != entry.size:
+            raise ExportError(
+                f"package {package}: {name} has {found.size} bytes, and its index says {entry.size}. Write the package again."
+            )
+        file = open_bytes(source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    file = open_bytes(source)
-    try:
-        with open(target, "xb") as out:
-            for start in range(0, entry.size, _PIECE_BYTES):
-                piece = bytearray(min(_PIECE_BYTES, entry.size - start))
+    with contextlib.closing(file), open(target, "xb") as out:
+        for start in range(0, entry.size, _PIECE_BYTES):
+            piece = bytearray(min(_PIECE_BYTES, entry.size - start))
+            with naming_package(package):
                 file.read_into(start, memoryview(piece))
-                digest.update(piece)
-                out.write(piece)
-    finally:
-        file.close()
+            digest.update(piece)
+            out.write(piece)
     if digest.hexdigest() != entry.sha256:
         raise ExportError(
             f"package {package}: {name} has the SHA-256 {digest.hexdigest()}, and its index says {entry.sha256}. Write the "

@@ -18,7 +18,7 @@ from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.execute import check_source
 from tpuembed.export.stream.shard import ShardResult, Source, open_source
-from tpuembed.files import FilePath, as_path
+from tpuembed.files import FilePath, UrlPath, as_path
 from tpuembed.files.links import link_or_clone
 from tpuembed.manifest import HistoryEntry, Manifest
 
@@ -45,6 +45,11 @@ class OverlayWriter(FolderWriter):
             check_free(self.model_dir, self.options.version)
         else:
             _check_packages(as_path(self.options.delta_to), self.model_dir)
+        if self.options.version is not None and self.options.version <= self.base.number:
+            raise ConfigError(
+                f"version {self.options.version}: is not above its base {self.base.number}, so that servers would go on serving the "
+                f"base. Choose a number above {self.base.number}, or leave it out."
+            )
         if self.options.sign_key is not None:
             read_key(self.options.sign_key)
 
@@ -140,7 +145,14 @@ class OverlayWriter(FolderWriter):
 
 
 def _check_packages(place: FilePath, model_dir: Path) -> None:
-    """Raise ConfigError if packages in `place` would be versions for a server, or ExportError if it cannot be listed."""
+    """Raise an error if no package can be written to `place`.
+
+    Raises:
+        ConfigError: it is a URL of another kind than s3://, or packages there would be versions for a server.
+        ExportError: it cannot be listed.
+    """
+    if isinstance(place, UrlPath) and place.scheme != "s3":
+        raise ConfigError(f"delta_to {place}: packages can be written only to a disk or to s3://. Name one of these.")
     if isinstance(place, Path) and place.resolve() == model_dir.resolve():
         raise ConfigError(
             f"delta_to {place}: is MODEL_DIR, whose folders servers load. A package is no version. Give it a folder of its own."

@@ -19,6 +19,7 @@ __all__ = [
     "VersionInfo",
     "bases_of",
     "bytes_only_in",
+    "fault_of",
     "is_whole",
     "list_versions",
     "local_model_dir",
@@ -78,7 +79,7 @@ def _info(number: int, path: Path) -> VersionInfo | None:
     try:
         manifest = Manifest.read(path)
         layout = manifest.layout if manifest else ""
-        fault, bases = _fault(path, manifest), tuple(sorted(bases_of(path)))
+        fault, bases = fault_of(path, manifest), tuple(sorted(bases_of(path)))
     except ConfigError as error:
         fault = str(error)
     own = bytes_only_in([path])
@@ -129,10 +130,11 @@ def is_whole(version_dir: Path) -> bool:
     Raises:
         ConfigError: its manifest cannot be read.
     """
-    return not _fault(version_dir, Manifest.read(version_dir))
+    return not fault_of(version_dir, Manifest.read(version_dir))
 
 
-def _fault(version_dir: Path, manifest: Manifest | None) -> str:
+def fault_of(version_dir: Path, manifest: Manifest | None) -> str:
+    """Return why no server would load the version, as far as the sizes of its files tell; empty if one would."""
     if not (version_dir / GRAPH_FILE).is_file():
         return f"{GRAPH_FILE} is missing"
     faults = size_faults(version_dir, manifest) if manifest else ()

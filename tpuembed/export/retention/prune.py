@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.config.checks import check_count
-from tpuembed.errors import ExportError
+from tpuembed.errors import ExportError, TpuEmbedError, warn
 from tpuembed.export.publish.folder import lock_folder, locked
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.retention.listing import bases_of, bytes_only_in, is_whole, local_model_dir, version_folders
 from tpuembed.export.stream.resume_log import flush
 from tpuembed.files import FilePath
 
-__all__ = ["InUse", "PruneReport", "prune_versions"]
+__all__ = ["InUse", "PruneReport", "prune_after", "prune_versions"]
 
 _PREFIX: Final = ".pruned-"
 
@@ -89,6 +89,15 @@ def prune_versions(
             _delete(folder)
     removed = tuple(sorted({number for number, _ in leaving}))
     return PruneReport(model_dir=folder, kept=kept, removed=removed, bytes_freed=freed, dry_run=dry_run)
+
+
+def prune_after(model_dir: str | FilePath, *, keep: int, version: int, in_use: Mapping[int, str]) -> tuple[int, ...]:
+    """Remove old versions once `version` is published, and return them. A failure is a warning: the version is there."""
+    try:
+        return prune_versions(model_dir, keep=keep, in_use=lambda _: in_use).removed
+    except TpuEmbedError as error:
+        warn(f"version {version} is published, but old versions could not be removed: {error}")
+        return ()
 
 
 def _choose(
