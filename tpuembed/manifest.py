@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
@@ -57,6 +58,9 @@ _ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "
 """Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and centre in it)."""
 STORAGE_TYPES: Final = tuple(_ROW_BYTES)
 """The types that tables can be stored as."""
+
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""Names of stacks, which are names of files too."""
 
 T = TypeVar("T")
 
@@ -311,6 +315,8 @@ class StackEntry:
 
     def __post_init__(self) -> None:
         _check_integers(self, rows=1, dim=1, offset=0, size=1, crc32c=0)
+        if not _FILE_NAME.fullmatch(self.name):
+            raise ConfigError(f"stack {self.name!r}: its name is none of a file.")
         _check_inside(self.file)
         if self.base_file:
             _check_inside(self.base_file)
@@ -466,6 +472,7 @@ class Manifest:
             raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} and {OVERLAY_FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
+        value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}
         base = value.get("base")
         value["base"] = None if base is None else _entry(BaseEntry, base)
         value["files"] = {path: _entry(FileEntry, entry) for path, entry in value["files"].items()}

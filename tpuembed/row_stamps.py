@@ -10,7 +10,7 @@ import tensorflow as tf
 from tpuembed.backends.host import NO_STAMP
 from tpuembed.backends.table_rows import PIECE_BYTES, copies
 from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_config import Trackable, local
+from tpuembed.backends.tf_config import SavedNode, local
 from tpuembed.errors import ConfigError
 from tpuembed.row_history import UNKNOWN, RowHistory
 
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 _PIECE: Final = PIECE_BYTES // 4
 
 
-class RowStamps(Trackable):
+class RowStamps(SavedNode):
     """The checkpoint node `_row_stamps`: a child `<table>`, int32 [rows], for each table, and the history.
 
     Whatever writes whole tables calls `rewritten` before, and `adopt` after, if it also restored the tables' stamps. So a
@@ -128,7 +128,8 @@ class RowStamps(Trackable):
             yield table, out
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
-        return {"history": tf.constant(self.saved())}
+        # As an operation: asynchronous saves run it in a graph.
+        return {"history": tf.ensure_shape(tf.py_function(self.saved, [], tf.string), [])}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
         if tf.executing_eagerly():  # else the new history stays

@@ -3,7 +3,6 @@
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,6 @@ from tpuembed_cli.output import byte_progress, print_json, with_unit
 
 if TYPE_CHECKING:
     from tpuembed.export import ApplyReport
-    from tpuembed.files import FilePath
 
 __all__ = ["apply"]
 
@@ -77,7 +75,11 @@ def apply(
 
     def once() -> None:
         with byte_progress("apply", quiet=quiet) as on_progress:
-            _say(apply_package(package, model_dir, on_progress=on_progress, **options), quiet, as_json)
+            report = apply_package(package, model_dir, on_progress=on_progress, **options)
+        if report.is_new or not follow:
+            _say(report, quiet, as_json)
+        elif not quiet:
+            click.echo(f"package {found}: {model_dir} has its version already. Waiting for a newer one.", err=True)
 
     if not follow:
         once()
@@ -91,12 +93,10 @@ def apply(
             newest = newest_package(package)
             found = "" if newest is None else str(newest)
             if found != applied:
-                there = f"{model_dir} has its version already. Waiting for a newer one."
-                if newest is not None and not _is_there(model_dir, newest):
+                if newest is not None:
                     once()
                 elif not quiet:
-                    text = "there is none. Waiting for one." if newest is None else there
-                    click.echo(f"package {found or package}: {text}", err=True)
+                    click.echo(f"package {package}: there is none. Waiting for one.", err=True)
             applied = found
         except TpuEmbedError as error:
             if failed != (found, str(error)):  # once, not at every poll
@@ -105,21 +105,12 @@ def apply(
         time.sleep(poll_seconds or 5.0)
 
 
-def _is_there(model_dir: str, package: "FilePath") -> bool:
-    """Returns True if MODEL_DIR has the version of the package already: one of the same number, from the same checkpoint.
-
-    Another version of that number, such as one that a rollback made, is not it.
-    """
-    from tpuembed.manifest import Manifest
-
-    own = Manifest.read(Path(model_dir, package.name))
-    wanted = Manifest.read(package)
-    return own is not None and wanted is not None and own.source == wanted.source
-
-
 def _say(report: "ApplyReport", quiet: bool, as_json: bool) -> None:
     if as_json:
         print_json(report.to_dict())
+    elif not report.is_new:
+        if not quiet:
+            click.echo(f"{report.path}: was made of this package already")
     elif not quiet:
         kind = "full version" if report.materialised else "overlay"
         removed = f", removed versions {', '.join(map(str, report.removed))}" if report.removed else ""

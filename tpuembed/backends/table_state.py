@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tpuembed.backends.checkpoint_keys import saved_keys, tables_with_keras_slots
 from tpuembed.backends.stacked_table import StackLayout
-from tpuembed.backends.tf_config import Trackable, resolve_optimizer
+from tpuembed.backends.tf_config import SavedNode, resolve_optimizer
 from tpuembed.backends.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
@@ -202,7 +202,7 @@ def check_saved_names(slots: Mapping[str, Iterable[str]]) -> None:
         taken[saved] = repr(name)
 
 
-class TablesNode(Trackable):
+class TablesNode(SavedNode):
     """The checkpoint node `_tpu_embedding`, with children `<table>` and `<table>/<slot>`, as TFRS and TensorFlow name
     them.
 

@@ -31,6 +31,7 @@ from tpuembed.config.structure import check_plain, flatten, pack_like
 from tpuembed.errors import ConfigError, warn
 
 __all__ = [
+    "SavedNode",
     "Trackable",
     "entry_optimizer",
     "features_from",
@@ -51,6 +52,36 @@ __all__ = [
 
 _embedding = tf.tpu.experimental.embedding
 Trackable = tf.__internal__.tracking.Trackable
+
+
+class SavedNode(Trackable):
+    """A checkpoint node with values of its own, which `_serialize_to_tensors` returns.
+
+    An asynchronous save copies all variables, and writes the copies while training goes on. So it copies these values
+    too. Otherwise a checkpoint would have the rows of one step, and the count of updates of a later one.
+    """
+
+    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        """Copy the values into the copy of this node in `object_map`. TensorFlow traces this once and then runs the graph."""
+        values = self._serialize_to_tensors()
+        if self not in object_map:
+            object_map[self] = _Copy(values)
+        for name, value in values.items():
+            object_map[self].variables[name].assign(value)
+
+
+class _Copy(Trackable):
+    """What a SavedNode had when an asynchronous save began."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        with tf.device("CPU:0"):
+            self.variables = {name: tf.Variable(value, trainable=False) for name, value in values.items()}
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {name: variable.read_value() for name, variable in self.variables.items()}
+
+    def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
+        raise NotImplementedError  # a restore is of the node itself
 
 
 def in_xla_context() -> bool:

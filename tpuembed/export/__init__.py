@@ -128,5 +128,5 @@ def plan_saved_model(
         )
         plan = make_plan(opened, request, chosen)
         if model_dir is not None:
-            check_target(model_dir, plan, chosen, source_of(opened))
+            plan = check_target(model_dir, plan, request, chosen, source_of(opened))
     return plan

@@ -199,9 +199,14 @@ def _overlay(
     Raises:
         ConfigError: the base does not exist or cannot be used, or `model_dir` is in a store.
     """
-    folder, base, reason = _find_base(plan, model_dir, options)
+    folder, base, reason = _find_base(plan, request, model_dir, options)
     if not reason:
         assert base is not None
+        if base.manifest.layout != plan.layout:
+            warn(
+                f"base {base.number}: has layout {base.manifest.layout}, and the new version gets {plan.layout}. To keep the "
+                f"base's, give layout={base.manifest.layout}."
+            )
         writer = OverlayWriter(folder, plan, options, source, base)
         writer.check()
         with writer, naming_model_dir(folder):
@@ -223,20 +228,26 @@ def _overlay(
     return None
 
 
-def check_target(model_dir: str | FilePath, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
+def check_target(
+    model_dir: str | FilePath, plan: ExportPlan, request: ExportRequest, options: ExportOptions, source: Source
+) -> ExportPlan:
     """Raise the errors of an export into `model_dir` that are known before it starts. Writes nothing.
+
+    Returns:
+        The plan, with the version that the export would be an overlay of.
 
     Raises:
         ConfigError: an option does not fit MODEL_DIR, or its base does not exist.
         ExportError: the version exists, or its tables have no room.
     """
     if options.base is not None:
-        folder, base, reason = _find_base(plan, model_dir, options)
+        folder, base, reason = _find_base(plan, request, model_dir, options)
         if base is not None and not reason:
             OverlayWriter(folder, plan, options, source, base).check()
-            return
+            return dataclasses.replace(plan, base=base.number)
         _check_needs_version(options, reason)
     choose_writer(model_dir, plan, options, source).check()
+    return plan
 
 
 def _check_needs_version(options: ExportOptions, reason: str) -> None:
@@ -249,9 +260,13 @@ def _check_needs_version(options: ExportOptions, reason: str) -> None:
 
 
 def _find_base(
-    plan: ExportPlan, model_dir: str | FilePath, options: ExportOptions
+    plan: ExportPlan, request: ExportRequest, model_dir: str | FilePath, options: ExportOptions
 ) -> tuple[Path, BaseVersion | None, str]:
-    """Return MODEL_DIR, the base that `options` names, and why `plan` can be no overlay of it; empty if it can."""
+    """Return MODEL_DIR, the base that `options` names, and why `plan` can be no overlay of it; empty if it can.
+
+    Raises:
+        ConfigError: `model_dir` is in a store, or its base is of another kind than `request`.
+    """
     folder = as_path(model_dir)
     assert options.base is not None
     if not isinstance(folder, Path):
@@ -260,7 +275,15 @@ def _find_base(
             "and give delta_to to write a package to the store; or leave base out."
         )
     base = find_base(folder, options.base)
-    return (folder, None, base) if isinstance(base, str) else (folder, base, difference(plan, base))
+    if isinstance(base, str):
+        return folder, None, base
+    if request.is_model == bool(base.manifest.features):
+        mine, other = ("a whole model", "lookups only") if request.is_model else ("lookups only", "a whole model")
+        raise ConfigError(
+            f"base {options.base}: version {base.path} is {other}, and this export is {mine}, so clients would get another "
+            f"signature. {'Leave `model` out' if request.is_model else 'Give `model`'}, or leave base out."
+        )
+    return folder, base, difference(plan, base)
 
 
 def _warn_of_unfinished(writer: VersionWriter) -> None:

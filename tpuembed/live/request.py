@@ -45,6 +45,7 @@ def request_of(
 class _LiveModelRequest:
     """The export request of a Keras model in memory."""
 
+    is_model = True
     dropped_features: tuple[str, ...] = ()
 
     def __init__(

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.layer import tracked
 from tests.support.layer.models import OPTIMIZERS
 from tests.support.messages import refused
 from tpuembed import SGD, Adam, FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
+from tpuembed.backends.tf_config import SavedNode
 from tpuembed.checkpoint.tools import describe_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.live.tables import live_checkpoint
@@ -338,6 +340,53 @@ def test_a_grown_table_counts_its_new_rows_as_changed(tmp_path: Path) -> None:
     live.read_stamps("a", 0, out)
     np.testing.assert_array_equal(out, [*stamps_of(layer)["a"], 6, 6])
     assert history_of(grown).since(history_of(layer))
+
+
+class _Gate(SavedNode):
+    """Holds an asynchronous save, after it has copied the variables, until `open` is set."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        assert self.open.wait(60)
+        return {}
+
+    def _restore_from_tensors(self, restored: Any) -> Any:
+        return tf.no_op()
+
+    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        object_map[self] = self
+
+
+def _rows_of(layer: TPUEmbedding) -> Array:
+    rows: Array = next(table.numpy() for config, table in layer.embedding_tables.items() if config.name == "a")
+    return rows
+
+
+def test_an_asynchronous_save_has_the_history_of_its_rows(tmp_path: Path) -> None:
+    """Steps while it is written are none of the checkpoint's."""
+    layer, gate, ids = make(), _Gate(), {key: tf.constant([1, 2]) for key in ("one", "bag", "other")}
+    step(layer, ids)
+    checkpoint = tf.train.Checkpoint(gate=gate, layer=layer)
+    options = tf.train.CheckpointOptions(enable_async=True)
+    for _ in range(3):  # the first save takes another way than the later ones
+        gate.open.clear()
+        rows, stamps, history = _rows_of(layer), stamps_of(layer), history_of(layer)
+        path = checkpoint.save(str(tmp_path / "c"), options)
+        for _ in range(3):
+            step(layer, ids)
+        gate.open.set()
+        checkpoint.sync()
+        with open_checkpoint(path) as saved:
+            assert saved.row_history("a") == history
+            found = np.empty(ROWS["a"], np.int32)
+            saved.read_stamps("a", 0, found)
+        np.testing.assert_array_equal(found, stamps["a"])
+        restored = make()
+        tf.train.Checkpoint(layer=restored).restore(path).expect_partial()
+        np.testing.assert_array_equal(_rows_of(restored), rows)
+        assert int(restored.updates.numpy()) == history.updates
 
 
 def test_tables_under_other_names_have_a_new_history(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.layer_graphs import find_contradiction, is_graph, read_graph, snake_case
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
+from tpuembed.row_stamps import RowStamps
 from tpuembed.runtime.weight_files import holds_tables
 
 __all__ = ["find_weights", "raw_variables", "recorded", "restore_dense_weights"]
@@ -118,7 +119,7 @@ def raw_variables(model: Any) -> list[Any]:
             if isinstance(child, tf.Variable):
                 kept[id(child)] = child
             elif id(child) not in seen and not isinstance(
-                child, TablesNode | keras.Variable | keras.optimizers.Optimizer
+                child, TablesNode | RowStamps | keras.Variable | keras.optimizers.Optimizer
             ):
                 seen.add(id(child))
                 pending.append(child)

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -33,7 +34,7 @@ from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath, as_path
 from tpuembed.files.links import link_or_clone
-from tpuembed.manifest import BaseEntry, Manifest
+from tpuembed.manifest import MANIFEST_PATH, BaseEntry, Manifest
 from tpuembed.saved_model import file_crc32c
 
 __all__ = ["ApplyReport", "apply_package", "newest_package"]
@@ -53,14 +54,16 @@ class ApplyReport:
         materialised: it is a full version.
         bytes_pulled: bytes of the package.
         removed: versions that `keep` removed.
+        is_new: False if MODEL_DIR had the version of this package already. Then nothing was done.
     """
 
     path: Path
     version: int
     base: int
-    materialised: bool
-    bytes_pulled: int
+    materialised: bool = False
+    bytes_pulled: int = 0
     removed: tuple[int, ...] = ()
+    is_new: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -113,8 +116,8 @@ def apply_package(
 
     Raises:
         ConfigError: there is no package, `keep` is below 1, or `model_dir` is no folder of this machine.
-        ExportError: the package is damaged, not signed, or for another base; its version exists; or there is no room.
-            Nothing was published.
+        ExportError: the package is damaged, not signed, or for another base; another version has its number; or there
+            is no room. Nothing was published.
     """
     if keep is not None:
         check_count("keep", keep)
@@ -129,11 +132,10 @@ def apply_package(
         index = read_index(found, key)
         if index is None:
             raise ConfigError(f"package {found}: has no {INDEX}. Name a package.")
-        if index.version in dict(version_folders(folder)):
-            raise ExportError(
-                f"package {found}: MODEL_DIR {folder} has a version {index.version} already. Apply a newer package, or remove "
-                "that version."
-            )
+        there = dict(version_folders(folder)).get(index.version)
+        if there is not None:
+            base = _base_if_applied(found, index, there)
+            return ApplyReport(path=there, version=index.version, base=base, is_new=False)
         newest = max((number for number, _ in version_folders(folder)), default=0)
         if index.version < newest:
             warn(
@@ -151,7 +153,7 @@ def apply_package(
             manifest = _read_manifest(found, version)
             _check_files(found, manifest, index)
             with _locked_base(found, folder, manifest) as base:
-                local = _local(manifest, base)
+                local = _local(found, manifest, base)
                 _complete(found, version, local, base)
                 if materialise:
                     subject = f"package {found}: its base {base} is damaged"
@@ -171,6 +173,27 @@ def apply_package(
         materialised=materialise,
         bytes_pulled=index.size,
         removed=removed,
+    )
+
+
+def _base_if_applied(package: FilePath, index: PackageIndex, version: Path) -> int:
+    """Return the base of a package that `version` was made of.
+
+    Raises:
+        ExportError: `version` is another one, such as one that a rollback made. It has another checkpoint.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        name = MANIFEST_PATH.as_posix()
+        pull_file(package, name, index.files[name], Path(folder) / name)
+        wanted = _read_manifest(package, Path(folder))
+    with contextlib.suppress(ConfigError):  # a manifest that cannot be read is none of this package
+        own = Manifest.read(version)
+        if own is not None and (own.source, own.signatures) == (wanted.source, wanted.signatures):
+            assert wanted.base is not None
+            return wanted.base.version if own.base is None else own.base.version
+    raise ExportError(
+        f"package {package}: {version} is another version of that number, which a rollback, compact or another export made. "
+        "Apply a package with a higher number."
     )
 
 
@@ -240,12 +263,15 @@ def _locked_base(package: FilePath, model_dir: Path, manifest: Manifest) -> Iter
     )
 
 
-def _local(manifest: Manifest, base: Path) -> Manifest:
+def _local(package: FilePath, manifest: Manifest, base: Path) -> Manifest:
     """Return the manifest with the number and the file names that the base has here."""
     own = Manifest.read(base)
     assert own is not None
     assert manifest.base is not None
     files = {stack.name: stack.file for stack in own.stacks}
+    missing = [stack.name for stack in manifest.stacks if stack.base_file and stack.name not in files]
+    if missing:
+        raise ExportError(f"package {package}: its base {base} has no stack {missing[0]!r}. Write the package again.")
     stacks = tuple(
         dataclasses.replace(stack, base_file=files[stack.name]) if stack.base_file else stack
         for stack in manifest.stacks
@@ -288,7 +314,10 @@ def _complete(package: FilePath, version: Path, manifest: Manifest, base: Path) 
                     f"package {package}: {array.name} has the CRC32C {found:#010x}, and the manifest has "
                     f"{array.crc32c:#010x}. Write the package again."
                 )
-    shutil.rmtree(version / "overlay", ignore_errors=True)
+    for stack in manifest.stacks:
+        (version / ids_file(stack.name)).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other files are in it, or it does not exist
+        (version / "overlay").rmdir()
     manifest.write(version)
 
 

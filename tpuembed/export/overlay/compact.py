@@ -182,7 +182,7 @@ def write_full(
         crc32c=crc32c,
         bytes_written=total,
         bytes_reused=reused,
-        errors={table: TableError(**error) for table, error in manifest.errors.items()},
+        errors=_errors_of(manifest),
         seconds=0.0,
         worker_peak_rss_bytes=0,
     )
@@ -301,6 +301,16 @@ def _check_file(subject: str, path: Path, crc32c: int) -> None:
             f"{subject}: its file {path.name} has the CRC32C {found:#010x}, but it was written with {crc32c:#010x}. Verify it: "
             "tpuembed verify."
         )
+
+
+def _errors_of(manifest: Manifest) -> dict[str, TableError]:
+    """Return the errors of its storage. Fields of newer versions are left out."""
+    known = {field.name for field in dataclasses.fields(TableError)}
+    return {
+        table: TableError(**{name: value for name, value in error.items() if name in known})
+        for table, error in manifest.errors.items()
+        if "storage" in error
+    }
 
 
 class _FullWriter:

@@ -90,8 +90,8 @@ def read_key(path: str | Path) -> bytes:
         raise ConfigError(f"key file {path}: cannot be read: {reason(error)}.") from None
     if len(key) < _LEAST_KEY_BYTES:
         raise ConfigError(
-            f"key file {path}: has {len(key)} bytes, and a key has at least {_LEAST_KEY_BYTES}. Write 32 random bytes in "
-            "hexadecimal digits to it."
+            f"key file {path}: has {len(key)} bytes, and a key has at least {_LEAST_KEY_BYTES}. Write 32 random bytes to it: head "
+            "-c 32 /dev/urandom | base64."
         )
     return key
 
@@ -235,7 +235,7 @@ def read_index(package: FilePath, key: bytes | None) -> PackageIndex | None:
     """
     with naming_package(package):
         try:
-            content = _read_small(package / INDEX)
+            content = _read_small(package, INDEX)
         except FileNotFoundError:
             return None
         if key is not None:
@@ -251,7 +251,7 @@ def read_index(package: FilePath, key: bytes | None) -> PackageIndex | None:
 
 def _check_signature(package: FilePath, content: bytes, key: bytes) -> None:
     try:
-        given = _read_small(package / _SIGNATURE).strip()
+        given = _read_small(package, _SIGNATURE).strip()
     except FileNotFoundError:
         raise ExportError(
             f"package {package}: is not signed, and a trusted key was given. Write it with that key as sign_key."
@@ -282,8 +282,16 @@ def _check_name(name: str) -> None:
         raise ValueError(f"file {name!r} is not a path inside the package")
 
 
-def _read_small(path: FilePath) -> bytes:
+def _read_small(package: FilePath, name: str) -> bytes:
+    """Return the content of a file of a package.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ExportError: it is no regular file, or has too many bytes.
+    """
+    path = package / name
     (version,) = versions([path])
+    _check_regular(package, name)
     if version.size > _MAX_INDEX_BYTES:
         raise ExportError(f"file {path}: has {version.size} bytes, and at most {_MAX_INDEX_BYTES} are read.")
     return path.read_bytes()
@@ -298,10 +306,7 @@ def pull_file(package: FilePath, name: str, entry: PackageFile, target: Path) ->
     """
     source, digest = package / name, hashlib.sha256()
     with naming_package(package):
-        if isinstance(source, Path) and not _is_inside(package, name):
-            raise ExportError(
-                f"package {package}: {name} is no regular file inside the package. Write the package again."
-            )
+        _check_regular(package, name)
         (found,) = versions([source])
         if found.size != entry.size:
             raise ExportError(
@@ -323,11 +328,12 @@ def pull_file(package: FilePath, name: str, entry: PackageFile, target: Path) ->
         )
 
 
-def _is_inside(package: FilePath, name: str) -> bool:
-    """Returns True if no part of the path below the package is a symbolic link, and its end is a file."""
+def _check_regular(package: FilePath, name: str) -> None:
+    """Raise ExportError if a file of a package on a disk is reached through a symbolic link, or is no regular file."""
     place = package
+    is_link = False
     for part in PurePosixPath(name).parts:
         place /= part
-        if isinstance(place, Path) and place.is_symlink():
-            return False
-    return place.is_file()
+        is_link |= isinstance(place, Path) and place.is_symlink()
+    if is_link or not place.is_file():
+        raise ExportError(f"package {package}: {name} is no regular file inside the package. Write the package again.")

@@ -211,6 +211,8 @@ class ExportPlan:
         stacks: sorted by storage and width.
         shards: cover every row to export exactly once.
         require_finite: fail at a NaN or an infinity in a table or a dense weight.
+        base: in the result of `plan_saved_model`: the version that the export will be an overlay of, unless too many rows
+            differ. None for a full version.
     """
 
     layout: str
@@ -219,6 +221,7 @@ class ExportPlan:
     stacks: tuple[StackPlan, ...]
     shards: tuple[ShardTask, ...]
     require_finite: bool = False
+    base: int | None = None
 
     @property
     def table_bytes(self) -> int:
@@ -257,6 +260,8 @@ def _description(plan: ExportPlan) -> Iterator[str]:
         f"{plan.layout}: {_count(len(plan.shards), 'shard')} by {_count(plan.workers, 'worker')}, "
         f"{format_bytes(plan.buffer_bytes)} of buffers (at most {format_bytes(plan.max_memory_bytes)})"
     )
+    if plan.base is not None:
+        yield f"an overlay of version {plan.base}: only rows that differ are written, and the figures are of a full version"
     rate = format_bytes(BYTES_PER_SECOND_AND_WORKER)
     yield (
         f"about {format_seconds(plan.estimated_seconds)}, if each worker moves {rate}/s (an assumed rate, not measured)"

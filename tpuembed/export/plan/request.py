@@ -27,12 +27,14 @@ class ExportRequest(Protocol):
     """An export before it is planned.
 
     Attributes:
+        is_model: it is a whole model, and not lookups only.
         tables: names of the tables that the signatures look up in.
         whole_tables: those tables that a model reads whole.
         dropped_features: features left out because their tables are not exported.
         quantization: by table, for those whose activations were quantized in training.
     """
 
+    is_model: bool
     tables: Sequence[str]
     whole_tables: Sequence[str]
     dropped_features: tuple[str, ...]
@@ -91,6 +93,7 @@ def _check_names(what: str, names: Sequence[str] | None) -> None:
 class _LookupRequest:
     """An export of the features of a serving_config."""
 
+    is_model = False
     whole_tables: Sequence[str] = ()
 
     def __init__(
@@ -125,6 +128,7 @@ class _LookupRequest:
 class _ModelRequest:
     """An export of a Keras model. The constructor builds the model in a scope that allocates no tables."""
 
+    is_model = True
     dropped_features: tuple[str, ...] = ()
 
     def __init__(
