@@ -316,7 +316,7 @@ class StackEntry:
     def __post_init__(self) -> None:
         _check_integers(self, rows=1, dim=1, offset=0, size=1, crc32c=0)
         if not _FILE_NAME.fullmatch(self.name):
-            raise ConfigError(f"stack {self.name!r}: its name is none of a file.")
+            raise ConfigError(f"stack {self.name!r}: its name may have letters, digits, '_', '.' and '-' only.")
         _check_inside(self.file)
         if self.base_file:
             _check_inside(self.base_file)

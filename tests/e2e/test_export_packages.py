@@ -127,6 +127,10 @@ def test_packages_of_other_bases_are_refused(tmp_path: Path) -> None:
         apply_package(package, road.server, trusted_key=_key(tmp_path))
     with pytest.warns(UserWarning, match="has version 7, which"):
         assert apply_package(package, road.server).base == 7
+    again = apply_package(package, road.server)
+    assert (again.path, again.base, again.is_new, again.bytes_pulled) == (road.server / "2", 7, False, 0)
+    shutil.rmtree(road.server / "2")
+    shutil.copytree(road.trainer / "1", road.server / "2")
     with refused(ExportError):
         apply_package(package, road.server)
 
@@ -203,6 +207,35 @@ def _renamed(package: Path) -> None:
     package.rename(package.with_name("5"))
 
 
+def _pipe(name: str) -> Callable[[Path], None]:
+    def damage(package: Path) -> None:
+        (package / name).unlink(missing_ok=True)
+        os.mkfifo(package / name)
+
+    return damage
+
+
+def _manifest_with(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def damage(package: Path) -> None:
+        path = package / "assets.extra" / "tpuembed.json"
+        manifest = json.loads(path.read_text())
+        change(manifest)
+        path.write_text(json.dumps(manifest))
+        Road.reindex(None, package)  # type: ignore[arg-type]
+
+    return damage
+
+
+def _named_stack(name: str) -> Callable[[Path], None]:
+    def change(manifest: Any) -> None:
+        old = manifest["stacks"][0]["name"]
+        manifest["stacks"][0]["name"] = name
+        for table in manifest["tables"]:
+            table["stack"] = name if table["stack"] == old else table["stack"]
+
+    return _manifest_with(change)
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "a link": _link,
     "a path above": _named("../../x"),
@@ -212,6 +245,12 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "another byte": _flip("overlay/stack_float32_8.ids"),
     "no JSON": _no_json,
     "another number": _renamed,
+    "a pipe for the index": _pipe("package.json"),
+    "a pipe for a file": _pipe("saved_model.pb"),
+    "a stack that is a path": _named_stack("../../victim"),
+    "a stack at the root": _named_stack("/tmp/victim"),
+    "a stack that the base lacks": _named_stack("stack_float32_5"),
+    "errors that are none": _manifest_with(lambda manifest: manifest.update(errors=None)),
     "a row twice": _ids(lambda ids: [*ids[:-1], ids[-2]]),
     "a row outside": _ids(lambda ids: [*ids[:-1], 10**6]),
     "a negative row": _ids(lambda ids: [-1, *ids[1:]]),
@@ -226,8 +265,8 @@ def test_damaged_and_hostile_packages(road: Road, tmp_path: Path, what: str) -> 
     shutil.copytree(road.packages, packages)
     shutil.copytree(road.server, server)
     DAMAGE[what](packages / "2")
-    with refused(ExportError):
-        apply_package(packages, server)
+    with refused((ExportError, ConfigError)):
+        apply_package(packages, server, materialise=True)
     assert [path.name for path in server.iterdir()] == ["1"]
 
 
@@ -236,6 +275,28 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> Road:
     road = Road(tmp_path_factory.mktemp("road"))
     road.package()
     return road
+
+
+def test_a_signature_that_is_no_file(tmp_path: Path) -> None:
+    """Whoever can write packages, and has no key, stops no follower."""
+    road = Road(tmp_path)
+    package = road.package(sign_key=_key(tmp_path))
+    _pipe("package.sig")(package)
+    with refused(ExportError):
+        apply_package(package, road.server, trusted_key=_key(tmp_path))
+    (package / "package.sig").unlink()
+    (package / "package.sig").symlink_to("/dev/zero")
+    with refused(ExportError):
+        apply_package(package, road.server, trusted_key=_key(tmp_path))
+
+
+def test_unknown_fields_of_errors_are_left_out(tmp_path: Path) -> None:
+    """They are of a newer version."""
+    road = Road(tmp_path, storage="int8")
+    package = road.package(max_overlay=1)
+    _manifest_with(lambda manifest: manifest["errors"]["users"].update(new=1))(package)
+    applied = apply_package(package, road.server, materialise=True)
+    assert _manifest(applied.path).errors["users"]["storage"] == "int8"
 
 
 def test_refusals(tmp_path: Path, road: Road) -> None:
@@ -380,7 +441,7 @@ def test_follow_beside_a_server(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(np.float32(body["outputs"]["user"]), road.values["users"][[0, 64, 7]])
             assert run_command("rollback", road.server).returncode == 0  # takes number 5
             road.package(sign_key=tmp_path / "key", max_overlay=1)
-            _wait_for_words("has a version 5 already", tmp_path / "err")
+            _wait_for_words("5 is another version of that number", tmp_path / "err")
             road.package()  # not signed
             _wait_for_words("is not signed", tmp_path / "err")
     finally:

@@ -9,10 +9,11 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.support.messages import refused
+from tests.support.messages import refused, said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model, export_saved_model
 from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
-from tpuembed.errors import ExportError
+from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export import plan_saved_model
 from tpuembed.export.report import ExportReport
 from tpuembed.manifest import Manifest
 
@@ -225,3 +226,49 @@ def test_more_rows_than_the_base(tmp_path: Path, storage: str) -> None:
             np.testing.assert_array_equal(found, layer({"user": asked, "item": asked % 70})["user"])
     assert not diff_checkpoints(of_file.path, full.path).differs
     assert not diff_checkpoints(of_memory.path, full.path).differs
+
+
+def whole_model(**options: Any) -> Any:
+    layer = make(**options)
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in ("user", "item")}
+    rows = layer(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1, name="score")(rows["user"] * rows["item"])), layer
+
+
+@pytest.mark.parametrize("layout", ["mmap", "variables"])
+def test_whole_models_are_exported_without_stamps(tmp_path: Path, layout: str) -> None:
+    weights = []
+    for track_rows in (True, False):
+        model, layer = whole_model(track_rows=track_rows)
+        folder = tmp_path / str(track_rows)
+        export_model(model, folder, layout=layout)
+        step(layer, [1, 2])
+        export_model(model, folder, layout=layout, base=1)
+        for bundle in sorted(folder.rglob("variables.index")):
+            reader = tf.train.load_checkpoint(str(bundle.with_suffix("")))
+            shapes = reader.get_variable_to_shape_map()
+            weights.append({name: shape for name, shape in shapes.items() if name.startswith("dense/")})
+    assert weights[0]
+    assert all(each == weights[0] for each in weights)
+
+
+def test_a_base_of_another_kind_or_layout(tmp_path: Path) -> None:
+    """Its clients would get another signature, or its servers would load what they mapped."""
+    model, layer = whole_model()
+    export_model(model, tmp_path / "m", layout="mmap")
+    for base in (1, "latest"):
+        with refused(ConfigError):
+            export_model(layer, tmp_path / "m", layout="mmap", base=base)
+    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    for call in (plan_saved_model, export_saved_model):
+        with refused(ConfigError):
+            call(tmp_path / "ckpt", tmp_path / "m", base="latest")
+    with pytest.warns(UserWarning, match="layout") as warnings:
+        export_model(model, tmp_path / "m", base=1)
+    said(str(warnings[0].message))
+    export_model(layer, tmp_path / "l")
+    with refused(ConfigError):
+        export_model(model, tmp_path / "l", base=1)
+    plan = plan_saved_model(tmp_path / "ckpt", tmp_path / "l", base="latest")
+    assert plan.base == 1
+    assert "an overlay of version 1" in plan.describe()

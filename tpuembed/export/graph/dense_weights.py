@@ -262,7 +262,7 @@ def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
     for trackable in pending:  # grows while it is walked
         children: dict[str, int] = {}
         weights: dict[str, Weight] = {}
-        is_closed = isinstance(trackable, TablesNode | keras.optimizers.Optimizer)
+        is_closed = isinstance(trackable, TablesNode | RowStamps | keras.optimizers.Optimizer)
         for name, child in {} if is_closed else tree.children(trackable).items():
             if isinstance(child, keras.Variable | tf.Variable):
                 weights[name] = _weight(child)
