@@ -368,7 +368,11 @@ def test_a_damaged_base_is_named(road: Road, tmp_path: Path, what: str) -> None:
 def test_numbers_that_no_server_would_serve(tmp_path: Path) -> None:
     road = Road(tmp_path)
     shutil.copytree(road.trainer / "1", road.trainer / "7")
-    for options in ({"delta_to": road.packages, "version": 7}, {"delta_to": road.packages, "version": 6}, {"version": 6}):
+    for options in (
+        {"delta_to": road.packages, "version": 7},
+        {"delta_to": road.packages, "version": 6},
+        {"version": 6},
+    ):
         with refused(ConfigError):
             road.export(road.trainer, base=7, **options)
     road.package(version=8)
@@ -383,7 +387,9 @@ def test_a_dry_run_refuses_what_the_export_would(tmp_path: Path, road: Road) -> 
     for options in ({"base": "latest", "delta_to": tmp_path / "p"}, {"base": 1, "delta_to": "gs://bucket/p"}):
         for call in (plan_saved_model, export_saved_model):
             with refused((ConfigError, ExportError)):
-                call(checkpoint, empty if options["base"] == "latest" else road.trainer, serving_config=CONFIG, **options)
+                call(
+                    checkpoint, empty if options["base"] == "latest" else road.trainer, serving_config=CONFIG, **options
+                )
 
 
 def test_a_package_that_cannot_be_read_is_named(tmp_path: Path, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:

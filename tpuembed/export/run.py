@@ -220,12 +220,24 @@ def _overlay(
             else:
                 bound.check(streamed.errors)
                 graph = request.save_graph(writer.plan, writer.path)
+                _warn_of_other_signature(base, graph)
                 save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
                 path = assemble(writer, streamed, graph, facts, histories)
                 return _Done(path, streamed, graph, found.rows, found.rows_compared)
     _check_needs_version(options, reason)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
+
+
+def _warn_of_other_signature(base: BaseVersion, graph: "SavedGraph") -> None:
+    """Warn if clients of the base have to change their requests, or read other answers."""
+    before, after = (each["serving_default"] for each in (base.manifest.signatures, graph.signatures))
+    for side in ("inputs", "outputs"):
+        if before[side].keys() != after[side].keys():
+            warn(
+                f"base {base.number}: its {side} are {', '.join(sorted(before[side]))}, and those of the new version are "
+                f"{', '.join(sorted(after[side]))}. Change the clients, or export the same signature."
+            )
 
 
 def check_target(

@@ -12,16 +12,25 @@ from tpuembed.saved_model.mapped_paths import (
     replace_paths,
 )
 from tpuembed.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
-from tpuembed.saved_model.table_files import GRAPH_FILE, check_sizes, file_crc32c, size_faults
+from tpuembed.saved_model.table_files import (
+    GRAPH_FILE,
+    PACKAGE_INDEX,
+    check_sizes,
+    file_crc32c,
+    is_package,
+    size_faults,
+)
 
 __all__ = [
     "GRAPH_FILE",
+    "PACKAGE_INDEX",
     "MappedTensor",
     "Relocation",
     "check_root",
     "check_sizes",
     "file_crc32c",
     "graph_crc32c",
+    "is_package",
     "mapped_folders",
     "mapped_from",
     "mapped_tensors",

@@ -157,9 +157,7 @@ def apply_package(
                 _complete(found, version, local, base)
                 if materialise:
                     subject = f"package {found}: its base {base} is damaged"
-                    path, _ = write_full(
-                        version, local, staging, folder, serving_root, index.version, subject=subject
-                    )
+                    path, _ = write_full(version, local, staging, folder, serving_root, index.version, subject=subject)
                 else:
                     path = _publish(version, local, folder, serving_root, index.version)
         removed: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ExportError
+from tpuembed.errors import ExportError, warn
 from tpuembed.export.overlay.base import BaseVersion
 from tpuembed.export.plan.plan import ExportPlan, OverlayPlan, Placement, ShardTask, StackPlan
 from tpuembed.export.storage.error import TableError
@@ -236,10 +236,16 @@ def stamped_tables(
         now, before = histories.get(table), base.manifest.histories.get(table)
         if now is None or before is None or table not in errors or table in whole:
             continue
-        follows = RowHistory(now.spans, now.updates).since(RowHistory(before.spans, before.updates))
-        is_near = max_error is None or errors[table]["max_abs"] <= max_error
-        if follows and is_near and (base.manifest.finite or not plan.require_finite):
+        if not RowHistory(now.spans, now.updates).since(RowHistory(before.spans, before.updates)):
+            fault = "this training did not pass through it"
+        elif max_error is not None and errors[table]["max_abs"] > max_error:
+            fault = f"its error is {errors[table]['max_abs']:.3g}, above max_error={max_error}"
+        elif plan.require_finite and not base.manifest.finite:
+            fault = "it was written without require_finite, and this export requires it"
+        else:
             found[table] = before.updates
+            continue
+        warn(f"base {base.number}: the stamps of table {table!r} are not used, so all its rows are compared: {fault}.")
     return found
 
 

@@ -22,6 +22,7 @@ from tpuembed.export.publish.version_writer import MAX_VERSION, naming_model_dir
 from tpuembed.export.stream.resume_log import flush
 from tpuembed.files import FilePath, UrlPath, open_bytes, subfolders, versions
 from tpuembed.manifest import MANIFEST_PATH, Manifest
+from tpuembed.saved_model import PACKAGE_INDEX
 
 __all__ = [
     "INDEX",
@@ -37,7 +38,7 @@ __all__ = [
     "write_package",
 ]
 
-INDEX: Final = "package.json"
+INDEX: Final = PACKAGE_INDEX
 _SIGNATURE: Final = "package.sig"
 _FORMAT: Final = 1
 _MAX_INDEX_BYTES: Final = 16 << 20
@@ -257,7 +258,9 @@ def _check_signature(package: FilePath, content: bytes, key: bytes) -> None:
             f"package {package}: is not signed, and a trusted key was given. Write it with that key as sign_key."
         ) from None
     if not hmac.compare_digest(given, hmac.new(key, content, hashlib.sha256).hexdigest().encode()):
-        raise ExportError(f"package {package}: its signature is not of the trusted key. Do not use it.")
+        raise ExportError(
+            f"package {package}: its signature is not of the trusted key. Give the key that it was signed with, or do not use it."
+        )
 
 
 def _parse(content: bytes, name: str) -> PackageIndex:
