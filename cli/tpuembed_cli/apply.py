@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["apply"]
 
+_MOST_SECONDS = 86_400
+
 
 @click.command(
     cls=Command,
@@ -71,7 +73,10 @@ def apply(
     """
     if poll_seconds is not None and not follow:
         raise click.UsageError("--poll-seconds is for --follow. Give --follow too, or leave it out.")
+    if poll_seconds is not None and not poll_seconds <= _MOST_SECONDS:
+        raise click.UsageError(f"--poll-seconds must be at most {_MOST_SECONDS}, got {poll_seconds}.")
     from tpuembed.export import apply_package, newest_package
+    from tpuembed.export.overlay.package import read_key
 
     def once() -> None:
         with byte_progress("apply", quiet=quiet) as on_progress:
@@ -84,6 +89,8 @@ def apply(
     if not follow:
         once()
         return
+    if options["trusted_key"] is not None:
+        read_key(options["trusted_key"])  # one that cannot be read ends the command, before it waits for a package
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     applied: str | None = None
     failed = ("", "")

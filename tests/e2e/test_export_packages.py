@@ -19,11 +19,12 @@ from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused, said
 from tests.support.serving.process import SCRIPT, Fork, ServerProcess, run_command
 from tests.support.stores import moto_server
-from tpuembed import apply_package, compact_version, export_saved_model, list_versions
+from tpuembed import apply_package, compact_version, export_saved_model, list_versions, prune_versions, rollback_version
 from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
+from tpuembed.checkpoint.tools.exports import open_tables
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export import plan_saved_model
-from tpuembed.files import remote
+from tpuembed.files import open_bytes, remote
 from tpuembed.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
@@ -368,28 +369,25 @@ def test_a_damaged_base_is_named(road: Road, tmp_path: Path, what: str) -> None:
 def test_numbers_that_no_server_would_serve(tmp_path: Path) -> None:
     road = Road(tmp_path)
     shutil.copytree(road.trainer / "1", road.trainer / "7")
-    for options in (
-        {"delta_to": road.packages, "version": 7},
-        {"delta_to": road.packages, "version": 6},
-        {"version": 6},
-    ):
+    to: dict[str, Any] = {"delta_to": road.packages}
+    for options in (to | {"version": 7}, to | {"version": 6}, {"version": 6}):
         with refused(ConfigError):
             road.export(road.trainer, base=7, **options)
     road.package(version=8)
     shutil.copytree(road.server / "1", road.server / "9")
-    with pytest.warns(UserWarning) as warnings:
+    with pytest.warns(UserWarning, match="has version 9, which") as warnings:
         assert apply_package(road.packages, road.server).version == 8
     said(str(warnings[0].message))
 
 
 def test_a_dry_run_refuses_what_the_export_would(tmp_path: Path, road: Road) -> None:
     checkpoint, empty = road.folder / "ckpt", tmp_path / "empty"
-    for options in ({"base": "latest", "delta_to": tmp_path / "p"}, {"base": 1, "delta_to": "gs://bucket/p"}):
-        for call in (plan_saved_model, export_saved_model):
-            with refused((ConfigError, ExportError)):
-                call(
-                    checkpoint, empty if options["base"] == "latest" else road.trainer, serving_config=CONFIG, **options
-                )
+    calls: tuple[Callable[..., Any], ...] = (plan_saved_model, export_saved_model)
+    for call in calls:
+        with refused(ExportError):
+            call(checkpoint, empty, serving_config=CONFIG, base="latest", delta_to=tmp_path / "p")
+        with refused(ConfigError):
+            call(checkpoint, road.trainer, serving_config=CONFIG, base=1, delta_to="gs://bucket/p")
 
 
 def test_a_package_that_cannot_be_read_is_named(tmp_path: Path, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +397,71 @@ def test_a_package_that_cannot_be_read_is_named(tmp_path: Path, road: Road, monk
     monkeypatch.setattr("tpuembed.export.overlay.package.open_bytes", fail)
     with refused(ExportError):
         apply_package(road.packages, road.server)
+
+
+def test_a_package_that_gets_shorter_is_named(tmp_path: Path, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another program replaced it between its size and its bytes."""
+    package = tmp_path / "packages" / "2"
+    shutil.copytree(road.packages / "2", package)
+
+    def shorten(path: Path) -> Any:
+        os.truncate(path, 9)
+        return open_bytes(path)
+
+    monkeypatch.setattr("tpuembed.export.overlay.package.open_bytes", shorten)
+    with refused(ExportError):
+        apply_package(package, road.server)
+
+
+def _no_links(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+@pytest.mark.parametrize("layout", ["mmap", "variables"])
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Packages are written there, and applied with `materialise`."""
+    road = Road(tmp_path, layout=layout)
+    monkeypatch.setattr("os.link", _no_links)
+    monkeypatch.setattr("tpuembed.files.links.clone", lambda *_: False)
+    monkeypatch.setattr("tpuembed.export.overlay.compact.clone", lambda *_: False)
+    road.package(max_overlay=1)
+    with refused(ExportError):
+        apply_package(road.packages, road.server)
+    applied = apply_package(road.packages, road.server, materialise=True)
+    assert not [path for path in applied.path.rglob("*") if path.is_symlink()]
+    assert not diff_checkpoints(applied.path, road.export(tmp_path / "truth").path).differs
+    assert not verify_files(applied.path).damaged
+
+
+def test_prune_removes_what_a_killed_apply_left(tmp_path: Path) -> None:
+    road = Road(tmp_path)
+    for name in (".staging-apply-2-0a1b2c3d", ".staging-compact-7", ".staging-compact-1"):
+        (road.server / name / "version").mkdir(parents=True)
+    prune_versions(road.server)
+    assert sorted(path.name for path in road.server.iterdir()) == [".staging-compact-1", "1"]
+
+
+def test_a_newest_version_that_cannot_be_read_is_no_base(tmp_path: Path) -> None:
+    road = Road(tmp_path)
+    road.change()
+    assert road.export(road.trainer, base="latest", max_overlay=1).base == 1
+    (road.trainer / "2" / "assets.extra" / "tpuembed.json").write_text("{")
+    assert road.export(road.trainer, base="latest", max_overlay=1).base == 1
+    (road.trainer / "1" / "assets.extra" / "tpuembed.json").write_text("{")
+    with pytest.warns(UserWarning, match="Writing a full version"):
+        assert road.export(road.trainer, base="latest").base is None
+
+
+def test_packages_are_named_as_such(road: Road) -> None:
+    """By commands that take versions."""
+    for call in (open_tables_of, compact_version, rollback_version):
+        with refused((ConfigError, ExportError)):
+            call(road.packages)
+
+
+def open_tables_of(folder: Path) -> None:
+    with open_tables(folder, {}):
+        raise AssertionError
 
 
 def test_a_version_stays_applied_if_old_ones_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,6 +573,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"{road.trainer}/2: overlay of version 1: 12 rows changed")
     for arguments in (
         ("apply", road.packages, road.server, "--poll-seconds", "3"),
+        ("apply", road.packages, road.server, "--follow", "--poll-seconds", "nan"),
+        ("apply", road.packages, road.server, "--follow", "--trusted-key", tmp_path / "missing"),
         ("apply", tmp_path, road.server),
         (*export, "--base", "0"),
         (*export, "--base", "newest"),

@@ -31,7 +31,7 @@ _VARYING: Final = (
     # Keras numbers its objects in the order in which a process makes them.
     (re.compile(r"(?<!layers/)\b((?:[a-z]+_)*(?:embedding|lookup)|dense|functional|keras_tensor)_\d+(?=\b|_)"), r"\1"),
     (re.compile(r"\bbucket-[0-9a-f]{12,}\b"), "BUCKET"),
-    (re.compile(r"(\.staging-\d+)-[0-9a-f]{8}\b"), r"\1-ID"),
+    (re.compile(r"(\.staging-(?:[a-z]+-)?\d+)-[0-9a-f]{8}\b"), r"\1-ID"),
     (re.compile(r"\b(127\.0\.0\.1|localhost|\[::1?\]):\d{4,5}\b"), r"\1:PORT"),
     (re.compile(r"\b(process|pid|PID)([ =])\d+\b"), r"\1\2PID"),
     (re.compile(r"\bat 0x[0-9a-f]{6,}"), "at ADDRESS"),

@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _embedding = tf.tpu.experimental.embedding
-Trackable = tf.__internal__.tracking.Trackable
+Trackable: Any = tf.__internal__.tracking.Trackable
 
 
 class SavedNode(Trackable):

@@ -10,6 +10,10 @@ from tpuembed.errors import ExportError
 
 __all__ = ["clone", "link_or_clone"]
 
+_NO_LINKS: Final = frozenset(
+    (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.EACCES, errno.ENOSYS, errno.EINVAL)
+)
+"""What file systems answer that have no hard links, or none between these places."""
 _FICLONE: Final = 0x40049409
 """The ioctl that makes a file share the blocks of another. Source: linux/fs.h."""
 
@@ -25,7 +29,7 @@ def link_or_clone(source: Path, target: Path) -> None:
         os.link(source, target)
         return
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.EACCES):
+        if error.errno not in _NO_LINKS:
             raise
         fault = error.strerror
     if clone(source, target):

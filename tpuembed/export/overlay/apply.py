@@ -134,8 +134,8 @@ def apply_package(
             raise ConfigError(f"package {found}: has no {INDEX}. Name a package.")
         there = dict(version_folders(folder)).get(index.version)
         if there is not None:
-            base = _base_if_applied(found, index, there)
-            return ApplyReport(path=there, version=index.version, base=base, is_new=False)
+            number = _base_if_applied(found, index, there)
+            return ApplyReport(path=there, version=index.version, base=number, is_new=False)
         newest = max((number for number, _ in version_folders(folder)), default=0)
         if index.version < newest:
             warn(
@@ -154,7 +154,7 @@ def apply_package(
             _check_files(found, manifest, index)
             with _locked_base(found, folder, manifest) as base:
                 local = _local(found, manifest, base)
-                _complete(found, version, local, base)
+                _complete(found, version, local, base, materialise=materialise)
                 if materialise:
                     subject = f"package {found}: its base {base} is damaged"
                     path, _ = write_full(version, local, staging, folder, serving_root, index.version, subject=subject)
@@ -279,8 +279,10 @@ def _local(package: FilePath, manifest: Manifest, base: Path) -> Manifest:
     )
 
 
-def _complete(package: FilePath, version: Path, manifest: Manifest, base: Path) -> None:
+def _complete(package: FilePath, version: Path, manifest: Manifest, base: Path, *, materialise: bool) -> None:
     """Link the base's files into `version`, and write the words of every overlay.
+
+    If `version` is to be materialised, the links are symbolic: the file system may have no others.
 
     Raises:
         ExportError: the rows of an overlay do not fit their stack, or a file has another checksum than the manifest says.
@@ -289,7 +291,11 @@ def _complete(package: FilePath, version: Path, manifest: Manifest, base: Path) 
         if stack.base_file:
             target = version / stack.file
             target.parent.mkdir(parents=True, exist_ok=True)
-            link_or_clone(base / stack.base_file, target)
+            source = base / stack.base_file
+            if materialise:
+                target.symlink_to(source.resolve())
+            else:
+                link_or_clone(source, target)
         if stack.overlay is None:
             continue
         path = version / ids_file(stack.name)

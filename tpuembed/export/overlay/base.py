@@ -52,7 +52,9 @@ def find_base(model_dir: Path, base: BaseOption) -> BaseVersion | str:
     """
     folders = dict(version_folders(model_dir)) if model_dir.is_dir() else {}
     if base == LATEST:
-        newest = next((folders[number] for number in sorted(folders, reverse=True) if is_whole(folders[number])), None)
+        newest = next(
+            (folders[number] for number in sorted(folders, reverse=True) if _is_usable(folders[number])), None
+        )
         if newest is None:
             return f"MODEL_DIR {model_dir} has no complete version yet"
         found, named = newest, f"latest, which is version {newest.name},"
@@ -71,7 +73,7 @@ def find_base(model_dir: Path, base: BaseOption) -> BaseVersion | str:
     if manifest.base is None:
         return BaseVersion(found, manifest)
     below = folders.get(manifest.base.version)
-    own = Manifest.read(below) if below is not None and is_whole(below) else None
+    own = Manifest.read(below) if below is not None and _is_usable(below) else None
     if below is None or own is None or own.tables_fingerprint != manifest.base.fingerprint:
         fault = "is not there" if own is None else f"has the fingerprint {own.tables_fingerprint}"
         text = (
@@ -82,6 +84,14 @@ def find_base(model_dir: Path, base: BaseOption) -> BaseVersion | str:
             return text
         raise ConfigError(f"base {named}: {text}. Leave base out for a full version.")
     return BaseVersion(below, own)
+
+
+def _is_usable(version_dir: Path) -> bool:
+    """Returns True if the version is complete, and its manifest can be read."""
+    try:
+        return is_whole(version_dir)
+    except ConfigError:
+        return False
 
 
 def difference(plan: ExportPlan, base: BaseVersion) -> str:

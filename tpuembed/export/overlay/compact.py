@@ -196,7 +196,7 @@ def _begin_stack(source: Path, stack: StackEntry, folder: Path) -> int:
     A stack without changes is a link of the base's file. With changes it shares that file's blocks, where the file system
     can do that. Otherwise it is empty, or what an interrupted run has left.
     """
-    path, base = folder / f"{stack.name}.data", source / stack.file
+    path, base = folder / f"{stack.name}.data", (source / stack.file).resolve()
     size = stack.rows * stack.row_bytes
     if path.exists() and path.stat().st_nlink > 1:  # a run that was killed at its end has published the file
         path.unlink()

@@ -218,12 +218,12 @@ def _put(bucket: Any, key: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def naming_package(package: FilePath) -> Iterator[None]:
-    """Turn an OSError of reading a package into an ExportError that names it and the remedy."""
+    """Turn an error of reading a package's file into an ExportError that names the package."""
     try:
         yield
     except TpuEmbedError:
         raise
-    except OSError as error:
+    except (OSError, EOFError) as error:
         raise ExportError(f"package {package}: cannot be read: {reason(error)}.") from error
 
 
@@ -259,7 +259,8 @@ def _check_signature(package: FilePath, content: bytes, key: bytes) -> None:
         ) from None
     if not hmac.compare_digest(given, hmac.new(key, content, hashlib.sha256).hexdigest().encode()):
         raise ExportError(
-            f"package {package}: its signature is not of the trusted key. Give the key that it was signed with, or do not use it."
+            f"package {package}: its signature is not of the trusted key. Give the key that it was signed with, or do not use "
+            "it."
         )
 
 
@@ -321,7 +322,7 @@ def pull_file(package: FilePath, name: str, entry: PackageFile, target: Path) ->
         for start in range(0, entry.size, _PIECE_BYTES):
             piece = bytearray(min(_PIECE_BYTES, entry.size - start))
             with naming_package(package):
-                file.read_into(start, memoryview(piece))
+                file.read_into(start, memoryview(piece))  # a file that became shorter raises EOFError
             digest.update(piece)
             out.write(piece)
     if digest.hexdigest() != entry.sha256:

@@ -47,8 +47,8 @@ class OverlayWriter(FolderWriter):
             _check_packages(as_path(self.options.delta_to), self.model_dir)
         if self.options.version is not None and self.options.version <= self.base.number:
             raise ConfigError(
-                f"version {self.options.version}: is not above its base {self.base.number}, so that servers would go on serving the "
-                f"base. Choose a number above {self.base.number}, or leave it out."
+                f"version {self.options.version}: is not above its base {self.base.number}, so that servers would go on serving "
+                f"the base. Choose a number above {self.base.number}, or leave it out."
             )
         if self.options.sign_key is not None:
             read_key(self.options.sign_key)
@@ -101,7 +101,11 @@ class OverlayWriter(FolderWriter):
             check_source(again, plan, found.results)
         entries = {stack.name: stack for stack in self.base.manifest.stacks}
         for stack in (stack for stack in found.stacks if stack.name in found.linked):
-            link_or_clone(self.base.path / entries[stack.name].file, folder / stack.file)
+            file, target = self.base.path / entries[stack.name].file, folder / stack.file
+            if self.options.delta_to is None:
+                link_or_clone(file, target)
+            else:  # a package leaves it out
+                target.symlink_to(file.resolve())
         self.plan = dataclasses.replace(plan, stacks=found.stacks)
         linked = {name: entries[name] for name in found.linked}
         reused = sum(entry.size for entry in linked.values())
