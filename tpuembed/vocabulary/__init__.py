@@ -1,0 +1,8 @@
+"""Names of rows: strings or 64-bit integers that stand for the rows of a table.
+
+`Vocabulary` numbers names, finds them, and is saved as one array of bytes. It imports no TensorFlow.
+"""
+
+from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary
+
+__all__ = ["PADDING", "UNKNOWN", "Vocabulary"]
