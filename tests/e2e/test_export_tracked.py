@@ -122,6 +122,7 @@ def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
     assert (report.rows_changed, report.rows_compared) == (6, 0)  # the same training, without a file in between
 
 
+@pytest.mark.filterwarnings("ignore:.*this training did not pass through it")
 def test_another_history_is_compared(tmp_path: Path) -> None:
     """Stamps are used only if the training passed through the base."""
     layer = make()
@@ -160,7 +161,7 @@ def test_a_base_that_was_not_checked_is_compared(tmp_path: Path) -> None:
     export_model(layer, tmp_path / "m", storage="float32")
     step(layer, [2])
     assert export_model(layer, tmp_path / "m", base=1).rows_compared == 0
-    with refused(ExportError):
+    with pytest.warns(UserWarning, match="written without require_finite"), refused(ExportError):
         export_model(layer, tmp_path / "m", base=1, require_finite=True)
     layer.assign_rows("users", 200, np.full((1, 8), 100, np.float32))
     base = export_model(layer, tmp_path / "n", storage="int8", require_finite=True)
@@ -168,7 +169,7 @@ def test_a_base_that_was_not_checked_is_compared(tmp_path: Path) -> None:
     bound = base.errors["users"].max_abs
     over: dict[str, Any] = {"base": 1, "storage": "int8", "require_finite": True}
     assert export_model(layer, tmp_path / "n", max_error=bound, **over).rows_compared == 0
-    with refused(ExportError):
+    with pytest.warns(UserWarning, match="above max_error"), refused(ExportError):
         export_model(layer, tmp_path / "n", max_error=bound / 2, **over)
     layer.assign_rows("users", 4, np.full((1, 8), np.nan, np.float32))
     with refused(ExportError):
