@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
-from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
+from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument, stopping, timed_out
 from tpuembed_serving.core.traffic import Traffic
@@ -137,6 +137,12 @@ class Executor(Protocol):
 
     def give_up(self, run: Any) -> None:
         """Drop a run that nobody waits for. `on_outcome` is not called any more."""
+
+    def announce(self) -> None:
+        """Note that a request is about to arrive, so that other runs can wait a moment to share its batch."""
+
+    def arrive(self) -> None:
+        """Note that an announced request has arrived, or will not."""
 
 
 class _SlowError(Exception):
@@ -258,6 +264,8 @@ class Pipeline:
 
     Attributes:
         traffic: counts every answer.
+        announce: called if a request is about to arrive; see `Executor`.
+        arrive: called when an announced request has arrived, or will not.
         log: takes sampled calls of the models whose requests are logged, and their answers. Must not block.
     """
 
@@ -282,6 +290,7 @@ class Pipeline:
             max_rows: the most rows of a request; None is no limit.
         """
         self.service, self.memory, self.traffic = service, memory, Traffic()
+        self.announce, self.arrive = executor.announce, executor.arrive
         self._executor, self._timeout_seconds, self._max_rows = executor, timeout_seconds, max_rows
         self._loop_check = _LoopCheck()
         self._is_closed = False
@@ -501,10 +510,13 @@ class Pipeline:
         if signature.shapes:
             signature.check_shapes(inputs)
         rows = elements = 0
-        for array in inputs:
-            elements += array.size
-            if array.ndim and len(array) > rows:
-                rows = len(array)
+        if type(inputs) is Columns:
+            rows, elements = len(inputs.matrix), inputs.matrix.size
+        else:
+            for array in inputs:
+                elements += array.size
+                if array.ndim and len(array) > rows:
+                    rows = len(array)
         if self._max_rows is not None and rows > self._max_rows:
             raise invalid_argument(
                 f"the request has {rows} rows. The limit is {self._max_rows}. Send fewer rows per request"

@@ -615,3 +615,75 @@ def test_short_steady_runs_stay_on_the_loops_thread() -> None:
 
 def assert_(value: bool) -> None:
     assert value
+
+
+class TestAnnounced:
+    """Requests of which a turn of the loop brings one, as over gRPC."""
+
+    def _sizes(self, scenario: Callable[[ModelExecutor, Callable[[], Any]], Awaitable[None]]) -> list[int]:
+        """Run a scenario, to which a function is passed that submits a request; return the sizes of the batches."""
+        servable, sizes = DoublingServable(), list[int]()
+        signature = servable.signatures["serving_default"]
+
+        async def main() -> None:
+            scheduler = ModelExecutor(threads=1, max_queued=100, timeout_seconds=10)
+            scheduler.watch = lambda requests, *_: sizes.append(len(requests))
+            await scenario(scheduler, lambda: asyncio.create_task(run(scheduler, servable, signature, X)))
+            scheduler.close()
+
+        uvloop.run(main())
+        return sizes
+
+    def test_a_batch_waits_for_them(self) -> None:
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            runs = []
+            scheduler.announce()
+            for number in range(4):
+                if number < 3:
+                    scheduler.announce()  # the headers of the next one
+                scheduler.arrive()
+                runs.append(submit())
+                for _ in range(5):  # turns that bring nothing
+                    await asyncio.sleep(0)
+            for y in await asyncio.gather(*runs):
+                np.testing.assert_array_equal(y[0], [2, 4])
+
+        assert self._sizes(scenario) == [4]
+
+    def test_one_that_never_arrives_delays_a_batch_once_and_for_milliseconds(self) -> None:
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            await submit()
+            scheduler.announce()
+            await asyncio.wait_for(submit(), 1)
+            assert not scheduler._announced
+            scheduler.announce()
+            scheduler.arrive()
+            await asyncio.wait_for(submit(), 1)
+
+        assert self._sizes(scenario) == [1, 1, 1]
+
+    def test_without_others_a_request_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(executor, "_ANNOUNCED_SECONDS", 60.0)
+        monkeypatch.setattr(executor, "_JOIN_SECONDS", 60.0)
+
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            for _ in range(5):
+                scheduler.announce()
+                scheduler.arrive()
+                await asyncio.wait_for(submit(), 5)
+
+        assert self._sizes(scenario) == [1] * 5
+
+    def test_as_many_as_were_in_progress_are_expected_until_they_do_not_come(self) -> None:
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            for count in (3, 3, 1, 1):
+                runs = []
+                for _ in range(count):
+                    scheduler.announce()
+                    scheduler.arrive()
+                    runs.append(submit())
+                    await asyncio.sleep(0)
+                await asyncio.gather(*runs)
+            assert scheduler._expected == 1
+
+        assert self._sizes(scenario)[-2:] == [1, 1]

@@ -57,6 +57,10 @@ class Echo:
     def give_up(self, _: Any) -> None:
         self.given_up += 1
 
+    def announce(self) -> None: ...
+
+    def arrive(self) -> None: ...
+
 
 class Request:
     """A prediction of these inputs. Notes the thread of each step; `busy` is called in each."""
