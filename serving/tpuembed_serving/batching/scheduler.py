@@ -257,6 +257,9 @@ class ModelExecutor:
 
     def _start_runs(self) -> None:
         self._will_start = False
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
         for group in list(self._groups):
             while self._free and group in self._groups and self._is_due(group):
                 self._start(self._take(group))
@@ -322,7 +325,7 @@ class ModelExecutor:
     def _finish(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
         self._free += 1
         self._deliver(requests, outcomes, seconds)
-        if self._groups:
+        if self._groups and self._hold is None:
             self._start_runs()
 
     def _deliver(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:

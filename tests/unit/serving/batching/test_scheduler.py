@@ -623,10 +623,11 @@ class TestAnnounced:
     def _sizes(self, scenario: Callable[[ModelExecutor, Callable[[], Any]], Awaitable[None]]) -> list[int]:
         """Run a scenario, to which a function is passed that submits a request; return the sizes of the batches."""
         servable, sizes = DoublingServable(), list[int]()
+        servable.merging = lambda _: Merging(is_proven=True)  # type: ignore[method-assign]
         signature = servable.signatures["serving_default"]
 
         async def main() -> None:
-            scheduler = ModelExecutor(threads=1, max_queued=100, timeout_seconds=10)
+            scheduler = ModelExecutor(threads=2, max_queued=100, timeout_seconds=10)
             scheduler.watch = lambda requests, *_: sizes.append(len(requests))
             await scenario(scheduler, lambda: asyncio.create_task(run(scheduler, servable, signature, X)))
             scheduler.close()
@@ -634,8 +635,13 @@ class TestAnnounced:
         uvloop.run(main())
         return sizes
 
+    def _forever(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        for name in names:
+            monkeypatch.setattr(executor, name, 60.0)
+
     def test_a_batch_waits_for_them(self) -> None:
         async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            await submit()
             runs = []
             scheduler.announce()
             for number in range(4):
@@ -648,7 +654,7 @@ class TestAnnounced:
             for y in await asyncio.gather(*runs):
                 np.testing.assert_array_equal(y[0], [2, 4])
 
-        assert self._sizes(scenario) == [4]
+        assert self._sizes(scenario) == [1, 4]
 
     def test_one_that_never_arrives_delays_a_batch_once_and_for_milliseconds(self) -> None:
         async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
@@ -662,17 +668,54 @@ class TestAnnounced:
 
         assert self._sizes(scenario) == [1, 1, 1]
 
-    def test_without_others_a_request_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(executor, "_ANNOUNCED_SECONDS", 60.0)
-        monkeypatch.setattr(executor, "_JOIN_SECONDS", 60.0)
+    def test_after_a_wait_in_vain_the_next_ones_do_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            await submit()
+            scheduler.announce()
+            await asyncio.wait_for(submit(), 5)
+            self._forever(monkeypatch, "_EXPECTED_SECONDS")
+            scheduler.announce()
+            await asyncio.wait_for(submit(), 5)
 
+        self._forever(monkeypatch, "_PAUSE_SECONDS", "_JOIN_SECONDS")
+        assert self._sizes(scenario) == [1, 1, 1]
+
+    def test_without_others_a_request_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
             for _ in range(5):
                 scheduler.announce()
                 scheduler.arrive()
                 await asyncio.wait_for(submit(), 5)
 
+        self._forever(monkeypatch, "_EXPECTED_SECONDS", "_JOIN_SECONDS")
         assert self._sizes(scenario) == [1] * 5
+
+    def test_the_last_one_ends_the_wait_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            await submit()
+            for _ in range(2):
+                scheduler.announce()
+            scheduler.arrive()
+            first = submit()
+            await asyncio.sleep(0.01)
+            assert not first.done()
+            scheduler.arrive()
+            await asyncio.wait_for(asyncio.gather(first, submit()), 5)
+
+        self._forever(monkeypatch, "_EXPECTED_SECONDS", "_JOIN_SECONDS")
+        assert self._sizes(scenario) == [1, 2]
+
+    def test_one_that_will_not_be_run_ends_the_wait_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            await submit()
+            scheduler.announce()
+            first = submit()
+            await asyncio.sleep(0.01)
+            scheduler.arrive()  # its key was refused
+            await asyncio.wait_for(first, 5)
+
+        self._forever(monkeypatch, "_EXPECTED_SECONDS", "_JOIN_SECONDS")
+        assert self._sizes(scenario) == [1, 1]
 
     def test_as_many_as_were_in_progress_are_expected_until_they_do_not_come(self) -> None:
         async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
@@ -684,6 +727,7 @@ class TestAnnounced:
                     runs.append(submit())
                     await asyncio.sleep(0)
                 await asyncio.gather(*runs)
+                await asyncio.sleep(executor._PAUSE_SECONDS)
             assert scheduler._expected == 1
 
         assert self._sizes(scenario)[-2:] == [1, 1]
