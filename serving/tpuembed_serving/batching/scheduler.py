@@ -157,6 +157,10 @@ class ModelExecutor:
     def _expects_more(self) -> bool:
         return self._announced > 0 or self._waiting < self._expected
 
+    def _can_share_a_batch(self) -> bool:
+        """Returns True if a waiting request could be batched with one that arrives."""
+        return any(requests[0].queue.runner.merges for requests in self._groups.values())
+
     def _wait(self, waiting: int, latest: float) -> None:
         """Wait for expected requests. `waiting` is how many waited before; if others have come since, more may come."""
         assert self._loop is not None
@@ -250,7 +254,7 @@ class ModelExecutor:
         now = self._loop.time()
         if waiting < self._waiting and now < latest:
             self._loop.call_soon(self._start_or_wait, self._waiting, latest)
-        elif self._expects_more and self._next_wait <= now < latest:
+        elif self._expects_more and self._next_wait <= now < latest and self._can_share_a_batch():
             self._wait(0, latest)
         else:
             self._start_runs()

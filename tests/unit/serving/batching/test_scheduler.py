@@ -620,10 +620,12 @@ def assert_(value: bool) -> None:
 class TestAnnounced:
     """Requests of which a turn of the loop brings one, as over gRPC."""
 
-    def _sizes(self, scenario: Callable[[ModelExecutor, Callable[[], Any]], Awaitable[None]]) -> list[int]:
+    def _sizes(
+        self, scenario: Callable[[ModelExecutor, Callable[[], Any]], Awaitable[None]], *, merges: bool = True
+    ) -> list[int]:
         """Run a scenario, to which a function is passed that submits a request; return the sizes of the batches."""
         servable, sizes = DoublingServable(), list[int]()
-        servable.merging = lambda _: Merging(is_proven=True)  # type: ignore[method-assign]
+        servable.merging = lambda _: Merging(is_proven=True) if merges else None  # type: ignore[method-assign]
         signature = servable.signatures["serving_default"]
 
         async def main() -> None:
@@ -716,6 +718,15 @@ class TestAnnounced:
 
         self._forever(monkeypatch, "_EXPECTED_SECONDS", "_JOIN_SECONDS")
         assert self._sizes(scenario) == [1, 1]
+
+    def test_one_that_is_not_batched_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
+            await submit()
+            scheduler.announce()
+            await asyncio.wait_for(submit(), 5)
+
+        self._forever(monkeypatch, "_EXPECTED_SECONDS", "_JOIN_SECONDS")
+        assert self._sizes(scenario, merges=False) == [1, 1]
 
     def test_as_many_as_were_in_progress_are_expected_until_they_do_not_come(self) -> None:
         async def scenario(scheduler: ModelExecutor, submit: Callable[[], Any]) -> None:
