@@ -32,10 +32,6 @@ _INLINE_SECONDS_OF_ONE: Final = 0.001
 """The same limit for a single request, during which few others arrive."""
 _JOIN_SECONDS: Final = 0.005
 """The longest time that requests wait for others which arrive in the next turns of the event loop."""
-_EXPECTED_SECONDS: Final = 0.002
-"""How long requests wait for expected ones, while none arrives."""
-_PAUSE_SECONDS: Final = 0.02
-"""How long after such a wait in vain no request waits again. So few requests wait in vain."""
 _BUSY_SECONDS: Final = 0.02
 """How long after an answer more requests are expected."""
 
@@ -78,9 +74,7 @@ class ModelExecutor:
         self._inline_seconds = _INLINE_SECONDS_OF_MANY if is_full else _INLINE_SECONDS
         self._queues: dict[int, dict[str, BatchQueue]] = {}
         self._groups: dict[Any, collections.deque[QueuedRequest]] = {}
-        self._waiting = self._announced = self._expected = 0
-        self._hold: asyncio.TimerHandle | None = None
-        self._next_wait = 0.0
+        self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[QueuedRequest] = set()
 
@@ -89,7 +83,6 @@ class ModelExecutor:
         self._loop = loop
         self._open = set()
         self._will_start = False
-        self._announced, self._expected, self._hold, self._next_wait = 0, 0, None, 0.0
         self._timeouts = RequestTimeouts(loop, self._open, self._fail)
 
     def submit(
@@ -127,7 +120,6 @@ class ModelExecutor:
         self._add(request)
         self._timeouts.expect(request.deadline)
         self._plan_start()
-        self._end_wait()
         return request
 
     def close(self) -> None:
@@ -136,48 +128,6 @@ class ModelExecutor:
         for request in list(self._open) if self._loop and not self._loop.is_closed() else ():
             if request.is_waiting:
                 self._fail(request, stopping())
-
-    # ---- announced requests
-
-    def announce(self) -> None:
-        """Note that a request is about to arrive: one that cannot be submitted in the turn of the loop that reads it.
-
-        A turn of the loop brings at most one of them. So batches wait for as many as were in progress at once, while others
-        arrive. After a wait in vain they expect no more than have come.
-        """
-        self._announced += 1
-        self._expected = max(self._expected, self._announced + len(self._open))
-
-    def arrive(self) -> None:
-        """Note that an announced request has arrived, or will not. If it has, it is submitted in this turn of the loop."""
-        self._announced = max(0, self._announced - 1)
-        self._end_wait()
-
-    @property
-    def _expects_more(self) -> bool:
-        return self._announced > 0 or self._waiting < self._expected
-
-    def _can_share_a_batch(self) -> bool:
-        """Returns True if a waiting request could be batched with one that arrives."""
-        return any(requests[0].queue.runner.merges for requests in self._groups.values())
-
-    def _wait(self, waiting: int, latest: float) -> None:
-        """Wait for expected requests. `waiting` is how many waited before; if others have come since, more may come."""
-        assert self._loop is not None
-        if self._waiting > waiting and self._loop.time() < latest:
-            self._hold = self._loop.call_later(_EXPECTED_SECONDS, self._wait, self._waiting, latest)
-        else:
-            self._hold = None
-            self._announced, self._expected = 0, self._waiting
-            self._next_wait = self._loop.time() + _PAUSE_SECONDS
-            self._start_runs()
-
-    def _end_wait(self) -> None:
-        """Start the batches at the end of this turn, if all expected requests have come."""
-        if self._hold is not None and self._loop is not None and not self._expects_more:
-            self._hold.cancel()
-            self._hold = None
-            self._loop.call_soon(self._start_runs)
 
     # ---- waiting requests
 
@@ -246,24 +196,16 @@ class ModelExecutor:
     def _start_or_wait(self, waiting: int, latest: float) -> None:
         """Start batches, unless this turn has brought more requests: then the next turn probably brings more, too.
 
-        They also wait for expected requests; see `announce`.
-
         Two small batches cost more than a large one, also because their threads and the event loop wait for each other.
         """
         assert self._loop is not None
-        now = self._loop.time()
-        if waiting < self._waiting and now < latest:
+        if waiting < self._waiting and self._loop.time() < latest:
             self._loop.call_soon(self._start_or_wait, self._waiting, latest)
-        elif self._expects_more and self._next_wait <= now < latest and self._can_share_a_batch():
-            self._wait(0, latest)
         else:
             self._start_runs()
 
     def _start_runs(self) -> None:
         self._will_start = False
-        if self._hold is not None:
-            self._hold.cancel()
-            self._hold = None
         for group in list(self._groups):
             while self._free and group in self._groups and self._is_due(group):
                 self._start(self._take(group))
@@ -329,7 +271,7 @@ class ModelExecutor:
     def _finish(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
         self._free += 1
         self._deliver(requests, outcomes, seconds)
-        if self._groups and self._hold is None:
+        if self._groups:
             self._start_runs()
 
     def _deliver(self, requests: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:

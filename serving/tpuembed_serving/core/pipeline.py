@@ -138,12 +138,6 @@ class Executor(Protocol):
     def give_up(self, run: Any) -> None:
         """Drop a run that nobody waits for. `on_outcome` is not called any more."""
 
-    def announce(self) -> None:
-        """Note that a request is about to arrive, so that other runs can wait a moment to share its batch."""
-
-    def arrive(self) -> None:
-        """Note that an announced request has arrived, or will not."""
-
 
 class _SlowError(Exception):
     """A step takes too long for the event loop."""
@@ -264,8 +258,6 @@ class Pipeline:
 
     Attributes:
         traffic: counts every answer.
-        announce: called if a request is about to arrive; see `Executor`.
-        arrive: called when an announced request has arrived, or will not.
         log: takes sampled calls of the models whose requests are logged, and their answers. Must not block.
     """
 
@@ -290,7 +282,6 @@ class Pipeline:
             max_rows: the most rows of a request; None is no limit.
         """
         self.service, self.memory, self.traffic = service, memory, Traffic()
-        self.announce, self.arrive = executor.announce, executor.arrive
         self._executor, self._timeout_seconds, self._max_rows = executor, timeout_seconds, max_rows
         self._loop_check = _LoopCheck()
         self._is_closed = False

@@ -32,6 +32,7 @@ from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
+from tpuembed_serving.grpc.arrivals import Arrivals
 from tpuembed_serving.grpc.listening import ChannelArgument, UnixSocket
 from tpuembed_serving.grpc.open_inference import (
     STREAMS,
@@ -177,6 +178,7 @@ class GrpcServer:
         self._unix: UnixSocket | None = None
         self._current: _Port | None = None
         self._retired: list[_Port] = []
+        self._arrivals = Arrivals()
         self._health = _Health(pipeline.service)
         self._open_inference = open_inference_calls(self._service, lambda: bool(self._health.serves("")))
 
@@ -201,7 +203,8 @@ class GrpcServer:
             **dict(channel_arguments),
         }
         unix = self._unix = None if socket_path is None else UnixSocket(socket_path)
-        interceptors = [_KeyInterceptor(security.api_keys, self._telemetry, self._pipeline.arrive)] if security.api_keys else []
+        keys, withdraw = security.api_keys, self._arrivals.withdraw
+        interceptors = [_KeyInterceptor(keys, self._telemetry, withdraw)] if keys else []
 
         async def open_port(number: int) -> tuple[_Port, int]:
             server = grpc.aio.server(options=list(options.items()), interceptors=interceptors)
@@ -212,7 +215,7 @@ class GrpcServer:
                 }
                 if service == _OPEN_INFERENCE:
                     handlers |= {name: grpc.stream_stream_rpc_method_handler(_refuse_stream(name)) for name in STREAMS}
-                server.add_generic_rpc_handlers((_Service(service, handlers, self._pipeline.announce),))
+                server.add_generic_rpc_handlers((_Service(service, handlers, self._arrivals.announce),))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection(
                 (*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server, BothPools()
@@ -268,11 +271,10 @@ class GrpcServer:
         is_prediction = f"/{service}/{name}" in _PREDICTIONS
 
         async def handle(request: bytes, context: Any) -> bytes:
-            if is_prediction:
-                self._pipeline.arrive()
             record = self._begin(path, name, context, len(request))
+            call = self._predict if is_prediction else self._answer
             try:
-                response = await port.answer(self._answer(name, request, context, record), context)
+                response = await port.answer(call(name, request, context, record), context)
             except StatusError as error:
                 self._finish(record, error.code, 0)
                 await context.abort(_STATUS_CODES[error.code], truncated(error.message))
@@ -288,6 +290,14 @@ class GrpcServer:
             return response
 
         return handle
+
+    async def _predict(self, name: str, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
+        """Answer a call that is started together with others."""
+        try:
+            await self._arrivals.enter()
+            return await self._answer(name, request, context, record)
+        finally:
+            self._arrivals.leave()
 
     async def _answer(self, name: str, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
         remaining = context.time_remaining()
@@ -358,8 +368,8 @@ class _Methods(NamedTuple):
 class _KeyInterceptor(grpc.aio.ServerInterceptor):
     """Answers UNAUTHENTICATED to calls without a key. Health checks need none."""
 
-    def __init__(self, keys: ApiKeys, telemetry: Telemetry | None, arrive: Callable[[], None]) -> None:
-        self._keys, self._telemetry, self._arrive = keys, telemetry, arrive
+    def __init__(self, keys: ApiKeys, telemetry: Telemetry | None, withdraw: Callable[[], None]) -> None:
+        self._keys, self._telemetry, self._withdraw = keys, telemetry, withdraw
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Return the handler of a call; see gRPC."""
@@ -368,7 +378,7 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or details.method.startswith(_HEALTH) or self._keys.accept(metadata):
             return handler
         if details.method in _PREDICTIONS:
-            self._arrive()  # it will not be run
+            self._withdraw()
 
         async def refuse(_: Any, context: Any) -> None:
             if self._telemetry is not None:

@@ -306,11 +306,6 @@ class RemoteExecutor:
     def _end(self, _: "asyncio.Task[None]") -> None:
         self._pending -= 1
 
-    def announce(self) -> None:
-        """Do nothing: runs do not wait for each other."""
-
-    arrive = announce
-
     def give_up(self, run: "asyncio.Task[None]") -> None:
         """Cancel a call that nobody waits for."""
         run.cancel()

@@ -57,10 +57,6 @@ class Echo:
     def give_up(self, _: Any) -> None:
         self.given_up += 1
 
-    def announce(self) -> None: ...
-
-    def arrive(self) -> None: ...
-
 
 class Request:
     """A prediction of these inputs. Notes the thread of each step; `busy` is called in each."""
