@@ -2,10 +2,10 @@
 
     python -m benchmarks.serve [--rounds N] [--workers N] [--peers FOLDER] [--only NAME]...
 
-The clients are `wrk`, and `h2load` for gRPC (the Debian packages wrk and nghttp2-client). The servers take turns within each round, and those whose turn it is not are stopped, so
-that a disturbance of the machine meets all of them; the figures are medians over the rounds, and the ratios medians of the
-rounds' own. FOLDER holds an environment for each peer; one that is missing is made there with pip, which takes minutes and some
-gigabytes. Without it the peers are the naive server and the two echoes alone.
+The clients are `wrk`, and `h2load` for gRPC (the Debian packages wrk and nghttp2-client). The servers take turns within each round,
+and those whose turn it is not are stopped, so that a disturbance of the machine meets all of them; the figures are medians over
+the rounds, and the ratios medians of the rounds' own. FOLDER holds an environment for each peer; one that is missing is made there
+with pip, which takes minutes and some gigabytes. Without it the peers are the naive server and the two echoes alone.
 """
 
 import argparse
@@ -312,7 +312,8 @@ def run(
 
     Returns:
         {case: {server: {"requests_per_second", "p50_ms", "p99_ms"}, "over SERVER": ratio}}; the ratios are of requests per
-        second, ours to the peer's. Over gRPC they are "gRPC over grpc.aio echo" and "gRPC over REST". "best p99_ms" is ours of the best round.
+        second, ours to the peer's. Over gRPC they are "gRPC over grpc.aio echo" and "gRPC over REST". "best p99_ms" is ours of
+        the best round.
     """
     if shutil.which("wrk") is None or shutil.which("h2load") is None:
         raise SystemExit("benchmarks.serve needs wrk and h2load: apt-get install wrk nghttp2-client")

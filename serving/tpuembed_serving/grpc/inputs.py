@@ -30,20 +30,17 @@ def int64_columns(request: Any, signature: Signature) -> Columns | None:
     shape = protos[0].tensor_shape if len(protos) == len(inputs) else None
     if shape is None or shape.unknown_rank or len(shape.dim) != 1:
         return None
-    if any([proto.dtype != types_pb2.DT_INT64 or proto.tensor_shape != shape for proto in protos]):
+    if any(proto.dtype != types_pb2.DT_INT64 or proto.tensor_shape != shape for proto in protos):
         return None
     rows = shape.dim[0].size
     contents = [proto.tensor_content for proto in protos]
     sizes = set(map(len, contents))
     if rows > 0 and sizes == {8 * rows}:
-        values = np.frombuffer(b"".join(contents), "<i8")
-    elif rows > 0 and sizes == {0} and all([len(proto.int64_val) == rows for proto in protos]):
-        if rows * len(protos) > _MOST_VALUES:
-            return None
-        values = np.fromiter(itertools.chain.from_iterable([proto.int64_val for proto in protos]), np.int64)
-    else:
+        return Columns(np.frombuffer(b"".join(contents), "<i8").reshape(len(protos), rows).T)
+    lists = [proto.int64_val for proto in protos]
+    if sizes != {0} or set(map(len, lists)) != {rows} or not 0 < rows * len(lists) <= _MOST_VALUES:
         return None
-    return Columns(values.reshape(len(protos), rows).T)
+    return Columns(np.fromiter(itertools.chain.from_iterable(lists), np.int64).reshape(len(lists), rows).T)
 
 
 def decode_inputs(request: Any, servable: Servable, signature: Signature) -> list[Array]:
