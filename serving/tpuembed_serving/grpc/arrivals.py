@@ -22,7 +22,7 @@ class Arrivals:
     """Counts the calls of one event loop. A single client never waits."""
 
     def __init__(self) -> None:
-        self._announced = self._in_progress = self._expected = 0
+        self._announced = self._arrived = self._in_progress = self._expected = 0
         self._start: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._next_wait = 0.0
@@ -41,6 +41,7 @@ class Arrivals:
     async def enter(self) -> None:
         """Wait until this call may start. Call `leave` when it has ended, also if the wait is cancelled."""
         self._announced = max(0, self._announced - 1)
+        self._arrived += 1
         self._in_progress += 1
         self._start_if_complete()
         loop = asyncio.get_running_loop()
@@ -48,7 +49,9 @@ class Arrivals:
             return
         if self._start is None:
             self._start = asyncio.Event()
-            self._wait(loop, 0, loop.time() + _LONGEST_SECONDS)
+            self._wait(
+                loop, 0, loop.time() + _LONGEST_SECONDS
+            )  # this call has arrived, so the first wait is not in vain
         await self._start.wait()
 
     def leave(self) -> None:
@@ -66,13 +69,13 @@ class Arrivals:
             self._start.set()
         self._start = self._timer = None
 
-    def _wait(self, loop: asyncio.AbstractEventLoop, before: int, latest: float) -> None:
-        """Wait for the next call. `before` calls were in progress when the last one was waited for."""
+    def _wait(self, loop: asyncio.AbstractEventLoop, arrived: int, latest: float) -> None:
+        """Wait for the next call, unless none has arrived since there were `arrived` of them. All start at `latest`."""
         now = loop.time()
         if now >= latest:
             self._start_all()
-        elif self._in_progress > before:
-            self._timer = loop.call_at(min(now + _NEXT_SECONDS, latest), self._wait, loop, self._in_progress, latest)
+        elif self._arrived > arrived:
+            self._timer = loop.call_at(min(now + _NEXT_SECONDS, latest), self._wait, loop, self._arrived, latest)
         else:
             self._announced, self._expected = 0, self._in_progress
             self._next_wait = now + _PAUSE_SECONDS

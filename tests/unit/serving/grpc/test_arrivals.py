@@ -104,6 +104,27 @@ def test_after_a_wait_in_vain_no_call_waits_for_a_moment(monkeypatch: pytest.Mon
     play(scene)
 
 
+def test_a_wait_is_not_in_vain_because_other_calls_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_NEXT_SECONDS", 0.2)
+
+    async def scene(arrivals: Arrivals) -> None:
+        for _ in range(2):
+            arrivals.announce()
+        running = await arrive(arrivals)
+        await arrivals.enter()
+        await running
+        for _ in range(4):
+            arrivals.announce()
+        first, second = await arrive(arrivals), await arrive(arrivals)
+        arrivals.leave()
+        arrivals.leave()
+        await asyncio.sleep(0.3)  # one more wait has begun
+        assert not first.done()
+        assert not second.done()
+
+    play(scene)
+
+
 def test_a_wait_in_vain_expects_no_more_than_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_NEXT_SECONDS", 0.001)
     monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
