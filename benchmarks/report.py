@@ -79,7 +79,9 @@ def _bars() -> Iterator[tuple[str, float]]:
             yield f"server, {_result(name)['workers']} worker(s) / {peer}", ratio
     grpc = _result("serve_grpc")
     if grpc:
-        yield "server, gRPC, 1 worker / grpc.aio echo", grpc["1 row, 64 connections"]["gRPC over grpc.aio echo"]
+        for connections in (16, 64):
+            case = grpc[f"1 row, {connections} connections"]
+            yield f"server, gRPC, {connections} connections / grpc.aio echo", case["gRPC over grpc.aio echo"]
 
 
 def _best_cp(streams: Mapping[str, Any]) -> float:
