@@ -17,6 +17,7 @@ from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.servable import Merging
@@ -251,7 +252,7 @@ def test_calls_of_several_clients_share_a_batch(tmp_path: Path, monkeypatch: pyt
 
     async def check() -> None:
         model, sizes = Blocking(), list[int]()
-        model.servable.merging = lambda _: Merging(is_proven=True)  # type: ignore[method-assign]
+        model.servable.merging = lambda signature: Merging(is_proven=True)  # type: ignore[method-assign]  # noqa: ARG005
         async with running(tmp_path, lambda _: model.servable) as (app, _, channel):
             watched = Watched(app, monkeypatch)
             calls = [asyncio.create_task(predict(channel, request(number))) for number in range(8)]
@@ -259,6 +260,7 @@ def test_calls_of_several_clients_share_a_batch(tmp_path: Path, monkeypatch: pyt
                 await watched.came.acquire()
             model.go_on.set()
             await asyncio.gather(*calls)
+            assert isinstance(app.executor, ModelExecutor)
             app.executor.watch = lambda requests, *_: sizes.append(len(requests))
             for name in ("_NEXT_SECONDS", "_LONGEST_SECONDS"):
                 monkeypatch.setattr(arrivals, name, 20.0)
