@@ -21,7 +21,7 @@ _MOST_VALUES: Final = 2**12
 def int64_columns(request: Any, signature: Signature) -> Columns | None:
     """Return inputs that are int64 vectors of one length, as most requests have. None if they are not, or are malformed.
 
-    To convert them together takes a tenth of the time of `decode_inputs`.
+    To convert them together takes a fraction of the time of `decode_inputs`.
     """
     sent, inputs = request.inputs, signature.inputs
     if not signature.is_int64 or len(sent) != len(inputs):
