@@ -22,13 +22,14 @@ HEAD = """# Performance
 
 Row = Sequence[object]
 
+_GRPC = ("tpuembed, gRPC", "grpc.aio echo")
 _TRAINERS = ("tpuembed", "keras", "keras_rs")
 
 
 def main() -> None:
     """Write the page."""
     parts = [HEAD, *_ratios(), *_training(), *_exports(), *_fresh()]
-    parts += [*_loads(), *_lookups(), *_overlays(), *_servers(), *_tools()]
+    parts += [*_loads(), *_lookups(), *_overlays(), *_servers(), *_grpc(), *_tools()]
     PAGE.write_text("\n".join(parts))
 
 
@@ -76,6 +77,11 @@ def _bars() -> Iterator[tuple[str, float]]:
     for name in ("serve", "serve_2"):
         for peer, ratio in _over(_result(name).get("1 row, 64 connections", {})):
             yield f"server, {_result(name)['workers']} worker(s) / {peer}", ratio
+    grpc = _result("serve_grpc")
+    if grpc:
+        for connections in (16, 64):
+            case = grpc[f"1 row, {connections} connections"]
+            yield f"server, gRPC, {connections} connections / grpc.aio echo", case["gRPC over grpc.aio echo"]
 
 
 def _best_cp(streams: Mapping[str, Any]) -> float:
@@ -290,6 +296,34 @@ def _tools() -> Iterator[str]:
         )
 
 
+def _rates_and_times(cases: Mapping[str, Any], servers: Sequence[str]) -> Iterator[str]:
+    rates, times = list[Row](), list[Row]()
+    for case, each in cases.items():
+        rates.append((case, *(_number(each[server]["requests_per_second"]) for server in servers)))
+        times.append((case, *(f"{each[s]['p50_ms']:.3g} / {each[s]['p99_ms']:.3g}" for s in servers)))
+    yield _table(("", *servers), rates)
+    yield "Milliseconds, p50 / p99:\n"
+    yield _table(("", *servers), times)
+
+
+def _grpc() -> Iterator[str]:
+    found = _result("serve_grpc")
+    cases = {case: each for case, each in found.items() if isinstance(each, dict) and "tpuembed" in each}
+    if not cases:
+        return
+    yield "## gRPC, requests per second (`benchmarks/serve.py`)\n"
+    yield (
+        "The limit is a bare grpc.aio server, which answers the same bytes without reading the request. The client of both is "
+        "h2load. REST is the same server in the same run, with wrk.\n"
+    )
+    names = ("gRPC over grpc.aio echo", "gRPC over REST")
+    yield _table(
+        ("requests per second, ratio of the rounds", *names),
+        [(case, *(f"{each[name]:.2f}" for name in names)) for case, each in cases.items()],
+    )
+    yield from _rates_and_times(cases, ("tpuembed", *_GRPC))
+
+
 def _servers() -> Iterator[str]:
     plain = _result("serve_plain").get("a plain SavedModel, 1 row, 64 connections")
     for name in ("serve", "serve_2"):
@@ -300,17 +334,7 @@ def _servers() -> Iterator[str]:
         workers = f"{found['workers']} worker{'s' * (found['workers'] > 1)}"
         yield f"## Servers of one model, {workers} each, requests per second (`benchmarks/serve.py`)\n"
         servers = [key for key, value in next(iter(cases.values())).items() if isinstance(value, dict)]
-        rows = [
-            (case, *(_number(each[server]["requests_per_second"]) for server in servers))
-            for case, each in cases.items()
-        ]
-        yield _table(("", *servers), rows)
-        yield "Milliseconds, p50 / p99:\n"
-        rows = [
-            (case, *(f"{each[s]['p50_ms']:.3g} / {each[s]['p99_ms']:.3g}" for s in servers))
-            for case, each in cases.items()
-        ]
-        yield _table(("", *servers), rows)
+        yield from _rates_and_times(cases, [server for server in servers if server not in _GRPC])
         bad = found["1 of 16 clients sends bad ids"]
         yield (
             f"With bad ids from 1 of 16 clients {bad['good requests failed']} good requests failed, and the others' rate was "

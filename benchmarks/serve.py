@@ -2,10 +2,10 @@
 
     python -m benchmarks.serve [--rounds N] [--workers N] [--peers FOLDER] [--only NAME]...
 
-The client is `wrk` (a Debian package). The servers take turns within each round, and those whose turn it is not are stopped, so
-that a disturbance of the machine meets all of them; the figures are medians over the rounds, and the ratios medians of the
-rounds' own. FOLDER holds an environment for each peer; one that is missing is made there with pip, which takes minutes and some
-gigabytes. Without it the peers are the naive server and the echo alone.
+The clients are `wrk`, and `h2load` for gRPC (the Debian packages wrk and nghttp2-client). The servers take turns within each round,
+and those whose turn it is not are stopped, so that a disturbance of the machine meets all of them; the figures are medians over
+the rounds, and the ratios medians of the rounds' own. FOLDER holds an environment for each peer; one that is missing is made there
+with pip, which takes minutes and some gigabytes. Without it the peers are the naive server and the two echoes alone.
 """
 
 import argparse
@@ -28,10 +28,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import grpc_load
 from benchmarks.serve_model import FEATURES, NAMES, ROWS, export
 
 OURS = "tpuembed"
 OVER_GRPC = "tpuembed, gRPC"
+GRPC_ECHO = "grpc.aio echo"
 PLAIN, NAIVE_PLAIN = "plain model, tpuembed", "plain model, naive"
 PLAIN_CASE = "a plain SavedModel, 1 row, 64 connections"
 PEERS = {"litserve": "litserve", "bentoml": "bentoml", "mlserver": "mlserver", "ray": "ray[serve]"}
@@ -101,13 +103,15 @@ class Server:
 
     def ask(self, body: str) -> bytes:
         """One request."""
+        if self.form == "grpc":
+            return grpc_load.ask(self.port, grpc_load.request(1))
         request = urllib.request.Request(self.url, body.encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=10) as reply:
             return bytes(reply.read())
 
     def wait(self) -> bytes:
         """Until all its processes answer, as many answers in a row show; the last of them."""
-        body, answer, good = bodies(1, self.form)[0], b"", 0
+        body, answer, good = bodies(1, self.form)[0], b"", 0  # over gRPC it is made by `ask`
         for _ in range(600):
             try:
                 answer, good = self.ask(body), good + 1
@@ -185,6 +189,10 @@ class Bench:
         names = ["echo", "naive", *(PEERS if peers else ())]
         for name in [name for name in names if not only or name in only]:
             self._start(name, ECHO_BODY=echo).wait()
+        self.answer_bytes = {rows: len(grpc_load.ask(self._grpc_port, grpc_load.request(rows))) for rows, _ in CASES}
+        if not only or GRPC_ECHO in only:
+            answer = grpc_load.ask(self._grpc_port, grpc_load.request(1))
+            self._start(GRPC_ECHO, ECHO_BODY=answer.hex()).wait()
         if not only or PLAIN in only:
             for name in (PLAIN, NAIVE_PLAIN):
                 self._start(name).wait()
@@ -193,8 +201,8 @@ class Bench:
 
     @property
     def of_one_model(self) -> list[str]:
-        """The servers of the model that tpuembed exported."""
-        return [name for name in self.servers if name not in (PLAIN, NAIVE_PLAIN)]
+        """The servers of the model that tpuembed exported, over HTTP/1."""
+        return [name for name in self.servers if name not in (PLAIN, NAIVE_PLAIN, GRPC_ECHO)]
 
     def _start(self, name: str, **environment: str) -> Server:
         port = _free_port()
@@ -212,7 +220,7 @@ class Bench:
         else:
             python = environment_of(name, self._peers) if name in PEERS and self._peers else sys.executable
             command = [python, str(_SCRIPT), "naive" if name == NAIVE_PLAIN else name, *arguments]
-        form = "v2" if name == "mlserver" else "rows"
+        form = {"mlserver": "v2", GRPC_ECHO: "grpc"}.get(name, "rows")
         path = "/v2/models/rec/infer" if form == "v2" else "/v1/models/rec:predict"
         server = self.servers[name] = Server(command, port, path, form, environment)
         self._stack.callback(server.stop)
@@ -242,13 +250,16 @@ class Bench:
         with self.awake(name) as server:
             return figures(wrk(server, self.script(server.form, rows), connections, seconds))
 
-    def measure_grpc(self, rows: int, connections: int, seconds: int) -> dict[str, float]:
-        """Ours over gRPC; its client takes more of the processors than wrk."""
-        command = [sys.executable, "-m", "benchmarks.grpc_load"]
+    def measure_grpc(self, rows: int, connections: int, seconds: int) -> dict[str, dict[str, float]]:
+        """Ours over gRPC, and the echo if it runs. The echo answers 1 row, however many it is asked for."""
+        found, body = {}, grpc_load.request(rows)
         with self.awake(OURS):
-            arguments = [str(number) for number in (self._grpc_port, rows, connections, seconds)]
-            done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE, check=True, text=True)
-        found: dict[str, float] = json.loads(done.stdout)
+            size = self.answer_bytes[rows]
+            found[OVER_GRPC] = grpc_load.load(self._grpc_port, body, size, connections, seconds)
+        if GRPC_ECHO in self.servers:
+            with self.awake(GRPC_ECHO) as server:
+                size = self.answer_bytes[1]
+                found[GRPC_ECHO] = grpc_load.load(server.port, body, size, connections, seconds)
         return found
 
     def beside_bad(self, seconds: int) -> dict[str, float]:
@@ -301,15 +312,17 @@ def run(
 
     Returns:
         {case: {server: {"requests_per_second", "p50_ms", "p99_ms"}, "over SERVER": ratio}}; the ratios are of requests per
-        second, ours to the peer's. "best p99_ms" is ours of the best round.
+        second, ours to the peer's. Over gRPC they are "gRPC over grpc.aio echo" and "gRPC over REST". "best p99_ms" is ours of
+        the best round.
     """
-    if shutil.which("wrk") is None:
-        raise SystemExit("benchmarks.serve needs wrk: apt-get install wrk")
+    if shutil.which("wrk") is None or shutil.which("h2load") is None:
+        raise SystemExit("benchmarks.serve needs wrk and h2load: apt-get install wrk nghttp2-client")
     with tempfile.TemporaryDirectory(prefix="tpuembed-bench-") as folder:
         bench = Bench(Path(folder), workers, Path(peers).absolute() if peers else None, only)
         try:
-            for name in bench.servers:
+            for name in bench.of_one_model:
                 bench.measure(name, 1, 16, 1)
+            bench.measure_grpc(1, 16, 1)
             found = [_round(bench, seconds) for _ in range(rounds)]
             plain = [
                 {name: bench.measure(name, 1, 64, seconds) for name in (PLAIN, NAIVE_PLAIN)}
@@ -354,7 +367,7 @@ def _title(case: tuple[int, int]) -> str:
 def _round(bench: Bench, seconds: int) -> dict[tuple[int, int], dict[str, dict[str, float]]]:
     found = {case: {name: bench.measure(name, *case, seconds) for name in bench.of_one_model} for case in CASES}
     for case in CASES:
-        found[case][OVER_GRPC] = bench.measure_grpc(*case, seconds)
+        found[case] |= bench.measure_grpc(*case, seconds)
     return found
 
 
@@ -362,9 +375,16 @@ def _summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for name, values in rounds[0].items():
         summary[name] = {key: statistics.median(each[name][key] for each in rounds) for key in values}
-    for name in [name for name in rounds[0] if name not in (OURS, OVER_GRPC)]:
+
+    def ratio(ours: str, peer: str) -> float:
         key = "requests_per_second"
-        summary[f"over {name}"] = statistics.median(each[OURS][key] / each[name][key] for each in rounds)
+        return statistics.median(each[ours][key] / each[peer][key] for each in rounds)
+
+    for name in [name for name in rounds[0] if name not in (OURS, OVER_GRPC, GRPC_ECHO)]:
+        summary[f"over {name}"] = ratio(OURS, name)
+    if GRPC_ECHO in rounds[0]:
+        summary[f"gRPC over {GRPC_ECHO}"] = ratio(OVER_GRPC, GRPC_ECHO)
+    summary["gRPC over REST"] = ratio(OVER_GRPC, OURS)
     summary["best p99_ms"] = min(each[OURS]["p99_ms"] for each in rounds)
     return summary
 

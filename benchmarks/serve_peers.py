@@ -5,7 +5,7 @@ Runs in an environment that has the peer and TensorFlow, and nothing of ours:
     python serve_peers.py NAME PORT WORKERS MODEL_DIR
 
 `naive` is what everybody writes first. All others run the model in the way that costs a call the least, as ours does: what is
-compared is the server. `echo` answers the same bytes without any model.
+compared is the server. `echo` and `grpc.aio echo` answer the same bytes without any model.
 """
 
 import json
@@ -203,10 +203,38 @@ def run_ray(port: int, workers: int, model_dir: str) -> None:
     signal.pause()
 
 
+def run_grpc_echo(port: int, workers: int) -> None:
+    """Answers the same bytes to every call of Predict: what gRPC alone costs."""
+    for _ in range(workers - 1):
+        if not os.fork():
+            break
+    import grpc  # after the fork
+    import uvloop
+
+    answer = bytes.fromhex(os.environ["ECHO_BODY"])
+
+    async def echo(_: bytes, __: Any) -> bytes:
+        return answer
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        handlers = {"Predict": grpc.unary_unary_rpc_method_handler(echo)}
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("tensorflow.serving.PredictionService", handlers),)
+        )
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        await server.wait_for_termination()
+
+    uvloop.run(serve())
+
+
 def main(name: str, port: str, workers: str, model_dir: str) -> None:
     """Serve one of them until killed."""
     os.environ["MODEL_DIR"] = model_dir
-    if name in ("echo", "naive"):
+    if name == "grpc.aio echo":
+        run_grpc_echo(int(port), int(workers))
+    elif name in ("echo", "naive"):
         run_uvicorn(f"{name}_app", int(port), int(workers))
     else:
         globals()[f"run_{name}"](int(port), int(workers), model_dir)

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
-from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
+from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument, stopping, timed_out
 from tpuembed_serving.core.traffic import Traffic
@@ -501,10 +501,13 @@ class Pipeline:
         if signature.shapes:
             signature.check_shapes(inputs)
         rows = elements = 0
-        for array in inputs:
-            elements += array.size
-            if array.ndim and len(array) > rows:
-                rows = len(array)
+        if type(inputs) is Columns:
+            rows, elements = len(inputs.matrix), inputs.matrix.size
+        else:
+            for array in inputs:
+                elements += array.size
+                if array.ndim and len(array) > rows:
+                    rows = len(array)
         if self._max_rows is not None and rows > self._max_rows:
             raise invalid_argument(
                 f"the request has {rows} rows. The limit is {self._max_rows}. Send fewer rows per request"

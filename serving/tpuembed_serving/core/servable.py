@@ -96,7 +96,7 @@ class Signature:
         Raises:
             StatusError: INVALID_ARGUMENT, an input has another rank or size.
         """
-        if not self.shapes:
+        if not self.shapes or (type(inputs) is Columns and self._takes_vectors):
             return
         shapes = [array.shape for array in inputs]
         for shape, (rank, sizes) in zip(shapes, self._ranks, strict=True):
@@ -123,17 +123,24 @@ class Signature:
         ]
 
     @functools.cached_property
+    def _takes_vectors(self) -> bool:
+        """Returns True if every input may have the shape of a column: one dimension of any size."""
+        return all(shape is None or list(shape) == [-1] for shape in self.shapes)
+
+    @functools.cached_property
     def output_dtypes(self) -> Mapping[str, str]:
         """Return the dtype of each output by its alias."""
         return {info.alias: info.dtype for info in self.outputs}
 
     @functools.cached_property
+    def is_int64(self) -> bool:
+        """Returns True if there are several inputs, all int64."""
+        return len(self.inputs) > 1 and all(info.dtype == "int64" for info in self.inputs)
+
+    @functools.cached_property
     def int64_row(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]] | None:
         """Return a function that extracts the ordered values of a row. None unless there are several inputs, all int64."""
-        aliases = [info.alias for info in self.inputs]
-        if len(aliases) < 2 or any(info.dtype != "int64" for info in self.inputs):
-            return None
-        return operator.itemgetter(*aliases)
+        return operator.itemgetter(*[info.alias for info in self.inputs]) if self.is_int64 else None
 
 
 @dataclasses.dataclass(frozen=True)

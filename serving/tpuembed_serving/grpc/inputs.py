@@ -1,16 +1,46 @@
 """Converts a PredictRequest to the inputs of a signature, with TensorFlow Serving's checks and texts (predict_util.cc)."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from google.protobuf import json_format  # type: ignore[import-untyped]
-from tensorflow.core.framework import tensor_pb2
+from tensorflow.core.framework import tensor_pb2, types_pb2
 
-from tpuembed_serving.core.servable import Array, Servable, Signature, TensorInfo
+from tpuembed_serving.core.servable import Array, Columns, Servable, Signature, TensorInfo
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, dtype_name
 
-__all__ = ["decode_inputs", "output_aliases"]
+__all__ = ["decode_inputs", "int64_columns", "output_aliases"]
+
+_MOST_VALUES: Final = 2**12
+"""More values that are not in `tensor_content` are converted piece by piece."""
+
+
+def int64_columns(request: Any, signature: Signature) -> Columns | None:
+    """Return inputs that are int64 vectors of one length, as most requests have. None if they are not, or are malformed.
+
+    To convert them together takes a fraction of the time of `decode_inputs`.
+    """
+    sent, inputs = request.inputs, signature.inputs
+    if not signature.is_int64 or len(sent) != len(inputs):
+        return None
+    protos = [sent[info.alias] for info in inputs if info.alias in sent]
+    shape = protos[0].tensor_shape if len(protos) == len(inputs) else None
+    if shape is None or shape.unknown_rank or len(shape.dim) != 1:
+        return None
+    if any(proto.dtype != types_pb2.DT_INT64 or proto.tensor_shape != shape for proto in protos):
+        return None
+    rows = shape.dim[0].size
+    contents = [proto.tensor_content for proto in protos]
+    sizes = set(map(len, contents))
+    if rows > 0 and sizes == {8 * rows}:
+        return Columns(np.frombuffer(b"".join(contents), "<i8").reshape(len(protos), rows).T)
+    lists = [proto.int64_val for proto in protos]
+    if sizes != {0} or set(map(len, lists)) != {rows} or not 0 < rows * len(lists) <= _MOST_VALUES:
+        return None
+    return Columns(np.fromiter(itertools.chain.from_iterable(lists), np.int64).reshape(len(lists), rows).T)
 
 
 def decode_inputs(request: Any, servable: Servable, signature: Signature) -> list[Array]:

@@ -35,7 +35,7 @@ from tpuembed_serving.core.pipeline import Check, Prediction, Task
 from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE, ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
-from tpuembed_serving.grpc.inputs import decode_inputs, output_aliases
+from tpuembed_serving.grpc.inputs import decode_inputs, int64_columns, output_aliases
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
 
 __all__ = [
@@ -127,10 +127,12 @@ class GrpcPredict(_GrpcPrediction):
 
     def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
         """Convert the inputs to arrays. A tensor can have many more elements than the message has values."""
-        shapes = [tensor.tensor_shape.dim for tensor in self._request.inputs.values()]
-        check(sum([math.prod([dim.size for dim in shape]) for shape in shapes]) // _ELEMENTS_PER_SLOW_BYTE)
         self._signature = _find_signature(loaded.servable, self._request.model_spec.signature_name)
-        inputs = decode_inputs(self._request, loaded.servable, self._signature)
+        inputs: Sequence[Array] | None = int64_columns(self._request, self._signature)
+        if inputs is None:
+            shapes = [tensor.tensor_shape.dim for tensor in self._request.inputs.values()]
+            check(sum([math.prod([dim.size for dim in shape]) for shape in shapes]) // _ELEMENTS_PER_SLOW_BYTE)
+            inputs = decode_inputs(self._request, loaded.servable, self._signature)
         self._aliases = output_aliases(self._request, self._signature)
         return [Task(self._signature, inputs)]
 

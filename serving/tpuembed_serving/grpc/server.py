@@ -32,6 +32,7 @@ from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
+from tpuembed_serving.grpc.arrivals import Arrivals
 from tpuembed_serving.grpc.listening import ChannelArgument, UnixSocket
 from tpuembed_serving.grpc.open_inference import (
     STREAMS,
@@ -63,6 +64,11 @@ _METHODS: Final = {
         "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", *UNSUPPORTED
     ),
 }  # fmt: skip
+_PREDICTIONS: Final = frozenset(
+    {*(f"/{_PREDICTION}/{name}" for name in ("Predict", "Classify", "Regress", "MultiInference"))}
+    | {f"/{_OPEN_INFERENCE}/ModelInfer"}
+)
+"""The paths of the methods whose calls share runs."""
 _HEALTH_NAMES: Final = ("", *_METHODS, *(service.rpartition(".")[2] for service in _METHODS))
 _CHANGES: Final = frozenset({"HandleReloadConfigRequest"})
 _INT32_MAX: Final = 2**31 - 1
@@ -79,6 +85,7 @@ _HEALTH_SECONDS: Final = 0.1
 _FOREVER_SECONDS: Final = 1e6
 _GIVEN_UP: Final = "the server is stopping. Send this call to another server"
 _OPEN: Final = SecuritySettings()
+_REQUEST_ID: Final = REQUEST_ID.decode("ascii")
 _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -171,6 +178,7 @@ class GrpcServer:
         self._unix: UnixSocket | None = None
         self._current: _Port | None = None
         self._retired: list[_Port] = []
+        self._arrivals = Arrivals()
         self._health = _Health(pipeline.service)
         self._open_inference = open_inference_calls(self._service, lambda: bool(self._health.serves("")))
 
@@ -195,7 +203,8 @@ class GrpcServer:
             **dict(channel_arguments),
         }
         unix = self._unix = None if socket_path is None else UnixSocket(socket_path)
-        interceptors = [_KeyInterceptor(security.api_keys, self._telemetry)] if security.api_keys else []
+        keys, withdraw = security.api_keys, self._arrivals.withdraw
+        interceptors = [_KeyInterceptor(keys, self._telemetry, withdraw)] if keys else []
 
         async def open_port(number: int) -> tuple[_Port, int]:
             server = grpc.aio.server(options=list(options.items()), interceptors=interceptors)
@@ -206,7 +215,7 @@ class GrpcServer:
                 }
                 if service == _OPEN_INFERENCE:
                     handlers |= {name: grpc.stream_stream_rpc_method_handler(_refuse_stream(name)) for name in STREAMS}
-                server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+                server.add_generic_rpc_handlers((_Service(service, handlers, self._arrivals.announce),))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection(
                 (*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server, BothPools()
@@ -259,11 +268,13 @@ class GrpcServer:
 
     def _handler(self, service: str, name: str, port: _Port) -> Callable[[bytes, Any], Awaitable[bytes]]:
         path = f"/{service}/{name}".encode("ascii")
+        is_prediction = f"/{service}/{name}" in _PREDICTIONS
 
         async def handle(request: bytes, context: Any) -> bytes:
             record = self._begin(path, name, context, len(request))
+            call = self._predict if is_prediction else self._answer
             try:
-                response = await port.answer(self._answer(name, request, context, record), context)
+                response = await port.answer(call(name, request, context, record), context)
             except StatusError as error:
                 self._finish(record, error.code, 0)
                 await context.abort(_STATUS_CODES[error.code], truncated(error.message))
@@ -280,6 +291,14 @@ class GrpcServer:
 
         return handle
 
+    async def _predict(self, name: str, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
+        """Answer a call that is started together with others."""
+        try:
+            await self._arrivals.enter()
+            return await self._answer(name, request, context, record)
+        finally:
+            self._arrivals.leave()
+
     async def _answer(self, name: str, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:
@@ -292,7 +311,7 @@ class GrpcServer:
             assert self._loading is not None
             if self._service.loading and name not in _CHANGES:
                 raise still_loading()  # before the await: the classes of the messages may still be loading
-            methods = await asyncio.shield(self._loading)
+            methods = self._loading.result() if self._loading.done() else await asyncio.shield(self._loading)
             prediction = methods.predictions.get(name)
             if prediction is None:
                 return await methods.calls[name](request)
@@ -305,21 +324,38 @@ class GrpcServer:
 
     def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
         """Create a record if the server has an observer, and return the client's request ID to it."""
-        headers = _as_bytes(context.invocation_metadata() or ())
-        record = None
+        metadata = context.invocation_metadata() or ()
+        if self._telemetry is None:  # nobody needs the other headers
+            metadata = [pair for pair in metadata if pair[0] == _REQUEST_ID]
+        headers, record = _as_bytes(metadata), None
         request_id = sane_request_id(next((value for key, value in headers if key == REQUEST_ID), b""))
         if self._telemetry is not None:
             record = self._telemetry.begin(GRPC, "POST", path, headers, name)
             record.body(size)
             request_id = record.request_id or request_id
         if request_id:
-            context.set_trailing_metadata(((REQUEST_ID.decode("ascii"), request_id),))
+            context.set_trailing_metadata(((_REQUEST_ID, request_id),))
         return record
 
     def _finish(self, record: RequestRecord | None, code: Code, size: int) -> None:
         if record is not None and self._telemetry is not None:
             record.answered(code, int(code), size)
             self._telemetry.finish(record)
+
+
+class _Service(grpc.GenericRpcHandler):
+    """Finds the handler of a call. gRPC asks for it when the call's headers have arrived, before it reads the message."""
+
+    def __init__(self, service: str, handlers: Mapping[str, Any], announce: Callable[[], None]) -> None:
+        self._handlers = {f"/{service}/{name}": handler for name, handler in handlers.items()}
+        self._announce = announce
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Return the handler of a method, or None if this is the method of another service."""
+        handler = self._handlers.get(handler_call_details.method)
+        if handler is not None and handler_call_details.method in _PREDICTIONS:
+            self._announce()
+        return handler
 
 
 class _Methods(NamedTuple):
@@ -332,8 +368,8 @@ class _Methods(NamedTuple):
 class _KeyInterceptor(grpc.aio.ServerInterceptor):
     """Answers UNAUTHENTICATED to calls without a key. Health checks need none."""
 
-    def __init__(self, keys: ApiKeys, telemetry: Telemetry | None) -> None:
-        self._keys, self._telemetry = keys, telemetry
+    def __init__(self, keys: ApiKeys, telemetry: Telemetry | None, withdraw: Callable[[], None]) -> None:
+        self._keys, self._telemetry, self._withdraw = keys, telemetry, withdraw
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Return the handler of a call; see gRPC."""
@@ -341,6 +377,8 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
         metadata = details.invocation_metadata or ()
         if handler is None or details.method.startswith(_HEALTH) or self._keys.accept(metadata):
             return handler
+        if details.method in _PREDICTIONS:
+            self._withdraw()
 
         async def refuse(_: Any, context: Any) -> None:
             if self._telemetry is not None:

@@ -5,6 +5,7 @@ in size: a tensor whose last value is repeated.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any, Final
@@ -202,31 +203,39 @@ def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
     Raises:
         StatusError: UNIMPLEMENTED, the dtype is not supported.
     """
-    proto.dtype = types_pb2.DataType.Value(f"DT_{dtype.upper()}")
-    proto.tensor_shape.SetInParent()  # a scalar has an empty shape, not a missing one
-    for size in array.shape:
-        proto.tensor_shape.dim.add().size = size
-    if proto.dtype == types_pb2.DT_STRING:
+    number = types_pb2.DataType.Value(f"DT_{dtype.upper()}")
+    head, field = _head(number, array.shape), _FIELDS.get(number)
+    if field is not None and field.fixed_width and array.size:
+        data = np.ascontiguousarray(array, field.dtype).tobytes()
+        proto.MergeFromString(b"%b%b%b%b" % (head, _tag(field.name), varint(len(data)), data))
+        return
+    proto.MergeFromString(head)
+    if number == types_pb2.DT_STRING:
         proto.string_val.extend(array.ravel().tolist())
-    elif proto.dtype in _FIELDS:
-        _put(proto, _FIELDS[proto.dtype], array)
+    elif field is not None:
+        _put(proto, field, array)
     else:
         raise StatusError(Code.UNIMPLEMENTED, f"tensors of type {dtype} cannot be sent")
 
 
+@functools.lru_cache(maxsize=1024)
+def _head(number: int, shape: tuple[int, ...]) -> bytes:
+    """Return a TensorProto of this dtype and shape without values, serialized."""
+    proto = tensor_pb2.TensorProto(dtype=number)
+    proto.tensor_shape.SetInParent()  # a scalar has an empty shape, not a missing one
+    for size in shape:
+        proto.tensor_shape.dim.add().size = size
+    return bytes(proto.SerializeToString())
+
+
 def _put(proto: Any, field: _Field, array: Array) -> None:
-    if not array.size:
-        return
-    if field.fixed_width:
-        data = np.ascontiguousarray(array, field.dtype).tobytes()
-        proto.MergeFromString(_tag(field.name) + varint(len(data)) + data)
-        return
     flat = array.ravel()
     flat, values = (flat.view("<u2") if field.name == "half_val" else flat), getattr(proto, field.name)
     for start in range(0, len(flat), _PIECE):
         values.extend(flat[start : start + _PIECE].tolist())
 
 
+@functools.cache
 def _tag(name: str) -> bytes:
     """Return the tag of a packed field: its number, and wire type 2 (length-delimited)."""
     return varint(tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[name].number << 3 | 2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,11 +17,17 @@ from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ServingError
 from tpuembed_serving import ServerSettings, create_app
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.api_keys import ApiKeys
+from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.core.servable import Merging
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.grpc import arrivals
 from tpuembed_serving.grpc.server import GrpcServer, truncated
 from tpuembed_serving.http.app import ServingApp
 
+KEY = "k" * 32
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 
 
@@ -46,7 +53,7 @@ async def running(
     make_version(base_path / "m", 7)
     app = create_app(ServerSettings.for_model_dir(base_path / "m", poll_seconds=0.02, **options), load=load)
     server = GrpcServer(app.pipeline, app.repository)
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start("127.0.0.1", 0, security=options.get("security", SecuritySettings()))
     app.repository.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         async with asyncio.timeout(30):
@@ -238,3 +245,55 @@ def test_the_service_knows_no_transport() -> None:
     app = create_app(ServerSettings(models=()), load=lambda _: DoublingServable())
     with pytest.raises(ServingError, match="Could not find any versions of model "):
         app.pipeline.service.status(ModelSpec("none"))
+
+
+def test_calls_of_several_clients_share_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC delivers them one by one. As many were in progress before."""
+
+    async def check() -> None:
+        model, sizes = Blocking(), list[int]()
+        model.servable.merging = lambda signature: Merging(is_proven=True)  # type: ignore[method-assign]  # noqa: ARG005
+        async with running(tmp_path, lambda _: model.servable) as (app, _, channel):
+            watched = Watched(app, monkeypatch)
+            calls = [asyncio.create_task(predict(channel, request(number))) for number in range(8)]
+            for _ in calls:
+                await watched.came.acquire()
+            model.go_on.set()
+            await asyncio.gather(*calls)
+            assert isinstance(app.executor, ModelExecutor)
+            app.executor.watch = lambda requests, *_: sizes.append(len(requests))
+            for name in ("_NEXT_SECONDS", "_LONGEST_SECONDS"):
+                monkeypatch.setattr(arrivals, name, 20.0)
+            monkeypatch.setattr(arrivals, "_PAUSE_SECONDS", 0.0)
+            found = await asyncio.gather(*(predict(channel, request(number)) for number in range(8)))
+            assert found == [[2 * number] for number in range(8)]
+            assert sizes[0] == 8  # a request whose value is new may run again
+
+    asyncio.run(check())
+
+
+def test_calls_that_have_ended_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answered, failed and cancelled ones, and one without a key."""
+    (tmp_path / "keys").write_text(KEY)
+    keyed = functools.partial(running, security=SecuritySettings(api_keys=ApiKeys.read(tmp_path / "keys")))
+
+    async def check() -> None:
+        model = Blocking()
+        async with keyed(tmp_path, lambda _: model.servable) as (app, server, channel):
+            watched, key = Watched(app, monkeypatch), (("x-api-key", KEY),)
+            ask = channel.unary_unary(PREDICT)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask(request(1))
+            assert server._arrivals._announced == 0
+            calls = [ask(request(number), metadata=key) for number in range(3)]
+            for _ in calls:
+                await watched.came.acquire()
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask(request(1, signature="none"), metadata=key)
+            calls[0].cancel()
+            await watched.given_up.wait()
+            model.go_on.set()
+            await asyncio.gather(*calls[1:])
+            assert (server._arrivals._in_progress, server._arrivals._announced) == (0, 0)
+
+    asyncio.run(check())
