@@ -49,9 +49,8 @@ class Arrivals:
             return
         if self._start is None:
             self._start = asyncio.Event()
-            self._wait(
-                loop, 0, loop.time() + _LONGEST_SECONDS
-            )  # this call has arrived, so the first wait is not in vain
+            # This call has arrived, so the first wait is not in vain.
+            self._wait(loop, 0, loop.time() + _LONGEST_SECONDS)
         await self._start.wait()
 
     def leave(self) -> None:
