@@ -102,7 +102,9 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
     name = _name_of(ids)
     source, weights = _sources(ids, decoded)
     if not source:
-        raise _RefusalError(f"the ids of feature {name!r} are no input of the model, as it comes in")
+        raise _RefusalError(
+            f"the ids of feature {name!r} are no plain input: the model computes them, or has a tf.function of its own"
+        )
     form = model.forms[source]
     is_list, policy = form.kind != "dense", config.out_of_vocabulary
     assert policy is not None, "a FeatureConfig takes its table's"
@@ -116,7 +118,10 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
             )
     if ids.weights is not None:
         if not weights or model.forms[weights].partner != source:
-            raise _RefusalError(f"the weights of feature {name!r} are no input of the model that belongs to its ids")
+            raise _RefusalError(
+                f"the weights of feature {name!r} are no plain input that is known to belong to input {source!r}; call it "
+                f"{source + '_weights'!r}"
+            )
         if _casts(_values_of(ids.weights)):
             raise _RefusalError(f"the weights of feature {name!r} are cast; make the input float32")
     length = config.max_sequence_length
