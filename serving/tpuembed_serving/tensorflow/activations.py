@@ -15,6 +15,7 @@ __all__ = ["NativeActivations", "of_lookups"]
 
 _PADDING: Final = -1
 
+
 class NativeActivations:
     """The activations of a whole model's features, of the inputs of its `serving_default`."""
 
@@ -24,7 +25,9 @@ class NativeActivations:
         Raises:
             ConfigError: as `NativeLookups`.
         """
-        self._shapes = {name: spec.shape or () for name, spec in manifest.signatures["serving_default"]["inputs"].items()}
+        self._shapes = {
+            name: spec.shape or () for name, spec in manifest.signatures["serving_default"]["inputs"].items()
+        }
         parts: dict[tuple[object, ...], list[ActivationEntry]] = {}
         for one in manifest.from_activations.features:
             parts.setdefault(self._part_of(one), []).append(one)
@@ -82,7 +85,9 @@ class NativeActivations:
 
 def of_lookups(manifest: Manifest, features: Sequence[ActivationEntry]) -> Manifest:
     """Return the manifest of an export of these lookups, of the same tables."""
-    return dataclasses.replace(manifest, features=tuple(features), packing=Packing(left_out="the export is a whole model"))
+    return dataclasses.replace(
+        manifest, features=tuple(features), packing=Packing(left_out="the export is a whole model")
+    )
 
 
 def _fits(array: Array, shape: Sequence[int | None]) -> bool:

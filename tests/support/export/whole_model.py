@@ -1,6 +1,6 @@
 """A whole model with every kind of lookup that the signature `from_activations` takes, and numpy's own lookup of its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import keras
@@ -31,8 +31,14 @@ FEATURES: Final[Mapping[str, Mapping[str, Any]]] = {
 """By name: the table, the inputs, and how the ids are looked up."""
 
 
-def build(seed: int = 0, *, is_lazy: bool = False) -> Any:
-    """Return a functional model of two layers. `is_lazy` leaves out its dense part: its outputs are the activations."""
+def build(seed: int = 0, *, is_lazy: bool = False, names: Collection[str] = tuple(FEATURES)) -> Any:
+    """Return a functional model of two layers.
+
+    Args:
+        seed: of its weights.
+        is_lazy: whether its outputs are the activations, without a dense part.
+        names: its features.
+    """
     keras.utils.set_random_seed(seed)
     configs: dict[tuple[str, str], Any] = {}
 
@@ -55,25 +61,34 @@ def build(seed: int = 0, *, is_lazy: bool = False) -> Any:
         "light": keras.Input((None,), dtype="int64", sparse=True, name="light"),
         "light_weights": keras.Input((None,), dtype="float32", sparse=True, name="light_weights"),
     }
+    used = {spec[key] for name, spec in FEATURES.items() if name in names for key in ("ids", "weights") if key in spec}
+    inputs = {name: value for name, value in inputs.items() if name in used}
     price = keras.Input((2,), dtype="float32", name=DENSE)
-    weighted = [name for name, spec in FEATURES.items() if "weights" in spec]
-    plain = [name for name in FEATURES if name not in weighted]
-    first = TPUEmbedding({name: config(name) for name in plain}, optimizer="sgd", name="first")
-    second = TPUEmbedding({name: config(name) for name in weighted}, optimizer="sgd", name="second")
-    found = first({name: inputs[FEATURES[name]["ids"]] for name in plain})
-    found |= second({name: inputs[name] for name in weighted}, {name: inputs[f"{name}_weights"] for name in weighted})
+    weighted = [name for name, spec in FEATURES.items() if name in names and "weights" in spec]
+    plain = [name for name in FEATURES if name in names and name not in weighted]
+    found: dict[str, Any] = {}
+    if plain:
+        first = TPUEmbedding({name: config(name) for name in plain}, optimizer="sgd", name="first")
+        found |= first({name: inputs[FEATURES[name]["ids"]] for name in plain})
+    if weighted:
+        second = TPUEmbedding({name: config(name) for name in weighted}, optimizer="sgd", name="second")
+        weights = {name: inputs[f"{name}_weights"] for name in weighted}
+        found |= second({name: inputs[name] for name in weighted}, weights)
     if is_lazy:
         outputs = {f"{name}_out": keras.layers.Identity(name=f"{name}_out")(value) for name, value in found.items()}
         return keras.Model({**inputs, DENSE: price}, {**outputs, "price_out": price * 2})
-    flat = [value if len(value.shape) == 2 else keras.ops.sum(value, axis=range(1, len(value.shape) - 1)) for value in found.values()]
+    flat = [keras.ops.sum(value, axis=range(1, len(value.shape) - 1)) for value in found.values()]
     hidden = keras.layers.Dense(8, activation="tanh", name="hidden")(keras.ops.concatenate([*flat, price], -1))
     return keras.Model({**inputs, DENSE: price}, {"score": keras.layers.Dense(1, name="score")(hidden)})
 
 
 def rows_of(model: Any) -> dict[str, Array]:
     """Return the rows of the table of each feature."""
-    tables = {config.name: value for layer in model.layers if isinstance(layer, TPUEmbedding) for config, value in layer.embedding_tables.items()}
-    return {name: np.asarray(tables[f"{spec['table']}_{spec.get('combiner', 'mean')}"]) for name, spec in FEATURES.items()}
+    layers = [layer for layer in model.layers if isinstance(layer, TPUEmbedding)]
+    tables = {config.name: value for layer in layers for config, value in layer.embedding_tables.items()}
+    return {
+        name: np.asarray(tables[f"{spec['table']}_{spec.get('combiner', 'mean')}"]) for name, spec in FEATURES.items()
+    }
 
 
 def draw(random: np.random.Generator, batch: int, hot: int, bad: float = 0.0) -> dict[str, Array]:
@@ -113,7 +128,9 @@ def look_up(name: str, rows: Array, inputs: Mapping[str, Array]) -> tuple[Array,
         found = np.concatenate([found, np.zeros((len(ids), length, rows.shape[1]))], 1)[:, :length]
         return found, np.abs(found)
     weights = np.where(present, inputs[spec["weights"]] if "weights" in spec else 1.0, 0.0).astype(np.float64)
-    divisor = {"sum": np.ones(len(ids)), "mean": weights.sum(1), "sqrtn": np.sqrt((weights**2).sum(1))}[spec["combiner"]]
+    divisor = {"sum": np.ones(len(ids)), "mean": weights.sum(1), "sqrtn": np.sqrt((weights**2).sum(1))}[
+        spec["combiner"]
+    ]
     divisor = np.where(divisor == 0, 1, divisor)[:, None]
     products = found * weights[..., None]
     return products.sum(1) / divisor, np.abs(products).sum(1) / divisor

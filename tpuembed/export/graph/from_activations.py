@@ -213,7 +213,9 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
         specs[name] = tf.TensorSpec(lookup.activation.shape, lookup.activation.dtype, name=name)
     for name in specs:
         if name not in entries and model.forms[name].partner in looked_up:
-            raise _RefusalError(f"input {name!r} is compared with input {model.forms[name].partner!r}, which is looked up")
+            raise _RefusalError(
+                f"input {name!r} is compared with input {model.forms[name].partner!r}, which is looked up"
+            )
     stand_ins: dict[str, str] = {}
     given: list[str] = []
 

@@ -295,7 +295,8 @@ class KerasModel(ExportableModel):
         """Return what the model takes, by input: `others`, and the rest converted from the signature's `inputs`."""
         given = others or {}
         return {
-            name: given[name] if name in given else form.convert(inputs, self.forms) for name, form in self.forms.items()
+            name: given[name] if name in given else form.convert(inputs, self.forms)
+            for name, form in self.forms.items()
         }
 
     def outputs(self, decoded: Mapping[str, Any]) -> dict[str, Tensor]:
