@@ -8,6 +8,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -39,17 +40,22 @@ def _request(ids: Any) -> bytes:
 
 
 async def load(port: int, rows: int, calls: int, seconds: float) -> dict[str, float]:
-    """`calls` at a time, each client on a channel of its own."""
-    given, taken = requests(rows), list[float]()
+    """Ask for `rows` rows at a time; see `ask`."""
+    return await ask(port, requests(rows), calls, seconds)
+
+
+async def ask(port: int, given: Sequence[bytes], calls: int, seconds: float) -> dict[str, float]:
+    """Send these requests in turns, `calls` at a time, each client on a channel of its own."""
+    taken: list[float] = []
     end = time.perf_counter() + seconds
 
     async def client(turn: int) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-            ask = channel.unary_unary(_METHOD)  # bytes in, bytes out
+            predict = channel.unary_unary(_METHOD)  # bytes in, bytes out
             while (started := time.perf_counter()) < end:
                 turn += 1
-                await ask(given[turn % _REQUESTS])
+                await predict(given[turn % len(given)])
                 taken.append(time.perf_counter() - started)
 
     await asyncio.gather(*(client(turn) for turn in range(calls)))
