@@ -1,7 +1,9 @@
 """Whole models whose lookups the C library runs in the server: the answers and the errors of TensorFlow's graph."""
 
 import contextlib
+import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from hypothesis import strategies as st
 from tests.support.export import whole_model
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import said
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
-from tpuembed.manifest import Manifest
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model
+from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.native_lookup import NativeLookups, available
 from tpuembed_serving.core.memory import MemoryLimit
 from tpuembed_serving.core.status import StatusError
@@ -308,6 +310,46 @@ def test_tables_larger_than_the_memory_are_read_ahead(
     assert "TensorFlow looks rows up" not in caplog.text
     with contextlib.closing(load(whole, "tensorflow")) as theirs:
         assert_same(found, run(theirs, inputs))
+
+
+def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = whole_model.build()
+    export_model(model, tmp_path / "m", layout="mmap")
+    change(model)
+    overlay = export_model(model, tmp_path / "m", layout="mmap", base="latest", max_overlay=3).path
+    compacted = Path(str(compact_version(tmp_path / "m").path))
+    manifests = [Manifest.read(path) for path in (overlay, compacted)]
+    assert manifests[0] is not None
+    assert manifests[1] is not None
+    assert (manifests[0].base, manifests[1].base) != (None, None)
+    assert manifests[0].from_activations == manifests[1].from_activations
+    inputs = whole_model.draw(np.random.default_rng(3), 5, 4)
+    counts = Counts(monkeypatch)
+    with both(overlay) as (ours, theirs):
+        found = [run(ours, inputs), run(theirs, inputs)]
+    with contextlib.closing(load(compacted, "native")) as servable:
+        found.append(run(servable, inputs))
+    assert (counts.native, counts.refused) == (2, 0)
+    assert_same(found[0], found[1])
+    assert_same(found[2], found[1])
+
+
+def test_an_older_export_is_served_as_before(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest does not have the field."""
+    version = tmp_path / "m" / "1"
+    shutil.copytree(whole, version)
+    path = version / MANIFEST_PATH
+    manifest = json.loads(path.read_text())
+    del manifest["from_activations"]
+    path.write_text(json.dumps(manifest))
+    counts = Counts(monkeypatch)
+    inputs = whole_model.draw(np.random.default_rng(3), 100, 20)
+    with both(version) as (ours, theirs):
+        assert_same(run(ours, inputs), run(theirs, inputs))
+    assert (counts.native, counts.refused) == (0, 0)
+    said(next(message for message in caplog.messages if "TensorFlow runs it" in message))
 
 
 def test_what_is_not_run_natively_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
