@@ -443,6 +443,7 @@ class Manifest:
             raise ConfigError(f"its layout is {self.layout!r}, and this version reads {', '.join(LAYOUTS)}.")
         _check_stacks(self.stacks, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
+        _check_activations(self.from_activations, self.signatures)
         for file in self.files:
             _check_inside(file)
 
@@ -613,6 +614,20 @@ def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) ->
         by_stack[table.stack].append(table)
     for stack in stacks:
         _check_filled(stack, by_stack[stack.name])
+
+
+def _check_activations(
+    given: FromActivations, signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
+) -> None:
+    """Raise ConfigError unless the signatures have the inputs of all features."""
+    for one in given.features:
+        wanted = [("from_activations", one.name), ("serving_default", one.ids)]
+        wanted += [("serving_default", one.weights)] if one.weighted else []
+        for signature, name in wanted:
+            if name not in signatures.get(signature, {}).get("inputs", {}):
+                raise ConfigError(
+                    f"from_activations: feature {one.name!r} has input {name!r} of {signature}, which does not exist."
+                )
 
 
 def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:

@@ -78,7 +78,7 @@ def _traced_lookups(model: "KerasModel", tables: StackedTables) -> list[_Lookup]
 
     _traced(call, model.input_specs())
     if not noted:
-        raise _RefusalError("the model looks nothing up")
+        raise _RefusalError("the model looks nothing up, or in a tf.function of its own")
     lookups = [_lookup(ids, activation, model, decoded) for ids, activation in noted]
     names = [name for lookup in lookups for name in _names(lookup.entry)]
     looked_up = {name for lookup in lookups for name in (lookup.entry.ids, lookup.entry.weights)}
@@ -203,7 +203,7 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
     """Return the function of activations.
 
     Raises:
-        _RefusalError: its outputs depend on the inputs that are looked up.
+        _RefusalError: it depends on the inputs that are looked up, or looks something up itself.
     """
     entries = {lookup.entry.name: lookup.entry for lookup in lookups}
     looked_up = {name for entry in entries.values() for name in (entry.ids, entry.weights) if name}
@@ -224,10 +224,11 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
 
         def give(features: Sequence[Ids], look_up: Callable[[], list[Tensor]]) -> list[Tensor]:
             found = [_name_of(ids) for ids in features]
-            given.extend(found)
             sources = [_sources(ids, decoded) for ids in features]
-            is_same = sources == [name in entries and (entries[name].ids, entries[name].weights) for name in found]
-            return [inputs[name] for name in found] if is_same else look_up()
+            if sources != [name in entries and (entries[name].ids, entries[name].weights) for name in found]:
+                return look_up()
+            given.extend(found)
+            return [inputs[name] for name in found]
 
         with tables.answered_by(give):
             return model.outputs(decoded)
@@ -235,6 +236,8 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
     function = _traced(call, specs)
     if sorted(given) != sorted(entries):
         raise _RefusalError("the model looks up other features each time it is traced")
+    if tables.are_gathered_by(function):
+        raise _RefusalError("the model looks up in a tf.function of its own")
     for operation in _before(function.graph):
         if operation.name in stand_ins:
             raise _RefusalError(f"the model uses input {stand_ins[operation.name]!r} for more than the lookup")

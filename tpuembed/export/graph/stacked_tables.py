@@ -130,6 +130,11 @@ class StackedTables:
                 activations[index] = activation
         return activations
 
+    def are_gathered_by(self, function: Any) -> bool:
+        """Return True if a traced function uses a stack without a table that is read whole."""
+        used = {id(tensor) for tensor in function.captured_inputs}
+        return any(id(array.handle) in used for name, array in self._variables.items() if name not in self._whole)
+
     def table(self, name: str) -> "_WholeTable":
         """Return a table that is read where it is used."""
         self.were_asked_for = True

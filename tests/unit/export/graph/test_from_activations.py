@@ -245,6 +245,19 @@ def in_a_function(layers: Any, inputs: Any) -> Any:
     return tf.function(lambda x: layers[0]({"x": x}), autograph=False)(inputs["x"])
 
 
+def in_a_kept_function(with_another: bool) -> Callable[[Any, Any], Any]:
+    """TensorFlow traces the function once, so only the first trace sees its lookup."""
+    kept: list[Any] = []
+
+    def call(layers: Any, inputs: Any) -> Any:
+        if not kept:
+            kept.append(tf.function(lambda y: layers[1](y), autograph=False))
+        rows = kept[0](inputs["y"])
+        return rows + layers[0](inputs["x"]) if with_another else rows
+
+    return call
+
+
 def checked(layers: Any, inputs: Any) -> Any:
     tf.debugging.assert_non_negative(inputs["x"])
     return layers[0](inputs)
@@ -333,6 +346,12 @@ WITHOUT: dict[str, Callable[[], Any]] = {
         embedding({"AGE": FeatureConfig(table())}),
     ),
     "a function of its own": lambda: subclassed(in_a_function),
+    "a function that is kept": lambda: subclassed(
+        in_a_kept_function(with_another=True), X_AND_Y, *(embedding(FeatureConfig(table(name))) for name in "tu")
+    ),
+    "a function that is kept, alone": lambda: subclassed(
+        in_a_kept_function(with_another=False), X_AND_Y, *(embedding(FeatureConfig(table(name))) for name in "tu")
+    ),
     "no validation": lambda: subclassed(
         lambda layers, inputs: layers[0](inputs),
         LIST,
