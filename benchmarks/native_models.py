@@ -6,8 +6,9 @@
 of all pairs of vectors, and dense layers of 256, 64 and 1. Both exports are mapped.
 
 - "requests per second": two processes of `tpuembed serve` for each export, one with `--lookups native` and one with
-  `--lookups tensorflow`, take turns. They answer gRPC requests of 64 rows, from two connections. The client takes about one processor.
-- "ms of a call": the same without a server, in one process and in turns, for several sizes. `--lookups auto` is decided by it.
+  `--lookups tensorflow`, take turns. They answer gRPC requests of 64 rows, from two connections. The client takes a processor.
+- "CPU ms of a call": the same without a server, on one thread of one process and in turns, for several sizes. Two more models show
+  where TensorFlow is faster: 5 of the 26 features are lists, or none, and the others have one id for each row.
 
 Ratios are medians of the rounds' own.
 """
@@ -35,6 +36,7 @@ from benchmarks.serve import free_port
 FEATURES, HOT, DIM, NUMBERS, BATCH = 26, 20, 64, 13, 64
 NAMES = [f"f{number:02}" for number in range(FEATURES)]
 WAYS = ("native", "tensorflow")
+LISTS = {"model": FEATURES, "model with 5 lists": 5, "model without lists": 0}
 SIZES = [(1, 1), (1, 20), (4, 20), (16, 1), (16, 20), (64, 1), (64, 20), (256, 20)]
 _CODES = {"int64": 9, "float32": 1}
 _REQUESTS = 16
@@ -49,20 +51,20 @@ def run(rounds: int = 7, seconds: int = 3, rows: int = 100_000, folder: str | No
         subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         found: dict[str, Any] = {"rounds": rounds}
         for name in ("lookups", "model"):
-            found[name] = {
-                "requests per second": _of_servers(Path(made) / name, rounds, seconds, rows),
-                "ms of a call": _of_calls(Path(made) / name / "1", rounds, rows),
-            }
+            found[name] = {"requests per second": _of_servers(Path(made) / name, rounds, seconds, rows)}
+        for name in ("lookups", *LISTS):
+            found.setdefault(name, {})["CPU ms of a call"] = _of_calls(Path(made) / name / "1", rounds, rows)
         return found
 
 
-def dlrm(rows: int) -> Any:
-    """Return the whole model."""
+def dlrm(rows: int, lists: int = FEATURES) -> Any:
+    """Return the whole model. Its first features are so many lists."""
     import keras
 
     from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 
-    inputs = {name: keras.Input((None,), dtype="int64", ragged=True, name=name) for name in NAMES}
+    inputs = {name: keras.Input((None,), dtype="int64", ragged=True, name=name) for name in NAMES[:lists]}
+    inputs |= {name: keras.Input((), dtype="int64", name=name) for name in NAMES[lists:]}
     numbers = keras.Input((NUMBERS,), dtype="float32", name="numbers")
     tables = {name: FeatureConfig(TableConfig(rows, DIM, name, combiner="sum")) for name in NAMES}
     found = TPUEmbedding(tables, optimizer="sgd", name="embedding")(inputs)
@@ -79,17 +81,23 @@ def export(folder: str, rows: int) -> None:
     """Export the model, and lookups of its tables."""
     from tpuembed import export_model
 
-    model = dlrm(rows)
-    export_model(model, f"{folder}/model", layout="mmap")
+    for name, lists in LISTS.items():
+        model = dlrm(rows, lists)
+        export_model(model, f"{folder}/{name}", layout="mmap")
     features = {name: {"table": name, "input": "ids", "combiner": "sum"} for name in NAMES}
-    export_model(model.get_layer("embedding"), f"{folder}/lookups", serving_config={"features": features}, layout="mmap")
+    export_model(
+        model.get_layer("embedding"), f"{folder}/lookups", serving_config={"features": features}, layout="mmap"
+    )
 
 
 def inputs_of(name: str, batch: int, hot: int, rows: int, seed: int) -> dict[str, Array]:
     """Return random inputs of an export."""
     rng = np.random.default_rng(seed)
-    inputs: dict[str, Array] = {feature: rng.integers(0, rows, (batch, hot)) for feature in NAMES}
-    if name == "model":
+    lists = LISTS.get(name, FEATURES)
+    inputs: dict[str, Array] = {
+        feature: rng.integers(0, rows, (batch, hot) if index < lists else batch) for index, feature in enumerate(NAMES)
+    }
+    if name in LISTS:
         inputs["numbers"] = rng.normal(size=(batch, NUMBERS)).astype(np.float32)
     return inputs
 
@@ -177,7 +185,7 @@ def _of_calls(version: Path, rounds: int, rows: int) -> dict[str, Any]:
 
 
 def calls(version: str, rounds: int, rows: int) -> None:
-    """Print the milliseconds of calls of several sizes."""
+    """Print the milliseconds that calls of several sizes take of a processor."""
     from tpuembed_serving.tensorflow import session as runtime
 
     name = Path(version).parent.name
@@ -200,13 +208,13 @@ def calls(version: str, rounds: int, rows: int) -> None:
 
 
 def _call(servable: Any, given: Sequence[Mapping[str, Array]]) -> float:
-    """Return the seconds of a call, the median of all inputs."""
+    """Return the seconds that a call takes of the processor, the median of all inputs."""
     signature, taken = servable.signatures["serving_default"], []
     for inputs in given:
         arrays = [inputs[info.alias] for info in signature.inputs]
-        started = time.perf_counter()
+        started = time.thread_time()
         servable.run(signature, arrays)
-        taken.append(time.perf_counter() - started)
+        taken.append(time.thread_time() - started)
     return statistics.median(taken)
 
 

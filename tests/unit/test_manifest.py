@@ -140,9 +140,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, change: Any) -> None
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("name", "other"), ("ids", "age2"), ("weights", "w"), ("features", 7)]
-)
+@pytest.mark.parametrize(("field", "value"), [("name", "other"), ("ids", "age2"), ("weights", "w"), ("features", 7)])
 def test_activations_are_of_inputs(tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / MANIFEST_PATH
     path.parent.mkdir()

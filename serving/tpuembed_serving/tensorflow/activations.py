@@ -50,12 +50,11 @@ class NativeActivations:
         for _, lookups in self._parts:
             lookups.reads_ahead = reads_ahead
 
-    def count(self, inputs: Mapping[str, Array]) -> tuple[int, int]:
-        """Return the number of ids of a request, and of activations that they become."""
+    @property
+    def lists_share(self) -> float:
+        """Return the share of features that are lists."""
         features = [one for part, _ in self._parts for one in part]
-        arrays = [inputs[one.ids] for one in features]
-        ids = sum(array.size for array in arrays)
-        return ids, sum(a.size if one.input == "id" else len(a) for one, a in zip(features, arrays, strict=True))
+        return sum(one.input == "ids" for one in features) / len(features)
 
     def look_up(self, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
         """Return the activations by feature. Returns None if only the graph knows what these inputs mean.

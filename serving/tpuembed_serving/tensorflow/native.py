@@ -25,6 +25,9 @@ Other = Callable[[str], tuple[Signature, Call]]
 
 _LEAST_IDS: Final = 512
 """With "auto", TensorFlow runs a request with fewer ids, and one of one id per feature and row: its gather is as fast there."""
+_LEAST_LISTS: Final = 0.2
+"""With "auto", TensorFlow runs a whole model of which a smaller share of the features are lists. One id per feature and row takes
+less time in its graph, but a list takes several times longer, of any length (measured: benchmarks/native_models.py)."""
 _OF_THE_RUN: Final = (tf.errors.DeadlineExceededError, tf.errors.CancelledError)
 """Errors that another run does not explain."""
 
@@ -53,10 +56,10 @@ class NativeCalls(abc.ABC):
             other: returns another signature of the export by its name, and TensorFlow's call of it.
         """
 
-    def _is_worth(self, ids: int, activations: int) -> bool:
-        """Return True if a request of so many ids, of so many activations, is looked up natively."""
-        is_large = ids >= _LEAST_IDS and ids > activations
-        return is_large or self._lookups == "native" or self._native.reads_ahead
+    @property
+    def _always(self) -> bool:
+        """Return True if every request is looked up natively."""
+        return self._lookups == "native" or self._native.reads_ahead
 
 
 class _LookupCalls(NativeCalls):
@@ -77,8 +80,7 @@ class _LookupCalls(NativeCalls):
             return tensorflow
 
         def call(*inputs: Array) -> list[Array]:
-            rows = len(inputs[0]) if inputs[0].ndim else 1
-            if not self._is_worth(sum(array.size for array in inputs), rows * len(native.features)):
+            if not self._always and not _is_pooled_and_large(native, inputs):
                 return tensorflow(*inputs)
             try:
                 return run(inputs)
@@ -100,11 +102,12 @@ class _WholeModelCalls(NativeCalls):
             return tensorflow
         native, names = self._activations, [info.alias for info in signature.inputs]
         rest, run_rest = other("from_activations")
+        is_faster = native.lists_share >= _LEAST_LISTS
 
         def call(*inputs: Array) -> list[Array]:
-            named = dict(zip(names, inputs, strict=True))
-            if not self._is_worth(*native.count(named)):
+            if not self._always and not is_faster:
                 return tensorflow(*inputs)
+            named = dict(zip(names, inputs, strict=True))
             try:
                 activations = native.look_up(named)
                 if activations is None:
@@ -156,6 +159,11 @@ def _refusal(manifest: Manifest) -> str:
     if reason := manifest.from_activations.left_out:
         return f"it is a whole model without the signature from_activations: {reason}"
     return refusal(of_lookups(manifest, manifest.from_activations.features))
+
+
+def _is_pooled_and_large(native: NativeLookups, inputs: Sequence[Array]) -> bool:
+    ids = sum(array.size for array in inputs)
+    return ids >= _LEAST_IDS and inputs[0].ndim > 0 and ids > len(inputs[0]) * len(native.features)
 
 
 def _in_order(signature: Signature, outputs: Mapping[str, Array]) -> list[Array]:
