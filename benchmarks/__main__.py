@@ -19,6 +19,7 @@ RUNS = {
     "load": "load.run()",
     "lookups": "lookups.run()",
     "lookups_2": "lookups.run(threads=2)",
+    "native_models": "native_models.run()",
     "cold_rows": "cold_rows.run()",
     "overlay": "overlay.run()",
     "overlay_soak": "overlay_soak.run()",

@@ -261,6 +261,31 @@ def _overlays() -> Iterator[str]:
 
 
 def _tools() -> Iterator[str]:
+    found = _result("native_models")
+    if found:
+        yield "## 26 lists of 20 ids: the C library beside TensorFlow, in the server (`benchmarks/native_models.py`)\n"
+        kinds = {
+            "lookups": "an export of lookups",
+            "model": "a DLRM",
+            "model with 5 lists": "a DLRM with 5 lists",
+            "model without lists": "a DLRM without lists",
+        }
+        keys = ("native", "tensorflow", "native / tensorflow")
+        rows = [
+            (f"{kind}, 64 rows, requests per second", *(found[name]["requests per second"][key] for key in keys))
+            for name, kind in kinds.items()
+            if "requests per second" in found[name]
+        ]
+        rows += [
+            (f"{kind}, {size.replace(' x ', ' rows, lists of ')}, CPU ms of a call", *(taken[key] for key in keys))
+            for name, kind in kinds.items()
+            for size, taken in found[name]["CPU ms of a call"].items()
+        ]
+        yield _table(("", *keys), rows)
+        yield (
+            "Ratios are times faster. A call is on one thread, in the process itself. The server's clients are on the same "
+            "machine.\n"
+        )
     found = _result("cold_rows")
     if found:
         yield f"## {found['rows']:,} rows of {found['GB']} GB that are not in memory (`benchmarks/cold_rows.py`)\n"

@@ -205,7 +205,7 @@ class Bench:
         return [name for name in self.servers if name not in (PLAIN, NAIVE_PLAIN, GRPC_ECHO)]
 
     def _start(self, name: str, **environment: str) -> Server:
-        port = _free_port()
+        port = free_port()
         model_dir = self._plain_dir if name in (PLAIN, NAIVE_PLAIN) else self.model_dir
         arguments = [str(port), str(self._workers), str(model_dir)]
         if name == PLAIN:
@@ -214,7 +214,7 @@ class Bench:
             command = [sys.executable, "-c", code, "serve", str(model_dir), *ports]
         elif name == OURS:
             code = "from tpuembed_cli.main import main; main()"
-            self._grpc_port = _free_port()
+            self._grpc_port = free_port()
             ports = ["--rest-port", str(port), "--grpc-port", str(self._grpc_port), "--workers", str(self._workers)]
             command = [sys.executable, "-c", code, "serve", str(self.model_dir), *ports]
         else:
@@ -409,7 +409,7 @@ def main() -> None:
     print(json.dumps(run(**vars(parser.parse_args())), indent=1))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

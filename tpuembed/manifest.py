@@ -22,11 +22,13 @@ __all__ = [
     "LOOKUP_SCOPE",
     "MANIFEST_PATH",
     "STORAGE_TYPES",
+    "ActivationEntry",
     "ArrayEntry",
     "BaseEntry",
     "FeatureEntry",
     "FileEntry",
     "Folder",
+    "FromActivations",
     "HistoryEntry",
     "Manifest",
     "OverlayEntry",
@@ -131,6 +133,39 @@ class Packing:
 
     inputs: tuple[PackedInput, ...] = ()
     outputs: tuple[PackedOutput, ...] | None = None
+    left_out: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationEntry(FeatureEntry):
+    """A feature of a whole model: the input `name` of the signature `from_activations`, and how it is looked up.
+
+    `input` is "id" for integers [batch, ...] that are looked up one by one, each to a row [dim], or "ids" for lists, int64
+    [batch, hot], padded with -1. A weight of padding is NaN or 0.
+
+    Attributes:
+        ids: the input of `serving_default` that has its ids.
+        weights: the input of `serving_default` that has their weights. Empty if it is not weighted.
+    """
+
+    ids: str
+    weights: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromActivations:
+    """The signature `from_activations` of a whole model. Its outputs are those of `serving_default`.
+
+    It takes one float32 activation for each feature, and the inputs of `serving_default` that are not looked up.
+
+    Attributes:
+        features: in any order.
+        whole_tables: the tables that the signature itself reads, such as those whose rows a model scores.
+        left_out: the reason why there is no such signature; empty if there is one.
+    """
+
+    features: tuple[ActivationEntry, ...] = ()
+    whole_tables: tuple[str, ...] = ()
     left_out: str = ""
 
 
@@ -385,6 +420,7 @@ class Manifest:
         vocabularies: of a whole model, sorted by layer.
         padding: of a whole model: its list inputs, by name, with their padding: -1, "" or "NaN".
         packing: of the signature `packed`.
+        from_activations: of the signature of that name.
         finite: whether every value of the tables was checked, and is finite. False in exports that did not check.
         base: the version whose files this one links, with overlays for the rows that differ; None if all is its own.
         histories: of the tables whose rows are tracked, by table.
@@ -403,6 +439,7 @@ class Manifest:
     vocabularies: tuple[VocabularyEntry, ...] = ()
     padding: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
     packing: Packing = Packing(left_out="the export is older than this signature")
+    from_activations: FromActivations = FromActivations(left_out="the export is older than this signature")
     finite: bool = False
     base: BaseEntry | None = None
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
@@ -412,6 +449,7 @@ class Manifest:
             raise ConfigError(f"its layout is {self.layout!r}, and this version reads {', '.join(LAYOUTS)}.")
         _check_stacks(self.stacks, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
+        _check_activations(self.from_activations, self.signatures)
         for file in self.files:
             _check_inside(file)
 
@@ -481,6 +519,8 @@ class Manifest:
         value["histories"] = {name: _history(entry) for name, entry in value.get("histories", {}).items()}
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
+        if "from_activations" in value:
+            value["from_activations"] = _from_activations(value["from_activations"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
         return _entry(cls, value)
 
@@ -518,6 +558,14 @@ def _packing(value: Mapping[str, Any]) -> Packing:
     if outputs is not None:
         outputs = tuple(_entry(PackedOutput, {**entry, "shape": tuple(entry["shape"])}) for entry in outputs)
     return Packing(inputs=inputs, outputs=outputs, left_out=value["left_out"])
+
+
+def _from_activations(value: Mapping[str, Any]) -> FromActivations:
+    return FromActivations(
+        features=tuple(_entry(ActivationEntry, entry) for entry in value["features"]),
+        whole_tables=tuple(value["whole_tables"]),
+        left_out=value["left_out"],
+    )
 
 
 def _signature(sides: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
@@ -573,6 +621,20 @@ def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) ->
         by_stack[table.stack].append(table)
     for stack in stacks:
         _check_filled(stack, by_stack[stack.name])
+
+
+def _check_activations(
+    given: FromActivations, signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
+) -> None:
+    """Raise ConfigError unless the signatures have the inputs of all features."""
+    for one in given.features:
+        wanted = [("from_activations", one.name), ("serving_default", one.ids)]
+        wanted += [("serving_default", one.weights)] if one.weighted else []
+        for signature, name in wanted:
+            if name not in signatures.get(signature, {}).get("inputs", {}):
+                raise ConfigError(
+                    f"from_activations: feature {one.name!r} has input {name!r} of {signature}, which does not exist."
+                )
 
 
 def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:

@@ -92,11 +92,12 @@ def _model(oov: int) -> Any:
 def test_models_are_warmed_up_with_zeros(checkpoint: str, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", model=lambda: _model(1)).path
     requests = _requests(path)
-    assert [name for name, _ in requests] == ["serving_default", "serving_examples"] * 2
+    assert [name for name, _ in requests] == ["serving_default", "serving_examples", "from_activations"] * 2
     loaded = tf.saved_model.load(str(path)).signatures
-    for name, inputs in requests:
+    for (name, inputs), batch in zip(requests, [1, 1, 1, 32, 32, 32], strict=True):
         found = loaded[name](**{key: tf.constant(value) for key, value in inputs.items()})["out"]
-        np.testing.assert_array_equal(found, np.tile([1.0, 1, 1, 1, 0, 0, 0], (len(found), 1)))
+        row = 0.0 if name == "from_activations" else 1.0  # an activation, or row 0
+        np.testing.assert_array_equal(found, np.tile([row] * 4 + [0.0] * 3, (batch, 1)))
 
 
 @pytest.mark.parametrize("form", ["sparse", "ragged"])
@@ -108,9 +109,10 @@ def test_lists_of_a_known_width_are_warmed_up_in_it(checkpoint: str, tmp_path: P
 
     path = export_saved_model(checkpoint, tmp_path / "m", model=build).path
     loaded = tf.saved_model.load(str(path)).signatures
-    for (name, inputs), batch in zip(_requests(path), [1, 1, 1, 32, 32, 32], strict=True):
+    for (name, inputs), batch in zip(_requests(path), [1, 1, 1, 1, 32, 32, 32, 32], strict=True):
         (found,) = loaded[name](**{key: tf.constant(value) for key, value in inputs.items()}).values()
-        np.testing.assert_array_equal(found, np.full((batch, 4), 3.0 if batch == 1 else 2.0))
+        expected = 0.0 if name == "from_activations" else 3.0 if batch == 1 else 2.0
+        np.testing.assert_array_equal(found, np.full((batch, 4), expected))
 
 
 def test_a_model_that_fails_for_zeros_has_no_records(checkpoint: str, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
 )
 def test_whole_models(checkpoint: str, model: Any, layout: str, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", model=model, layout=layout).path
-    check_proven(path, {"serving_default", "serving_examples", "packed"}).close()
+    check_proven(path, {"serving_default", "serving_examples", "packed", "from_activations"}).close()
 
 
 def draw(rng: np.random.Generator, rows: int, width: int, long: int) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def test_a_whole_model_answers_many_as_each(tmp_path: Path) -> None:
     keras.utils.set_random_seed(6)
     checkpoint = tf.train.Checkpoint(model=whole()).write(str(tmp_path / "ckpt"))
     path = export_saved_model(checkpoint, tmp_path / "m", model=whole).path
-    servable = check_proven(path, {"serving_default", "serving_examples"})
+    servable = check_proven(path, {"serving_default", "serving_examples", "from_activations"})
     rng = np.random.default_rng(0)
     for _ in range(10):
         requests = [draw(rng, int(rng.integers(1, 4)), 3, int(rng.integers(1, 6))) for _ in range(4)]

@@ -122,10 +122,12 @@ def test_it_answers_while_its_other_signatures_are_built_and_closes_after_that(
     built: list[str] = []
     begun, go = threading.Event(), threading.Event()
     make = runtime.SavedModelServable._make_callable
+    # Native lookups of a mapped version need the second one.
+    first = ["serving_default"] if other._native is None else ["serving_default", "from_activations"]
 
     def held(self: Any, signature: Any) -> Any:
         built.append(signature.name)
-        if signature.name != "serving_default":
+        if signature.name not in first:
             begun.set()
             assert go.wait(60)
         return make(self, signature)
@@ -141,7 +143,7 @@ def test_it_answers_while_its_other_signatures_are_built_and_closes_after_that(
     go.set()
     closing.join(60)
     assert not closing.is_alive()
-    assert len(built) == 2  # it was closed before the third
+    assert built[:-1] == first  # it was closed before the next one
 
 
 LISTS = {

@@ -140,6 +140,27 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, change: Any) -> None
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(("field", "value"), [("name", "other"), ("ids", "age2"), ("weights", "w"), ("features", 7)])
+def test_activations_are_of_inputs(tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / MANIFEST_PATH
+    path.parent.mkdir()
+    path.write_text((GOLDEN / "2026-11-from-activations.json").read_text())
+    found = Manifest.read(tmp_path)
+    assert found is not None
+    assert [one.name for one in found.from_activations.features] == ["user", "watched"]
+
+    def change(content: dict[str, Any]) -> None:
+        feature = content["from_activations"]["features"][1]
+        if field in feature:
+            feature |= {field: value, "weighted": field == "weights"}
+        else:
+            content["from_activations"][field] = value
+
+    spoil(path, change)
+    with refused(ConfigError):
+        Manifest.read(tmp_path)
+
+
 def test_stacks_that_overlap(tmp_path: Path) -> None:
     """Variables may share a file, and never a byte."""
     path = written(tmp_path, "variables")

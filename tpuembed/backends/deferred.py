@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +30,9 @@ class DeferredBackend(TableStore):
 
     def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`."""
+        return self._source.answer(features, partial(self._look_up, features))
+
+    def _look_up(self, features: Sequence[Ids]) -> list[Tensor]:
         # Weights that are not compared with the ids may belong to another row.
         is_checked = all(each.weights is None or each.config.validate_weights_and_indices for each in features)
         with tf.name_scope(LOOKUP_SCOPE) if is_checked else nullcontext():

@@ -6,7 +6,7 @@ exporter binds the rows to stacked variables that are never in memory.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 __all__ = ["TableSource", "current_source", "deferred_tables"]
@@ -24,6 +24,9 @@ class TableSource(Protocol):
 
     def lookup(self, features: Sequence[Any], tables: Sequence[str]) -> list[Any]:
         """Return the activations of `features` (`tpuembed.lookup.FlatIds`), each looked up in its table, by name."""
+
+    def answer(self, features: Sequence[Any], look_up: Callable[[], list[Any]]) -> list[Any]:
+        """Return the activations of `features` (`tpuembed.lookup.Ids`): those of `look_up`, or others in their place."""
 
     def table(self, name: str) -> Any:
         """Return the whole table, float32 [rows, dim], which converts to a tensor."""

@@ -1,31 +1,131 @@
 """Runs the lookups of an export by the C library of `tpuembed.native_lookup`, in place of TensorFlow."""
 
+import abc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
+
+import tensorflow as tf
 
 from tpuembed.errors import TpuEmbedError
 from tpuembed.manifest import Manifest
 from tpuembed.native_lookup import NativeLookups, available, refusal, variant
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, Signature
+from tpuembed_serving.tensorflow.activations import NativeActivations, of_lookups
 
-__all__ = ["Lookups", "native_call", "native_lookups"]
+__all__ = ["Lookups", "NativeCalls", "native_calls"]
 
 logger = logging.getLogger(__name__)
 
 Lookups = Literal["auto", "native", "tensorflow"]
 Call = Callable[..., list[Array]]
+Other = Callable[[str], tuple[Signature, Call]]
 
 _LEAST_IDS: Final = 512
 """With "auto", TensorFlow runs a request with fewer ids, and one of one id per feature and row: its gather is as fast there."""
+_LEAST_LISTS: Final = 0.2
+"""With "auto", TensorFlow runs a whole model of which a smaller share of the features are lists. One id per feature and row takes
+less time in its graph, but a list takes several times longer, of any length (measured: benchmarks/native_models.py)."""
+_OF_THE_RUN: Final = (tf.errors.DeadlineExceededError, tf.errors.CancelledError)
+"""Errors that another run does not explain."""
 
 
-def native_lookups(
+class NativeCalls(abc.ABC):
+    """The calls of an export's signatures that ask the C library before TensorFlow.
+
+    Inputs that native lookups refuse go to TensorFlow: its graph reports the error.
+    """
+
+    def __init__(self, native: NativeLookups | NativeActivations, lookups: Lookups) -> None:
+        """Make calls that look up by `native`: always, or with the `lookups` "auto" where it is faster."""
+        self._native, self._lookups = native, lookups
+
+    def set_reads_ahead(self, reads_ahead: bool) -> None:
+        """Make every request read ahead, or none. TensorFlow's gather waits for one page after the other."""
+        self._native.reads_ahead = reads_ahead
+
+    @abc.abstractmethod
+    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
+        """Return the call of `signature`.
+
+        Args:
+            signature: any one of the export.
+            tensorflow: its call by TensorFlow.
+            other: returns another signature of the export by its name, and TensorFlow's call of it.
+        """
+
+    @property
+    def _always(self) -> bool:
+        """Return True if every request is looked up natively."""
+        return self._lookups == "native" or self._native.reads_ahead
+
+
+class _LookupCalls(NativeCalls):
+    """Those of an export of lookups."""
+
+    def __init__(self, native: NativeLookups, lookups: Lookups) -> None:
+        super().__init__(native, lookups)
+        self._lookup = native
+
+    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:  # noqa: ARG002
+        native, names = self._lookup, [info.alias for info in signature.inputs]
+        run: Callable[[Sequence[Array]], list[Array]]
+        if signature.name == "packed":
+            run = lambda inputs: [native.packed(inputs[0])]  # noqa: E731
+        elif signature.name == "serving_default":
+            run = lambda inputs: _in_order(signature, native.named(dict(zip(names, inputs, strict=True))))  # noqa: E731
+        else:
+            return tensorflow
+
+        def call(*inputs: Array) -> list[Array]:
+            if not self._always and not _is_pooled_and_large(native, inputs):
+                return tensorflow(*inputs)
+            try:
+                return run(inputs)
+            except TpuEmbedError:
+                return tensorflow(*inputs)
+
+        return call
+
+
+class _WholeModelCalls(NativeCalls):
+    """Those of a whole model: native lookups, and then its signature `from_activations`."""
+
+    def __init__(self, native: NativeActivations, lookups: Lookups) -> None:
+        super().__init__(native, lookups)
+        self._activations = native
+
+    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
+        if signature.name != "serving_default":
+            return tensorflow
+        native, names = self._activations, [info.alias for info in signature.inputs]
+        rest, run_rest = other("from_activations")
+        is_faster = native.lists_share >= _LEAST_LISTS
+
+        def call(*inputs: Array) -> list[Array]:
+            if not self._always and not is_faster:
+                return tensorflow(*inputs)
+            named = dict(zip(names, inputs, strict=True))
+            try:
+                activations = native.look_up(named)
+                if activations is None:
+                    return tensorflow(*inputs)
+                given = named | activations
+                return run_rest(*[given[info.alias] for info in rest.inputs])
+            except _OF_THE_RUN:
+                raise
+            except (TpuEmbedError, tf.errors.OpError):
+                return tensorflow(*inputs)
+
+        return call
+
+
+def native_calls(
     version_dir: Path, manifest: Manifest | None, lookups: Lookups, threads: int | None, where: str
-) -> NativeLookups | None:
-    """Return the lookups of the version at `version_dir`, or None if TensorFlow must run them.
+) -> NativeCalls | None:
+    """Return the native calls of the version at `version_dir`, or None if TensorFlow must run them all.
 
     Args:
         version_dir: the version's folder.
@@ -39,37 +139,26 @@ def native_lookups(
     if reason := available():
         logger.warning("TensorFlow runs all lookups: %s", reason, extra=ONCE)
         return None
-    if reason := refusal(manifest):
+    if reason := _refusal(manifest):
         if lookups == "native":
             logger.warning("%s: TensorFlow runs it: %s", where, reason, extra=ONCE)
         return None
-    found = NativeLookups(manifest, version_dir, threads=threads)
+    found: NativeCalls
+    if manifest.features:
+        found = _LookupCalls(NativeLookups(manifest, version_dir, threads=threads), lookups)
+    else:
+        found = _WholeModelCalls(NativeActivations(manifest, version_dir, threads=threads), lookups)
     logger.info("%s: native lookups, built for %s", where, variant())
     return found
 
 
-def native_call(native: NativeLookups, signature: Signature, lookups: Lookups, tensorflow: Call) -> Call:
-    """Return a call of `signature`, which is `packed` or `serving_default`.
-
-    Inputs that native lookups refuse go to `tensorflow`: its graph reports the error. Lookups that read ahead run every request:
-    TensorFlow's gather waits for one page after the other.
-    """
-    names = [info.alias for info in signature.inputs]
-    run: Callable[[Sequence[Array]], list[Array]]
-    if signature.name == "packed":
-        run = lambda inputs: [native.packed(inputs[0])]  # noqa: E731
-    else:
-        run = lambda inputs: _in_order(signature, native.named(dict(zip(names, inputs, strict=True))))  # noqa: E731
-
-    def call(*inputs: Array) -> list[Array]:
-        if lookups == "auto" and not native.reads_ahead and not _is_pooled_and_large(native, inputs):
-            return tensorflow(*inputs)
-        try:
-            return run(inputs)
-        except TpuEmbedError:
-            return tensorflow(*inputs)
-
-    return call
+def _refusal(manifest: Manifest) -> str:
+    """Return "" if native lookups can answer for the export, else the reason why not."""
+    if manifest.features:
+        return refusal(manifest)
+    if reason := manifest.from_activations.left_out:
+        return f"it is a whole model without the signature from_activations: {reason}"
+    return refusal(of_lookups(manifest, manifest.from_activations.features))
 
 
 def _is_pooled_and_large(native: NativeLookups, inputs: Sequence[Array]) -> bool:

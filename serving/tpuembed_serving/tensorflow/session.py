@@ -23,7 +23,6 @@ from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import LOOKUP_SCOPE, Manifest
-from tpuembed.native_lookup import NativeLookups
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
@@ -36,7 +35,7 @@ from tpuembed_serving.core.status import Code, StatusError, invalid_argument, pl
 from tpuembed_serving.models.versions import INDEX_FILE, check_files
 from tpuembed_serving.tensorflow.larger_than_memory import MAPPED, MappedVersion
 from tpuembed_serving.tensorflow.mapped_files import read_files
-from tpuembed_serving.tensorflow.native import Lookups, native_call, native_lookups
+from tpuembed_serving.tensorflow.native import Lookups, NativeCalls, native_calls
 from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
@@ -48,8 +47,6 @@ _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
 _SHORT = 0.9
 """A client with less than this share of the callables' timeout left gets a run with its own timeout."""
-_OF_LOOKUPS = frozenset({"serving_default", "packed"})
-"""The signatures of an export of lookups."""
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
@@ -86,7 +83,7 @@ class SavedModelServable:
         options: RunOptions,
         parameters: BatchingParameters | None,
         where: str,
-        native: NativeLookups | None = None,
+        native: NativeCalls | None = None,
         mapped_files: Sequence[Path] = (),
         *,
         random_access: bool = False,
@@ -100,12 +97,12 @@ class SavedModelServable:
             options: how the signatures are run.
             parameters: of the version's own batching.
             where: the model's folder and version, for messages.
-            native: looks up if it can.
+            native: the calls that look up without TensorFlow. None if there are none.
             mapped_files: the files of its tables that are mapped.
             random_access: whether these are read without readahead even if they fit into memory.
         """
         self._session, self._manifest = session, manifest
-        self._native, self._lookups = native, options.lookups
+        self._native = native
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
@@ -212,7 +209,7 @@ class SavedModelServable:
 
     def _set_reads_ahead(self, reads_ahead: bool) -> None:
         if self._native is not None:
-            self._native.reads_ahead = reads_ahead
+            self._native.set_reads_ahead(reads_ahead)
         elif reads_ahead:
             text = "%s: TensorFlow looks rows up: those that are not in memory are read one after the other"
             logger.info(text, self._where, extra=ONCE)
@@ -267,9 +264,13 @@ class SavedModelServable:
     def _make_callable(self, signature: Signature) -> Callable[..., list[Any]]:
         """Return a call of a signature. If the C library can answer, it is asked before TensorFlow."""
         tensorflow = self._make_tensorflow_callable(signature)
-        if self._native is None or signature.name not in _OF_LOOKUPS:
+        if self._native is None:
             return tensorflow
-        return native_call(self._native, signature, self._lookups, tensorflow)
+        return self._native.call(signature, tensorflow, self._other)
+
+    def _other(self, name: str) -> tuple[Signature, Callable[..., list[Any]]]:
+        signature = self.signatures[name]
+        return signature, self._callable(signature)
 
     def _make_tensorflow_callable(self, signature: Signature) -> Callable[..., list[Any]]:
         options = config_pb2.CallableOptions(
@@ -311,7 +312,7 @@ def load(
     try:
         if mapped and prewarm:
             read_files(version_dir, mapped, on_read)
-        native = native_lookups(version_dir, manifest, options.lookups, options.lookup_threads, where)
+        native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
         files = [version_dir / array.file for array in mapped.arrays] if mapped else []
         servable = SavedModelServable(

@@ -8,7 +8,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpuembed.export.graph.saved_model import SavedGraph
 from tpuembed.export.plan.plan import ExportPlan
-from tpuembed.manifest import Packing
+from tpuembed.manifest import FromActivations, Packing
 
 
 def save_gathers(plan: ExportPlan, folder: Path, *, dense: bool = False) -> SavedGraph:
@@ -31,4 +31,12 @@ def save_gathers(plan: ExportPlan, folder: Path, *, dense: bool = False) -> Save
 
     tf.saved_model.save(module, str(folder), signatures={"serving_default": gather})
     keys = {stack.name: f"{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in plan.stacks}
-    return SavedGraph(keys, signatures={}, features=(), vocabularies=(), padding={}, packing=Packing())
+    return SavedGraph(
+        keys,
+        signatures={},
+        features=(),
+        vocabularies=(),
+        padding={},
+        packing=Packing(),
+        from_activations=FromActivations(left_out="of a test"),
+    )

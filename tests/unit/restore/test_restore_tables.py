@@ -394,6 +394,9 @@ def test_a_layer_inside_an_export_has_no_tables(prefix: str) -> None:
         def lookup(self, features: Any, tables: Any) -> list[Any]:
             return []
 
+        def answer(self, features: Any, look_up: Any) -> list[Any]:
+            return []
+
         def table(self, name: str) -> Any: ...
 
     with deferred_tables(Source()):

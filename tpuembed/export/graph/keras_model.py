@@ -14,6 +14,7 @@ from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
 from tpuembed.export.graph.dense_weights import raw_variables, recorded
+from tpuembed.export.graph.from_activations import trace_from_activations
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
 from tpuembed.export.graph.packing import pack_inputs, unpack
@@ -22,7 +23,7 @@ from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
 from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import Packing, VocabularyEntry
+from tpuembed.manifest import FromActivations, Packing, VocabularyEntry
 from tpuembed.runtime.table_scope import deferred_tables
 
 __all__ = ["KerasModel", "build_model", "check_layers", "import_factory", "wrap_model"]
@@ -177,6 +178,7 @@ class KerasModel(ExportableModel):
 
     Attributes:
         model: the Keras model, whose embedding layers hold no tables.
+        forms: of its inputs, by name.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class KerasModel(ExportableModel):
         """Wrap `model`, which takes its inputs in the nested `structure`. `forms` are in walking order."""
         self.model = model
         self._specs = {name: form.spec for name, form in forms.items()}
-        self._forms, self._structure, self._output_names = forms, structure, output_names
+        self.forms, self._structure, self._output_names = forms, structure, output_names
         self._vocabularies: tuple[VocabularyEntry, ...] | None = None
         check_input_names(self._specs)
         made = symbolic_outputs(model)
@@ -199,7 +201,7 @@ class KerasModel(ExportableModel):
 
     def padding(self) -> dict[str, int | str]:
         """Return the padding of each input that is a list, by name."""
-        padding = {name: form.padding for name, form in self._forms.items()}
+        padding = {name: form.padding for name, form in self.forms.items()}
         return {name: value for name, value in padding.items() if value is not None}
 
     def samples(self) -> list[dict[str, Any]]:
@@ -209,9 +211,9 @@ class KerasModel(ExportableModel):
         """
         if any(spec.shape.rank is None for spec in self._specs.values()):
             return []
-        pads = {n: 0 if self._forms[n].partner else pad for n, pad in self.padding().items()}
+        pads = {n: 0 if self.forms[n].partner else pad for n, pad in self.padding().items()}
         ids = dict.fromkeys(pads, 0)
-        widths = {name: form.width for name, form in self._forms.items() if form.width}
+        widths = {name: form.width for name, form in self.forms.items() if form.width}
         requests = [sample_inputs(self._specs, ids, batch, widths, pads) for batch in BATCHES]
         try:
             for request in requests:
@@ -242,6 +244,10 @@ class KerasModel(ExportableModel):
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """The outputs by name, of all inputs in one matrix."""
         return self(unpack(ids, self.packing(), self._specs))
+
+    def from_activations(self, tables: StackedTables) -> tuple[FromActivations, Any | None]:
+        """Return how the signature `from_activations` takes its inputs, and its function. See `trace_from_activations`."""
+        return trace_from_activations(self, tables)
 
     def may_read_tables(self) -> bool:
         """Returns True if the model has code of its own that could read a whole table or make weights."""
@@ -282,15 +288,27 @@ class KerasModel(ExportableModel):
         return [*variables, *raw_variables(self.model), *tables]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's outputs by name, in inference mode.
+        """Return the model's outputs by name, of the signature's `inputs`. See `outputs`."""
+        return self.outputs(self.decode(inputs))
+
+    def decode(self, inputs: Mapping[str, Tensor], others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what the model takes, by input: `others`, and the rest converted from the signature's `inputs`."""
+        given = others or {}
+        return {
+            name: given[name] if name in given else form.convert(inputs, self.forms)
+            for name, form in self.forms.items()
+        }
+
+    def outputs(self, decoded: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the model's outputs by name, in inference mode, of what `decode` returns.
 
         Raises:
             ConfigError: the model's own code failed.
         """
-        converted = [form.convert(inputs, self._forms) for form in self._forms.values()]
+        ordered = [decoded[name] for name in self.forms]
         try:
             with tf.name_scope("model"):  # a class called _Model has no name that may stand at the root
-                outputs = self.model(pack_like(self._structure, converted), training=False)
+                outputs = self.model(pack_like(self._structure, ordered), training=False)
         except TpuEmbedError:
             raise
         except Exception as error:

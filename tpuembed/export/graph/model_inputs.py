@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -79,6 +79,15 @@ class InputForm:
             return ragged.with_flat_values(self._cast(ragged.flat_values))
         where = tf.where(mask)
         return tf.SparseTensor(where, self._cast(tf.gather_nd(value, where)), tf.shape(value, tf.int64))
+
+    def stand_in(self, empty: Callable[[tf.DType, Sequence[int | None]], Tensor]) -> Any:
+        """Returns a tensor like that of `convert`, made of tensors that `empty` returns for a dtype and a shape."""
+        if self.kind == "dense":
+            return empty(self.dtype, self.spec.shape.as_list())
+        values = empty(self.dtype, [None])
+        if self.kind == "ragged":
+            return tf.RaggedTensor.from_row_splits(values, empty(self.row_splits_dtype, [None]), validate=False)
+        return tf.SparseTensor(empty(tf.int64, [None, 2]), values, empty(tf.int64, [2]))
 
     def _cast(self, values: Tensor) -> Tensor:
         if self.dtype == self.spec.dtype:

@@ -23,7 +23,7 @@ from tpuembed.export.graph.packing import matrix_spec
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
-from tpuembed.manifest import FeatureEntry, Packing, TensorSpec, VocabularyEntry
+from tpuembed.manifest import FeatureEntry, FromActivations, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
@@ -69,6 +69,10 @@ class ExportableModel(abc.ABC):
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the outputs for `ids`, int64 [batch, columns]. Called only if `packing` leaves nothing out."""
 
+    def from_activations(self, tables: StackedTables) -> tuple[FromActivations, Any | None]:  # noqa: ARG002
+        """Return the signature `from_activations` for the manifest, and its traced function; None if it is left out."""
+        return FromActivations(left_out="the outputs are the activations"), None
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedGraph:
@@ -76,7 +80,7 @@ class SavedGraph:
 
     Attributes:
         array_keys: name of a stack's array -> checkpoint key of its variable.
-        signatures, features, vocabularies, padding, packing: as the manifest lists them.
+        signatures, features, vocabularies, padding, packing, from_activations: as the manifest lists them.
     """
 
     array_keys: Mapping[str, str]
@@ -85,6 +89,7 @@ class SavedGraph:
     vocabularies: tuple[VocabularyEntry, ...]
     padding: Mapping[str, int | str]
     packing: Packing
+    from_activations: FromActivations
 
 
 def save_graph(
@@ -97,8 +102,8 @@ def save_graph(
     *,
     require_finite: bool = False,
 ) -> SavedGraph:
-    """Save `model` into `folder`, with the signatures `serving_default`, `serving_examples` and `packed`, and warmup
-    requests.
+    """Save `model` into `folder`, with the signatures `serving_default`, `serving_examples`, `packed` and `from_activations`,
+    and warmup requests.
 
     Args:
         model: the model to save; it looks up in `tables`.
@@ -125,6 +130,9 @@ def save_graph(
         for variable in root.dense:
             _check_finite(variable)
     signatures = {name: function.get_concrete_function() for name, function in _functions(model).items()}
+    from_activations, function = model.from_activations(tables)
+    if function is not None:
+        signatures["from_activations"] = function
     with _writing(folder):
         _save(root, folder, signatures)
         if layout == "mmap" and not root.dense:
@@ -133,7 +141,8 @@ def save_graph(
         samples = model.samples()
     if samples:
         with _writing(folder):
-            write_warmup(folder, samples, signatures, model.packing())
+            activations = [feature.name for feature in from_activations.features]
+            write_warmup(folder, samples, signatures, model.packing(), activations)
     return SavedGraph(
         array_keys={name: f"stacks/{name}/.ATTRIBUTES/VARIABLE_VALUE" for name in variables},
         signatures={name: _signature_of(function) for name, function in signatures.items()},
@@ -141,6 +150,7 @@ def save_graph(
         vocabularies=model.vocabularies(),
         padding=model.padding(),
         packing=model.packing(),
+        from_activations=from_activations,
     )
 
 

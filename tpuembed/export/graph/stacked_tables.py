@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,7 @@ from tpuembed.export.graph.signature import find_table
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.id_messages import Span
-from tpuembed.lookup import FlatIds, check_range, gather_grouped
+from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
@@ -25,6 +25,7 @@ from tpuembed.lookup.ranges import IdRanges, RangedIds
 __all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of"]
 
 Tensor = Any
+Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
 
 _MAX_ZERO_BYTES: Final = 64 << 20
 _UNBOUND: Final = "tpuembed_table_without_rows"
@@ -51,6 +52,7 @@ class StackedTables:
         self._unbound: dict[str, Any] = {}
         self._whole: set[str] = set()
         self._are_zeros = False
+        self._answer: Answer | None = None
 
     def register(self, table: TableConfig) -> None:
         """Record that a layer needs `table`.
@@ -94,6 +96,19 @@ class StackedTables:
         finally:
             self._are_zeros = False
 
+    @contextlib.contextmanager
+    def answered_by(self, answer: Answer) -> Iterator[None]:
+        """Make `answer` return the activations of every lookup. It takes the features' ids, and the lookup itself."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def answer(self, features: Sequence[Ids], look_up: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the activations of `features`; see `TableSource`."""
+        return look_up() if self._answer is None else self._answer(features, look_up)
+
     def lookup(self, features: Sequence[FlatIds], tables: Sequence[str]) -> list[Tensor]:
         """Return the activations of `features`, each in its table, with one gather per stack."""
         if not self._places:
@@ -114,6 +129,11 @@ class StackedTables:
             for index, activation in zip(mine, found, strict=True):
                 activations[index] = activation
         return activations
+
+    def are_gathered_by(self, function: Any) -> bool:
+        """Return True if a traced function uses a stack without a table that is read whole."""
+        used = {id(tensor) for tensor in function.captured_inputs}
+        return any(id(array.handle) in used for name, array in self._variables.items() if name not in self._whole)
 
     def table(self, name: str) -> "_WholeTable":
         """Return a table that is read where it is used."""

@@ -7,7 +7,7 @@ Source: tensorflow_serving/apis/prediction_log.proto, predict.proto and model.pr
 "SavedModel Warmup" for the place and the format of the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,9 +60,21 @@ def _sample(spec: tf.TensorSpec, fill: int, padding: Any, batch: int, columns: i
 
 
 def write_warmup(
-    folder: Path, requests: list[dict[str, _Array]], signatures: Mapping[str, Any], packing: Packing
+    folder: Path,
+    requests: list[dict[str, _Array]],
+    signatures: Mapping[str, Any],
+    packing: Packing,
+    activations: Collection[str] = (),
 ) -> None:
-    """Write records of all `signatures` for the inputs `requests` into the SavedModel in `folder`."""
+    """Write records of all `signatures` for the inputs `requests` into the SavedModel in `folder`.
+
+    Args:
+        folder: the version's folder.
+        requests: the inputs of `serving_default`.
+        signatures: their traced functions, by name.
+        packing: of the signature `packed`.
+        activations: the inputs of `from_activations` that are no inputs of `serving_default`. They are zeros.
+    """
     path = folder / WARMUP_PATH
     path.parent.mkdir(parents=True, exist_ok=True)
     with tf.io.TFRecordWriter(str(path)) as writer:
@@ -72,6 +84,8 @@ def write_warmup(
                 "serving_examples": _examples(inputs),
                 "packed": _packed(inputs, packing),
             }
+            if "from_activations" in signatures:
+                forms["from_activations"] = _from_activations(inputs, signatures["from_activations"], activations)
             for name in signatures:
                 writer.write(_prediction_log(name, forms[name]))
 
@@ -81,6 +95,13 @@ def _packed(inputs: Mapping[str, _Array], packing: Packing) -> dict[str, _Array]
         return {}
     columns = [inputs[packed.name] for packed in packing.inputs]
     return {"ids": np.concatenate([column.reshape(len(column), -1) for column in columns], 1, dtype=np.int64)}
+
+
+def _from_activations(inputs: Mapping[str, _Array], function: Any, activations: Collection[str]) -> dict[str, _Array]:
+    batch = len(next(iter(inputs.values())))
+    specs = {spec.name: spec for spec in tf.nest.flatten(function.structured_input_signature)}
+    zeros = sample_inputs({name: specs[name] for name in activations}, {}, batch)
+    return {name: zeros[name] if name in zeros else inputs[name] for name in specs}
 
 
 def _examples(inputs: Mapping[str, _Array]) -> dict[str, _Array]:

@@ -377,6 +377,7 @@ class _Graph:
     vocabularies: Any
     padding: Any
     packing: Any
+    from_activations: Any
 
 
 def _graph_of(manifest: Manifest) -> "SavedGraph":
@@ -387,6 +388,7 @@ def _graph_of(manifest: Manifest) -> "SavedGraph":
         vocabularies=manifest.vocabularies,
         padding=manifest.padding,
         packing=manifest.packing,
+        from_activations=manifest.from_activations,
     )
     return graph
 

@@ -99,6 +99,7 @@ def assemble(
         vocabularies=graph.vocabularies,
         padding=graph.padding,
         packing=graph.packing,
+        from_activations=graph.from_activations,
         finite=plan.require_finite,
         base=streamed.base,
         histories=histories,

@@ -237,7 +237,7 @@ def test_sparse_ids_and_weights() -> None:
     [("words", "strengths", "words"), ("words", "words_weights", "words"), ("f", "w", "f")],
 )
 def test_partners_are_what_a_layer_takes_together(ids: str, weights: str, partner: str) -> None:
-    assert wrap_model(weighted(ids, weights), "m")._forms[weights].partner == partner
+    assert wrap_model(weighted(ids, weights), "m").forms[weights].partner == partner
 
 
 def test_floats_by_themselves_are_padded_with_nan() -> None:
