@@ -199,6 +199,21 @@ def _lookups() -> Iterator[str]:
             yield f"## Lookups: 26 tables of 100,000 x 64, {threads}, microseconds (`benchmarks/lookups.py`)\n"
             yield _lookup_table(cases)
 
+    peers = {case: each for case, each in _result("lookups_torch").items() if isinstance(each, dict)}
+    if peers:
+        yield "## Native lookups beside torch: the same tables, one thread, microseconds (`benchmarks/lookups_torch.py`)\n"
+        names = list(next(iter(peers.values()))["us"])
+        rows = [
+            (
+                case,
+                *(_number(each["us"][name]) for name in names),
+                *(f"{each[f'{name} / native']:.2f}" for name in names[1:]),
+            )
+            for case, each in peers.items()
+        ]
+        yield _table(("", *names, *(f"{name} / native" for name in names[1:])), rows)
+        yield "Ratios above 1: native is faster. `embedding_bag` is called for each feature, and FBGEMM once for all.\n"
+
 
 def _lookup_table(cases: dict[str, Any]) -> str:
     names = [
