@@ -19,6 +19,7 @@ CONFIG = {"features": {name: {"table": name, "input": "id"} for name in "ab"}}
 
 
 @pytest.mark.filterwarnings("ignore:.*stamps of table")
+@pytest.mark.filterwarnings("ignore:.*export the same signature")
 @pytest.mark.filterwarnings("ignore:.*Writing a full version")
 @pytest.mark.parametrize(
     ("seed", "actions"), [(1, 25), *(pytest.param(seed, 60, marks=pytest.mark.long) for seed in range(2, 14))]
@@ -28,6 +29,7 @@ def test_rows_of_every_version_are_those_of_the_layer(tmp_path: Path, seed: int,
 
 
 @pytest.mark.filterwarnings("ignore:.*stamps of table")
+@pytest.mark.filterwarnings("ignore:.*export the same signature")
 @pytest.mark.filterwarnings("ignore:.*Writing a full version")
 @pytest.mark.parametrize(
     ("seed", "actions"), [(1, 40), *(pytest.param(seed, 60, marks=pytest.mark.long) for seed in range(2, 10))]
