@@ -246,7 +246,7 @@ def _signature_of(function: Any) -> dict[str, dict[str, TensorSpec]]:
     specs = argument if isinstance(argument, Mapping) else {argument.name: argument}
     outputs = function.structured_outputs
     return {
-        "inputs": {name: _spec_of(spec) for name, spec in specs.items()},
+        "inputs": {name: _spec_of(spec) for name, spec in sorted(specs.items())},
         "outputs": {name: _spec_of(spec) for name, spec in outputs.items()},
     }
 

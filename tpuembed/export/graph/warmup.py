@@ -101,7 +101,7 @@ def _from_activations(inputs: Mapping[str, _Array], function: Any, activations: 
     batch = len(next(iter(inputs.values())))
     (specs,), _ = function.structured_input_signature
     zeros = sample_inputs({name: specs[name] for name in activations}, {}, batch)
-    return {name: zeros[name] if name in zeros else inputs[name] for name in specs}
+    return {name: zeros[name] if name in zeros else inputs[name] for name in sorted(specs)}
 
 
 def _examples(inputs: Mapping[str, _Array]) -> dict[str, _Array]:
