@@ -241,11 +241,12 @@ def _functions(model: ExportableModel) -> dict[str, Any]:
 
 
 def _signature_of(function: Any) -> dict[str, dict[str, TensorSpec]]:
-    arguments, keywords = function.structured_input_signature
-    specs = [*tf.nest.flatten(arguments), *tf.nest.flatten(keywords)]
+    (argument,), _ = function.structured_input_signature
+    # TensorFlow renames the spec of a key that is the argument's own name.
+    specs = argument if isinstance(argument, Mapping) else {argument.name: argument}
     outputs = function.structured_outputs
     return {
-        "inputs": {spec.name: _spec_of(spec) for spec in specs},
+        "inputs": {name: _spec_of(spec) for name, spec in sorted(specs.items())},
         "outputs": {name: _spec_of(spec) for name, spec in outputs.items()},
     }
 

@@ -99,9 +99,9 @@ def _packed(inputs: Mapping[str, _Array], packing: Packing) -> dict[str, _Array]
 
 def _from_activations(inputs: Mapping[str, _Array], function: Any, activations: Collection[str]) -> dict[str, _Array]:
     batch = len(next(iter(inputs.values())))
-    specs = {spec.name: spec for spec in tf.nest.flatten(function.structured_input_signature)}
+    (specs,), _ = function.structured_input_signature
     zeros = sample_inputs({name: specs[name] for name in activations}, {}, batch)
-    return {name: zeros[name] if name in zeros else inputs[name] for name in specs}
+    return {name: zeros[name] if name in zeros else inputs[name] for name in sorted(specs)}
 
 
 def _examples(inputs: Mapping[str, _Array]) -> dict[str, _Array]:

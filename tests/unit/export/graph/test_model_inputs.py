@@ -381,6 +381,10 @@ def test_one_spec_is_exported_and_served(tmp_path: Path) -> None:
     model = Bag()
     truth = model(ragged(IDS, tf.int64))
     report = export_model((model, tf.RaggedTensorSpec([None, None], tf.int64)), tmp_path / "m")
+    manifest = Manifest.read(report.path)
+    assert manifest is not None
+    assert list(manifest.signatures["serving_default"]["inputs"]) == ["inputs"]
+    assert [one.ids for one in manifest.from_activations.features] == ["inputs"]
     with loaded(report.path) as servable:
         found = run(servable, inputs=padded(IDS, -1))
         packed = run(servable, "packed", ids=padded(IDS, -1))
