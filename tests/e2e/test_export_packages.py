@@ -249,7 +249,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "a pipe for the index": _pipe("package.json"),
     "a pipe for a file": _pipe("saved_model.pb"),
     "a stack that is a path": _named_stack("../../victim"),
-    "a stack at the root": _named_stack("/tmp/victim"),
+    "a stack at the root": _named_stack("/srv/victim"),
     "a stack that the base lacks": _named_stack("stack_float32_5"),
     "errors that are none": _manifest_with(lambda manifest: manifest.update(errors=None)),
     "a row twice": _ids(lambda ids: [*ids[:-1], ids[-2]]),

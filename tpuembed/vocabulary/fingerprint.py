@@ -45,11 +45,11 @@ def _hashes(names: Texts) -> _Words:
         for lowest, highest, function in _FORMS:
             which = np.flatnonzero((lengths >= lowest) & (lengths <= highest))
             if len(which):
-                found[which] = function(_Reader(words), names.starts[which], lengths[which])
+                found[which] = function(_Memory(words), names.starts[which], lengths[which])
     return found
 
 
-class _Reader:
+class _Memory:
     """Reads little-endian words at any place."""
 
     def __init__(self, words: npt.NDArray[np.uint8]) -> None:
@@ -85,32 +85,32 @@ def _factor(lengths: _Places) -> _Words:
     return _K2 + lengths.astype(np.uint64) * np.uint64(2)
 
 
-def _of_1_to_3(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
+def _of_1_to_3(read: _Memory, starts: _Places, lengths: _Places) -> _Words:
     first, middle, last = (read.byte(starts + at) for at in (0, lengths >> 1, lengths - 1))
     low = first + (middle << np.uint64(8))
     high = lengths.astype(np.uint64) + (last << np.uint64(2))
     return _mix(low * _K2 ^ high * _K0) * _K2
 
 
-def _of_4_to_7(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
+def _of_4_to_7(read: _Memory, starts: _Places, lengths: _Places) -> _Words:
     first = lengths.astype(np.uint64) + (read.half(starts) << np.uint64(3))
     return _of_two(first, read.half(starts + lengths - 4), _factor(lengths))
 
 
-def _of_8_to_16(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
+def _of_8_to_16(read: _Memory, starts: _Places, lengths: _Places) -> _Words:
     factor = _factor(lengths)
     a, b = read.word(starts) + _K2, read.word(starts + lengths - 8)
     return _of_two(_rotate(b, 37) * factor + a, (_rotate(a, 25) + b) * factor, factor)
 
 
-def _of_17_to_32(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
+def _of_17_to_32(read: _Memory, starts: _Places, lengths: _Places) -> _Words:
     factor, ends = _factor(lengths), starts + lengths
     a, b = read.word(starts) * _K1, read.word(starts + 8)
     c, d = read.word(ends - 8) * factor, read.word(ends - 16) * _K2
     return _of_two(_rotate(a + b, 43) + _rotate(c, 30) + d, a + _rotate(b + _K2, 18) + c, factor)
 
 
-def _of_33_to_64(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
+def _of_33_to_64(read: _Memory, starts: _Places, lengths: _Places) -> _Words:
     factor, ends = _factor(lengths), starts + lengths
     a, b = read.word(starts) * _K2, read.word(starts + 8)
     c, d = read.word(ends - 8) * factor, read.word(ends - 16) * _K2
@@ -121,7 +121,7 @@ def _of_33_to_64(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
     return _of_two(_rotate(e + f, 43) + _rotate(g, 30) + h, e + _rotate(f + a, 18) + g, factor)
 
 
-def _weak(read: _Reader, places: _Places, a: _Words, b: _Words) -> _Pair:
+def _weak(read: _Memory, places: _Places, a: _Words, b: _Words) -> _Pair:
     w, x, y, z = (read.word(places + at) for at in (0, 8, 16, 24))
     a = a + w
     b = _rotate(b + a + z, 21)
@@ -130,7 +130,7 @@ def _weak(read: _Reader, places: _Places, a: _Words, b: _Words) -> _Pair:
     return a + z, b + _rotate(a, 44) + c
 
 
-def _of_65_and_more(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
+def _of_65_and_more(read: _Memory, starts: _Places, lengths: _Places) -> _Words:
     """Names of as many blocks of 64 bytes are hashed together."""
     found = np.empty(len(starts), np.uint64)
     blocks = (lengths - 1) // 64
@@ -140,7 +140,7 @@ def _of_65_and_more(read: _Reader, starts: _Places, lengths: _Places) -> _Words:
     return found
 
 
-def _of_blocks(read: _Reader, starts: _Places, lengths: _Places, blocks: int) -> _Words:
+def _of_blocks(read: _Memory, starts: _Places, lengths: _Places, blocks: int) -> _Words:
     count = len(starts)
     y = np.full(count, np.uint64(81) * _K1 + np.uint64(113))
     z = _mix(y * _K2 + np.uint64(113)) * _K2
@@ -161,7 +161,7 @@ def _of_blocks(read: _Reader, starts: _Places, lengths: _Places, blocks: int) ->
 
 
 def _round(
-    read: _Reader,
+    read: _Memory,
     place: _Places,
     state: tuple[_Words, _Words, _Words, _Pair, _Pair],
     factor: _Words | np.uint64,
