@@ -232,6 +232,29 @@ def test_the_dense_part_is_run_by_tensorflow(whole: Path) -> None:
             assert_same(run(theirs, inputs), expected)
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str) -> None:
+    """Of rows that are not finite too, where the order of a division and a sum shows."""
+    inputs = {
+        name: keras.Input((None,), dtype=dtype, name=name, **{kind: True})
+        for name, dtype in (("x", "int64"), ("x_weights", "float32"))
+    }
+    layer = TPUEmbedding({"x": FeatureConfig(TableConfig(20, 3, "t", combiner=combiner))}, optimizer="sgd")
+    model = keras.Model(inputs, layer({"x": inputs["x"]}, {"x": inputs["x_weights"]}))
+    rows = np.random.default_rng(0).standard_normal((20, 3), np.float32)
+    rows[2], rows[5] = np.nan, np.inf
+    layer.assign_rows("t", 0, rows)
+    version = export_model(model, tmp_path / "m", layout="mmap").path
+    with both(version) as (ours, theirs):
+        for first in ([0, 0, 0], [1, -1, 0], [-1, -2, 3], [0, 1, 0], [1e-20] * 3, [1e-40] * 3, [-0.5] * 3, [0.5] * 3):
+            weights = np.array([first, [*first[:2], 0]], np.float32)
+            for ids in ([[1, 2, 3], [4, 5, -1]], [[1, 6, 3], [4, 7, -1]]):
+                asked = {"x": np.array(ids), "x_weights": weights}
+                found, expected = run(ours, asked), run(theirs, asked)
+                np.testing.assert_allclose(found["x"], expected["x"], rtol=1e-6, atol=1e-6, err_msg=str(asked))
+
+
 def test_requests_still_share_runs(tmp_path: Path) -> None:
     names = [name for name, spec in whole_model.FEATURES.items() if "weights" not in spec]  # those are not proven
     version = export_model(whole_model.build(names=names), tmp_path / "m", layout="mmap").path

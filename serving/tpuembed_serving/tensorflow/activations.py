@@ -14,6 +14,8 @@ from tpuembed_serving.core.servable import Array
 __all__ = ["NativeActivations", "of_lookups"]
 
 _PADDING: Final = -1
+_LEAST_WEIGHT: Final = 1e-18
+"""The square of a smaller float32 may become 0."""
 
 
 class NativeActivations:
@@ -74,7 +76,7 @@ class NativeActivations:
                 given[one.name] = ids.reshape(-1) if one.input == "id" else ids
                 if one.weighted:
                     weights = inputs[one.weights]
-                    if not _are_plain(ids, weights):
+                    if not _are_plain(ids, weights, one.combiner):
                         return None
                     given[f"{one.name}_weights"] = weights
             for one, rows in zip(part, lookups.named(given).values(), strict=True):
@@ -94,14 +96,17 @@ def _fits(array: Array, shape: Sequence[int | None]) -> bool:
     return array.ndim == len(shape) and all(wanted in (None, size) for size, wanted in sizes)
 
 
-def _are_plain(ids: Array, weights: Array) -> bool:
-    """Return True if every id has a finite weight, and no id or weight stands behind the end of a list.
+def _are_plain(ids: Array, weights: Array, combiner: str) -> bool:
+    """Return True if every id has an ordinary weight, and no id or weight stands behind the end of a list.
 
-    The graph has rules for other weights, of which some are errors.
+    The graph has rules for other weights, of which some are errors. Weights that could add up to 0, or whose squares could, are
+    not ordinary: what a division by their sum gives depends on the order of the additions.
     """
     if weights.shape != ids.shape:
         return False
     present = ids != _PADDING
-    rest = weights[~present]
+    rest, own = weights[~present], weights[present]
+    if not (own >= _LEAST_WEIGHT if combiner != "sum" else (own == 0) | (np.abs(own) >= _LEAST_WEIGHT)).all():
+        return False
     is_in_order = not (present[:, 1:] & ~present[:, :-1]).any()
     return bool(is_in_order and np.isfinite(weights[present]).all() and (np.isnan(rest) | (rest == 0)).all())

@@ -111,7 +111,8 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
     if is_list and not config.validate_weights_and_indices:
         raise _RefusalError(f"feature {name!r} has validate_weights_and_indices=False, so -1 is one of its ids")
     for cast in _casts(_values_of(ids.ids)):
-        if not _keeps_ids(cast, is_list, policy, table.vocabulary_size):
+        fails_outside = policy == "error" and not config.max_sequence_length  # of a sequence, the end is not looked up
+        if not _keeps_ids(cast, is_list, fails_outside, table.vocabulary_size):
             raise _RefusalError(
                 f"the ids of feature {name!r} are cast from {cast.inputs[0].dtype.name} to {cast.outputs[0].dtype.name}, which "
                 "changes some; make the input int64"
@@ -184,16 +185,16 @@ def _casts(tensor: Tensor) -> list[Any]:
     return found
 
 
-def _keeps_ids(cast: Any, is_list: bool, policy: str | int, rows: int) -> bool:
+def _keeps_ids(cast: Any, is_list: bool, fails_outside: bool, rows: int) -> bool:
     """Return True if a lookup of ids before `cast` that fails outside its table, or agrees outside of it, finds the same rows.
 
-    With the policy "error", a lookup of other ids than the table's fails, so only those must be the same after the cast. The
-    other policies accept all ids. Lists also have -1.
+    If a lookup of other ids than the table's fails, only those must be the same after the cast. Otherwise all ids must be. Lists
+    also have -1.
     """
     old, new = cast.inputs[0].dtype, cast.outputs[0].dtype
     if not (old.is_integer and new.is_integer) or (is_list and new.is_unsigned):
         return False
-    return (new.min <= old.min and old.max <= new.max) or (policy == "error" and rows - 1 <= new.max)
+    return (new.min <= old.min and old.max <= new.max) or (fails_outside and rows - 1 <= new.max)
 
 
 # ---- the function
@@ -224,8 +225,10 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
 
         def give(features: Sequence[Ids], look_up: Callable[[], list[Tensor]]) -> list[Tensor]:
             found = [_name_of(ids) for ids in features]
-            sources = [_sources(ids, decoded) for ids in features]
-            if sources != [name in entries and (entries[name].ids, entries[name].weights) for name in found]:
+            if any(
+                name not in entries or _is_other(entries[name], ids, _sources(ids, decoded))
+                for name, ids in zip(found, features, strict=True)
+            ):
                 return look_up()
             given.extend(found)
             return [inputs[name] for name in found]
@@ -242,6 +245,16 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
         if operation.name in stand_ins:
             raise _RefusalError(f"the model uses input {stand_ins[operation.name]!r} for more than the lookup")
     return function
+
+
+def _is_other(entry: ActivationEntry, ids: Ids, sources: tuple[str, str]) -> bool:
+    """Return True if `ids`, of the inputs `sources`, are looked up otherwise than `entry` says."""
+    config = ids.config
+    now = (*sources, config.table.name, config.table.combiner, config.max_sequence_length, config.out_of_vocabulary)
+    return now != (
+        *(entry.ids, entry.weights, entry.table, entry.combiner),
+        *(entry.max_sequence_length, entry.out_of_vocabulary),
+    )
 
 
 def _stand_in(model: "KerasModel", name: str, stand_ins: dict[str, str]) -> Any:

@@ -371,6 +371,11 @@ WITHOUT: dict[str, Callable[[], Any]] = {
         {"x": tf.RaggedTensorSpec([None, None], tf.int32)},
         embedding({"x": FeatureConfig(table(), out_of_vocabulary="zeros")}),
     ),
+    "a narrower type of a sequence": lambda: subclassed(
+        lambda layers, inputs: layers[0](inputs),
+        {"x": tf.RaggedTensorSpec([None, None], tf.int32)},
+        embedding({"x": FeatureConfig(table(), max_sequence_length=2)}),
+    ),
     "a type that is too narrow": lambda: subclassed(
         lambda layers, inputs: layers[0]({"x": tf.cast(inputs["x"], tf.int8)}),
         ONE,
