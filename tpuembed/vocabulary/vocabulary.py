@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tpuembed.config.checks import check_count
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
-from tpuembed.vocabulary.fingerprint import BUCKETS, hashes
+from tpuembed.vocabulary.fingerprint import fingerprints, hashes
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.text import GrowingArray, Texts
 
@@ -249,7 +249,7 @@ class Vocabulary:
         if not isinstance(names, Texts):
             return names
         salted = names if not self._salt else names.with_prefix(str(self._salt).encode() + b"\0")
-        return (hashes(salted) % np.uint64(BUCKETS)).astype(np.int64)
+        return fingerprints(salted)
 
     def _find(self, names: Texts | _Integers) -> _Integers:
         """Return the number of each name; NONE if it is unknown."""
@@ -322,7 +322,7 @@ def _taken(names: Texts | _Integers, indices: _Integers) -> Texts | _Integers:
 def _numbered(names: Texts | _Integers) -> tuple[_Integers, _Integers]:
     """Return the number of each name among the different ones, by first place, and that first place of each."""
     if isinstance(names, Texts):
-        keys = (hashes(names) % np.uint64(BUCKETS)).astype(np.int64)
+        keys = fingerprints(names)
         _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         if not names.equal(names.take(first[inverse])).all():  # two names with one hash
             seen: dict[bytes, int] = {}

@@ -18,7 +18,6 @@ from tpuembed.export.formatting import format_bytes
 from tpuembed.export.overlay.changes import write_words
 from tpuembed.export.overlay.compact import write_full
 from tpuembed.export.overlay.package import (
-    INDEX,
     PackageIndex,
     ids_file,
     packages_in,
@@ -35,7 +34,7 @@ from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath, as_path
 from tpuembed.files.links import link_or_clone
 from tpuembed.manifest import MANIFEST_PATH, BaseEntry, Manifest
-from tpuembed.saved_model import file_crc32c
+from tpuembed.saved_model import PACKAGE_INDEX, file_crc32c
 
 __all__ = ["ApplyReport", "apply_package", "newest_package"]
 
@@ -79,10 +78,10 @@ def newest_package(place: str | FilePath) -> FilePath | None:
     """
     folder = as_path(place)
     try:
-        if (folder / INDEX).is_file():
+        if (folder / PACKAGE_INDEX).is_file():
             return folder
         for number in reversed(packages_in(folder)):
-            if (folder / str(number) / INDEX).is_file():
+            if (folder / str(number) / PACKAGE_INDEX).is_file():
                 return folder / str(number)
     except OSError as error:
         raise ConfigError(f"package {place}: cannot be listed: {error.strerror}.") from None
@@ -126,12 +125,12 @@ def apply_package(
         raise ConfigError(f"MODEL_DIR {folder}: is not a folder of this machine. Name the folder that has the base.")
     found = newest_package(package)
     if found is None:
-        raise ConfigError(f"package {package}: has no {INDEX}, and no package is in it. Name a package.")
+        raise ConfigError(f"package {package}: has no {PACKAGE_INDEX}, and no package is in it. Name a package.")
     key = None if trusted_key is None else read_key(trusted_key)
     with naming_model_dir(folder):
         index = read_index(found, key)
         if index is None:
-            raise ConfigError(f"package {found}: has no {INDEX}. Name a package.")
+            raise ConfigError(f"package {found}: has no {PACKAGE_INDEX}. Name a package.")
         there = dict(version_folders(folder)).get(index.version)
         if there is not None:
             number = _base_if_applied(found, index, there)
@@ -224,7 +223,7 @@ def _check_files(package: FilePath, manifest: Manifest, index: PackageIndex) -> 
     if named != index.files.keys():
         other = sorted(named ^ index.files.keys())
         raise ExportError(
-            f"package {package}: manifest and {INDEX} name other files: {', '.join(other)}. Write the package again."
+            f"package {package}: manifest and {PACKAGE_INDEX} name other files: {', '.join(other)}. Write the package again."
         )
 
 

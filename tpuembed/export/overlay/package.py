@@ -25,11 +25,9 @@ from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.saved_model import PACKAGE_INDEX
 
 __all__ = [
-    "INDEX",
     "PackageFile",
     "PackageIndex",
     "ids_file",
-    "naming_package",
     "next_package",
     "packages_in",
     "pull_file",
@@ -38,7 +36,6 @@ __all__ = [
     "write_package",
 ]
 
-INDEX: Final = PACKAGE_INDEX
 _SIGNATURE: Final = "package.sig"
 _FORMAT: Final = 1
 _MAX_INDEX_BYTES: Final = 16 << 20
@@ -170,7 +167,7 @@ def _copy(target: Path, files: Mapping[str, Path], index: bytes, signature: byte
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
             flush(copy)
-        for name, content in ((_SIGNATURE, signature), (INDEX, index)):
+        for name, content in ((_SIGNATURE, signature), (PACKAGE_INDEX, index)):
             if content:
                 (staging / name).write_bytes(content)
                 flush(staging / name)
@@ -185,14 +182,14 @@ def _upload(target: UrlPath, files: Mapping[str, Path], index: bytes, signature:
     from tpuembed.files.bucket import Bucket
 
     bucket = Bucket(target.bucket)
-    if bucket.head((target / INDEX).key) is not None:
+    if bucket.head((target / PACKAGE_INDEX).key) is not None:
         raise ExportError(f"package {target}: it exists. Choose another version, or remove it.")
     for name, path in files.items():
         _put(bucket, (target / name).key, path)
     if signature:
         bucket.create((target / _SIGNATURE).key, signature)
     try:
-        bucket.create((target / INDEX).key, index)
+        bucket.create((target / PACKAGE_INDEX).key, index)
     except FileExistsError:
         raise ExportError(f"package {target}: another export wrote it just now. Export again.") from None
 
@@ -217,7 +214,7 @@ def _put(bucket: Any, key: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming_package(package: FilePath) -> Iterator[None]:
+def _naming_package(package: FilePath) -> Iterator[None]:
     """Turn an error of reading a package's file into an ExportError that names the package."""
     try:
         yield
@@ -234,9 +231,9 @@ def read_index(package: FilePath, key: bytes | None) -> PackageIndex | None:
         ExportError: it cannot be read, is not the index of a package of this name, or is not signed with `key`, if that is
             given.
     """
-    with naming_package(package):
+    with _naming_package(package):
         try:
-            content = _read_small(package, INDEX)
+            content = _read_small(package, PACKAGE_INDEX)
         except FileNotFoundError:
             return None
         if key is not None:
@@ -246,7 +243,7 @@ def read_index(package: FilePath, key: bytes | None) -> PackageIndex | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         text = f"it lacks the field {error}" if isinstance(error, KeyError) else reason(error)
         raise ExportError(
-            f"package {package}: {INDEX} is not valid: {text.removesuffix('.')}. Write it again."
+            f"package {package}: {PACKAGE_INDEX} is not valid: {text.removesuffix('.')}. Write it again."
         ) from None
 
 
@@ -309,7 +306,7 @@ def pull_file(package: FilePath, name: str, entry: PackageFile, target: Path) ->
         OSError: `target` cannot be written.
     """
     source, digest = package / name, hashlib.sha256()
-    with naming_package(package):
+    with _naming_package(package):
         _check_regular(package, name)
         (found,) = versions([source])
         if found.size != entry.size:
@@ -321,7 +318,7 @@ def pull_file(package: FilePath, name: str, entry: PackageFile, target: Path) ->
     with contextlib.closing(file), open(target, "xb") as out:
         for start in range(0, entry.size, _PIECE_BYTES):
             piece = bytearray(min(_PIECE_BYTES, entry.size - start))
-            with naming_package(package):
+            with _naming_package(package):
                 file.read_into(start, memoryview(piece))  # a file that became shorter raises EOFError
             digest.update(piece)
             out.write(piece)
