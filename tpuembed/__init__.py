@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tpuembed.live.callback import ExportCallback
     from tpuembed.restore import RestoreReport, restore_tables
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
+    from tpuembed.vocabulary import Vocabulary
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ _HOME = {
     "TableInfo": "tpuembed.checkpoint",
     "TpuEmbedError": "tpuembed.errors",
     "TpuEnvironment": "tpuembed.runtime.tpu",
+    "Vocabulary": "tpuembed.vocabulary",
     "apply_package": "tpuembed.export",
     "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
@@ -88,6 +90,7 @@ __all__ = [
     "TableInfo",
     "TpuEmbedError",
     "TpuEnvironment",
+    "Vocabulary",
     "__version__",
     "apply_package",
     "compact_version",

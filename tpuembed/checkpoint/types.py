@@ -10,6 +10,7 @@ import numpy as np
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.row_history import RowHistory
+from tpuembed.vocabulary import Vocabulary
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader
@@ -233,6 +234,16 @@ class Checkpoint(abc.ABC):
         Raises:
             UnknownTableError: there is no such table.
             CheckpointCorruptError: the saved history is none.
+        """
+        self._check(table, None)
+        return None
+
+    def vocabulary(self, table: str) -> Vocabulary | None:
+        """Return the vocabulary that is saved with `table`, or None. All of its names are read.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            CheckpointCorruptError: it is damaged.
         """
         self._check(table, None)
         return None

@@ -8,8 +8,9 @@ from typing import Any
 
 from tpuembed.config.checks import check_keys, did_you_mean
 from tpuembed.config.structure import flatten, map_leaves
-from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfig
+from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfig, checked_vocabulary
 from tpuembed.errors import ConfigError, reason
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["dump_config", "feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
@@ -80,7 +81,7 @@ def feature_config_from_dict(value: str | Path | Mapping[str, Any]) -> Any:
     if not isinstance(mapping.get("tables"), Mapping) or "features" not in mapping:
         raise ConfigError("feature config: needs a mapping `tables` and a structure `features`")
     tables = {name: _table_from_dict(name, fields) for name, fields in mapping["tables"].items()}
-    return _features_from(mapping["features"], tables, "features")
+    return _features_from(mapping["features"], tables, "features", {})
 
 
 def _table_from_dict(name: str, fields: Any) -> TableConfig:
@@ -102,17 +103,30 @@ def _table_from_dict(name: str, fields: Any) -> TableConfig:
     return TableConfig(**{**fields, "name": name, "quantization_config": quantization})
 
 
-def _features_from(node: Any, tables: Mapping[str, TableConfig], path: str) -> Any:
+def _features_from(
+    node: Any, tables: Mapping[str, TableConfig], path: str, vocabularies: dict[str, Vocabulary | None]
+) -> Any:
+    """Return the features of `node`. Those of one table share the vocabulary in `vocabularies`, which is filled here."""
     if isinstance(node, Mapping) and not isinstance(node.get("table"), str):
-        return {key: _features_from(child, tables, f"{path}/{key}") for key, child in node.items()}
+        return {key: _features_from(child, tables, f"{path}/{key}", vocabularies) for key, child in node.items()}
     if isinstance(node, list | tuple):
-        return [_features_from(child, tables, f"{path}/{index}") for index, child in enumerate(node)]
+        return [_features_from(child, tables, f"{path}/{i}", vocabularies) for i, child in enumerate(node)]
     if not isinstance(node, Mapping):
         raise ConfigError(f"{path}: expected a mapping with a key `table`, got {node!r}")
     check_keys(path, node, _FEATURE_KEYS)
     if node["table"] not in tables:
         raise ConfigError(f"{path}: unknown table {node['table']!r}; {did_you_mean(node['table'], tables)}")
-    return FeatureConfig(**{**node, "table": tables[node["table"]]})
+    fields = {**node, "table": tables[node["table"]]}
+    if node.get("vocabulary") is not None:
+        given = checked_vocabulary(path, node["vocabulary"])
+        shared = vocabularies.setdefault(node["table"], given)
+        if given is not None and shared is not None and given.options() != shared.options():
+            raise ConfigError(
+                f"{path}: its vocabulary is {given.options()}, and that of another feature of table {node['table']!r} is "
+                f"{shared.options()}. Make them equal."
+            )
+        fields["vocabulary"] = shared
+    return FeatureConfig(**fields)
 
 
 def dump_config(config: Mapping[str, Any], path: str | Path) -> None:

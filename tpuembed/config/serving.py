@@ -8,8 +8,15 @@ from typing import Any
 from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, did_you_mean
 from tpuembed.config.serialization import load_mapping
 from tpuembed.config.structure import flatten
-from tpuembed.config.tables import COMBINERS, FeatureConfig, QuantizationConfig, check_out_of_vocabulary
+from tpuembed.config.tables import (
+    COMBINERS,
+    FeatureConfig,
+    QuantizationConfig,
+    check_out_of_vocabulary,
+    checked_vocabulary,
+)
 from tpuembed.errors import ConfigError
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["INPUTS", "ServingConfig", "ServingFeature", "ServingTable"]
 
@@ -57,6 +64,9 @@ class ServingFeature:
         out_of_vocabulary: "error" fails the request, "zeros" gives a row of zeros, a row number gives that row. None
             takes the checkpoint's: that of its feature with the same name and table, else that of the table, else
             error.
+        vocabulary: the feature takes names: a Vocabulary, or a mapping of its options (dtype, oov_buckets, and file for a text
+            file of names). Without names, it is the vocabulary that the checkpoint has for the table. None takes row
+            numbers.
     """
 
     table: str
@@ -65,9 +75,12 @@ class ServingFeature:
     weighted: bool = False
     max_sequence_length: int = 0
     out_of_vocabulary: str | int | None = None
+    vocabulary: Vocabulary | None = None
 
     def __post_init__(self) -> None:
         check_name("serving feature: table", self.table)
+        where = f"serving feature of table {self.table!r}"
+        object.__setattr__(self, "vocabulary", checked_vocabulary(where, self.vocabulary))
         check_choice("serving feature: input", self.input, INPUTS)
         if self.combiner is not None:
             check_choice("serving feature: combiner", self.combiner, COMBINERS)
@@ -138,6 +151,7 @@ class ServingConfig:
                 table=table.name,
                 max_sequence_length=feature.max_sequence_length,
                 out_of_vocabulary=feature.out_of_vocabulary,
+                vocabulary=feature.vocabulary,
             )
             tables[table.name] = ServingTable(
                 vocabulary_size=table.vocabulary_size,
@@ -204,7 +218,14 @@ def _entry(where: str, fields: Any, cls: Any) -> Any:
 
 
 def _non_default(entry: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(entry)
-    return {
+    values = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+    changed = {
         field.name: values[field.name] for field in dataclasses.fields(entry) if values[field.name] != field.default
     }
+    return {name: _plain(value) for name, value in changed.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Vocabulary):
+        return value.options()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

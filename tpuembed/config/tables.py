@@ -7,6 +7,7 @@ from typing import Any
 from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, check_number
 from tpuembed.config.optimizers import Optimizer, optimizer_from
 from tpuembed.errors import ConfigError
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = [
     "COMBINERS",
@@ -15,6 +16,7 @@ __all__ = [
     "QuantizationConfig",
     "TableConfig",
     "check_out_of_vocabulary",
+    "checked_vocabulary",
 ]
 
 COMBINERS = ("sum", "mean", "sqrtn")
@@ -34,6 +36,40 @@ def check_out_of_vocabulary(where: str, value: object, rows: int | None = None) 
         raise ConfigError(
             f"{where}: out_of_vocabulary row {value} is outside the table of {rows} rows. Choose a row below {rows}, or zeros."
         )
+
+
+def checked_vocabulary(where: str, value: Any, oov_buckets: int | None = None) -> Vocabulary | None:
+    """Return the vocabulary that a feature was given.
+
+    Args:
+        where: the feature, for messages.
+        value: a Vocabulary, a list of names, a mapping of `Vocabulary.from_options`, or None.
+        oov_buckets: the feature's own statement, or None.
+
+    Raises:
+        ConfigError: `value` is none of them, or `oov_buckets` contradicts it.
+    """
+    if value is None:
+        if oov_buckets is not None:
+            raise ConfigError(
+                f"{where}: oov_buckets={oov_buckets} without a vocabulary has no meaning. Give a vocabulary."
+            )
+        return None
+    if isinstance(value, Mapping):
+        found = Vocabulary.from_options(value, where)
+    elif isinstance(value, list | tuple):
+        is_text = not value or isinstance(value[0], str | bytes)
+        found = Vocabulary(value, dtype="string" if is_text else "int64", oov_buckets=oov_buckets or 0)
+    elif isinstance(value, Vocabulary):
+        found = value
+    else:
+        raise ConfigError(f"{where}: vocabulary must be a tpuembed.Vocabulary or a list of names, got {value!r}.")
+    if oov_buckets is not None and oov_buckets != found.oov_buckets:
+        raise ConfigError(
+            f"{where}: oov_buckets is {oov_buckets}, and its vocabulary has {found.oov_buckets}. Give oov_buckets to the "
+            "Vocabulary, and leave it out of the feature."
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +212,15 @@ class FeatureConfig:
         out_of_vocabulary: the policy for an id outside the table. "error" fails the step and names the id. "zeros": the
             id counts, its row is zeros, and it trains nothing. A row number: that row is looked up, and trained,
             instead. None takes the table's, and the attribute then holds the table's.
+        vocabulary: the names of the table's rows, a Vocabulary, or a list of names. The feature then takes names in the place
+            of ids: strings, or int64. A name that is not in the vocabulary has one of its oov_buckets, or follows
+            out_of_vocabulary. None for a feature of row numbers.
+        oov_buckets: rows for unknown names, if `vocabulary` is a list. A Vocabulary has its own, which this must equal.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
 
-    Source: `tf.tpu.experimental.embedding.FeatureConfig`. The keyword names are its own.
+    Source: `tf.tpu.experimental.embedding.FeatureConfig`. The keyword names are its own, `vocabulary` and what follows apart.
     """
 
     table: TableConfig
@@ -189,6 +229,8 @@ class FeatureConfig:
     output_shape: tuple[int | None, ...] | None = None
     validate_weights_and_indices: bool = True
     out_of_vocabulary: str | int | None = None
+    vocabulary: Vocabulary | None = None
+    oov_buckets: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, TableConfig):
@@ -207,6 +249,15 @@ class FeatureConfig:
             )
         if self.output_shape is not None:
             object.__setattr__(self, "output_shape", self._checked_output_shape())
+        where = f"feature of table {self.table.name!r}"
+        vocabulary = checked_vocabulary(where, self.vocabulary, self.oov_buckets)
+        object.__setattr__(self, "vocabulary", vocabulary)
+        object.__setattr__(self, "oov_buckets", None if vocabulary is None else vocabulary.oov_buckets)
+        if vocabulary is not None and vocabulary.rows > self.table.vocabulary_size:
+            raise ConfigError(
+                f"{where}: its vocabulary needs {vocabulary.rows} rows, {vocabulary.oov_buckets} of them for unknown names. "
+                f"The table has {self.table.vocabulary_size}. Make vocabulary_size larger."
+            )
 
     def _checked_output_shape(self) -> tuple[int | None, ...]:
         try:
@@ -223,8 +274,10 @@ class FeatureConfig:
         out: dict[str, Any] = {"table": self.table.name}
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if field.name != "out_of_vocabulary" and value != field.default:
+            if field.name not in ("out_of_vocabulary", "vocabulary", "oov_buckets") and value != field.default:
                 out[field.name] = list(value) if isinstance(value, tuple) else value
+        if self.vocabulary is not None:
+            out["vocabulary"] = self.vocabulary.options()
         if self.out_of_vocabulary != self.table.out_of_vocabulary:
             out["out_of_vocabulary"] = _plain_policy(self.out_of_vocabulary)
         return out

@@ -3,6 +3,8 @@
 `Vocabulary` numbers names, finds them, and is saved as one array of bytes. It imports no TensorFlow.
 """
 
+from tpuembed.vocabulary.fingerprint import BUCKETS
+from tpuembed.vocabulary.index import MIX, WAYS
 from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary
 
-__all__ = ["PADDING", "UNKNOWN", "Vocabulary"]
+__all__ = ["BUCKETS", "MIX", "PADDING", "UNKNOWN", "WAYS", "Vocabulary"]

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NONE", "WAYS", "Index", "second_bucket"]
+__all__ = ["MIX", "NONE", "WAYS", "Index", "second_bucket"]
 
 _Integers = npt.NDArray[np.int64]
 _Rows = npt.NDArray[np.int32]
@@ -19,7 +19,8 @@ WAYS: Final = 4
 NONE: Final = -1
 """The row of a key that is not in the table."""
 _FILL: Final = 0.9
-_MIX: Final = np.int64(-7046029254386353131)
+MIX: Final = -7046029254386353131
+"""What a key is multiplied by for its second bucket."""
 _LEAST_BUCKETS: Final = 8
 _MOST_ROUNDS: Final = 2000
 
@@ -129,5 +130,5 @@ class Index:
 def second_bucket(keys: _Integers, buckets: int) -> _Integers:
     """Return the second bucket of each key."""
     with np.errstate(over="ignore"):
-        mixed = ((keys * _MIX) >> np.int64(1)) & np.int64(2**63 - 1)
+        mixed = ((keys * np.int64(MIX)) >> np.int64(1)) & np.int64(2**63 - 1)
     return mixed % buckets

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -10,7 +10,6 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.config.checks import check_count
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
 from tpuembed.vocabulary.fingerprint import fingerprints, hashes
 from tpuembed.vocabulary.index import NONE, Index
@@ -42,25 +41,31 @@ class Vocabulary:
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
         oov_buckets: number of rows for unknown names.
+        grows: True if training gives new names a row.
     """
 
-    def __init__(self, names: Iterable[Any] = (), *, dtype: DType = "string", oov_buckets: int = 0) -> None:
+    def __init__(
+        self, names: Iterable[Any] = (), *, dtype: DType = "string", oov_buckets: int = 0, grows: bool = False
+    ) -> None:
         """Give `names` the rows after the buckets.
 
         Args:
             names: str or bytes, or integers, all different. str is kept as UTF-8.
             dtype: of the names.
             oov_buckets: number of rows for unknown names. Without buckets they are UNKNOWN.
+            grows: give new names the next rows of the table, while it has room, in calls of a layer with `training=True`.
 
         Raises:
             ConfigError: a name is listed twice or has another type, or an option is wrong.
         """
         if dtype not in ("string", "int64"):
             raise ConfigError(f'vocabulary: dtype must be "string" or "int64", got {dtype!r}.')
-        if oov_buckets:
-            check_count("oov_buckets", oov_buckets)
+        _check_count("oov_buckets", oov_buckets, 0)
+        if not isinstance(grows, bool):
+            raise ConfigError(f"vocabulary: grows must be True or False, got {grows!r}.")
         self.dtype: DType = dtype
-        self.oov_buckets = oov_buckets
+        self.oov_buckets = int(oov_buckets)
+        self.grows = grows
         self._values = GrowingArray(np.uint8 if dtype == "string" else np.int64)
         self._starts = GrowingArray(np.int64)
         self._starts.append(np.zeros(1, np.int64))
@@ -71,7 +76,9 @@ class Vocabulary:
         self._append(given)
 
     @classmethod
-    def from_file(cls, path: str | Path, *, dtype: DType = "string", oov_buckets: int = 0) -> "Vocabulary":
+    def from_file(
+        cls, path: str | Path, *, dtype: DType = "string", oov_buckets: int = 0, grows: bool = False
+    ) -> "Vocabulary":
         """Return the vocabulary of a text file with one name a line, or, for int64, of a .npy file.
 
         No Python object is made for a name.
@@ -79,7 +86,7 @@ class Vocabulary:
         Raises:
             ConfigError: the file cannot be read, or has a name twice.
         """
-        found = cls(dtype=dtype, oov_buckets=oov_buckets)
+        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows)
         try:
             names = _integers_in(Path(path)) if dtype == "int64" else _lines_of(Path(path))
         except (OSError, ValueError) as error:
@@ -90,16 +97,22 @@ class Vocabulary:
 
     @classmethod
     def adapt(
-        cls, data: Iterable[Any], *, dtype: DType = "string", oov_buckets: int = 0, min_count: int = 1
+        cls,
+        data: Iterable[Any],
+        *,
+        dtype: DType = "string",
+        oov_buckets: int = 0,
+        grows: bool = False,
+        min_count: int = 1,
     ) -> "Vocabulary":
         """Return the vocabulary of the names in `data`, the most frequent first. Names of one frequency keep their order.
 
         Args:
             data: arrays of names, such as a batched `tf.data.Dataset`. They are read once, one after the other.
-            dtype, oov_buckets: see the constructor.
+            dtype, oov_buckets, grows: see the constructor.
             min_count: leave out names that occur less often.
         """
-        check_count("min_count", min_count)
+        _check_count("min_count", min_count, 1)
         seen, counts = cls(dtype=dtype), np.zeros(0, np.int64)
         for names in data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else data:
             rows = seen.add(names).ravel()
@@ -108,7 +121,7 @@ class Vocabulary:
             counts = more + np.bincount(rows, minlength=len(seen))
         chosen = np.argsort(-counts, kind="stable")
         chosen = chosen[counts[chosen] >= min_count]
-        found = cls(dtype=dtype, oov_buckets=oov_buckets)
+        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows)
         found._append(_taken(seen._names, chosen))
         return found
 
@@ -177,6 +190,47 @@ class Vocabulary:
         """
         bucket = _UNKNOWN_NAME if self.dtype == "string" else -1
         return [bucket] * self.oov_buckets + [self._text(index) for index in range(len(self))]
+
+    # ---- for graphs
+
+    @property
+    def salt(self) -> bytes:
+        """Return what is put before each name when it is hashed. It is chosen so that no two names have one fingerprint."""
+        return str(self._salt).encode() + b"\0" if self._salt else b""
+
+    @property
+    def keys(self) -> _Integers:
+        """Return the keys of the index, int64 [buckets, WAYS]. The result is no copy."""
+        return self._index.keys
+
+    @property
+    def numbers(self) -> npt.NDArray[np.int32]:
+        """Return the number of the name at each place of `keys`, int32 [buckets, WAYS]; -1 if there is none. It is no copy.
+
+        The row of a name is `oov_buckets` more than its number.
+        """
+        return self._index.rows
+
+    def options(self) -> dict[str, Any]:
+        """Return all but the names, as JSON values: what configs say of a vocabulary."""
+        return {"dtype": self.dtype, "oov_buckets": self.oov_buckets, **({"grows": True} if self.grows else {})}
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], where: str) -> "Vocabulary":
+        """Return the vocabulary of `options()`: without names, or with those of the file that `file` names.
+
+        Args:
+            options: dtype, oov_buckets, grows and file.
+            where: begins the messages of errors.
+
+        Raises:
+            ConfigError: an option is unknown or wrong, or the file cannot be read.
+        """
+        unknown = set(options) - {"dtype", "oov_buckets", "grows", "file"}
+        if unknown:
+            raise ConfigError(f"{where}: vocabulary has no option {min(map(str, unknown))!r}. Remove it.")
+        fields = {key: value for key, value in options.items() if key != "file"}
+        return cls(**fields) if "file" not in options else cls.from_file(options["file"], **fields)
 
     # ---- saving
 
@@ -248,8 +302,7 @@ class Vocabulary:
         """Return what finds the names in the index: integers themselves, and the fingerprints of texts."""
         if not isinstance(names, Texts):
             return names
-        salted = names if not self._salt else names.with_prefix(str(self._salt).encode() + b"\0")
-        return fingerprints(salted)
+        return fingerprints(names.with_prefix(self.salt) if self.salt else names)
 
     def _find(self, names: Texts | _Integers) -> _Integers:
         """Return the number of each name; NONE if it is unknown."""
@@ -313,6 +366,11 @@ class Vocabulary:
             return name.decode()
         except UnicodeDecodeError:
             raise ConfigError(f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use `names`.") from None
+
+
+def _check_count(what: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ConfigError(f"vocabulary: {what} must be an integer of {least} or more, got {value!r}.")
 
 
 def _taken(names: Texts | _Integers, indices: _Integers) -> Texts | _Integers:
