@@ -2,14 +2,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends import Backend, LayerOptions, TakenGradients, choose, train
 from tpuembed.backends.deferred import DeferredBackend
+from tpuembed.backends.table_rows import initial_pieces
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
     features_from,
@@ -19,15 +22,25 @@ from tpuembed.backends.tf_config import (
     sparse_core_config_from_dict,
     sparse_core_config_to_dict,
 )
-from tpuembed.config import TableConfig, feature_config_from_dict
+from tpuembed.backends.vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
+from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.row_stamps import RowStamps, WatchedVariable
 from tpuembed.runtime.table_scope import TableSource
-from tpuembed.runtime.weight_files import check_tables, load_stamps, load_tables, save_stamps, save_tables
+from tpuembed.runtime.weight_files import (
+    check_tables,
+    load_stamps,
+    load_tables,
+    load_vocabularies,
+    save_stamps,
+    save_tables,
+    save_vocabularies,
+)
 from tpuembed.table_access import LiveTables, check_writable
+from tpuembed.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tpuembed.files import FilePath
@@ -56,6 +69,8 @@ class TPUEmbedding(keras.layers.Layer):
         embedding_feature: None, or UNSUPPORTED to avoid the embedding accelerator.
         sparse_core_embedding_config: `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`, for SparseCores only.
         size_threshold: on an accelerator, tables of at most this many rows are replicated. None replicates none.
+        takes_rows: features with a vocabulary take rows, which `names_to_rows` made in the input pipeline, and no names. Needed
+            on TPUs, which take no strings.
         track_rows: keep, for each row, the number of the update that last touched it: 4 bytes a row. An export finds
             changed rows by it. Not for tables whose optimizer changes every row at each step, nor for an accelerator
             of several hosts or with pipelining.
@@ -82,6 +97,7 @@ class TPUEmbedding(keras.layers.Layer):
         *,
         size_threshold: int | None = None,
         track_rows: bool = False,
+        takes_rows: bool = False,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -89,8 +105,9 @@ class TPUEmbedding(keras.layers.Layer):
         self.supports_jit = False  # Keras would compile `fit` on a GPU, where an id outside the table does not fail
         if size_threshold is not None:
             check_count("TPUEmbedding: size_threshold", size_threshold, 0)
-        if not isinstance(track_rows, bool):
-            raise ConfigError(f"TPUEmbedding: track_rows must be True or False, got {track_rows!r}.")
+        for option, value in (("track_rows", track_rows), ("takes_rows", takes_rows)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"TPUEmbedding: {option} must be True or False, got {value!r}.")
         features, table_names = features_from(feature_config)
         spec = None if optimizer is None else resolve_optimizer(optimizer)
         with tf.init_scope():
@@ -106,8 +123,18 @@ class TPUEmbedding(keras.layers.Layer):
             size_threshold=size_threshold,
             track_rows=track_rows,
         )
-        self._parts = _Untracked(features, table_names, layer_options, choose(layer_options))
+        self._parts = _Untracked(features, table_names, layer_options, choose(layer_options), takes_rows)
+        self._create_vocabularies(updates)
         self._create_weights(updates)
+
+    def _create_vocabularies(self, updates: Any) -> None:
+        vocabularies = shared_vocabularies(self._parts.layer_options.features)
+        self._vocabularies = None
+        if not vocabularies or isinstance(self._parts.backend, DeferredBackend):
+            return
+        check_names_can_arrive(vocabularies, self._parts.takes_rows)
+        capacities = {table.name: table.vocabulary_size for table in self._parts.layer_options.tables}
+        self._vocabularies = LayerVocabularies(vocabularies, capacities, updates, self._reset_rows)
 
     def _create_weights(self, updates: Any) -> None:
         """Create the weights in the constructor. Keras builds symbolically, and a checkpoint restored before that would be lost."""
@@ -156,18 +183,19 @@ class TPUEmbedding(keras.layers.Layer):
         return super().__call__(given, *(() if weights is None else (weights,)), **kwargs)
 
     @tf.autograph.experimental.do_not_convert
-    def call(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:
+    def call(self, features: Any, weights: Any = None, serving_config: Any = None, training: bool | None = None) -> Any:
         """Look up `features` and combine their rows.
 
         Args:
             features: the structure of `feature_config` with ids at its leaves. Integer Tensors of any rank are looked
                 up one by one: [...] -> [..., dim]. SparseTensors of rank 2 or above and RaggedTensors of rank 2 are
                 combined over the last axis: [batch, hot] -> [batch, dim], or [batch, max_sequence_length, dim]. Float
-                ids are cast.
+                ids are cast. Features with a vocabulary take names in the place of ids.
             weights: None, or the same structure with None or weights of the ids' kind at its leaves (sparse and
                 ragged).
             serving_config: a nested structure of FeatureConfig over some of the layer's tables, to look up instead of
                 `feature_config`'s features. It trains nothing.
+            training: True gives new names rows, in vocabularies that grow. Keras passes it.
 
         Returns:
             The structure with float activations at its leaves.
@@ -177,6 +205,7 @@ class TPUEmbedding(keras.layers.Layer):
         """
         structure, backend = self._parts.structure(serving_config), self._parts.backend
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
+        inputs = self._rows_of_names(inputs, training if serving_config is None and self.trainable else False)
         if serving_config is not None or not self.trainable or isinstance(backend, DeferredBackend):
             activations = backend.lookup(inputs)
         else:
@@ -184,7 +213,47 @@ class TPUEmbedding(keras.layers.Layer):
             activations = train(backend, inputs, dummy, self._parts.layer_options.updates, self._parts.taken, self)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
-    def compute_output_spec(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:  # noqa: ARG002
+    def _rows_of_names(self, inputs: Sequence[Ids], training: bool | None) -> list[Ids]:
+        """Return `inputs` with rows in the place of names."""
+        return [
+            each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each, training)
+            for each in inputs
+        ]
+
+    def _from_names(self, given: Ids, training: bool | None) -> Ids:
+        vocabulary, table, backend = given.config.vocabulary, given.table, self._parts.backend
+        assert vocabulary is not None, "only features with a vocabulary take names"
+        if given.is_combined:
+            vocabulary.check_padding(f"feature {given.path!r}")
+        if isinstance(backend, DeferredBackend):
+            return given.from_names(partial(backend.rows_of, vocabulary, table))
+        assert self._vocabularies is not None, "a layer with tables has the vocabularies of its features"
+        return given.from_names(partial(self._vocabularies.rows_of, table, training=training))
+
+    @tf.autograph.experimental.do_not_convert
+    def names_to_rows(self, features: Any, training: bool = False) -> Any:
+        """Return `features` with rows in the place of names, int64. Call it in `Dataset.map` if the layer `takes_rows`.
+
+        Args:
+            features: the structure of `feature_config`, as `call` takes it.
+            training: give new names rows, in vocabularies that grow.
+
+        Raises:
+            ConfigError: the names have another type than the vocabulary, or the layer is part of an export.
+        """
+        leaves = _inputs(self._parts.features, features, None, {})
+        if isinstance(self._parts.backend, DeferredBackend):
+            raise ConfigError(f"layer {self.name!r}: names_to_rows is for training. An export has no names to grow.")
+        rows = [each if each.config.vocabulary is None else self._from_names(each, training) for each in leaves]
+        return pack_like(self._parts.features, [each.ids for each in rows])
+
+    def compute_output_spec(
+        self,
+        features: Any,
+        weights: Any = None,  # noqa: ARG002
+        serving_config: Any = None,
+        training: bool | None = None,  # noqa: ARG002
+    ) -> Any:
         """Return the symbolic activations of symbolic `features`."""
         structure = self._parts.structure(serving_config)
         inputs = _inputs(structure, features, None, {} if serving_config is not None else self._parts.input_shapes)
@@ -201,6 +270,11 @@ class TPUEmbedding(keras.layers.Layer):
         if isinstance(backend, DeferredBackend):
             return {table: backend.table(name) for table, name in self._parts.table_names.items()}
         return {table: states[name].variable for table, name in self._parts.table_names.items() if name in states}
+
+    @property
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        """Return {table name: the vocabulary of its rows}, for the tables that have one."""
+        return shared_vocabularies(self._parts.layer_options.features)
 
     def checkpoint_config(self) -> dict[str, Any]:
         """Return the layer's config for checkpoints: features, tables and their optimizers, as JSON values."""
@@ -245,6 +319,16 @@ class TPUEmbedding(keras.layers.Layer):
                 written.
         """
         self.live_tables("assign_rows").assign_rows(table, start, values, slot)
+
+    def _reset_rows(self, table: str, rows: Any) -> None:
+        """Give `rows`, int64 [n] in ascending order, and their slots, the values of a new table."""
+        tables = self.live_tables("an eviction of names")
+        state = tables.state(table)
+        for slot in (None, *state.slots):
+            for first, values in initial_pieces(state, slot, int(rows[0]), int(rows[-1]) + 1):
+                inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, first + len(values))]
+                if len(inside):
+                    tables.assign_numbers(table, inside, tf.gather(values, inside - first), slot)
 
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
         """Copy `embedding_table` into a table. Its slots do not change.
@@ -295,7 +379,11 @@ class TPUEmbedding(keras.layers.Layer):
         """
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         in_checkpoint, in_model = ("_dummy", "_table_weights", *_KERAS_LISTS), ("_tpu_embedding", "_row_stamps")
-        hidden = in_checkpoint if save_type == "checkpoint" else in_model
+        if save_type == "checkpoint":
+            hidden = in_checkpoint
+        else:
+            hidden = (*in_model, "_vocabularies")
+            children |= {} if self._vocabularies is None else self._vocabularies.variables()
         return {name: child for name, child in children.items() if name not in hidden}
 
     def get_config(self) -> dict[str, Any]:
@@ -311,6 +399,7 @@ class TPUEmbedding(keras.layers.Layer):
             "embedding_feature": getattr(layer_options.embedding_feature, "name", layer_options.embedding_feature),
             "size_threshold": layer_options.size_threshold,
             "track_rows": layer_options.track_rows,
+            "takes_rows": parts.takes_rows,
         }
 
     @classmethod
@@ -328,6 +417,8 @@ class TPUEmbedding(keras.layers.Layer):
             save_tables(store, self.named_variables(), int(self.updates.numpy()), self.checkpoint_config())
             if self._row_stamps is not None:
                 save_stamps(store, self._row_stamps.arrays(), self._row_stamps.saved())
+            if self._vocabularies is not None:
+                save_vocabularies(store, self._vocabularies)
 
     def load_own_variables(self, store: Any) -> None:
         """Assign the arrays of `save_own_variables`.
@@ -341,6 +432,9 @@ class TPUEmbedding(keras.layers.Layer):
         if stamps is not None:
             check_tables(store, self.name, self.named_variables())  # a file that is refused changes no stamp
             stamps.rewritten()
+        if self._vocabularies is not None:
+            check_tables(store, self.name, self.named_variables())
+            load_vocabularies(store, self.name, self._vocabularies)
         self.updates.assign(load_tables(store, self.name, self.named_variables()))
         if stamps is not None:
             saved = load_stamps(store, self._parts.backend.states, stamps.write)
@@ -369,6 +463,7 @@ class _Untracked:
     table_names: Mapping[Any, str]
     layer_options: LayerOptions
     backend: Backend | DeferredBackend
+    takes_rows: bool = False
     taken: TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
 
@@ -385,8 +480,10 @@ class _Untracked:
             return self.features
         structure, _ = features_from(serving_config, self.table_names)
         own = {feature.table.name: feature.table for _, feature in flatten(self.features)}
+        vocabularies = shared_vocabularies(self.layer_options.features)
         for path, feature in flatten(structure):
             _check_served(path, feature.table, own)
+            _check_vocabulary(path, feature, vocabularies)
         return structure
 
 
@@ -400,6 +497,18 @@ def _check_served(path: str, table: TableConfig, own: Mapping[str, TableConfig])
         raise ConfigError(
             f"serving_config feature {path!r}: table {table.name!r} is [{table.vocabulary_size}, {table.dim}] there "
             f"and [{mine.vocabulary_size}, {mine.dim}] in the layer. Make them equal."
+        )
+
+
+def _check_vocabulary(path: str, feature: FeatureConfig, own: Mapping[str, Vocabulary]) -> None:
+    """Raise ConfigError unless the feature takes rows, or has the vocabulary of the layer's table."""
+    given, mine = feature.vocabulary, own.get(feature.table.name)
+    if given is None or given is mine:
+        return
+    if mine is None or len(given) or given.dtype != mine.dtype or given.oov_buckets != mine.oov_buckets:
+        raise ConfigError(
+            f"serving_config feature {path!r}: its vocabulary is not the layer's of table {feature.table.name!r}. Give the "
+            "layer's tpuembed.Vocabulary, or none for row numbers."
         )
 
 

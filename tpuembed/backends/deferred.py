@@ -11,8 +11,10 @@ import tensorflow as tf
 from tpuembed.backends.backend import TableStore
 from tpuembed.config import TableConfig
 from tpuembed.lookup import Ids
+from tpuembed.lookup.names import as_names, find_names, row_numbers
 from tpuembed.manifest import LOOKUP_SCOPE
 from tpuembed.runtime.table_scope import TableSource
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["DeferredBackend"]
 
@@ -38,6 +40,12 @@ class DeferredBackend(TableStore):
         with tf.name_scope(LOOKUP_SCOPE) if is_checked else nullcontext():
             flat = [feature.flatten() for feature in features]
             return self._source.lookup(flat, [feature.table for feature in features])
+
+    def rows_of(self, vocabulary: Vocabulary, table: str, names: Tensor, padded: bool) -> Tensor:
+        """Return the row of each name in the exported vocabulary of `table`, int64 [n]."""
+        names = as_names(f"table {table!r}", names, vocabulary.dtype)
+        numbers = find_names(names, self._source.name_arrays(table))
+        return row_numbers(names, numbers, vocabulary.oov_buckets, padded)
 
     def table(self, name: str) -> Any:
         """Return a whole table, as `embedding_tables` gives it."""

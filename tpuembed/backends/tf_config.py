@@ -75,7 +75,10 @@ class _Copy(Trackable):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         with tf.device("CPU:0"):
-            self.variables = {name: tf.Variable(value, trainable=False) for name, value in values.items()}
+            self.variables = {
+                name: tf.Variable(value, trainable=False, shape=[None] * len(value.shape))
+                for name, value in values.items()
+            }
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         return {name: variable.read_value() for name, variable in self.variables.items()}

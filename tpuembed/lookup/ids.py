@@ -196,6 +196,20 @@ class Ids(abc.ABC):
 
         return dataclasses.replace(self, ids=self._map(convert))
 
+    def from_names(self, rows_of: Callable[[Tensor, bool], Tensor]) -> "Ids":
+        """Return the ids of names.
+
+        Args:
+            rows_of: called with the names, [n], and True if they are lists with padding. Returns the row of each, int64 [n].
+        """
+
+        def convert(names: Tensor) -> Tensor:
+            rows = tf.reshape(rows_of(tf.reshape(names, [-1]), self.is_combined), tf.shape(names))
+            rows.set_shape(names.shape)
+            return rows
+
+        return dataclasses.replace(self, ids=self._map(convert))
+
     def check(self, length: int) -> None:  # noqa: B027 - padded ids were checked before they were padded
         """Raise ConfigError if the ids, or their weights, have no meaning. `length` is that of a sequence, or 0."""
 
@@ -506,7 +520,7 @@ def _whole(path: str, values: Any) -> Any:
 
 
 def as_tensors(structure: Any, features: Any, what: str) -> Any:
-    """Return `features` with Python numbers, and lists of them, converted to tensors. Keras layers do not take them as
+    """Return `features` with Python numbers and names, and lists of them, converted to tensors. Keras layers do not take them as
     they are.
 
     Raises:
@@ -520,15 +534,17 @@ def as_tensors(structure: Any, features: Any, what: str) -> Any:
 
 
 def _is_python(leaf: Any) -> bool:
-    """Return True if `leaf` is a Python number, or lists of numbers."""
+    """Return True if `leaf` is a Python number or a name, or lists of them."""
     if isinstance(leaf, list | tuple):
         return all(_is_python(item) or isinstance(item, np.number) for item in leaf)
-    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+    return isinstance(leaf, int | float | str | bytes) and not isinstance(leaf, bool)
 
 
 def _as_tensor(path: str, leaf: Any) -> Any:
     try:
         values = np.asarray(leaf)
+        if values.dtype.kind in "SUO":  # numpy cuts NULs from the ends of its own strings
+            values = np.asarray(leaf, object)
     except ValueError:
         raise ConfigError(
             f"{named(path)}: lists of different lengths. Pass tf.ragged.constant(ids, dtype=tf.int64)."

@@ -6,9 +6,9 @@ import tensorflow as tf
 
 from tpuembed.errors import ConfigError
 from tpuembed.lookup.ranges import DROPPED, NOWHERE
-from tpuembed.vocabulary import BUCKETS, MIX, WAYS
+from tpuembed.vocabulary import BUCKETS, MIX, WAYS, salt_text
 
-__all__ = ["NameArrays", "as_names", "bucket_rows", "find_names", "row_numbers"]
+__all__ = ["NameArrays", "as_names", "bucket_rows", "find_names", "key_places", "name_keys", "row_numbers"]
 
 Tensor = Any
 
@@ -20,13 +20,13 @@ class NameArrays(Protocol):
         keys: int64 [buckets, WAYS]; `tf.gather` takes it.
         numbers: int32 [buckets * WAYS], the number of each key's name. -1 for a place without a key.
         buckets: int64 [], the number of buckets.
-        salt: text before each name when it is hashed.
+        salt: `Vocabulary.salt_number`.
     """
 
     keys: Any
     numbers: Any
     buckets: Any
-    salt: bytes
+    salt: int
 
 
 def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
@@ -39,17 +39,42 @@ def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
         names: string or int64, [n].
         arrays: those of the vocabulary.
     """
-    keys = names
-    if names.dtype == tf.string:
-        keys = tf.strings.to_hash_bucket_fast(tf.strings.join([arrays.salt, names]) if arrays.salt else names, BUCKETS)
-    mixed = tf.bitwise.right_shift(keys * tf.constant(MIX, tf.int64), tf.constant(1, tf.int64))
-    second = tf.bitwise.bitwise_and(mixed, tf.constant(2**63 - 1, tf.int64)) % arrays.buckets
-    places = tf.stack([keys % arrays.buckets, second], 1)
+    keys = name_keys(names, arrays.salt)
+    places = key_places(keys, arrays.buckets)
     found = tf.equal(tf.reshape(tf.gather(arrays.keys, places), [-1, 2 * WAYS]), keys[:, None])
     way = tf.argmax(tf.cast(found, tf.int8), 1)  # the first way, if it is nowhere: so its number is dropped below
     bucket = tf.where(way < WAYS, places[:, 0], places[:, 1])
     number = tf.cast(tf.gather(arrays.numbers, bucket * WAYS + way % WAYS), tf.int64)
     return tf.where(tf.reduce_any(found, 1), number, tf.constant(-1, tf.int64))
+
+
+def name_keys(names: Tensor, salt: int | Tensor) -> Tensor:
+    """Return what finds each name in an index, int64 [n]: integers themselves, and the fingerprints of strings.
+
+    Args:
+        names: string or int64, [n].
+        salt: `Vocabulary.salt_number`.
+    """
+    if names.dtype != tf.string:
+        return names
+    if isinstance(salt, int):
+        return _fingerprints(tf.strings.join([salt_text(salt), names]) if salt else names)
+    return tf.cond(
+        tf.equal(salt, 0),
+        lambda: _fingerprints(names),
+        lambda: _fingerprints(tf.strings.join([tf.strings.as_string(salt), "\0", names])),
+    )
+
+
+def _fingerprints(names: Tensor) -> Tensor:
+    return tf.strings.to_hash_bucket_fast(names, BUCKETS)
+
+
+def key_places(keys: Tensor, buckets: Tensor) -> Tensor:
+    """Return the two buckets that a key may be in, int64 [n, 2]."""
+    mixed = tf.bitwise.right_shift(keys * tf.constant(MIX, tf.int64), tf.constant(1, tf.int64))
+    second = tf.bitwise.bitwise_and(mixed, tf.constant(2**63 - 1, tf.int64)) % buckets
+    return tf.stack([keys % buckets, second], 1)
 
 
 def row_numbers(names: Tensor, numbers: Tensor, oov_buckets: int, padded: bool) -> Tensor:

@@ -28,6 +28,9 @@ class TableSource(Protocol):
     def answer(self, features: Sequence[Any], look_up: Callable[[], list[Any]]) -> list[Any]:
         """Return the activations of `features` (`tpuembed.lookup.Ids`): those of `look_up`, or others in their place."""
 
+    def name_arrays(self, table: str) -> Any:
+        """Return the index of the vocabulary of `table` (`tpuembed.lookup.names.NameArrays`)."""
+
     def table(self, name: str) -> Any:
         """Return the whole table, float32 [rows, dim], which converts to a tensor."""
 

@@ -2,15 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from tpuembed.errors import CheckpointMismatchError
 
-__all__ = ["check_tables", "holds_tables", "load_stamps", "load_tables", "save_stamps", "save_tables"]
+__all__ = [
+    "check_tables",
+    "holds_tables",
+    "load_stamps",
+    "load_tables",
+    "load_vocabularies",
+    "save_stamps",
+    "save_tables",
+    "save_vocabularies",
+]
 
-_CONFIG, _UPDATES, _HISTORY, _STAMPS = "|config", "|updates", "|history", "|stamps|"
+_CONFIG, _UPDATES, _HISTORY = "|config", "|updates", "|history"
+_STAMPS, _VOCABULARY = "|stamps|", "|vocabulary|"
 
 
 def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: Mapping[str, Any]) -> None:
@@ -42,7 +52,7 @@ def check_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> None:
         CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
     """
     beside = (_CONFIG, _HISTORY)
-    names = [name for name in store.keys() if name not in beside and not name.startswith(_STAMPS)]  # noqa: SIM118 - an h5 store
+    names = [name for name in store.keys() if name not in beside and not name.startswith((_STAMPS, _VOCABULARY))]  # noqa: SIM118 - an h5 store
     in_file = {name: tuple(store[name].shape) for name in names}
     in_layer = {_saved(name): tuple(variable.shape) for name, variable in variables.items()} | {_UPDATES: ()}
     if in_file != in_layer:
@@ -79,6 +89,41 @@ def load_stamps(store: Any, tables: Iterable[str], write: Callable[[str, int, An
     for table, name in names.items():
         write(table, 0, np.asarray(store[name]))
     return np.asarray(store[_HISTORY]).tobytes()
+
+
+class Vocabularies(Protocol):
+    """The vocabularies of a layer: `tpuembed.backends.vocabularies.LayerVocabularies`.
+
+    Attributes:
+        copies: has the names of their tables.
+    """
+
+    copies: Mapping[str, Any]
+
+    def to_bytes(self, table: str) -> bytes:
+        """Return the vocabulary of `table`."""
+
+    def load(self, table: str, content: bytes, where: str) -> None:
+        """Replace the vocabulary of `table`."""
+
+
+def save_vocabularies(store: Any, vocabularies: Vocabularies) -> None:
+    """Write the names of each table's rows, as uint8 [n]."""
+    for table in vocabularies.copies:
+        store[_VOCABULARY + _saved(table)] = np.frombuffer(vocabularies.to_bytes(table), np.uint8)
+
+
+def load_vocabularies(store: Any, layer: str, vocabularies: Vocabularies) -> None:
+    """Replace the names of each table's rows by those of `save_vocabularies`. A table without any in the file keeps its names.
+
+    Raises:
+        CheckpointCorruptError, CheckpointMismatchError: as `LayerVocabularies.load`.
+    """
+    for table in vocabularies.copies:
+        name = _VOCABULARY + _saved(table)
+        if name in store.keys():  # noqa: SIM118 - an h5 store
+            where = f"layer {layer!r}: the file's vocabulary of table {table!r}"
+            vocabularies.load(table, np.asarray(store[name]).tobytes(), where)
 
 
 def _saved(name: str) -> str:

@@ -15,7 +15,7 @@ from tpuembed.vocabulary.fingerprint import fingerprints, hashes
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.text import GrowingArray, Texts
 
-__all__ = ["PADDING", "UNKNOWN", "Vocabulary"]
+__all__ = ["PADDING", "UNKNOWN", "Vocabulary", "salt_text"]
 
 _Integers = npt.NDArray[np.int64]
 DType = Literal["string", "int64"]
@@ -69,6 +69,7 @@ class Vocabulary:
         self._values = GrowingArray(np.uint8 if dtype == "string" else np.int64)
         self._starts = GrowingArray(np.int64)
         self._starts.append(np.zeros(1, np.int64))
+        self._watchers = []
         self._index = Index()
         self._salt = 0
         given = self._encoded(names)
@@ -191,12 +192,54 @@ class Vocabulary:
         bucket = _UNKNOWN_NAME if self.dtype == "string" else -1
         return [bucket] * self.oov_buckets + [self._text(index) for index in range(len(self))]
 
+    def check_padding(self, where: str) -> None:
+        """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""
+        padding: Any = b"" if self.dtype == "string" else -1
+        if self.lookup([padding])[0] >= self.oov_buckets:
+            shown = '""' if self.dtype == "string" else -1
+            raise ConfigError(
+                f"{where}: its vocabulary has the name {shown}, which is padding in lists. Remove the name, or give the "
+                "feature one name per row."
+            )
+
+    # ---- TEMPORARY
+    def grow(self, names, *, room, update, padded=False):
+        out = self.lookup(names, padded=padded)
+        flat = np.asarray(names, object).ravel() if self.dtype == "string" else np.asarray(names).ravel()
+        for i, n in enumerate(flat):
+            o = out.reshape(-1)
+            if padded and o[i] == PADDING:
+                continue
+            if self.lookup([n])[0] < self.oov_buckets and self.rows < room:
+                o[i] = self.add([n])[0]
+            else:
+                o[i] = self.lookup([n], padded=padded)[0]
+        return out
+
+    def seen(self, rows, *, update):
+        pass
+
+    def assign(self, other):
+        for name in ("_values", "_starts", "_index", "_salt"):
+            setattr(self, name, getattr(other, name))
+        for w, t in self._watchers:
+            w.names_changed(t, np.zeros(0, np.int64))
+
+    def watch(self, w, t):
+        self._watchers.append((w, t))
+
+    def snapshot(self):
+        return self.keys, self.numbers
+
     # ---- for graphs
 
     @property
-    def salt(self) -> bytes:
-        """Return what is put before each name when it is hashed. It is chosen so that no two names have one fingerprint."""
-        return str(self._salt).encode() + b"\0" if self._salt else b""
+    def salt_number(self) -> int:
+        """Return the number that `salt_text` makes of the text before each name when it is hashed. 0 stands for no text.
+
+        It is chosen so that no two names have one fingerprint.
+        """
+        return self._salt
 
     @property
     def keys(self) -> _Integers:
@@ -302,7 +345,7 @@ class Vocabulary:
         """Return what finds the names in the index: integers themselves, and the fingerprints of texts."""
         if not isinstance(names, Texts):
             return names
-        return fingerprints(names.with_prefix(self.salt) if self.salt else names)
+        return fingerprints(names.with_prefix(salt_text(self._salt)) if self._salt else names)
 
     def _find(self, names: Texts | _Integers) -> _Integers:
         """Return the number of each name; NONE if it is unknown."""
@@ -366,6 +409,11 @@ class Vocabulary:
             return name.decode()
         except UnicodeDecodeError:
             raise ConfigError(f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use `names`.") from None
+
+
+def salt_text(number: int) -> bytes:
+    """Return the text of a salt's number, which is not 0."""
+    return str(number).encode() + b"\0"
 
 
 def _check_count(what: str, value: Any, least: int) -> None:

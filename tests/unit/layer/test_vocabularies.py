@@ -1,0 +1,294 @@
+"""Features of names: the layer against Keras' own lookups in front of a layer of ids, and against a dictionary of rows."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.messages import refused
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary
+from tpuembed.errors import CheckpointMismatchError, ConfigError
+
+ROWS, DIM = 40, 3
+Array = np.ndarray[Any, Any]
+
+STRINGS = [b"name %d" % i for i in range(20)] + [b"\0", b"\xff\xfe", "é".encode(), b"x" * 1000]
+INTEGERS = [int(i) for i in np.random.default_rng(0).integers(-(2**62), 2**62, 24)]
+NAMES: dict[str, list[Any]] = {"string": STRINGS, "int64": INTEGERS}
+PADDING: dict[str, Any] = {"string": b"", "int64": -1}
+
+
+def make(vocabulary: Vocabulary | None, policy: str | int = "error", **options: Any) -> TPUEmbedding:
+    """Return a layer whose features `one` and `bag` share a table, and its vocabulary. `ids` has row numbers."""
+    ones = keras.initializers.Ones()
+    named = TableConfig(ROWS, DIM, "named", combiner="mean", initializer=ones, out_of_vocabulary=policy)
+    plain = TableConfig(ROWS, DIM, "plain", combiner="sum", initializer=ones)
+    features = {
+        "bag": FeatureConfig(named, vocabulary=vocabulary),
+        "ids": FeatureConfig(plain),
+        "one": FeatureConfig(named, vocabulary=vocabulary),
+    }
+    return TPUEmbedding(features, "adagrad", name="embedding", **options)
+
+
+def tensor(values: Any, dtype: str) -> Any:
+    return tf.constant(np.array(values, object) if dtype == "string" else values, tf.as_dtype(dtype))
+
+
+def batch(pool: list[Any], dtype: str, seed: int, size: int = 8) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    pick = lambda shape: np.array([*pool, None], object)[rng.integers(0, len(pool), shape)]  # noqa: E731
+    lists = pick((size, 4))
+    lists[rng.random(lists.shape) < 0.3] = PADDING[dtype]
+    bag = tf.RaggedTensor.from_tensor(tensor(lists.tolist(), dtype), padding=tensor(PADDING[dtype], dtype))
+    if seed % 2:
+        bag = bag.to_sparse()
+    return {"bag": bag, "one": tensor(pick(size).tolist(), dtype), "ids": tf.constant(rng.integers(0, ROWS, size))}
+
+
+def step(layer: TPUEmbedding, inputs: Any) -> Any:
+    with tf.GradientTape() as tape:
+        activations = layer(inputs, training=True)
+        loss = tf.add_n([tf.reduce_sum(rows * tf.cast(tf.range(1, 4), tf.float32)) for rows in activations.values()])
+    tape.gradient(loss, layer.trainable_variables)
+    return activations
+
+
+def tables(layer: TPUEmbedding) -> dict[str, Array]:
+    return {name: variable.numpy() for name, variable in layer.named_variables().items()}
+
+
+def keras_lookup(dtype: str, names: list[Any], oov: int) -> Any:
+    kind = keras.layers.StringLookup if dtype == "string" else keras.layers.IntegerLookup
+    return kind(vocabulary=tensor(names, dtype), num_oov_indices=oov, mask_token=None)
+
+
+def as_ids(inputs: dict[str, Any], lookup: Any) -> dict[str, Any]:
+    """Return `inputs` as a layer of ids takes them. Padding is -1."""
+    bag = inputs["bag"]
+    names = bag.values if isinstance(bag, tf.SparseTensor) else bag.flat_values
+    is_padding = tf.equal(names, tensor(PADDING[names.dtype.name], names.dtype.name))
+    present = tf.boolean_mask(names, ~is_padding)
+    rows = tf.tensor_scatter_nd_update(
+        tf.fill([tf.size(names)], np.int64(-1)), tf.where(~is_padding), tf.cast(lookup(present), tf.int64)
+    )
+    bag = (
+        tf.SparseTensor(bag.indices, rows, bag.dense_shape)
+        if isinstance(bag, tf.SparseTensor)
+        else bag.with_values(rows)
+    )
+    return {"bag": bag, "one": tf.cast(lookup(inputs["one"]), tf.int64), "ids": inputs["ids"]}
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_trains_the_rows_that_keras_lookups_number(dtype: str, in_graph: bool) -> None:
+    names, unknown = NAMES[dtype][:20], NAMES[dtype][20:]
+    lookup = keras_lookup(dtype, names, 3)
+    named, plain = make(Vocabulary(names, dtype=dtype, oov_buckets=3)), make(None)  # type: ignore[arg-type]
+    run = tf.function(step) if in_graph else step
+    for seed in range(6):
+        inputs = batch(names + unknown, dtype, seed)
+        found, truth = run(named, inputs), run(plain, as_ids(inputs, lookup))
+        for feature, activations in truth.items():
+            np.testing.assert_array_equal(found[feature], activations)
+    for name, values in tables(plain).items():
+        np.testing.assert_array_equal(tables(named)[name], values)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_growth_keeps_each_name_on_its_own_row(dtype: str, in_graph: bool) -> None:
+    vocabulary, plain = Vocabulary(dtype=dtype, oov_buckets=1, grows=True), make(None)  # type: ignore[arg-type]
+    named = make(vocabulary)
+    rows: dict[Any, int] = {}
+    run = tf.function(step) if in_graph else step
+    for seed in range(8):
+        inputs = batch(NAMES[dtype][: 3 * (seed + 1)], dtype, seed)
+
+        def number(given: Any) -> Any:
+            return tf.constant([rows.setdefault(name, len(rows) + 1) for name in given.numpy().tolist()], tf.int64)
+
+        found, truth = run(named, inputs), run(plain, as_ids(inputs, number))
+        for feature, activations in truth.items():
+            np.testing.assert_array_equal(found[feature], activations)
+        assert vocabulary.lookup(list(rows)).min() > 0
+    assert len(vocabulary) == len(rows)
+    order = vocabulary.lookup(list(rows))
+    for name, values in tables(plain).items():
+        if name.startswith("named"):
+            np.testing.assert_array_equal(tables(named)[name][order], values[list(rows.values())])
+
+
+def test_a_full_table_leaves_new_names_to_their_buckets() -> None:
+    vocabulary = Vocabulary(oov_buckets=2, grows=True)
+    layer = make(vocabulary)
+    inputs = batch([b"name %d" % i for i in range(100)], "string", 0, size=100)
+    for _ in range(2):
+        step(layer, inputs)
+    assert vocabulary.rows == ROWS
+    seen = inputs["one"].numpy()
+    unknown = seen[vocabulary.lookup(seen) < 2]
+    assert len(unknown)
+    truth = keras_lookup("string", vocabulary.get_vocabulary()[2:], 2)(tensor(seen.tolist(), "string")).numpy()
+    np.testing.assert_array_equal(vocabulary.lookup(seen), truth)
+
+
+def test_names_grow_in_training_only() -> None:
+    vocabulary = Vocabulary([b"a"], oov_buckets=1, grows=True)
+    layer = make(vocabulary)
+    inputs = {"bag": tf.ragged.constant([["b"], []]), "one": tf.constant(["c", "a"]), "ids": tf.constant([0, 1])}
+    for training in (False, None):
+        layer(inputs, training=training)
+    tf.function(layer)(inputs, training=False)
+    assert len(vocabulary) == 1
+    layer.trainable = False
+    layer(inputs, training=True)
+    assert len(vocabulary) == 1
+    layer.trainable = True
+    layer(inputs, training=True)
+    assert vocabulary.get_vocabulary() == ["[UNK]", "a", "b", "c"]
+
+
+def test_a_graph_finds_names_that_grew_after_it_was_traced() -> None:
+    vocabulary = Vocabulary(dtype="int64", grows=True)
+    table = TableConfig(3000, DIM, "named", out_of_vocabulary="zeros")
+    layer = TPUEmbedding({"one": FeatureConfig(table, vocabulary=vocabulary)}, "sgd")
+    look_up = tf.function(lambda names: layer({"one": names})["one"])
+    for start in range(0, 3000, 500):
+        names = tf.range(start, start + 500, dtype=tf.int64) * 7
+        assert not look_up(names).numpy().any()
+        layer({"one": names}, training=True)
+        np.testing.assert_array_equal(look_up(names), layer.embedding_tables[table].numpy()[start : start + 500])
+
+
+def model(vocabulary: Vocabulary) -> tuple[keras.Model, TPUEmbedding]:
+    layer = make(vocabulary)
+    inputs = {
+        "bag": keras.Input((None,), dtype=vocabulary.dtype, ragged=True, name="bag"),
+        "one": keras.Input((), dtype=vocabulary.dtype, name="one"),
+        "ids": keras.Input((), dtype="int64", name="ids"),
+    }
+    activations = layer(inputs)
+    made = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(list(activations.values()))))
+    made.compile("sgd", "mse")
+    return made, layer
+
+
+SAVES = ("keras", "weights", "checkpoint", "async")
+
+
+def write(made: keras.Model, kind: str, folder: Path) -> str:
+    if kind == "keras":
+        made.save(folder / "model.keras")
+        return str(folder / "model.keras")
+    if kind == "weights":
+        made.save_weights(folder / "model.weights.h5")
+        return str(folder / "model.weights.h5")
+    checkpoint, options = tf.train.Checkpoint(model=made), tf.train.CheckpointOptions(enable_async=kind == "async")
+    path = checkpoint.save(str(folder / "ckpt"), options=options)
+    if kind == "async":
+        checkpoint.sync()
+    return str(path)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+@pytest.mark.parametrize("kind", SAVES)
+def test_names_are_saved_and_restored_with_their_rows(kind: str, dtype: str, grows: bool, tmp_path: Path) -> None:
+    names = NAMES[dtype]
+    vocabulary = Vocabulary(() if grows else names, dtype=dtype, oov_buckets=2, grows=grows)  # type: ignore[arg-type]
+    made, layer = model(vocabulary)
+    for seed in range(0, 6, 2):
+        made.train_on_batch(batch(names[: 5 * (seed + 1)], dtype, seed), tf.zeros((8, 1)))
+    inputs = batch(names, dtype, 8)
+    truth, path = made.predict(inputs, verbose=0), write(made, kind, tmp_path)
+    empty = Vocabulary(dtype=dtype, oov_buckets=2, grows=grows)  # type: ignore[arg-type]
+    if kind == "keras":
+        other = keras.models.load_model(path)
+        layer = other.get_layer("embedding")
+        empty = layer.vocabularies["named"]
+    else:
+        other, layer = model(empty)
+        other.load_weights(path) if kind == "weights" else tf.train.Checkpoint(model=other).restore(path)
+    assert empty.names(range(2, empty.rows)) == vocabulary.names(range(2, vocabulary.rows))
+    np.testing.assert_array_equal(other.predict(inputs, verbose=0), truth)
+    assert layer.vocabularies["named"] is empty
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Vocabulary(oov_buckets=1), Vocabulary(dtype="int64", oov_buckets=2)],
+    ids=["buckets", "type"],
+)
+@pytest.mark.parametrize("kind", ["weights", "checkpoint"])
+@pytest.mark.filterwarnings("ignore:Skipping nested container")
+def test_a_save_of_another_vocabulary_is_refused(kind: str, other: Vocabulary, tmp_path: Path) -> None:
+    made, _ = model(Vocabulary(["a", "b"], oov_buckets=2))
+    path = write(made, kind, tmp_path)
+    changed, layer = model(other)
+    before = tables(layer)
+    with refused(CheckpointMismatchError):
+        changed.load_weights(path) if kind == "weights" else tf.train.Checkpoint(model=changed).restore(path)
+    if kind == "weights":
+        for name, values in tables(layer).items():
+            np.testing.assert_array_equal(values, before[name])
+
+
+def test_refusals() -> None:
+    table, other = TableConfig(ROWS, DIM, "named"), TableConfig(ROWS, DIM, "other")
+    growing = Vocabulary(grows=True)
+    features: dict[str, dict[str, Any]] = {
+        "two vocabularies of one table": {
+            "a": FeatureConfig(table, vocabulary=["x"]),
+            "b": FeatureConfig(table, vocabulary=["x"]),
+        },
+        "one that grows for two tables": {
+            "a": FeatureConfig(table, vocabulary=growing),
+            "b": FeatureConfig(other, vocabulary=growing),
+        },
+    }
+    for each in features.values():
+        with refused(ConfigError):
+            TPUEmbedding(each, "sgd")
+    with refused(ConfigError):
+        FeatureConfig(TableConfig(2, DIM, "small"), vocabulary=["x", "y"], oov_buckets=1)
+    layer = make(Vocabulary(["x", ""]))
+    with refused(ConfigError):
+        layer({"bag": tf.ragged.constant([["x"]]), "one": tf.constant([""]), "ids": tf.constant([0])})
+    layer = make(Vocabulary(["x"]))
+    with refused(ConfigError):
+        layer({"bag": tf.ragged.constant([[1]]), "one": tf.constant(["x"]), "ids": tf.constant([0])})
+    with refused(ConfigError):
+        TPUEmbedding({"a": FeatureConfig(table, vocabulary=["x"])}, "sgd", takes_rows=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["error", "zeros", 7])
+def test_an_unknown_name_follows_out_of_vocabulary(policy: str | int) -> None:
+    layer = make(Vocabulary(["a", "b"]), policy)
+    inputs = {"bag": tf.ragged.constant([["a"], []]), "one": tf.constant(["b", "nobody"]), "ids": tf.constant([0, 0])}
+    if policy == "error":
+        with refused(tf.errors.InvalidArgumentError):
+            layer(inputs)
+        return
+    found = layer(inputs)["one"].numpy()
+    np.testing.assert_array_equal(found[1], np.zeros(DIM) if policy == "zeros" else tables(layer)["named"][7])
+
+
+def test_the_input_pipeline_makes_rows_for_a_layer_that_takes_them() -> None:
+    vocabulary = Vocabulary(oov_buckets=1, grows=True)
+    layer, direct = make(vocabulary, takes_rows=True), make(Vocabulary(oov_buckets=1, grows=True))
+    names = [batch(STRINGS, "string", seed) for seed in range(0, 8, 2)]
+    spec = tf.nest.map_structure(tf.type_spec_from_value, names[0])
+    spec = {**spec, "bag": tf.RaggedTensorSpec([8, None], tf.string)}
+    data = tf.data.Dataset.from_generator(lambda: iter(names), output_signature=spec)
+    for given, inputs in zip(data.map(lambda each: layer.names_to_rows(each, training=True)), names, strict=True):
+        found, truth = step(layer, given), step(direct, inputs)
+        for feature, activations in truth.items():
+            np.testing.assert_array_equal(found[feature], activations)
+    assert len(vocabulary) > 10
+    with refused(ConfigError):
+        layer(names[0])

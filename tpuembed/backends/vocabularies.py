@@ -1,0 +1,274 @@
+"""The vocabularies of a layer: their names become rows in calls, grow in training, and are saved beside the tables.
+
+A graph finds names in a variable, which is a copy of the vocabulary's index. A vocabulary that grows is ahead of its copy.
+So the graph asks Python for the names that it does not find, and the copy is made anew after every tenth name.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tpuembed.backends.table_rows import copies
+from tpuembed.backends.tf_config import SavedNode, local
+from tpuembed.backends.tf_tpu import is_tpu_strategy
+from tpuembed.config import FeatureConfig
+from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.lookup.names import as_names, key_places, name_keys, row_numbers
+from tpuembed.lookup.ranges import NOWHERE
+from tpuembed.vocabulary import UNKNOWN, WAYS, Vocabulary
+
+__all__ = ["LayerVocabularies", "check_names_can_arrive", "shared_vocabularies"]
+
+Tensor = Any
+_Array = npt.NDArray[Any]
+
+_WAITING: Final = 0.1
+"""The share of a vocabulary's names that its copy may lack."""
+_LEAST_WAITING: Final = 1000
+
+
+def shared_vocabularies(features: Sequence[tuple[str, FeatureConfig]]) -> dict[str, Vocabulary]:
+    """Return {table: its vocabulary} of the features, each with its path.
+
+    Raises:
+        ConfigError: features of one table have different vocabularies, or a growing vocabulary belongs to two tables.
+    """
+    found: dict[str, Vocabulary] = {}
+    for path, feature in features:
+        if feature.vocabulary is None:
+            continue
+        if found.setdefault(feature.table.name, feature.vocabulary) is not feature.vocabulary:
+            raise ConfigError(
+                f"feature {path!r}: another feature of table {feature.table.name!r} has another vocabulary. Give both the same "
+                "tpuembed.Vocabulary."
+            )
+    for table, vocabulary in found.items():
+        others = [other for other, its in found.items() if its is vocabulary and other != table]
+        if vocabulary.grows and others:
+            raise ConfigError(
+                f"tables {table!r} and {others[0]!r} have one vocabulary, and it grows. Give each table its own."
+            )
+    return found
+
+
+def check_names_can_arrive(vocabularies: Mapping[str, Vocabulary], takes_rows: bool) -> None:
+    """Raise ConfigError if names cannot become rows where the layer runs, or cannot grow there."""
+    strategy = tf.distribute.get_strategy()
+    if not is_tpu_strategy(strategy):
+        return
+    table = next(iter(vocabularies))
+    if not takes_rows:
+        raise ConfigError(
+            f"table {table!r} has a vocabulary, and names cannot reach a TPU. Build the layer with takes_rows=True, and call "
+            "layer.names_to_rows in the input pipeline (Dataset.map)."
+        )
+    hosts = strategy.extended.num_hosts
+    growing = [table for table, vocabulary in vocabularies.items() if vocabulary.grows]
+    if growing and hosts > 1:
+        raise ConfigError(
+            f"table {growing[0]!r}: its vocabulary grows, which needs one process. The TPU has {hosts} hosts. Adapt the "
+            "vocabulary before training, and set grows=False."
+        )
+
+
+class LayerVocabularies(SavedNode):
+    """The checkpoint node `_vocabularies`, with the bytes of each table's vocabulary."""
+
+    def __init__(
+        self,
+        vocabularies: Mapping[str, Vocabulary],
+        capacities: Mapping[str, int],
+        updates: Any,
+        reset: Callable[[str, _Array], None],
+    ) -> None:
+        """Make the graph's copies of `vocabularies`, by table.
+
+        Args:
+            vocabularies: table name -> its vocabulary.
+            capacities: table name -> its rows.
+            updates: the variable that counts the layer's updates.
+            reset: called with a table and rows of it, int64 [n], whose names were evicted. Gives them their initial values.
+        """
+        self.copies = {
+            table: _Copy(table, vocabulary, capacities[table], updates) for table, vocabulary in vocabularies.items()
+        }
+        self._reset = reset
+        for table, vocabulary in vocabularies.items():
+            vocabulary.watch(self, table)
+
+    def names_changed(self, table: str, freed: _Array) -> None:
+        """Follow a vocabulary whose names were changed from outside of training. `freed` are rows, int64 [n], without a name now."""
+        self.copies[table].refresh()
+        if len(freed):
+            self._reset(table, freed)
+
+    def rows_of(self, table: str, names: Tensor, padded: bool, training: bool | None) -> Tensor:
+        """Return the row of each name, int64 [n]. See `tpuembed.lookup.names.row_numbers`.
+
+        Args:
+            table: a table with a vocabulary.
+            names: of the vocabulary's type, [n].
+            padded: "" and the integer -1 are padding.
+            training: give new names rows, if the vocabulary grows.
+        """
+        return self.copies[table].rows_of(names, padded, bool(training))
+
+    def to_bytes(self, table: str) -> bytes:
+        """Return the vocabulary of `table`, as it is saved."""
+        return self.copies[table].vocabulary.to_bytes()
+
+    def load(self, table: str, content: bytes, where: str) -> None:
+        """Replace the names of a vocabulary by saved ones. `where` begins the messages of errors.
+
+        Raises:
+            CheckpointCorruptError: `content` is damaged.
+            CheckpointMismatchError: the saved vocabulary has another type or other buckets, or needs more rows.
+        """
+        self.copies[table].load(content, where)
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the graph's copies, for SavedModels of the live layer. The copies are made complete."""
+        for copy in self.copies.values():
+            copy.refresh()
+        return {
+            f"{table}_{name}": variable
+            for table, copy in self.copies.items()
+            for name, variable in copy.variables.items()
+        }
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        # As operations: asynchronous saves run them in a graph.
+        return {table: _saved(copy.vocabulary) for table, copy in self.copies.items()}
+
+    def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
+        for table, content in restored.items():
+            self.load(table, content.numpy().tobytes(), f"the checkpoint's vocabulary of table {table!r}")
+        return tf.no_op()
+
+
+def _saved(vocabulary: Vocabulary) -> Tensor:
+    content = tf.numpy_function(lambda: np.frombuffer(vocabulary.to_bytes(), np.uint8), [], tf.uint8)
+    content.set_shape([None])
+    return content
+
+
+class _Copy:
+    """The index of one vocabulary in a variable, int64 [buckets, 2 * WAYS]: the keys of a bucket, then their numbers.
+
+    One variable, so that a reader in another thread never sees new keys with old numbers. A second one has the number of the salt,
+    and 1 if the copy has all names.
+    """
+
+    def __init__(self, table: str, vocabulary: Vocabulary, capacity: int, updates: Any) -> None:
+        self.vocabulary = vocabulary
+        self._table, self._capacity, self._updates = table, capacity, updates
+        self._lock = threading.Lock()
+        self._names = len(vocabulary)
+        with tf.init_scope():
+            self._cells = tf.Variable(
+                _cells(vocabulary), shape=[None, 2 * WAYS], trainable=False, name="vocabulary_cells"
+            )
+            self._state = tf.Variable(
+                [vocabulary.salt_number, 1], dtype=tf.int64, trainable=False, name="vocabulary_state"
+            )  # no string, and no bool: replicas cannot keep these
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        return {"cells": self._cells, "state": self._state}
+
+    def refresh(self) -> None:
+        """Copy the vocabulary anew: names were removed or replaced, or too many are not in the copy."""
+        with self._lock:
+            self._refresh()
+
+    def load(self, content: bytes, where: str) -> None:
+        saved, own = Vocabulary.from_bytes(content, where), self.vocabulary
+        for option in ("dtype", "oov_buckets"):
+            if getattr(saved, option) != getattr(own, option):
+                raise CheckpointMismatchError(
+                    f"{where}: its {option} is {getattr(saved, option)!r}, and the layer's {getattr(own, option)!r}. Build the "
+                    "layer as it was saved."
+                )
+        if saved.rows > self._capacity:
+            raise CheckpointMismatchError(
+                f"{where}: it needs {saved.rows} rows, and the layer's table has {self._capacity}. Make vocabulary_size larger."
+            )
+        own.assign(saved)  # it calls names_changed
+
+    def rows_of(self, names: Tensor, padded: bool, training: bool) -> Tensor:
+        vocabulary = self.vocabulary
+        names = as_names(f"table {self._table!r}", names, vocabulary.dtype)
+        numbers = self._find(names)
+        rows = row_numbers(names, numbers, vocabulary.oov_buckets, padded)
+        if not vocabulary.grows:
+            return rows
+        missing = tf.where(numbers < 0)[:, 0]
+        asked = tf.gather(names, missing)
+        if training:
+            known = tf.gather(rows, tf.where(numbers >= 0)[:, 0])
+            update = local(self._updates).read_value() + 1
+            found = tf.numpy_function(
+                lambda asked, known, update: self._grow(asked, known, int(update), padded),
+                [asked, known, update],
+                tf.int64,
+            )
+        else:
+            found = tf.cond(
+                tf.equal(tf.size(asked), 0) | tf.equal(local(self._state)[1], 1),
+                lambda: tf.gather(rows, missing),
+                lambda: tf.numpy_function(lambda asked: self._look_up(asked, padded), [asked], tf.int64),
+            )
+        found = tf.ensure_shape(found, [None])
+        return tf.tensor_scatter_nd_update(rows, missing[:, None], found)
+
+    def _find(self, names: Tensor) -> Tensor:
+        """Return the number of each name in the copy; -1 for one that it lacks."""
+        cells = local(self._cells)
+        keys = name_keys(names, local(self._state)[0])
+        buckets = tf.raw_ops.VariableShape(input=cells.handle, out_type=tf.int64)[0]
+        found = tf.gather(cells, key_places(keys, buckets))
+        is_hit = tf.equal(found[:, :, :WAYS], keys[:, None, None])
+        return tf.reduce_max(tf.where(is_hit, found[:, :, WAYS:], tf.constant(-1, tf.int64)), [1, 2])
+
+    # ---- in Python
+
+    def _grow(self, asked: _Array, known: _Array, update: int, padded: bool) -> _Array:
+        found = self.vocabulary.grow(asked, room=self._capacity, update=update, padded=padded)
+        self.vocabulary.seen(known, update=update)
+        waiting = len(self.vocabulary) - self._names
+        if waiting:
+            with self._lock:
+                waiting = len(self.vocabulary) - self._names
+                if waiting > max(_LEAST_WAITING, _WAITING * self._names):
+                    self._refresh()
+                else:
+                    _assign(self._state, [self.vocabulary.salt_number, 0])
+        return _outside(found)
+
+    def _look_up(self, asked: _Array, padded: bool) -> _Array:
+        return _outside(self.vocabulary.lookup(asked, padded=padded))
+
+    def _refresh(self) -> None:
+        self._names = len(self.vocabulary)
+        _assign(self._cells, _cells(self.vocabulary))
+        _assign(self._state, [self.vocabulary.salt_number, int(self._names == len(self.vocabulary))])
+
+
+def _cells(vocabulary: Vocabulary) -> _Array:
+    keys, numbers = vocabulary.snapshot()
+    return np.concatenate([keys, numbers.astype(np.int64)], 1)
+
+
+def _assign(variable: Any, value: Any) -> None:
+    with tf.init_scope():
+        for copy in copies(variable):
+            copy.assign(value)
+
+
+def _outside(rows: _Array) -> _Array:
+    """Return rows as graphs have them: an unknown name is NOWHERE."""
+    return np.where(rows == UNKNOWN, np.int64(NOWHERE), rows)
