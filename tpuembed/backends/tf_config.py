@@ -230,6 +230,10 @@ def _check_names(tables: list[TableConfig], equal_allowed: bool) -> None:
             )
 
 
+_OWN_FIELDS = ("out_of_vocabulary", "vocabulary", "oov_buckets")
+"""The fields of a FeatureConfig that TensorFlow's has not."""
+
+
 def features_to_tf(structure: Any) -> Any:
     """Convert a nested structure of tpuembed's FeatureConfig to `tf.tpu.experimental.embedding` objects. Shared tables
     stay shared."""
@@ -238,7 +242,7 @@ def features_to_tf(structure: Any) -> Any:
     for _, feature in flatten(structure):
         if feature.table.name not in tables:
             tables[feature.table.name] = _table_to_tf(feature.table)
-        names = [field.name for field in dataclasses.fields(feature)[1:] if field.name != "out_of_vocabulary"]
+        names = [field.name for field in dataclasses.fields(feature)[1:] if field.name not in _OWN_FIELDS]
         fields = {name: getattr(feature, name) for name in names}
         out.append(_embedding.FeatureConfig(table=tables[feature.table.name], **fields))
     return pack_like(structure, out)
