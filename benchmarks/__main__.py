@@ -15,6 +15,7 @@ RESULTS = HERE / "results"
 RUNS = {
     "train_step": "train_step.run()",
     "tracking": "tracking.run()",
+    "names": "names.run()",
     "export": "export.run()",
     "load": "load.run()",
     "lookups": "lookups.run()",
