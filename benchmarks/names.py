@@ -31,7 +31,11 @@ def run(rounds: int = 3, rows: int = 1_000_000) -> dict[str, Any]:
         medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
         found[f"{ids} ids"] = {
             **{f"{name} ms": round(1e3 * seconds, 3) for name, seconds in medians.items()},
-            **{f"{name} / ids": round(seconds / medians["ids"], 3) for name, seconds in medians.items() if name != "ids"},
+            **{
+                f"{name} / ids": round(seconds / medians["ids"], 3)
+                for name, seconds in medians.items()
+                if name != "ids"
+            },
         }
     return found
 

@@ -168,12 +168,13 @@ class _Copy:
         self._table, self._capacity, self._updates = table, capacity, updates
         self._lock = threading.Lock()
         self._names = len(vocabulary)
+        self._salt, keys, numbers = vocabulary.snapshot()
         with tf.init_scope():
             self._cells = tf.Variable(
-                _cells(vocabulary), shape=[None, 2 * WAYS], trainable=False, name="vocabulary_cells"
+                _cells(keys, numbers), shape=[None, 2 * WAYS], trainable=False, name="vocabulary_cells"
             )
             self._state = tf.Variable(
-                [vocabulary.salt_number, 1], dtype=tf.int64, trainable=False, name="vocabulary_state"
+                [self._salt, 1], dtype=tf.int64, trainable=False, name="vocabulary_state"
             )  # no string, and no bool: replicas cannot keep these
 
     @property
@@ -246,7 +247,7 @@ class _Copy:
                 if waiting > max(_LEAST_WAITING, _WAITING * self._names):
                     self._refresh()
                 else:
-                    _assign(self._state, [self.vocabulary.salt_number, 0])
+                    _assign(self._state, [self._salt, 0])
         return _outside(found)
 
     def _look_up(self, asked: _Array, padded: bool) -> _Array:
@@ -254,12 +255,12 @@ class _Copy:
 
     def _refresh(self) -> None:
         self._names = len(self.vocabulary)
-        _assign(self._cells, _cells(self.vocabulary))
-        _assign(self._state, [self.vocabulary.salt_number, int(self._names == len(self.vocabulary))])
+        self._salt, keys, numbers = self.vocabulary.snapshot()
+        _assign(self._cells, _cells(keys, numbers))
+        _assign(self._state, [self._salt, int(self._names == len(self.vocabulary))])
 
 
-def _cells(vocabulary: Vocabulary) -> _Array:
-    keys, numbers = vocabulary.snapshot()
+def _cells(keys: _Array, numbers: _Array) -> _Array:
     return np.concatenate([keys, numbers.astype(np.int64)], 1)
 
 

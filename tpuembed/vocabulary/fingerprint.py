@@ -20,44 +20,48 @@ BUCKETS: Final = 2**63 - 1
 """A fingerprint is a hash modulo this number, so that it is an int64 of 0 or more."""
 
 _K0, _K1, _K2 = np.uint64(0xC3A5C85C97CB3127), np.uint64(0xB492B66FBE98F273), np.uint64(0x9AE16A3B2F90404F)
-_AT_ONCE: Final = 1 << 18
 
 
-def fingerprints(names: Texts) -> npt.NDArray[np.int64]:
-    """Return the fingerprint of each name, int64 [n]."""
-    return (hashes(names) % np.uint64(BUCKETS)).astype(np.int64)
+def fingerprints(names: Texts, salt: bytes = b"") -> npt.NDArray[np.int64]:
+    """Return the fingerprint of each name with `salt` before it, int64 [n]."""
+    found = hashes(names, salt)
+    found %= np.uint64(BUCKETS)
+    return found.view(np.int64)
 
 
-def hashes(names: Texts) -> _Words:
-    """Return the hash of each name, uint64 [n], in bounded memory beside the names."""
-    found = np.empty(len(names), np.uint64)
-    for start in range(0, len(names), _AT_ONCE):
-        found[start : start + _AT_ONCE] = _hashes(names.take(np.arange(start, min(start + _AT_ONCE, len(names)))))
+def hashes(names: Texts, salt: bytes = b"") -> _Words:
+    """Return the hash of each name with `salt` before it, uint64 [n], in bounded memory beside the names."""
+    found, start = np.empty(len(names), np.uint64), 0
+    for piece in names.pieces():
+        found[start : start + len(piece)] = _hashes(piece.packed(salt) if salt else piece)
+        start += len(piece)
     return found
 
 
 def _hashes(names: Texts) -> _Words:
     # The short forms read up to 8 bytes beyond a name's end, and the result drops them.
-    data = np.concatenate([names.data, np.zeros(8, np.uint8)])
-    words = np.lib.stride_tricks.sliding_window_view(data, 8)
-    lengths, found = names.lengths, np.empty(len(names), np.uint64)
+    read, lengths, found = (
+        _Memory(names.data, names.words),
+        names.lengths.astype(np.int64),
+        np.empty(len(names), np.uint64),
+    )
     with np.errstate(over="ignore"):
         for lowest, highest, function in _FORMS:
             which = np.flatnonzero((lengths >= lowest) & (lengths <= highest))
             if len(which):
-                found[which] = function(_Memory(words), names.starts[which], lengths[which])
+                found[which] = function(read, names.starts[which], lengths[which])
     return found
 
 
 class _Memory:
     """Reads little-endian words at any place."""
 
-    def __init__(self, words: npt.NDArray[np.uint8]) -> None:
-        self._words = words
+    def __init__(self, data: npt.NDArray[np.uint8], words: _Words) -> None:
+        self._data, self._words = data, words
 
     def word(self, places: _Places) -> _Words:
         """Return the 64 bits at each place."""
-        return np.ascontiguousarray(self._words[places]).view("<u8")[:, 0].astype(np.uint64)
+        return self._words[places]
 
     def half(self, places: _Places) -> _Words:
         """Return the 32 bits at each place."""
@@ -65,7 +69,7 @@ class _Memory:
 
     def byte(self, places: _Places) -> _Words:
         """Return the byte at each place."""
-        return self._words[places, 0].astype(np.uint64)
+        return self._data[places].astype(np.uint64)
 
 
 def _rotate(value: _Words, bits: int) -> _Words:

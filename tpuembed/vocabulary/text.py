@@ -1,18 +1,24 @@
-"""Names of any length in two arrays: all bytes one after the other, and where each name begins."""
+"""Names of any length in arrays: all bytes in one, and where each name begins and how long it is."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["GrowingArray", "Texts"]
+__all__ = ["SLACK", "GrowingArray", "Texts"]
 
 _Bytes = npt.NDArray[np.uint8]
 _Integers = npt.NDArray[np.int64]
+
+SLACK: Final = 8
+"""Bytes after the last name, so that 8 bytes can be read at every place of a name."""
+_LONG: Final = 256
+_AT_ONCE: Final = 1 << 18
+_BYTES_AT_ONCE: Final = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +26,14 @@ class Texts:
     """Names without a Python object for each.
 
     Attributes:
-        data: the bytes of all names.
-        starts: int64 [n + 1]; name i is `data[starts[i]:starts[i + 1]]`.
+        data: the bytes of all names, and SLACK bytes or more after them. Bytes between names belong to none.
+        starts: int64 [n].
+        lengths: int64 or uint32, [n]; name i is `data[starts[i]:starts[i] + lengths[i]]`.
     """
 
     data: _Bytes
     starts: _Integers
+    lengths: npt.NDArray[Any]
 
     @classmethod
     def of(cls, names: Iterable[Any]) -> "Texts":
@@ -34,72 +42,124 @@ class Texts:
         Raises:
             ConfigError: one is neither.
         """
-        encoded = [name.encode() if isinstance(name, str) else name for name in names]
-        for name in encoded:
-            if not isinstance(name, bytes):
-                raise ConfigError(f"vocabulary: a name must be str or bytes, got {name!r}, a {type(name).__name__}.")
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), starts)
+        given = names if isinstance(names, list) else list(names)
+        if set(map(type, given)) - {bytes}:
+            given = [name.encode() if isinstance(name, str) else name for name in given]
+            for name in given:
+                if not isinstance(name, bytes):
+                    raise ConfigError(
+                        f"vocabulary: a name must be str or bytes, got {name!r}, a {type(name).__name__}."
+                    )
+        lengths = np.fromiter(map(len, given), np.int64, len(given))
+        return cls(np.frombuffer(b"".join([*given, bytes(SLACK)]), np.uint8), _starts_of(lengths), lengths)
 
     def __len__(self) -> int:
         """Return the number of names."""
-        return len(self.starts) - 1
+        return len(self.starts)
 
     def __getitem__(self, index: int) -> bytes:
         """Return one name."""
-        return self.data[self.starts[index] : self.starts[index + 1]].tobytes()
+        start = int(self.starts[index])
+        return self.data[start : start + int(self.lengths[index])].tobytes()
 
     @property
-    def lengths(self) -> _Integers:
-        """Return the bytes of each name."""
-        return np.diff(self.starts)
+    def words(self) -> npt.NDArray[np.uint64]:
+        """Return the 64 bits, little-endian, that begin at each byte of `data`, the last 7 bytes apart. It is no copy."""
+        return np.ndarray((len(self.data) - 7,), "<u8", np.ascontiguousarray(self.data), 0, (1,))
 
     def take(self, indices: _Integers) -> "Texts":
-        """Return the names at `indices`, in that order."""
-        lengths = self.lengths[indices]
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        places = np.repeat(self.starts[indices] - starts[:-1], lengths) + np.arange(starts[-1])
-        return Texts(self.data[places], starts)
+        """Return the names at `indices`, in that order. Their bytes are not copied."""
+        return Texts(self.data, self.starts[indices], self.lengths[indices])
+
+    def pieces(self) -> "Iterator[Texts]":
+        """Yield all names, some megabytes at a time. Their bytes are not copied."""
+        start = 0
+        while start < len(self):
+            sizes = np.cumsum(self.lengths[start : start + _AT_ONCE], dtype=np.int64)
+            stop = start + max(1, int(np.searchsorted(sizes, _BYTES_AT_ONCE)))
+            yield Texts(self.data, self.starts[start:stop], self.lengths[start:stop])
+            start = stop
+
+    def packed(self, prefix: bytes = b"") -> "Texts":
+        """Return the names one after the other, with `prefix` before each, without other bytes but SLACK."""
+        lengths = self.lengths.astype(np.int64)
+        starts = _starts_of(lengths + len(prefix))
+        own = np.arange(int(lengths.sum()))
+        before = _starts_of(lengths)
+        data = np.zeros(len(own) + len(prefix) * len(self) + SLACK, np.uint8)
+        data[np.repeat(starts + len(prefix) - before, lengths) + own] = self.data[
+            np.repeat(self.starts - before, lengths) + own
+        ]
+        data[starts[:, None] + np.arange(len(prefix))] = np.frombuffer(prefix, np.uint8)
+        return Texts(data, starts, lengths + len(prefix))
 
     def equal(self, other: "Texts") -> npt.NDArray[np.bool_]:
         """Return which names equal those of `other` at the same place. Both have the same number of names."""
-        same = self.lengths == other.lengths
-        where = np.flatnonzero(same)
-        mine, others = self.take(where), other.take(where)
-        differs = np.concatenate([[0], np.cumsum(mine.data != others.data)])
-        same[where] = differs[mine.starts[1:]] == differs[mine.starts[:-1]]
+        lengths = self.lengths.astype(np.int64)
+        same = lengths == other.lengths
+        for index in np.flatnonzero(same & (lengths > _LONG)).tolist():
+            same[index] = self[index] == other[index]
+        which, mine, others, offset = (
+            np.flatnonzero(same & (lengths <= _LONG) & (lengths > 0)),
+            self.words,
+            other.words,
+            0,
+        )
+        while len(which):
+            left = lengths[which] - offset
+            differ = mine[self.starts[which] + offset] ^ others[other.starts[which] + offset]
+            differ <<= (8 * np.clip(8 - left, 0, 7)).astype(np.uint64)  # drops the bytes after the end of the name
+            same[which[differ != 0]] = False
+            which = which[(differ == 0) & (left > 8)]
+            offset += 8
         return same
 
-    def with_prefix(self, prefix: bytes) -> "Texts":
-        """Return the names with `prefix` before each."""
-        starts = self.starts + len(prefix) * np.arange(len(self.starts))
-        data = np.empty(int(starts[-1]), np.uint8)
-        own = np.ones(len(data), bool)
-        first = starts[:-1, None] + np.arange(len(prefix))
-        own[first] = False
-        data[first] = np.frombuffer(prefix, np.uint8)
-        data[own] = self.data
-        return Texts(data, starts)
+
+def _starts_of(lengths: _Integers) -> _Integers:
+    """Return where each name begins, if they follow each other."""
+    return np.cumsum(lengths) - lengths
 
 
 class GrowingArray:
     """An array that values are appended to. Its room doubles, so that an append seldom copies what is there."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
-        self._array, self._size = np.empty(0, dtype), 0
+        self._array, self._size = np.zeros(SLACK, dtype), 0
+
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return self._size
 
     @property
     def values(self) -> npt.NDArray[Any]:
         """Return the values up to now, not a copy of them."""
         return self._array[: self._size]
 
+    @property
+    def padded(self) -> npt.NDArray[Any]:
+        """Return the values and SLACK more, whose values are any. An array that was `replace`d must have them. It is no copy."""
+        return self._array[: self._size + SLACK]
+
     def append(self, values: npt.NDArray[Any]) -> None:
         """Append `values`, [n]."""
-        size = self._size + len(values)
-        if size > len(self._array):
-            array = np.empty(max(size, 2 * self._size), self._array.dtype)
+        self._make_room(self._size + len(values))
+        self._array[self._size : self._size + len(values)] = values
+        self._size += len(values)
+
+    def extend(self, size: int, value: int) -> None:
+        """Make it `size` values long: new ones are `value`."""
+        if size > self._size:
+            self._make_room(size)
+            self._array[self._size : size] = value
+            self._size = size
+
+    def replace(self, array: npt.NDArray[Any], size: int) -> None:
+        """Take the first `size` of `array` in the place of all values. What follows them is room. It is kept if it can be."""
+        own = array.astype(self._array.dtype, copy=False)
+        self._array, self._size = own if own.flags.writeable else own.copy(), size
+
+    def _make_room(self, size: int) -> None:
+        if size + SLACK > len(self._array):
+            array = np.empty(max(size, 2 * self._size) + SLACK, self._array.dtype)
             array[: self._size] = self.values
             self._array = array
-        self._array[self._size : size] = values
-        self._size = size

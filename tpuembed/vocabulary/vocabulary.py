@@ -1,51 +1,70 @@
 """`Vocabulary`: the names of a table's rows."""
 
-import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, BinaryIO, Final, Protocol
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
-from tpuembed.vocabulary.fingerprint import fingerprints, hashes
+from tpuembed.vocabulary.files import integers_in, lines_of
 from tpuembed.vocabulary.index import NONE, Index
-from tpuembed.vocabulary.text import GrowingArray, Texts
+from tpuembed.vocabulary.name_arrays import Batch, DType, Names, names_of
+from tpuembed.vocabulary.saved import MOST_NAMES, SavedNames, chunks, parse
+from tpuembed.vocabulary.sketch import MOST, Sketch
+from tpuembed.vocabulary.text import GrowingArray
 
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary", "salt_text"]
 
 _Integers = npt.NDArray[np.int64]
-DType = Literal["string", "int64"]
 
 PADDING: Final = -1
 """The row of padding in a list."""
 UNKNOWN: Final = -2
 """The row of a name that is not in a vocabulary without buckets. It is outside of every table."""
-_UNKNOWN_NAME: Final = "[UNK]"
-"""What Keras' StringLookup calls a bucket. Its IntegerLookup calls it -1."""
-_MAGIC: Final = b"tpuembed vocabulary 1\n"
-_PIECE_BYTES: Final = 64 << 20
-_MOST_NAMES: Final = 2**31 - 1
+_MOST_UPDATE: Final = 2**31 - 1
+_MOST_COUNT: Final = 2**32 - 1
+_MOST_SALTS: Final = 100
+_NEVER: Final = -1
+
+
+class Follower(Protocol):
+    """What uses a vocabulary, such as a layer."""
+
+    def names_changed(self, table: str, freed: _Integers) -> None:
+        """Follow a change of the names of `table`. `freed` are rows, int64 [n], whose names were evicted."""
 
 
 class Vocabulary:
     """The names of a table's rows, in the order of the rows.
 
     The first `oov_buckets` rows are for unknown names, and the names have the rows after them, as in Keras' StringLookup and
-    IntegerLookup. A name keeps its row for ever, and new names get the next rows. Names are kept in arrays: a million names of
-    12 bytes take 40 MB.
+    IntegerLookup. A name keeps its row until it is evicted, and new names get the next rows. Names are kept in arrays: a
+    million names of 12 bytes take 40 MB.
+
+    A vocabulary that `grows` knows how often each name was seen in training, and in which update it was last seen, in 8
+    bytes more. `evict` removes names that are old or rare. Their rows are free until new names get them.
+
+    Its methods may be called from several threads.
 
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
         oov_buckets: number of rows for unknown names.
         grows: True if training gives new names a row.
+        min_count: how often training has to see a name before it gets a row.
     """
 
     def __init__(
-        self, names: Iterable[Any] = (), *, dtype: DType = "string", oov_buckets: int = 0, grows: bool = False
+        self,
+        names: Iterable[Any] = (),
+        *,
+        dtype: DType = "string",
+        oov_buckets: int = 0,
+        grows: bool = False,
+        min_count: int = 1,
     ) -> None:
         """Give `names` the rows after the buckets.
 
@@ -54,46 +73,56 @@ class Vocabulary:
             dtype: of the names.
             oov_buckets: number of rows for unknown names. Without buckets they are UNKNOWN.
             grows: give new names the next rows of the table, while it has room, in calls of a layer with `training=True`.
+            min_count: with `grows`, how often a new name has to be seen before it gets a row, at most 255. Names without a row
+                are counted by a sketch of 16 MiB, which may take a rare name for a more frequent one. It is not saved: after a
+                restart names without a row are counted from zero.
 
         Raises:
             ConfigError: a name is listed twice or has another type, or an option is wrong.
         """
         if dtype not in ("string", "int64"):
             raise ConfigError(f'vocabulary: dtype must be "string" or "int64", got {dtype!r}.')
-        _check_count("oov_buckets", oov_buckets, 0)
+        _check_count("oov_buckets", oov_buckets, 0, MOST_NAMES)
         if not isinstance(grows, bool):
             raise ConfigError(f"vocabulary: grows must be True or False, got {grows!r}.")
+        _check_count("min_count", min_count, 1, MOST)
+        if min_count > 1 and not grows:
+            raise ConfigError(f"vocabulary: min_count={min_count} is for new names in training. Pass grows=True too.")
         self.dtype: DType = dtype
         self.oov_buckets = int(oov_buckets)
         self.grows = grows
-        self._values = GrowingArray(np.uint8 if dtype == "string" else np.int64)
-        self._starts = GrowingArray(np.int64)
-        self._starts.append(np.zeros(1, np.int64))
-        self._watchers = []
-        self._index = Index()
-        self._salt = 0
-        given = self._encoded(names)
-        self._refuse_repeated(given)
-        self._append(given)
+        self.min_count = int(min_count)
+        self._lock = threading.RLock()
+        self._followers: list[tuple[weakref.ref[Follower], str]] = []
+        self._free: _Integers
+        self._reused: _Integers
+        self._sketch: Sketch | None = None
+        self._clear()
+        self._fill(self._names.batch(names))
 
     @classmethod
     def from_file(
-        cls, path: str | Path, *, dtype: DType = "string", oov_buckets: int = 0, grows: bool = False
+        cls,
+        path: str | Path,
+        *,
+        dtype: DType = "string",
+        oov_buckets: int = 0,
+        grows: bool = False,
+        min_count: int = 1,
     ) -> "Vocabulary":
         """Return the vocabulary of a text file with one name a line, or, for int64, of a .npy file.
 
-        No Python object is made for a name.
+        Names are read as arrays, without a Python object for each. At its peak this takes twice the memory of the vocabulary.
 
         Raises:
             ConfigError: the file cannot be read, or has a name twice.
         """
-        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows)
+        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows, min_count=min_count)
         try:
-            names = _integers_in(Path(path)) if dtype == "int64" else _lines_of(Path(path))
-        except (OSError, ValueError) as error:
+            names = integers_in(Path(path)) if dtype == "int64" else lines_of(Path(path))
+        except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"vocabulary {path}: cannot be read: {reason(error)}.") from None
-        found._refuse_repeated(names)
-        found._append(names)
+        found._fill(names)
         return found
 
     @classmethod
@@ -111,19 +140,18 @@ class Vocabulary:
         Args:
             data: arrays of names, such as a batched `tf.data.Dataset`. They are read once, one after the other.
             dtype, oov_buckets, grows: see the constructor.
-            min_count: leave out names that occur less often.
+            min_count: leave out names that occur less often. It holds for new names in training too, if it `grows`.
         """
+        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows, min_count=min_count if grows else 1)
         _check_count("min_count", min_count, 1)
-        seen, counts = cls(dtype=dtype), np.zeros(0, np.int64)
+        seen, counts = cls(dtype=dtype), GrowingArray(np.int64)
         for names in data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else data:
             rows = seen.add(names).ravel()
-            more = np.zeros(len(seen), np.int64)
-            more[: len(counts)] = counts
-            counts = more + np.bincount(rows, minlength=len(seen))
-        chosen = np.argsort(-counts, kind="stable")
-        chosen = chosen[counts[chosen] >= min_count]
-        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows)
-        found._append(_taken(seen._names, chosen))
+            counts.extend(len(seen), 0)
+            np.add.at(counts.values, rows, 1)
+        chosen = np.argsort(-counts.values, kind="stable")
+        chosen = chosen[counts.values[chosen] >= min_count]
+        found._fill(seen._names.get(chosen), np.arange(len(chosen)))
         return found
 
     def __len__(self) -> int:
@@ -132,8 +160,13 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows, those of buckets included: the least size of a table."""
-        return self.oov_buckets + len(self)
+        """Return the number of rows, those of buckets and free ones included: the least size of a table."""
+        return self.oov_buckets + len(self._names)
+
+    @property
+    def free_rows(self) -> _Integers:
+        """Return the rows that `evict` has left without a name, int64, ascending."""
+        return self._free + self.oov_buckets
 
     def lookup(self, names: Any, *, padded: bool = False) -> _Integers:
         """Return the row of each name: an int64 array of the shape of `names`.
@@ -150,86 +183,181 @@ class Vocabulary:
         Raises:
             ConfigError: a name has another type.
         """
-        shape, given = self._flat(names)
-        found = self._find(given)
-        unknown = np.flatnonzero(found == NONE)
-        found += self.oov_buckets
-        found[unknown] = self._buckets_of(_taken(given, unknown)) if self.oov_buckets else UNKNOWN
-        if padded:
-            found[given.lengths == 0 if isinstance(given, Texts) else given == -1] = PADDING
-        return found.reshape(shape)
+        shape, batch = self._names.flat(names)
+        with self._lock:
+            found = self._find(batch, self._keys(batch))
+        return self._rows(batch, found, padded).reshape(shape)
 
     def add(self, names: Any) -> _Integers:
-        """Return the row of each name, as `lookup` does. Unknown names get the next rows, in the order of their first place."""
-        shape, given = self._flat(names)
-        found = self._find(given)
-        unknown = np.flatnonzero(found == NONE)
-        if len(unknown):
-            missing = _taken(given, unknown)
-            numbers, first = _numbered(missing)
-            found[unknown] = len(self) + numbers
-            self._append(_taken(missing, first))
+        """Return the row of each name, as `lookup` does. Unknown names get free rows, and then the next rows.
+
+        They get them in the order of their first place.
+        """
+        shape, batch = self._names.flat(names)
+        with self._lock:
+            keys = self._keys(batch)
+            found = self._find(batch, keys)
+            self._admit(batch, keys, found, np.flatnonzero(found == NONE), MOST_NAMES, 1)
+            if (found == NONE).any():
+                raise _too_many(MOST_NAMES + 1)
+        self._tell(np.zeros(0, np.int64))
         return (found + self.oov_buckets).reshape(shape)
 
-    def names(self, rows: Any) -> list[Any]:
-        """Return the names of rows: bytes or int. The name of a bucket is None.
+    def grow(self, names: Any, *, room: int, update: int, padded: bool = False) -> _Integers:
+        """Return the row of each name, as `lookup` does, after giving rows to new names. All are counted as seen.
+
+        New names that were seen `min_count` times get free rows, and then the next rows, in the order of their first place.
+        When all rows have names, new names are unknown.
+
+        Args:
+            names: an array, or nested lists, of names.
+            room: the rows of the table, those of buckets included.
+            update: the number of the training's update.
+            padded: "" and the integer -1 are padding. Their row is PADDING, and they are not counted.
 
         Raises:
-            ConfigError: a row has no name.
+            ConfigError: the vocabulary does not grow, or a name has another type.
+        """
+        self._check_grows("grow")
+        _check_count("room", room, 0)
+        _check_count("update", update, 0, _MOST_UPDATE)
+        shape, batch = self._names.flat(names)
+        with self._lock:
+            keys = self._keys(batch)
+            found, is_name = self._find(batch, keys), np.ones(len(keys), bool)
+            if padded:
+                is_name = ~self._names.is_padding(batch)
+            missing = np.flatnonzero(is_name & (found == NONE))
+            self._admit(batch, keys, found, missing, min(room - self.oov_buckets, MOST_NAMES), self.min_count)
+            self._mark(found[is_name & (found != NONE)], update)
+        return self._rows(batch, found, padded).reshape(shape)
+
+    def take_reused_rows(self) -> _Integers:
+        """Return the rows that new names got after `evict` had freed them, int64, ascending, each once.
+
+        A table still has there what the old name had trained. Set them, and their slots, to initial values before the next
+        lookup. They are saved until they are taken.
+        """
+        with self._lock:
+            rows, self._reused = self._reused + self.oov_buckets, np.zeros(0, np.int64)
+        return rows
+
+    # ---- how often, and when, names were seen
+
+    def seen(self, rows: Any, *, update: int) -> None:
+        """Count the names of `rows` as seen in `update`, once for each time that a row is there.
+
+        Rows of buckets, PADDING, UNKNOWN, and free rows are not counted.
+
+        Raises:
+            ConfigError: the vocabulary does not grow, or has no such row.
+        """
+        self._check_grows("seen")
+        _check_count("update", update, 0, _MOST_UPDATE)
+        with self._lock:
+            numbers = np.asarray(rows, np.int64).ravel() - self.oov_buckets
+            numbers = numbers[numbers >= 0]
+            if len(numbers) and numbers.max() >= len(self._names):
+                raise ConfigError(
+                    f"vocabulary: row {numbers.max() + self.oov_buckets} is outside of its {self.rows} rows."
+                )
+            self._mark(numbers[~np.isin(numbers, self._free)], update)
+
+    @property
+    def counts(self) -> npt.NDArray[np.uint32]:
+        """Return how often the name of each row was seen in training, uint32 [rows]; 0 for buckets and free rows.
+
+        Raises:
+            ConfigError: the vocabulary does not grow.
+        """
+        self._check_grows("counts")
+        with self._lock:
+            return np.concatenate([np.zeros(self.oov_buckets, np.uint32), self._counts.values])
+
+    @property
+    def last_seen(self) -> npt.NDArray[np.int32]:
+        """Return the update in which the name of each row was last seen, int32 [rows]; -1 for buckets and free rows.
+
+        A name that training has not seen has the update that was the latest when it was added.
+
+        Raises:
+            ConfigError: the vocabulary does not grow.
+        """
+        self._check_grows("last_seen")
+        with self._lock:
+            return np.concatenate([np.full(self.oov_buckets, _NEVER, np.int32), self._last_seen.values])
+
+    def evict(
+        self, *, not_seen_for: int | None = None, min_count: int | None = None, update: int | None = None
+    ) -> _Integers:
+        """Remove names that are old, or rare, or, if both are given, old and rare. Returns their rows, int64, ascending.
+
+        The rows are free until `grow` or `add` gives them to new names. A removed name that comes back is a new name, and what
+        was counted of names without a row is forgotten. Call it between runs: graphs and batches that were made before have
+        the old rows.
+
+        Args:
+            not_seen_for: remove names that were not seen in the last `not_seen_for` updates.
+            min_count: remove names that were seen less often.
+            update: the number of the last update. None for the latest that was seen.
+
+        Raises:
+            ConfigError: the vocabulary does not grow, or an argument is wrong.
+        """
+        self._check_grows("evict")
+        if not_seen_for is None and min_count is None:
+            raise ConfigError("vocabulary: evict needs not_seen_for or min_count. Pass one of them.")
+        for what, value, least in (
+            ("not_seen_for", not_seen_for, 1),
+            ("min_count", min_count, 1),
+            ("update", update, 0),
+        ):
+            if value is not None:
+                _check_count(what, value, least)
+        with self._lock:
+            chosen = np.ones(len(self._names), bool)
+            chosen[self._free] = False
+            if not_seen_for is not None:
+                chosen &= self._last_seen.values <= (self._update if update is None else update) - not_seen_for
+            if min_count is not None:
+                chosen &= self._counts.values < min_count
+            numbers = np.flatnonzero(chosen)
+            if len(numbers):
+                self._index.remove(self._keys(self._names.get(numbers)))
+                self._names.drop(numbers)
+                self._counts.values[numbers], self._last_seen.values[numbers] = 0, _NEVER
+                self._free = np.union1d(self._free, numbers)
+                self._reused = np.setdiff1d(self._reused, numbers, assume_unique=True)
+            self._sketch = None
+        self._tell(numbers + self.oov_buckets)
+        return numbers + self.oov_buckets
+
+    # ---- names of rows
+
+    def names(self, rows: Any) -> list[Any]:
+        """Return the names of rows: bytes or int. The name of a bucket, and that of a free row, is None.
+
+        Raises:
+            ConfigError: there is no such row.
         """
         wanted = np.asarray(rows, np.int64).ravel()
-        outside = (wanted < 0) | (wanted >= self.rows)
-        if outside.any():
-            raise ConfigError(f"vocabulary: row {wanted[outside][0]} is outside of its {self.rows} rows.")
-        return [None if row < self.oov_buckets else self._name(row - self.oov_buckets) for row in wanted.tolist()]
+        with self._lock:
+            outside = (wanted < 0) | (wanted >= self.rows)
+            if outside.any():
+                raise ConfigError(f"vocabulary: row {wanted[outside][0]} is outside of its {self.rows} rows.")
+            numbers = wanted - self.oov_buckets
+            is_name = (numbers >= 0) & ~np.isin(numbers, self._free)
+            batch = self._names.get(np.where(is_name, numbers, 0)) if is_name.any() else None
+        return [self._names.item(batch, at) if named else None for at, named in enumerate(is_name.tolist())]
 
     def get_vocabulary(self) -> list[Any]:
-        """Return the names of all rows as Keras does: str or int, buckets included.
+        """Return the names of all rows as Keras does: str or int, buckets included. A free row has None.
 
         Raises:
             ConfigError: a name is not UTF-8, so that it is no str.
         """
-        bucket = _UNKNOWN_NAME if self.dtype == "string" else -1
-        return [bucket] * self.oov_buckets + [self._text(index) for index in range(len(self))]
-
-    def check_padding(self, where: str) -> None:
-        """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""
-        padding: Any = b"" if self.dtype == "string" else -1
-        if self.lookup([padding])[0] >= self.oov_buckets:
-            shown = '""' if self.dtype == "string" else -1
-            raise ConfigError(
-                f"{where}: its vocabulary has the name {shown}, which is padding in lists. Remove the name, or give the "
-                "feature one name per row."
-            )
-
-    # ---- TEMPORARY
-    def grow(self, names, *, room, update, padded=False):
-        out = self.lookup(names, padded=padded)
-        flat = np.asarray(names, object).ravel() if self.dtype == "string" else np.asarray(names).ravel()
-        for i, n in enumerate(flat):
-            o = out.reshape(-1)
-            if padded and o[i] == PADDING:
-                continue
-            if self.lookup([n])[0] < self.oov_buckets and self.rows < room:
-                o[i] = self.add([n])[0]
-            else:
-                o[i] = self.lookup([n], padded=padded)[0]
-        return out
-
-    def seen(self, rows, *, update):
-        pass
-
-    def assign(self, other):
-        for name in ("_values", "_starts", "_index", "_salt"):
-            setattr(self, name, getattr(other, name))
-        for w, t in self._watchers:
-            w.names_changed(t, np.zeros(0, np.int64))
-
-    def watch(self, w, t):
-        self._watchers.append((w, t))
-
-    def snapshot(self):
-        return self.keys, self.numbers
+        names = self.names(np.arange(self.oov_buckets, self.rows))
+        return [self._names.oov_name] * self.oov_buckets + [_text(name) for name in names]
 
     # ---- for graphs
 
@@ -254,22 +382,54 @@ class Vocabulary:
         """
         return self._index.rows
 
+    def snapshot(self) -> tuple[int, _Integers, npt.NDArray[np.int32]]:
+        """Return salt_number, keys and numbers of one moment. The arrays are copies."""
+        with self._lock:
+            return self._salt, self._index.keys.copy(), self._index.rows.copy()
+
+    def watch(self, follower: "Follower", table: str) -> None:
+        """Call `follower.names_changed(table, freed rows)` after names were added, evicted or replaced from outside of training.
+
+        The vocabulary does not keep `follower` in memory.
+        """
+        with self._lock:
+            self._followers = [(ref, its) for ref, its in self._followers if ref() is not None]
+            self._followers.append((weakref.ref(follower), table))
+
+    def _tell(self, freed: _Integers) -> None:
+        for ref, table in self._followers:
+            follower = ref()
+            if follower is not None:
+                follower.names_changed(table, freed)
+
+    def check_padding(self, where: str) -> None:
+        """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""
+        padding: Any = b"" if self.dtype == "string" else -1
+        if self.lookup([padding])[0] >= self.oov_buckets:
+            shown = '""' if self.dtype == "string" else -1
+            raise ConfigError(
+                f"{where}: its vocabulary has the name {shown}, which is padding in lists. Remove the name, or give the "
+                "feature one name per row."
+            )
+
     def options(self) -> dict[str, Any]:
         """Return all but the names, as JSON values: what configs say of a vocabulary."""
-        return {"dtype": self.dtype, "oov_buckets": self.oov_buckets, **({"grows": True} if self.grows else {})}
+        growth = {"grows": True} if self.grows else {}
+        admission = {"min_count": self.min_count} if self.min_count > 1 else {}
+        return {"dtype": self.dtype, "oov_buckets": self.oov_buckets, **growth, **admission}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], where: str) -> "Vocabulary":
         """Return the vocabulary of `options()`: without names, or with those of the file that `file` names.
 
         Args:
-            options: dtype, oov_buckets, grows and file.
+            options: dtype, oov_buckets, grows, min_count and file.
             where: begins the messages of errors.
 
         Raises:
             ConfigError: an option is unknown or wrong, or the file cannot be read.
         """
-        unknown = set(options) - {"dtype", "oov_buckets", "grows", "file"}
+        unknown = set(options) - {"dtype", "oov_buckets", "grows", "min_count", "file"}
         if unknown:
             raise ConfigError(f"{where}: vocabulary has no option {min(map(str, unknown))!r}. Remove it.")
         fields = {key: value for key, value in options.items() if key != "file"}
@@ -279,136 +439,219 @@ class Vocabulary:
 
     def to_bytes(self) -> bytes:
         """Return the vocabulary as `from_bytes` reads it, with a checksum."""
-        names = self._names
-        parts = [names.lengths.astype("<u4"), names.data] if isinstance(names, Texts) else [names.astype("<i8")]
-        fields = {"dtype": self.dtype, "oov_buckets": self.oov_buckets, "names": len(self)}
-        header = json.dumps(fields).encode()
-        content = b"".join([_MAGIC, struct.pack("<I", len(header)), header, *(part.tobytes() for part in parts)])
-        return content + struct.pack("<I", google_crc32c.value(content))
+        with self._lock:
+            return b"".join(chunks(self._saved()))
+
+    def write_to(self, file: BinaryIO) -> None:
+        """Write what `to_bytes` returns, some megabytes at a time."""
+        with self._lock:
+            for chunk in chunks(self._saved()):
+                file.write(chunk)
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "vocabulary") -> "Vocabulary":
-        """Return the vocabulary that `to_bytes` wrote. `where` begins the messages of errors.
+        """Return the vocabulary that `to_bytes` wrote, with its options. `where` begins the messages of errors.
 
         Raises:
             CheckpointCorruptError: it is damaged, or is none.
         """
         try:
-            if not content.startswith(_MAGIC) or len(content) < len(_MAGIC) + 8:
-                raise ValueError("it is no vocabulary")
-            (checksum,) = struct.unpack("<I", content[-4:])
-            if google_crc32c.value(content[:-4]) != checksum:
-                raise ValueError("its checksum is wrong")
-            start = len(_MAGIC) + 4
-            (size,) = struct.unpack("<I", content[start - 4 : start])
-            fields = json.loads(content[start : start + size])
-            body, count = memoryview(content)[start + size : -4], fields["names"]
-            found = cls(dtype=fields["dtype"], oov_buckets=fields["oov_buckets"])
-            if found.dtype == "string":
-                lengths = np.frombuffer(body[: 4 * count], "<u4").astype(np.int64)
-                starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-                data = np.frombuffer(body[4 * count :], np.uint8)
-                if len(data) != starts[-1]:
-                    raise ValueError(f"its names have {len(data)} bytes, and their lengths add up to {starts[-1]}")
-                found._append(Texts(data, starts))
-            else:
-                found._append(np.frombuffer(body, "<i8", count).astype(np.int64))
-        except (ValueError, KeyError, TypeError, struct.error, ConfigError) as error:
+            saved = parse(content)
+            found = cls.from_options(saved.options, "vocabulary")
+            found._load(saved, is_own=True)
+        except (ValueError, TypeError) as error:
             raise CheckpointCorruptError(f"{where}: cannot be read: {reason(error)}. Restore it from a copy.") from None
         return found
 
-    # ---- names as arrays
+    def assign(self, other: "Vocabulary") -> None:
+        """Take the names and the rows of `other`, all that is counted included, in the place of its own. Its options stay.
 
-    @property
-    def _names(self) -> Texts | _Integers:
-        return Texts(self._values.values, self._starts.values) if self.dtype == "string" else self._values.values
+        Raises:
+            ConfigError: `other` has names of another type, or other buckets.
+        """
+        if (other.dtype, other.oov_buckets) != (self.dtype, self.oov_buckets):
+            raise ConfigError(
+                f"vocabulary: it has {self.dtype} names and {self.oov_buckets} buckets. The other has {other.dtype} names "
+                f"and {other.oov_buckets}. Make them equal."
+            )
+        with other._lock:
+            saved = other._saved(copy=True)
+        with self._lock:
+            self._clear()
+            self._load(saved, is_own=False)
+        self._tell(np.zeros(0, np.int64))
 
-    def _encoded(self, names: Iterable[Any]) -> Texts | _Integers:
-        if self.dtype == "string":
-            return Texts.of(names)
-        given = list(names)
-        for name in given:
-            if isinstance(name, bool) or not isinstance(name, int | np.integer) or not -(2**63) <= name < 2**63:
-                raise ConfigError(f"vocabulary: a name must be an int64, got {name!r}, a {type(name).__name__}.")
-        return np.array(given, np.int64)
+    def _saved(self, copy: bool = False) -> SavedNames:
+        """Return all of it: views, or, with `copy`, what later changes leave as it is."""
+        alive: Any = slice(None)
+        if len(self._free) or copy:
+            alive = np.setdiff1d(np.arange(len(self._names)), self._free, assume_unique=True)
+        counts, last_seen = (self._counts.values[alive], self._last_seen.values[alive]) if self.grows else (None, None)
+        names = self._names.get(alive)
+        return SavedNames(self.options(), names, self._free, self._update, counts, last_seen, self._reused)
 
-    def _flat(self, names: Any) -> tuple[tuple[int, ...], Texts | _Integers]:
-        if self.dtype == "string":
-            array = names if isinstance(names, np.ndarray) else np.array(names, object)
-            return array.shape, Texts.of(array.ravel().tolist())
-        array = np.asarray(names)
-        if array.size and array.dtype.kind not in "iu":
-            raise ConfigError(f"vocabulary: names must be integers, got an array of {array.dtype}.")
-        return array.shape, array.astype(np.int64).ravel()
+    def _load(self, saved: SavedNames, is_own: bool) -> None:
+        """Fill it, which has no names, with those of `saved`, whose arrays are its own, or are copied."""
+        self._update = saved.update
+        size = len(saved.names) + len(saved.free)
+        self._fill(saved.names, None if is_own and not len(saved.free) else saved.numbers(), size)
+        self._free, self._reused = saved.free, saved.reused
+        if self.grows and saved.counts is not None and saved.last_seen is not None:
+            numbers = saved.numbers()
+            self._counts.values[numbers], self._last_seen.values[numbers] = saved.counts, saved.last_seen
+        if self.grows:
+            self._counts.values[self._free], self._last_seen.values[self._free] = 0, _NEVER
 
-    def _keys(self, names: Texts | _Integers) -> _Integers:
-        """Return what finds the names in the index: integers themselves, and the fingerprints of texts."""
-        if not isinstance(names, Texts):
-            return names
-        return fingerprints(names.with_prefix(salt_text(self._salt)) if self._salt else names)
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_followers")}
 
-    def _find(self, names: Texts | _Integers) -> _Integers:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock(), _followers=[])
+
+    # ---- names, numbers and keys
+
+    def _clear(self) -> None:
+        self._names = names_of(self.dtype)
+        self._counts, self._last_seen = GrowingArray(np.uint32), GrowingArray(np.int32)
+        self._index = Index()
+        self._salt, self._update = 0, 0
+        self._free, self._reused = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._sketch = None
+
+    def _keys(self, batch: Batch) -> _Integers:
+        return self._names.keys(batch, salt_text(self._salt) if self._salt else b"")
+
+    def _find(self, batch: Batch, keys: _Integers) -> _Integers:
         """Return the number of each name; NONE if it is unknown."""
-        found = self._index.find(self._keys(names))
-        own = self._names
-        if isinstance(names, Texts) and isinstance(own, Texts):
-            hits = np.flatnonzero(found != NONE)
-            same = names.take(hits).equal(own.take(found[hits]))
-            found[hits[~same]] = NONE
+        found = self._index.find(keys)
+        hits = np.flatnonzero(found != NONE)
+        other = hits[~self._names.equal(self._names.take(batch, hits), self._names.get(found[hits]))]
+        found[other] = NONE
         return found
 
-    def _append(self, names: Texts | _Integers) -> None:
-        """Add names that are new and all different."""
-        count = len(self)
-        if count + len(names) > _MOST_NAMES:
-            raise ConfigError(
-                f"vocabulary: {count + len(names)} names are more than {_MOST_NAMES}. Use several tables."
-            )
-        if isinstance(names, Texts):
-            self._starts.append(names.starts[1:] + len(self._values.values))
-            self._values.append(names.data)
-        else:
-            self._values.append(names)
-        keys = self._keys(names)
-        if (self._index.find(keys) != NONE).any() or len(np.unique(keys)) < len(keys):
-            self._choose_salt()
-        else:
-            self._index.add(keys, np.arange(count, count + len(names), dtype=np.int32))
+    def _rows(self, batch: Batch, numbers: _Integers, padded: bool) -> _Integers:
+        """Return the row of each name whose number is known or NONE."""
+        unknown = np.flatnonzero(numbers == NONE)
+        rows = numbers + self.oov_buckets
+        rows[unknown] = UNKNOWN
+        if self.oov_buckets and len(unknown):
+            rows[unknown] = self._names.buckets(self._names.take(batch, unknown), self.oov_buckets)
+        if padded:
+            rows[self._names.is_padding(batch)] = PADDING
+        return rows
 
-    def _choose_salt(self) -> None:
-        """Make the index anew with other fingerprints: two names had the same one."""
-        while True:
-            self._salt += 1
-            keys = self._keys(self._names)
-            if len(np.unique(keys)) == len(keys):
-                self._index = Index(keys)
+    def _fill(self, batch: Batch, numbers: npt.NDArray[Any] | None = None, size: int = 0) -> None:
+        """Give names the numbers 0, 1, 2 and so on, or `numbers` of `size` ones. There are no names yet.
+
+        Without `numbers` the arrays of the batch are kept.
+
+        Raises:
+            ConfigError: a name is there twice, or there are too many.
+        """
+        count = len(batch) if numbers is None else max(len(batch), size)
+        if count > MOST_NAMES:
+            raise _too_many(count)
+        keys = self._keys(batch)
+        is_unique = self._refuse_repeated(batch, keys)
+        if numbers is None:
+            self._names.replace(batch)
+            numbers = np.arange(count, dtype=np.int32)
+        else:
+            self._names.put(numbers, batch, count)
+        if self.grows:
+            self._counts.extend(count, 0)
+            self._last_seen.extend(count, self._update)
+        if is_unique:
+            self._index.add(keys, numbers.astype(np.int32, copy=False))
+        else:
+            self._choose_salt(numbers)
+
+    def _refuse_repeated(self, batch: Batch, keys: _Integers) -> bool:
+        """Return True if all keys are different. Raises ConfigError if a name is there twice."""
+        twice = _repeated(keys)
+        if not len(twice):
+            return True
+        places: dict[Any, int] = {}
+        for place in np.flatnonzero(np.isin(keys, twice)).tolist():
+            name = self._names.item(batch, place)
+            if name in places:
+                raise ConfigError(f"vocabulary: name {name!r} is at {places[name]} and at {place}. Remove one.")
+            places[name] = place
+        return False
+
+    def _admit(
+        self, batch: Batch, keys: _Integers, found: _Integers, missing: _Integers, room: int, least: int
+    ) -> None:
+        """Give numbers to new names, and put them into `found`.
+
+        Args:
+            batch, keys: many names.
+            found: int64 [n], the number of each, or NONE.
+            missing: the places of those of them that have none and may get one.
+            room: numbers are lower.
+            least: how often a name has to be seen.
+        """
+        free = self._free[: np.searchsorted(self._free, room)]
+        if not len(missing) or (not len(free) and len(self._names) >= room):
+            return
+        new, new_keys = self._names.take(batch, missing), keys[missing]
+        order, first = _numbered(self._names, new, new_keys)
+        chosen, before = np.arange(len(first)), np.zeros(len(first), np.int64)
+        if least > 1:
+            self._sketch = self._sketch or Sketch()
+            times = np.bincount(order)
+            counts = self._sketch.count(new_keys[first], times)
+            before = np.maximum(counts - times, 0)
+            chosen = np.flatnonzero(counts >= least)
+        free = free[: len(chosen)]
+        rest = min(len(chosen) - len(free), max(room - len(self._names), 0))
+        numbers = np.concatenate([free, np.arange(len(self._names), len(self._names) + rest)])
+        chosen = chosen[: len(numbers)]
+        self._give(self._names.take(new, first[chosen]), new_keys[first[chosen]], numbers, before[chosen])
+        self._free, self._reused = self._free[len(free) :], np.union1d(self._reused, free)
+        given = np.full(len(first), NONE, np.int64)
+        given[chosen] = numbers
+        found[missing] = given[order]
+
+    def _give(self, batch: Batch, keys: _Integers, numbers: _Integers, counts: _Integers) -> None:
+        """Give numbers without a name to names that are new and all different, which were seen `counts` times before."""
+        if not len(numbers):
+            return
+        self._names.put(numbers, batch)
+        if self.grows:
+            self._counts.extend(len(self._names), 0)
+            self._last_seen.extend(len(self._names), 0)
+            self._counts.values[numbers], self._last_seen.values[numbers] = counts, self._update
+        if len(_repeated(keys)) or (self._index.find(keys) != NONE).any():
+            before = self._index.rows[self._index.rows != NONE].astype(np.int64)
+            self._choose_salt(np.union1d(before, numbers))
+        else:
+            self._index.add(keys, numbers.astype(np.int32))
+
+    def _choose_salt(self, numbers: npt.NDArray[Any]) -> None:
+        """Make the index anew with other fingerprints: two names had the same one. `numbers` are all that have a name."""
+        batch = self._names.get(numbers)
+        for salt in range(self._salt + 1, self._salt + _MOST_SALTS):
+            self._salt = salt
+            keys = self._keys(batch)
+            if not len(_repeated(keys)):
+                self._index = Index()
+                self._index.add(keys, numbers.astype(np.int32, copy=False))
                 return
+        raise ConfigError("vocabulary: its names were made to have equal hashes. Use integers of your own hash.")
 
-    def _refuse_repeated(self, names: Texts | _Integers) -> None:
-        numbers, first = _numbered(names)
-        if len(first) < len(numbers):
-            place = int(np.flatnonzero(np.bincount(numbers) > 1)[0])
-            one, other = np.flatnonzero(numbers == place)[:2]
-            name = names[int(one)] if isinstance(names, Texts) else int(names[one])
-            raise ConfigError(f"vocabulary: name {name!r} is at {one} and at {other}. Remove one.")
+    def _mark(self, numbers: _Integers, update: int) -> None:
+        """Count names as seen in `update`, once for each time that a number is there."""
+        self._update = max(self._update, int(update))
+        different, times = np.unique(numbers, return_counts=True)
+        counts, last_seen = self._counts.values, self._last_seen.values
+        counts[different] = np.minimum(counts[different] + times, _MOST_COUNT)
+        last_seen[different] = np.maximum(last_seen[different], update)
 
-    def _buckets_of(self, names: Texts | _Integers) -> _Integers:
-        """Return the bucket of each name, as Keras chooses it."""
-        numbers = hashes(names) if isinstance(names, Texts) else names
-        return (numbers % numbers.dtype.type(self.oov_buckets)).astype(np.int64)
-
-    def _name(self, index: int) -> Any:
-        name = self._names[index]
-        return name if isinstance(name, bytes) else int(name)
-
-    def _text(self, index: int) -> Any:
-        name = self._name(index)
-        if not isinstance(name, bytes):
-            return name
-        try:
-            return name.decode()
-        except UnicodeDecodeError:
-            raise ConfigError(f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use `names`.") from None
+    def _check_grows(self, method: str) -> None:
+        if not self.grows:
+            raise ConfigError(f"vocabulary: {method} is for a vocabulary that grows. Make it with grows=True.")
 
 
 def salt_text(number: int) -> bytes:
@@ -416,56 +659,40 @@ def salt_text(number: int) -> bytes:
     return str(number).encode() + b"\0"
 
 
-def _check_count(what: str, value: Any, least: int) -> None:
+def _check_count(what: str, value: Any, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ConfigError(f"vocabulary: {what} must be an integer of {least} or more, got {value!r}.")
+    if most is not None and value > most:
+        raise ConfigError(f"vocabulary: {what} must be at most {most}, got {value}.")
 
 
-def _taken(names: Texts | _Integers, indices: _Integers) -> Texts | _Integers:
-    return names.take(indices) if isinstance(names, Texts) else names[indices]
+def _too_many(count: int) -> ConfigError:
+    return ConfigError(f"vocabulary: {count} names are more than {MOST_NAMES}. Use several tables.")
 
 
-def _numbered(names: Texts | _Integers) -> tuple[_Integers, _Integers]:
+def _repeated(keys: _Integers) -> _Integers:
+    """Return the keys that are there twice or more."""
+    ordered = np.sort(keys)
+    return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+
+
+def _numbered(names: Names, batch: Batch, keys: _Integers) -> tuple[_Integers, _Integers]:
     """Return the number of each name among the different ones, by first place, and that first place of each."""
-    if isinstance(names, Texts):
-        keys = fingerprints(names)
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        if not names.equal(names.take(first[inverse])).all():  # two names with one hash
-            seen: dict[bytes, int] = {}
-            keys = np.array([seen.setdefault(names[index], len(seen)) for index in range(len(names))], np.int64)
-    else:
-        keys = names
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    if not names.equal(batch, names.take(batch, first[inverse])).all():  # two names with one key
+        seen: dict[Any, int] = {}
+        keys = np.array([seen.setdefault(names.item(batch, index), len(seen)) for index in range(len(keys))], np.int64)
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    return rank[inverse.ravel()], first[order]
+    return rank[inverse], first[order]
 
 
-def _integers_in(path: Path) -> _Integers:
-    if path.suffix == ".npy":
-        array = np.load(path, allow_pickle=False)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(f"it has an array of {array.dtype} {list(array.shape)}, not of integers [n]")
-        return array.astype(np.int64)
-    lines = _lines_of(path)
-    return np.array([int(lines[index]) for index in range(len(lines))], np.int64)
-
-
-def _lines_of(path: Path) -> Texts:
-    """Return the lines of a file without their ends. A last line without an end counts."""
-    data = np.fromfile(path, np.uint8)
-    ends = np.concatenate(
-        [np.flatnonzero(piece == 10) + start for start, piece in _pieces(data)] or [np.zeros(0, np.int64)]
-    )
-    if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
-        ends = np.append(ends, len(data))
-    keep = np.ones(len(data), bool)
-    keep[ends[ends < len(data)]] = False
-    starts = np.concatenate([[0], ends - np.arange(len(ends))]).astype(np.int64)
-    return Texts(data[keep], starts)
-
-
-def _pieces(data: npt.NDArray[np.uint8]) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield start, data[start : start + _PIECE_BYTES]
+def _text(name: Any) -> Any:
+    if not isinstance(name, bytes):
+        return name
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use `names`.") from None

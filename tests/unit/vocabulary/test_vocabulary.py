@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, ConfigError
-from tpuembed.vocabulary import PADDING, UNKNOWN, Vocabulary, vocabulary
+from tpuembed.vocabulary import PADDING, UNKNOWN, Vocabulary, files, name_arrays
 from tpuembed.vocabulary.fingerprint import BUCKETS, fingerprints
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.text import Texts
@@ -133,7 +133,7 @@ def test_hostile_names() -> None:
 
 
 def test_names_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "fingerprints", lambda names: fingerprints(names) % 500)
+    monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt: fingerprints(batch, salt) % 500)
     mine, expected = Vocabulary(), Reference(0)
     words = [f"{index}" for index in range(60)]
     for start in range(0, 60, 7):
@@ -173,7 +173,7 @@ def test_adapt_counts_as_a_counter_does() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n", b"a\n\nb\n", b"\0\n\xff\n", b"a\r\nb\r\n"])
 def test_files_have_one_name_a_line(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "_PIECE_BYTES", 2)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 2)
     (tmp_path / "names").write_bytes(content)
     lines = content.split(b"\n")
     expected = lines[:-1] if lines[-1] == b"" else lines

@@ -1,0 +1,363 @@
+"""Growth, admission and eviction of `Vocabulary`, against a dictionary that does the same one name at a time."""
+
+import collections
+import copy
+import io
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.messages import refused
+from tpuembed.errors import ConfigError
+from tpuembed.vocabulary import PADDING, UNKNOWN, Vocabulary, name_arrays
+from tpuembed.vocabulary.fingerprint import fingerprints
+from tpuembed.vocabulary.index import NONE, Index
+from tpuembed.vocabulary.sketch import MOST, Sketch
+
+ROOM = 12
+BUCKETS = 2
+
+
+class Reference:
+    """What a dictionary does, one name at a time."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Any, int] = {}
+        self.free: list[int] = []
+        self.used = BUCKETS
+        self.counts = collections.Counter[Any]()
+        self.last_seen: dict[Any, int] = {}
+        self.update = 0
+        self.reused = set[int]()
+        self.waiting = collections.Counter[Any]()
+
+    def give(self, name: Any, room: int) -> None:
+        if self.free and self.free[0] < room:
+            self.rows[name] = self.free.pop(0)
+            self.reused.add(self.rows[name])
+        elif self.used < room:
+            self.rows[name] = self.used
+            self.used += 1
+        else:
+            return
+        self.counts[name] = self.waiting.pop(name, 0)
+        self.last_seen[name] = self.update
+
+    def grow(self, names: list[Any], update: int, min_count: int) -> None:
+        times = collections.Counter(names)
+        is_full = not (self.free or self.used < ROOM)
+        for name in times:
+            if name not in self.rows:
+                if min_count > 1 and self.waiting[name] + times[name] < min_count:
+                    self.waiting[name] += 0 if is_full else times[name]
+                else:
+                    self.give(name, ROOM)
+        self.update = max(self.update, update)
+        for name, count in times.items():
+            if name in self.rows:
+                self.counts[name] += count
+                self.last_seen[name] = max(self.last_seen[name], update)
+
+    def evict(self, not_seen_for: int | None, min_count: int | None) -> list[int]:
+        old = [
+            name
+            for name in self.rows
+            if (not_seen_for is None or self.last_seen[name] <= self.update - not_seen_for)
+            and (min_count is None or self.counts[name] < min_count)
+        ]
+        rows = sorted(self.rows.pop(name) for name in old)
+        self.free = sorted([*self.free, *rows])
+        self.reused -= set(rows)
+        self.waiting.clear()
+        for name in old:
+            del self.counts[name], self.last_seen[name]
+        return rows
+
+
+def array_of(names: list[Any], dtype: str) -> Any:
+    return np.array(names, object if dtype == "string" else np.int64)
+
+
+def check(mine: Vocabulary, expected: Reference, others: list[Any]) -> None:
+    names, dtype = list(expected.rows), mine.dtype
+    assert mine.lookup(array_of(names, dtype)).tolist() == list(expected.rows.values())
+    assert len(mine) == len(names)
+    assert mine.rows == expected.used
+    assert mine.free_rows.tolist() == expected.free
+    by_row = {row: name for name, row in expected.rows.items()}
+    assert len(by_row) == len(names)  # no two names on one row
+    assert mine.names(range(mine.rows)) == [by_row.get(row) for row in range(mine.rows)]
+    unknown = [name for name in others if name not in expected.rows]
+    assert (mine.lookup(array_of(unknown, dtype)) < BUCKETS).all()
+    assert mine.counts.tolist() == [expected.counts[by_row[row]] if row in by_row else 0 for row in range(mine.rows)]
+    assert mine.last_seen.tolist() == [
+        expected.last_seen[by_row[row]] if row in by_row else -1 for row in range(mine.rows)
+    ]
+    taken = mine.numbers[mine.numbers != NONE]
+    assert sorted((taken + BUCKETS).tolist()) == sorted(expected.rows.values())
+
+
+@pytest.mark.parametrize("min_count", [1, 3])
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_life_keeps_each_name_on_its_own_row(dtype: Any, min_count: int, data: st.DataObject) -> None:
+    some = [f"{n}".encode() * n for n in range(20)] if dtype == "string" else [*range(-10, 9), 2**63 - 1]
+    lists = st.lists(st.sampled_from(some), max_size=12)
+    mine = Vocabulary(dtype=dtype, oov_buckets=BUCKETS, grows=True, min_count=min_count)
+    expected, update = Reference(), 0
+    for step in data.draw(st.lists(st.sampled_from(["add", "grow", "grow", "evict", "save", "assign", "reset"]))):
+        if step == "add":
+            names = data.draw(lists)
+            for name in dict.fromkeys(names):
+                if name not in expected.rows:
+                    expected.waiting.pop(name, 0)
+                    expected.give(name, 2**31)
+            assert mine.add(array_of(names, dtype)).tolist() == [expected.rows[name] for name in names]
+            expected.waiting.clear()
+            mine._sketch = None
+        elif step == "grow":
+            names, update = data.draw(lists), update + data.draw(st.integers(0, 3))
+            expected.grow(names, update, min_count)
+            rows = mine.grow(array_of(names, dtype), room=ROOM, update=update)
+            known = [name in expected.rows for name in names]
+            assert rows[known].tolist() == [expected.rows[name] for name in names if name in expected.rows]
+            assert (rows[np.logical_not(known)] < BUCKETS).all()
+        elif step == "evict":
+            age, least = data.draw(st.sampled_from([(1, None), (3, None), (None, 2), (2, 4)]))
+            assert mine.evict(not_seen_for=age, min_count=least).tolist() == expected.evict(age, least)
+        elif step == "save":
+            mine = Vocabulary.from_bytes(mine.to_bytes())
+            expected.waiting.clear()
+        elif step == "assign":
+            other = Vocabulary(["x"] if dtype == "string" else [77], **mine.options())
+            other.assign(mine)
+            mine.add(array_of([b"later"] if dtype == "string" else [99], dtype))  # the other does not have it
+            mine = other
+            expected.waiting.clear()
+        else:
+            assert mine.take_reused_rows().tolist() == sorted(expected.reused)
+            expected.reused.clear()
+        check(mine, expected, some)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(-5, 60))), max_size=12))
+def test_an_index_with_removals_is_a_dictionary(steps: list[tuple[bool, set[int]]]) -> None:
+    index, expected = Index(), dict[int, int]()
+    for is_removal, keys in steps:
+        some = [key for key in keys if (key in expected) == is_removal]
+        if is_removal:
+            index.remove(np.array(some, np.int64))
+            expected = {key: row for key, row in expected.items() if key not in some}
+        else:
+            rows = np.arange(1000, 1000 + len(some), dtype=np.int32)
+            index.add(np.array(some, np.int64), rows)
+            expected |= dict(zip(some, rows.tolist(), strict=True))
+        asked = np.arange(-10, 70)
+        assert index.find(asked).tolist() == [expected.get(key, NONE) for key in asked.tolist()]
+        assert len(index) == len(expected)
+
+
+def test_an_index_lives_through_many_removals() -> None:
+    random, expected, index = np.random.default_rng(0), dict[int, int](), Index()
+    for turn in range(30):
+        keys = [key for key in np.unique(random.integers(0, 2**62, 3000)).tolist() if key not in expected]
+        index.add(np.array(keys), np.arange(len(keys), dtype=np.int32) + turn)
+        expected |= {key: turn + place for place, key in enumerate(keys)}
+        gone = random.permutation(list(expected))[: len(expected) // 2]
+        index.remove(gone)
+        for key in gone.tolist():
+            del expected[key]
+        asked = np.concatenate([np.fromiter(expected, np.int64), gone])
+        assert index.find(asked).tolist() == [*expected.values(), *[NONE] * len(gone)]
+    assert index.keys.size < 3 * 6000
+
+
+def test_keys_that_were_made_to_collide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = np.arange(40) * np.int64(np.lcm.reduce(np.arange(8, 24)))
+    assert (Index(keys).find(keys) == np.arange(40)).all()
+    index = Index()
+    monkeypatch.setattr(index, "_first", lambda keys: np.zeros(len(keys), np.int64))
+    monkeypatch.setattr(index, "_second", lambda keys: np.ones(len(keys), np.int64))
+    with refused(ConfigError):
+        index.add(np.arange(40) * np.int64(2**55), np.arange(40, dtype=np.int32))
+
+
+def test_names_get_rows_while_there_is_room() -> None:
+    mine = Vocabulary(["a"], grows=True)
+    assert mine.grow(["b", "a", "c", "b", "d"], room=3, update=1).tolist() == [1, 0, 2, 1, UNKNOWN]
+    assert mine.grow([["d", ""], ["a", ""]], room=9, update=2, padded=True).tolist() == [[3, PADDING], [0, PADDING]]
+    assert mine.get_vocabulary() == ["a", "b", "c", "d"]
+    assert mine.counts.tolist() == [2, 2, 1, 1]
+    assert mine.last_seen.tolist() == [2, 1, 1, 2]
+    assert mine.evict(not_seen_for=1).tolist() == [1, 2]
+    assert mine.get_vocabulary() == ["a", None, None, "d"]
+    assert mine.grow(["e"], room=1, update=3).tolist() == [UNKNOWN]
+    assert mine.grow(["e", "f", "b", "g"], room=5, update=3).tolist() == [1, 2, 4, UNKNOWN]
+    assert mine.take_reused_rows().tolist() == [1, 2]
+    assert mine.take_reused_rows().tolist() == []
+
+
+def test_padding_is_no_name() -> None:
+    numbers = Vocabulary(dtype="int64", grows=True)
+    assert numbers.grow([[5, -1], [-1, -1]], room=9, update=1, padded=True).tolist() == [[0, -1], [-1, -1]]
+    assert numbers.get_vocabulary() == [5]
+    assert numbers.grow([-1], room=9, update=1).tolist() == [1]
+    assert numbers.grow([-1], room=9, update=2, padded=True).tolist() == [PADDING]
+    assert numbers.counts.tolist() == [1, 1]
+
+
+def test_a_name_is_admitted_when_it_was_seen_often_enough() -> None:
+    mine = Vocabulary(grows=True, oov_buckets=1, min_count=3)
+    assert mine.grow(["a", "a", "b"], room=9, update=1).tolist() == [0, 0, 0]
+    assert mine.grow(["b", "a", "c", "c", "c"], room=9, update=2).tolist() == [0, 1, 2, 2, 2]
+    assert mine.counts.tolist() == [0, 3, 3]
+    assert Vocabulary.from_bytes(mine.to_bytes()).options() == mine.options()
+    assert Vocabulary.from_options(mine.options(), "here").min_count == 3
+    assert mine.evict(min_count=9).tolist() == [1, 2]
+    assert mine.grow(["a", "a"], room=9, update=3).tolist() == [0, 0]  # a new name
+
+
+def test_rows_that_were_seen_elsewhere() -> None:
+    mine = Vocabulary(["a", "b", "c"], oov_buckets=2, grows=True)
+    mine.seen([[0, 2], [PADDING, 2], [UNKNOWN, 4]], update=5)
+    assert mine.counts.tolist() == [0, 0, 2, 0, 1]
+    assert mine.last_seen.tolist() == [-1, -1, 5, 0, 5]
+    mine.seen([2], update=3)
+    assert mine.last_seen.tolist() == [-1, -1, 5, 0, 5]
+    mine.evict(not_seen_for=1)
+    mine.seen([3], update=9)  # free
+    assert mine.counts.tolist() == [0, 0, 3, 0, 1]
+
+
+def test_counts_end_at_their_highest() -> None:
+    mine = Vocabulary(["a"], grows=True)
+    mine._counts.values[:] = 2**32 - 2
+    mine.grow(["a"] * 5, room=1, update=1)
+    assert mine.counts.tolist() == [2**32 - 1]
+
+
+def test_a_name_that_is_added_in_mid_training_is_not_old() -> None:
+    mine = Vocabulary(["a"], grows=True)
+    mine.grow(["a"], room=5, update=100)
+    mine.add(["b"])
+    assert mine.evict(not_seen_for=1).tolist() == []
+    assert mine.evict(not_seen_for=1, update=101).tolist() == [0, 1]
+
+
+def test_the_bytes_of_evicted_names_are_given_back() -> None:
+    mine = Vocabulary(grows=True)
+    for turn in range(50):
+        names = [f"{turn} {index}" + "x" * 500 for index in range(20)]
+        assert mine.grow(names, room=20, update=turn).tolist() == list(range(20))
+        assert len(mine.evict(not_seen_for=1, update=turn + 1)) == 20
+    assert len(mine.to_bytes()) < 1000
+    assert len(mine._names._data) < 100_000  # type: ignore[attr-defined]
+
+
+def test_a_new_name_with_the_hash_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt: fingerprints(batch, salt) % 150)
+    mine, expected = Vocabulary(grows=True, oov_buckets=BUCKETS), Reference()
+    for turn in range(1, 40):
+        words = [f"{turn} {index}".encode() for index in range(4)] * 2
+        expected.grow(words, turn, 1)
+        mine.grow(words, room=ROOM, update=turn)
+        assert mine.evict(not_seen_for=2).tolist() == expected.evict(2, None)
+        check(mine, expected, words)
+    assert mine._salt > 0
+
+
+def test_a_sketch_is_never_too_low() -> None:
+    random, sketch, expected = np.random.default_rng(0), Sketch(), collections.Counter[int]()
+    for _ in range(20):
+        keys, times = np.unique(random.zipf(1.3, 5000) % 100_000, return_counts=True)
+        expected.update(dict(zip(keys.tolist(), times.tolist(), strict=True)))
+        found = sketch.count(keys, times)
+        exact = np.minimum([expected[key] for key in keys.tolist()], MOST)
+        assert (found >= exact).all()
+        assert (found == exact).mean() > 0.999
+
+
+def test_a_sketch_ages() -> None:
+    sketch, keys = Sketch(), np.arange(600_000)
+    sketch.count(np.array([-7]), np.array([100]))
+    for turn in range(6):
+        sketch.count(keys + turn * len(keys), np.ones(len(keys), np.int64))
+    assert sketch.count(np.array([-7]), np.array([0])) == 50
+    assert sketch._used < 1 << 21
+
+
+def test_threads_share_a_vocabulary() -> None:
+    mine = Vocabulary(grows=True, oov_buckets=1)
+    words = np.array([f"w{index}" for index in range(3000)], object)
+    found: list[dict[str, int]] = [{} for _ in range(6)]
+    errors: list[BaseException] = []
+
+    def work(own: dict[str, int], seed: int) -> None:
+        random = np.random.default_rng(seed)
+        try:
+            for update in range(60):
+                some = random.choice(words, 200)
+                rows = mine.grow(some, room=5000, update=update)
+                for name, row in zip(some.tolist(), rows.tolist(), strict=True):
+                    assert own.setdefault(name, row) == row
+                assert mine.lookup(some).tolist() == rows.tolist()
+                if update % 20 == 0:
+                    saved = Vocabulary.from_bytes(mine.to_bytes())
+                    assert saved.lookup(some).tolist() == rows.tolist()
+                    mine.seen(rows, update=update)
+                    mine.names(rows)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(own, seed)) for seed, own in enumerate(found)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    merged: dict[str, int] = {}
+    for own in found:
+        for name, row in own.items():
+            assert merged.setdefault(name, row) == row
+    assert len(set(merged.values())) == len(merged) == len(mine)
+    assert int(mine.counts.sum()) == 6 * (60 + 3) * 200
+
+
+def test_copies_are_independent() -> None:
+    mine = Vocabulary(["a"], grows=True)
+    for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        other.add(["b"])
+        assert other.lookup(["a", "b"]).tolist() == [0, 1]
+    assert len(mine) == 1
+    file = io.BytesIO()
+    mine.write_to(file)
+    assert file.getvalue() == mine.to_bytes()
+
+
+def test_refusals() -> None:
+    fixed, mine = Vocabulary(["a"]), Vocabulary(["a"], grows=True)
+    for call in (
+        lambda: Vocabulary(min_count=2),
+        lambda: Vocabulary(grows=True, min_count=256),
+        lambda: fixed.grow(["b"], room=9, update=1),
+        lambda: fixed.evict(min_count=2),
+        lambda: fixed.counts,
+        lambda: mine.evict(),
+        lambda: mine.evict(not_seen_for=0),
+        lambda: mine.grow(["b"], room=9, update=2**31),
+        lambda: mine.grow(["b"], room=-1, update=0),
+        lambda: mine.seen([1], update=1),
+        lambda: mine.assign(Vocabulary(dtype="int64")),
+        lambda: mine.assign(Vocabulary(oov_buckets=3)),
+        lambda: Vocabulary(dtype="int64").lookup(np.array([2**63], np.uint64)),
+        lambda: Vocabulary(oov_buckets=2**31),
+    ):
+        with refused(ConfigError):
+            call()

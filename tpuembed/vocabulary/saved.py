@@ -1,0 +1,192 @@
+"""The saved form of a vocabulary.
+
+First `MAGIC`, whose number is the version of the form. Then the length of the header, uint32, and the header, JSON: the
+options of the vocabulary, `names` (how many), `bytes` (of all texts; 0 for int64), `free` (how many numbers have no name),
+`reused`, `update` and `is_counted`. Then little-endian arrays: the free numbers, uint32; the lengths of the texts, uint32,
+and their bytes, or the integers, int64, in the order of their numbers; if `is_counted`, the count, uint32, and the last
+update, int32, of each name; the reused numbers, uint32. Then the CRC32C of all before it, uint32.
+
+Everything is checked against the length of the file before an array is made.
+"""
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.vocabulary.text import SLACK, Texts
+
+__all__ = ["MOST_NAMES", "SavedNames", "chunks", "parse"]
+
+_Integers = npt.NDArray[np.int64]
+
+_MAGIC: Final = b"tpuembed vocabulary 1\n"
+_HEADER_BYTES: Final = 1 << 16
+_AT_ONCE: Final = 1 << 20
+MOST_NAMES: Final = 2**31 - 1
+_OPTIONS: Final = {"dtype", "oov_buckets", "grows", "min_count"}
+_COUNTS: Final = ("names", "bytes", "free", "reused", "update")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SavedNames:
+    """All of a vocabulary.
+
+    Attributes:
+        options: its options.
+        names: Texts, or int64 [n], in the order of their numbers.
+        free: the numbers that have no name, int64, ascending.
+        update: the latest that it knows.
+        counts: how often each name was seen, uint32 [n]; None if it is not counted.
+        last_seen: the update that each was last seen in, int32 [n]; None if it is not counted.
+        reused: numbers that were free, were given to a name, and whose rows still have old values, int64, ascending.
+    """
+
+    options: Mapping[str, Any]
+    names: Any
+    free: _Integers
+    update: int
+    counts: npt.NDArray[np.uint32] | None
+    last_seen: npt.NDArray[np.int32] | None
+    reused: _Integers
+
+    def numbers(self) -> _Integers:
+        """Return the number of each name, int64 [n]."""
+        alive = np.ones(len(self.names) + len(self.free), bool)
+        alive[self.free] = False
+        return np.flatnonzero(alive)
+
+
+def chunks(saved: SavedNames) -> Iterator[bytes]:
+    """Yield the saved form, some megabytes at a time."""
+    names = saved.names
+    fields = dict(saved.options) | {
+        "names": len(names),
+        "bytes": int(names.lengths.sum(dtype=np.int64)) if isinstance(names, Texts) else 0,
+        "free": len(saved.free),
+        "reused": len(saved.reused),
+        "update": saved.update,
+        "is_counted": saved.counts is not None,
+    }
+    header = json.dumps(fields).encode()
+    checksum = 0
+    for chunk in (_MAGIC, struct.pack("<I", len(header)), header, *_body(saved)):
+        checksum = google_crc32c.extend(checksum, chunk)
+        yield chunk
+    yield struct.pack("<I", checksum)
+
+
+def _body(saved: SavedNames) -> Iterator[bytes]:
+    yield from _pieces(saved.free, "<u4")
+    if isinstance(saved.names, Texts):
+        yield from _pieces(saved.names.lengths, "<u4")
+        for piece in saved.names.pieces():
+            yield piece.packed().data[:-SLACK].tobytes()
+    else:
+        yield from _pieces(saved.names, "<i8")
+    if saved.counts is not None and saved.last_seen is not None:
+        yield from _pieces(saved.counts, "<u4")
+        yield from _pieces(saved.last_seen, "<i4")
+    yield from _pieces(saved.reused, "<u4")
+
+
+def _pieces(array: npt.NDArray[Any], dtype: str) -> Iterator[bytes]:
+    for start in range(0, len(array), _AT_ONCE):
+        yield array[start : start + _AT_ONCE].astype(dtype).tobytes()
+
+
+def parse(content: bytes) -> SavedNames:
+    """Return what `chunks` made. The names are not compared with each other.
+
+    Raises:
+        ValueError: it is damaged, or of another version.
+    """
+    fields, body = _header(content)
+    names, free, reused = fields["names"], fields["free"], fields["reused"]
+    is_text, is_counted = fields["dtype"] == "string", fields["is_counted"]
+    if names + free > MOST_NAMES:
+        raise ValueError(f"{names + free} numbers are more than {MOST_NAMES}")
+    own = 4 * names + fields["bytes"] if is_text else 8 * names
+    expected = 4 * free + own + 8 * names * is_counted + 4 * reused
+    if len(body) != expected:
+        raise ValueError(f"it has {len(body)} bytes, and its header says {expected}")
+    read = _Body(body)
+    holes = _numbers("free", read.take("<u4", free), names + free)
+    texts: Any
+    if is_text:
+        lengths = read.take("<u4", names)
+        total = int(lengths.sum(dtype=np.uint64))
+        if total != fields["bytes"]:
+            raise ValueError(f"its names have {fields['bytes']} bytes, and their lengths add up to {total}")
+        data = np.zeros(total + SLACK, np.uint8)
+        data[:total] = read.take("u1", total)
+        texts = Texts(data, np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
+    else:
+        texts = read.take("<i8", names).astype(np.int64)
+    counts = read.take("<u4", names) if is_counted else None
+    last_seen = read.take("<i4", names) if is_counted else None
+    if last_seen is not None and len(last_seen) and (last_seen.min() < 0 or last_seen.max() > fields["update"]):
+        raise ValueError(f"a name was last seen in an update outside of [0, {fields['update']}]")
+    old = _numbers("reused", read.take("<u4", reused), names + free)
+    if np.isin(old, holes, assume_unique=True).any():
+        raise ValueError("a reused number is free")
+    return SavedNames(fields["options"], texts, holes, fields["update"], counts, last_seen, old)
+
+
+class _Body:
+    """The arrays after the header, one after the other."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body, self._done = body, 0
+
+    def take(self, dtype: str, count: int) -> npt.NDArray[Any]:
+        """Return the next `count` values. They are not copied."""
+        size = np.dtype(dtype).itemsize * count
+        self._done += size
+        return np.frombuffer(self._body[self._done - size : self._done], dtype)
+
+
+def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return the fields of the header, with the options in `options`, and what follows it but for the checksum."""
+    start = len(_MAGIC) + 4
+    if not content.startswith(_MAGIC[:-2]) or len(content) < start + 4:
+        raise ValueError("it is no vocabulary")
+    if not content.startswith(_MAGIC):
+        version = content[len(_MAGIC) - 2 :].split(b"\n")[0][:8]
+        raise ValueError(f"its form is of version {version!r}, and this release reads version 1")
+    (checksum,) = struct.unpack("<I", content[-4:])
+    view = memoryview(content)
+    if google_crc32c.value(np.frombuffer(view[:-4], np.uint8)) != checksum:
+        raise ValueError("its checksum is wrong")
+    (size,) = struct.unpack("<I", content[start - 4 : start])
+    if size > min(_HEADER_BYTES, len(content) - 4 - start):
+        raise ValueError(f"its header has {size} bytes")
+    try:
+        fields = json.loads(content[start : start + size])
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"its header is {fields!r}")
+    for name in _COUNTS:
+        if type(fields.get(name)) is not int or not 0 <= fields[name] < 2**48:
+            raise ValueError(f"its header has {name} {fields.get(name)!r}")
+    if not isinstance(fields.get("is_counted"), bool) or fields["update"] >= 2**31:
+        raise ValueError("its header has a wrong is_counted or update")
+    options = {key: value for key, value in fields.items() if key not in (*_COUNTS, "is_counted")}
+    if unknown := set(options) - _OPTIONS:
+        raise ValueError(f"its header has {min(unknown)!r}")
+    if options.get("dtype") not in ("string", "int64"):
+        raise ValueError(f"its header has dtype {options.get('dtype')!r}")
+    return fields | {"options": options}, view[start + size : -4]
+
+
+def _numbers(what: str, numbers: npt.NDArray[Any], count: int) -> _Integers:
+    found = numbers.astype(np.int64)
+    if len(found) and ((np.diff(found) <= 0).any() or found[-1] >= count):
+        raise ValueError(f"its {what} numbers are not ascending below {count}")
+    return found
