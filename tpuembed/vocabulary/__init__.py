@@ -5,6 +5,6 @@
 
 from tpuembed.vocabulary.fingerprint import BUCKETS
 from tpuembed.vocabulary.index import MIX, WAYS
-from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary
+from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary, VocabularyHeader
 
-__all__ = ["BUCKETS", "MIX", "PADDING", "UNKNOWN", "WAYS", "Vocabulary"]
+__all__ = ["BUCKETS", "MIX", "PADDING", "UNKNOWN", "WAYS", "Vocabulary", "VocabularyHeader"]

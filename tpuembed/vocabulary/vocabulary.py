@@ -1,10 +1,11 @@
 """`Vocabulary`: the names of a table's rows."""
 
+import dataclasses
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import google_crc32c
 import numpy as np
@@ -15,7 +16,7 @@ from tpuembed.vocabulary.fingerprint import fingerprints, hashes
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.text import GrowingArray, Texts
 
-__all__ = ["PADDING", "UNKNOWN", "Vocabulary"]
+__all__ = ["PADDING", "UNKNOWN", "Vocabulary", "VocabularyHeader"]
 
 _Integers = npt.NDArray[np.int64]
 DType = Literal["string", "int64"]
@@ -29,6 +30,57 @@ _UNKNOWN_NAME: Final = "[UNK]"
 _MAGIC: Final = b"tpuembed vocabulary 1\n"
 _PIECE_BYTES: Final = 64 << 20
 _MOST_NAMES: Final = 2**31 - 1
+_DAMAGE: Final = (ValueError, KeyError, TypeError, RecursionError, struct.error, ConfigError)
+"""The errors of parsing a damaged vocabulary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyHeader:
+    """What the first bytes of a saved vocabulary say.
+
+    Attributes:
+        names: number of names.
+        dtype: of the names.
+        oov_buckets: number of rows for unknown names.
+    """
+
+    MOST_BYTES: ClassVar[int] = 4096
+    """The bytes that hold every header."""
+
+    names: int
+    dtype: DType
+    oov_buckets: int
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows, those of buckets included."""
+        return self.oov_buckets + self.names
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str = "vocabulary") -> "VocabularyHeader":
+        """Return the header of what `Vocabulary.to_bytes` wrote. `content` may be the first MOST_BYTES of it.
+
+        The checksum is not compared, which covers all names.
+
+        Raises:
+            CheckpointCorruptError: it is damaged, or is none.
+        """
+        try:
+            return cls._parsed(content)[0]
+        except _DAMAGE as error:
+            raise _corrupt(where, error) from None
+
+    @classmethod
+    def _parsed(cls, content: bytes) -> "tuple[VocabularyHeader, int]":
+        """Return the header and the number of its bytes. Raises one of _DAMAGE."""
+        if not content.startswith(_MAGIC):
+            raise ValueError("it is no vocabulary")
+        start = len(_MAGIC) + 4
+        (size,) = struct.unpack("<I", content[start - 4 : start])
+        fields = json.loads(content[start : start + min(size, cls.MOST_BYTES)])
+        empty = Vocabulary(dtype=fields["dtype"], oov_buckets=fields["oov_buckets"])
+        _check_count("names", fields["names"], 0)
+        return cls(fields["names"], empty.dtype, empty.oov_buckets), start + size
 
 
 class Vocabulary:
@@ -251,27 +303,25 @@ class Vocabulary:
             CheckpointCorruptError: it is damaged, or is none.
         """
         try:
-            if not content.startswith(_MAGIC) or len(content) < len(_MAGIC) + 8:
-                raise ValueError("it is no vocabulary")
+            header, start = VocabularyHeader._parsed(content)
             (checksum,) = struct.unpack("<I", content[-4:])
             if google_crc32c.value(content[:-4]) != checksum:
                 raise ValueError("its checksum is wrong")
-            start = len(_MAGIC) + 4
-            (size,) = struct.unpack("<I", content[start - 4 : start])
-            fields = json.loads(content[start : start + size])
-            body, count = memoryview(content)[start + size : -4], fields["names"]
-            found = cls(dtype=fields["dtype"], oov_buckets=fields["oov_buckets"])
+            body, count = memoryview(content)[start:-4], header.names
+            found = cls(dtype=header.dtype, oov_buckets=header.oov_buckets)
             if found.dtype == "string":
                 lengths = np.frombuffer(body[: 4 * count], "<u4").astype(np.int64)
                 starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
                 data = np.frombuffer(body[4 * count :], np.uint8)
+                if len(lengths) != count:
+                    raise ValueError(f"it has the lengths of {len(lengths)} names, not of {count}")
                 if len(data) != starts[-1]:
                     raise ValueError(f"its names have {len(data)} bytes, and their lengths add up to {starts[-1]}")
                 found._append(Texts(data, starts))
             else:
                 found._append(np.frombuffer(body, "<i8", count).astype(np.int64))
-        except (ValueError, KeyError, TypeError, struct.error, ConfigError) as error:
-            raise CheckpointCorruptError(f"{where}: cannot be read: {reason(error)}. Restore it from a copy.") from None
+        except _DAMAGE as error:
+            raise _corrupt(where, error) from None
         return found
 
     # ---- names as arrays
@@ -333,7 +383,12 @@ class Vocabulary:
             self._index.add(keys, np.arange(count, count + len(names), dtype=np.int32))
 
     def _choose_salt(self) -> None:
-        """Make the index anew with other fingerprints: two names had the same one."""
+        """Make the index anew with other fingerprints: two names had the same one.
+
+        Raises:
+            ConfigError: the two names are one.
+        """
+        self._refuse_repeated(self._names)
         while True:
             self._salt += 1
             keys = self._keys(self._names)
@@ -366,6 +421,10 @@ class Vocabulary:
             return name.decode()
         except UnicodeDecodeError:
             raise ConfigError(f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use `names`.") from None
+
+
+def _corrupt(where: str, error: Exception) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{where}: cannot be read: {reason(error).rstrip('.')}. Restore it from a copy.")
 
 
 def _check_count(what: str, value: Any, least: int) -> None:
