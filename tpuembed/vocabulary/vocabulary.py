@@ -29,6 +29,7 @@ _UNKNOWN_NAME: Final = "[UNK]"
 """What Keras' StringLookup calls a bucket. Its IntegerLookup calls it -1."""
 _MAGIC: Final = b"tpuembed vocabulary 1\n"
 _PIECE_BYTES: Final = 64 << 20
+_NAMES_AT_ONCE: Final = 1 << 18
 _MOST_NAMES: Final = 2**31 - 1
 _DAMAGE: Final = (ValueError, KeyError, TypeError, RecursionError, struct.error, ConfigError)
 """The errors of parsing a damaged vocabulary."""
@@ -221,6 +222,25 @@ class Vocabulary:
             found[unknown] = len(self) + numbers
             self._append(_taken(missing, first))
         return (found + self.oov_buckets).reshape(shape)
+
+    def rows_in(self, other: "Vocabulary") -> _Integers:
+        """Return the row that `other` gives the name of each row, int64 [rows]; UNKNOWN for a name that it lacks.
+
+        Buckets have the same row if both have the same number of them. Otherwise they are UNKNOWN.
+
+        Raises:
+            ConfigError: the names have another dtype.
+        """
+        if other.dtype != self.dtype:
+            raise ConfigError(f"vocabulary: names of {self.dtype} are not in a vocabulary of {other.dtype}.")
+        rows = np.full(self.rows, UNKNOWN, np.int64)
+        if other.oov_buckets == self.oov_buckets:
+            rows[: self.oov_buckets] = np.arange(self.oov_buckets)
+        for start in range(0, len(self), _NAMES_AT_ONCE):
+            found = other._find(_taken(self._names, np.arange(start, min(start + _NAMES_AT_ONCE, len(self)))))
+            piece = rows[self.oov_buckets + start :][: len(found)]
+            piece[...] = np.where(found == NONE, UNKNOWN, found + other.oov_buckets)
+        return rows
 
     def names(self, rows: Any) -> list[Any]:
         """Return the names of rows: bytes or int. The name of a bucket is None.
