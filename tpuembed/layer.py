@@ -39,7 +39,7 @@ from tpuembed.runtime.weight_files import (
     save_tables,
     save_vocabularies,
 )
-from tpuembed.table_access import LiveTables, check_writable
+from tpuembed.table_access import LiveTables, check_writable, write_numbers
 from tpuembed.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -324,11 +324,14 @@ class TPUEmbedding(keras.layers.Layer):
         """Give `rows`, int64 [n] in ascending order, and their slots, the values of a new table."""
         tables = self.live_tables("an eviction of names")
         state = tables.state(table)
-        for slot in (None, *state.slots):
-            for first, values in initial_pieces(state, slot, int(rows[0]), int(rows[-1]) + 1):
-                inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, first + len(values))]
-                if len(inside):
-                    tables.assign_numbers(table, inside, tf.gather(values, inside - first), slot)
+        if tables.stamps is not None:
+            for row in rows.tolist():
+                tables.stamps.wrote(table, row, row + 1)
+        with tables.writing():
+            for slot in (None, *state.slots):
+                for first, values in initial_pieces(state, slot, int(rows[0]), int(rows[-1]) + 1):
+                    inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, first + len(values))]
+                    write_numbers(tables.variable(table, slot), inside, np.asarray(values)[inside - first])
 
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
         """Copy `embedding_table` into a table. Its slots do not change.

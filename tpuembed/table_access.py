@@ -9,14 +9,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.backends.table_rows import piece_rows, write_rows
+from tpuembed.backends.table_rows import copies, piece_rows, write_rows
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_config import local
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.row_stamps import RowStamps
 
-__all__ = ["HasTables", "LiveTables", "check_writable"]
+__all__ = ["HasTables", "LiveTables", "check_writable", "write_numbers"]
+
+Array = np.ndarray[Any, Any]
 
 _EXACT_IN_FLOAT32 = ("float32", "float16", "bfloat16")
 
@@ -89,6 +91,27 @@ class LiveTables:
                 f"{list(shape)}. Write a part of the table with assign_rows."
             )
         self.assign_rows(table, 0, values)
+
+
+def write_numbers(variable: Any, numbers: Array, values: Array) -> None:
+    """Overwrite the rows `numbers`, int64 [n] and all different, of `variable` with `values`, float32 [n, dim].
+
+    An accelerator's table is written by runs of consecutive rows, so that scattered rows take a write each.
+
+    Raises:
+        ConfigError: the variable's rows cannot be written from the host.
+    """
+    if not hasattr(variable, "assign_rows"):
+        step = piece_rows(values.shape[1])
+        for first in range(0, len(numbers), step):
+            ids, rows = tf.constant(numbers[first : first + step]), tf.constant(values[first : first + step])
+            for copy in copies(variable):
+                tf.raw_ops.ResourceScatterUpdate(resource=copy.handle, indices=ids, updates=rows)
+        return
+    order = np.argsort(numbers)
+    for run in np.split(order, np.flatnonzero(np.diff(numbers[order]) != 1) + 1):
+        if len(run):
+            write_rows(variable, int(numbers[run[0]]), values[run])
 
 
 class HasTables(Protocol):

@@ -61,13 +61,20 @@ def _origin(found: dict[str, Any]) -> str:
 
 def _checkpoint_table(description: "CheckpointDescription") -> "Table":
     tracked = any(table.tracked_updates is not None for table in description.tables)
+    named = any(table.vocabulary is not None for table in description.tables)
     rows = []
     for table in description.tables:
         row = {**dataclasses.asdict(table), "bytes": with_unit(table.bytes)}
         updates = row.pop("tracked_updates")
         said = "" if updates is None else f"rows tracked, {updates} updates"
-        rows.append({**row, "tracking": said} if tracked else row)
+        vocabulary = row.pop("vocabulary")
+        row |= {"tracking": said} if tracked else {}
+        rows.append(row | ({"vocabulary": _vocabulary(vocabulary)} if named else {}))
     return table_of(f"tables ({with_unit(description.bytes)})", rows)
+
+
+def _vocabulary(header: dict[str, Any] | None) -> str:
+    return "" if header is None else "{names} names, {dtype}, {oov_buckets} oov_buckets".format(**header)
 
 
 def _export_tables(found: dict[str, Any]) -> list["Table"]:

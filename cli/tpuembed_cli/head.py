@@ -1,5 +1,7 @@
 """`tpuembed head`: rows of a table."""
 
+import base64
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,8 @@ class RowRange(click.ParamType[tuple[int, int]]):
     examples=(
         "tpuembed head checkpoints/ckpt-1 users --rows 0:5",
         "tpuembed head models/rec users --json",
+        "tpuembed head checkpoints/ckpt-1 films --names",
+        "tpuembed head checkpoints/ckpt-1 films --name Alien --name Aliens",
     ),
 )
 @click.argument("path", type=PATH)
@@ -47,6 +51,8 @@ class RowRange(click.ParamType[tuple[int, int]]):
     "--rows", "row_range", type=RowRange(), metavar="START:STOP", help="Default: the first five existing rows."
 )
 @click.option("--slot", help="Rows of this optimizer slot, such as accumulators, instead.")
+@click.option("--names", is_flag=True, help="Print the names of the rows too, of a table with a vocabulary.")
+@click.option("--name", "chosen", multiple=True, metavar="NAME", help="The row of this name. May be repeated.")
 @options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, with every value of a row.")
 def head(
@@ -54,36 +60,80 @@ def head(
     table: str,
     row_range: tuple[int, int] | None,
     slot: str | None,
+    names: bool,
+    chosen: tuple[str, ...],
     checkpoint_options: dict[str, Any],
     as_json: bool,
 ) -> None:
     """Print rows of TABLE in the checkpoint or the export at PATH, one per line. Long rows are cut after the first
     values.
 
-    PATH of an export is a version or MODEL_DIR, whose highest version is read. Its int8 rows are decoded.
+    PATH of an export is a version or MODEL_DIR, whose highest version is read. Its int8 rows are decoded. Names are quoted
+    as in Python.
     """
-    from tpuembed.checkpoint.tools import stream_rows
+    from tpuembed.checkpoint.tools import stream_named_rows, stream_rows
 
+    if chosen and row_range:
+        raise click.UsageError("--name and --rows choose different rows. Give one of them.")
     start, stop = row_range or (None, None)
-    pieces = stream_rows(path, table, start, stop, slot=slot, checkpoint_options=checkpoint_options)
+    if chosen:
+        wanted = [os.fsencode(name) for name in chosen]
+        pieces = stream_named_rows(path, table, wanted, slot=slot, checkpoint_options=checkpoint_options)
+    else:
+        pieces = stream_rows(path, table, start, stop, slot=slot, names=names, checkpoint_options=checkpoint_options)
     for text in _json_pieces(pieces) if as_json else map(_lines, pieces):
         click.echo(text, nl=False)
 
 
 def _lines(rows: "Rows") -> str:
-    return "".join(_line(number, row) for number, row in enumerate(rows.values, rows.start))
+    numbers = rows.numbers or range(rows.start, rows.start + len(rows.values))
+    names = [""] * len(rows.values) if rows.names is None else [f" {_shown(name)}" for name in rows.names]
+    return "".join(map(_line, numbers, names, rows.values))
 
 
-def _line(number: int, row: Any) -> str:
+def _line(number: int, name: str, row: Any) -> str:
     more = f" ... ({len(row)} values)" if len(row) > _SHOWN else ""
-    return f"{number}: {' '.join(str(value) for value in row[:_SHOWN])}{more}\n"
+    return f"{number}{name}: {' '.join(str(value) for value in row[:_SHOWN])}{more}\n"
+
+
+def _shown(name: bytes | int | None) -> str:
+    """Return a name as Python writes it, so that it does nothing to a terminal. "-" for a row without one."""
+    if isinstance(name, bytes):
+        text = _text(name)
+        return repr(name if text is None else text)
+    return "-" if name is None else str(name)
+
+
+def _text(name: bytes) -> str | None:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _json_name(name: bytes | int | None) -> Any:
+    """Return a name as a JSON value. Bytes that are not UTF-8 are {"b64": ...}, as in TensorFlow Serving's REST API."""
+    if not isinstance(name, bytes):
+        return name
+    text = _text(name)
+    return {"b64": base64.b64encode(name).decode()} if text is None else text
 
 
 def _json_pieces(pieces: "Iterable[Rows]") -> "Iterator[str]":
     """Yield one JSON object in pieces. Numbers have the fewest digits that identify them in their dtype."""
+    names: list[Any] = []
+    numbers: list[int] = []
+    asked: dict[str, Any] = {}
     for number, rows in enumerate(pieces):
         about = {"table": rows.table, "slot": rows.slot, "start": rows.start, "dtype": str(rows.values.dtype)}
+        if rows.names is not None:
+            asked["names"] = names
+            names += map(_json_name, rows.names)
+        if rows.numbers is not None:
+            asked["rows"] = numbers
+            numbers += rows.numbers
+            del about["start"]
         values = json_text([[float(str(value)) for value in row] for row in rows.values])
         yield ", " if number else f'{json_text(about)[:-1]}, "values": ['
         yield values[1:-1]
-    yield "]}\n"
+    yield "]" + "".join(f', "{key}": {json_text(value)}' for key, value in asked.items()) + "}\n"

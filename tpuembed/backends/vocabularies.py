@@ -101,7 +101,7 @@ class LayerVocabularies(SavedNode):
             vocabulary.watch(self, table)
 
     def names_changed(self, table: str, freed: _Array) -> None:
-        """Follow a vocabulary whose names were changed from outside of training. `freed` are rows, int64 [n], without a name now."""
+        """Follow a change of the names of `table` from outside of training. `freed` are rows, int64 [n], that lost their names."""
         self.copies[table].refresh()
         if len(freed):
             self._reset(table, freed)

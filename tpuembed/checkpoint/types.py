@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.row_history import RowHistory
-from tpuembed.vocabulary import Vocabulary
+from tpuembed.vocabulary import Vocabulary, VocabularyHeader
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader
@@ -243,10 +243,44 @@ class Checkpoint(abc.ABC):
 
         Raises:
             UnknownTableError: there is no such table.
-            CheckpointCorruptError: it is damaged.
+            CheckpointCorruptError: it is damaged, or has more rows than the table.
+        """
+        header = self.vocabulary_header(table)
+        size = self._vocabulary_size(table)
+        if header is None or size is None:
+            return None
+        return Vocabulary.from_bytes(self._read_vocabulary(table, size), self._vocabulary_of(table))
+
+    def vocabulary_header(self, table: str) -> VocabularyHeader | None:
+        """Return what the first bytes of the vocabulary of `table` say, or None. No name is read.
+
+        Raises:
+            UnknownTableError: there is no such table.
+            CheckpointCorruptError: it is damaged, or has more rows than the table.
         """
         self._check(table, None)
+        size = self._vocabulary_size(table)
+        if size is None:
+            return None
+        where = self._vocabulary_of(table)
+        first = self._read_vocabulary(table, min(size, VocabularyHeader.MOST_BYTES))
+        header, rows = VocabularyHeader.from_bytes(first, where), self._tables[table].rows
+        if header.rows > rows:
+            raise CheckpointCorruptError.of(
+                f"{where} has {header.rows} rows, {header.oov_buckets} of them for unknown names, but the table has {rows}"
+            )
+        return header
+
+    def _vocabulary_of(self, table: str) -> str:
+        return f"{self._shown}: the vocabulary of table {table!r}"
+
+    def _vocabulary_size(self, table: str) -> int | None:  # noqa: ARG002 - readers without vocabularies
+        """Return the number of bytes of the vocabulary of `table`, or None if there is none."""
         return None
+
+    def _read_vocabulary(self, table: str, size: int) -> bytes:
+        """Return the first `size` bytes of the vocabulary of `table`, which has them."""
+        raise NotImplementedError
 
     def read_stamps(self, table: str, start: int, out: Array) -> None:
         """Fill `out`, int32 [n], with the number of the update that last touched each of rows [start, start + n).

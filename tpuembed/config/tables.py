@@ -229,7 +229,7 @@ class FeatureConfig:
     output_shape: tuple[int | None, ...] | None = None
     validate_weights_and_indices: bool = True
     out_of_vocabulary: str | int | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: Any = None
     oov_buckets: int | None = None
 
     def __post_init__(self) -> None:

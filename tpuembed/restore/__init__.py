@@ -12,12 +12,13 @@ import numpy as np
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
+from tpuembed.restore.names import NamesPlan, live_vocabularies
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
 from tpuembed.restore.stream import is_checked_while_read, restore_stamps, restore_table
 from tpuembed.row_history import RowHistory
 from tpuembed.table_access import HasTables, LiveTables
 
-__all__ = ["RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
+__all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ def restore_tables(
     tables: Iterable[str] | Mapping[str, str] | None = None,
     slots: bool = True,
     *,
-    resize: Mapping[str, str] | None = None,
+    by: str = "number",
+    resize: Mapping[str, str] | bool | None = None,
     lossy: bool = False,
     **options: Any,
 ) -> RestoreReport:
@@ -58,15 +60,24 @@ def restore_tables(
             same tables.
         slots: restore the optimizers' slots too. This includes the layer's count of updates, if the checkpoint has it
             and every table that the layer trains is restored. False leaves slots and count unchanged.
+        by: "number" restores each row to its number. "name" restores it to the row that the layer's vocabulary gives its
+            name, for tables with a vocabulary in layer and checkpoint. See below.
         resize: {table: "grow" or "shrink"} for tables whose vocabulary may differ. The added rows of a grown table get
             initial values, from the table's initializer and its slots' defaults. (An initializer other than the default
-            needs the memory of a second table meanwhile.) A shrunk table omits the checkpoint's last rows.
+            needs the memory of a second table meanwhile.) A shrunk table omits the checkpoint's last rows. By name, True
+            lets tables with a vocabulary have different numbers of rows.
         lossy: round float64 to float32. float16 and bfloat16 need no rounding.
         options: as `open_checkpoint` takes them.
 
+    By name, a name of both is kept: its row and slots move to its new row. A name of the layer alone is new. Its row and
+    slots do not change: in a new layer they have initial values. A name of the checkpoint alone is dropped. Rows of buckets
+    are kept if both have the same number of buckets, and do not change otherwise. Tables without a vocabulary in both are
+    restored by number. `TablePlan.names` of the report has the counts and examples.
+
     Raises:
         UnknownTableError: `tables` or `resize` name a table that the layer or the checkpoint does not have.
-        CheckpointMismatchError: layer and checkpoint differ in tables, shapes, dtypes, slots or counts of updates.
+        CheckpointMismatchError: layer and checkpoint differ in tables, shapes, dtypes, slots or counts of updates. By name,
+            also if a table has a vocabulary on one side alone, or if the dtypes of names differ.
         CheckpointCorruptError: the checksum of a table or slot differs from the checkpoint's. A table whose rows are in
             order is already written by then. Restore it from another copy.
         ConfigError: an argument is of the wrong kind, or tables cannot be written from here.
@@ -74,7 +85,7 @@ def restore_tables(
     """
     if not callable(getattr(layer, "live_tables", None)):
         raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {type(layer).__name__}.")
-    return _restore(layer, path, RestoreRequest.of(tables, slots, resize, lossy), options)
+    return _restore(layer, path, RestoreRequest.of(tables, slots, resize, lossy, by), options)
 
 
 def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> RestoreReport:
@@ -95,7 +106,8 @@ def _restore(
 ) -> RestoreReport:
     live = layer.live_tables("restore_tables")
     with open_checkpoint(path, **options) as checkpoint:
-        plans = plan_tables(checkpoint, live, request)
+        vocabularies = live_vocabularies(layer) if request.by_name else {}
+        plans = plan_tables(checkpoint, live, request, vocabularies)
         updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans) if request.slots else None
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)
@@ -120,14 +132,18 @@ def _stamp(live: LiveTables, plans: Iterable[TablePlan], updates: int | None) ->
         live.stamps.rewritten()
         return
     for plan in plans:
-        live.stamps.wrote(plan.table, 0, plan.rows + plan.new_rows)
+        written = plan.rows + plan.new_rows if plan.names is None else live.state(plan.table).config.vocabulary_size
+        live.stamps.wrote(plan.table, 0, written)
 
 
-def _history(checkpoint: Checkpoint, live: LiveTables, plans: Iterable[TablePlan], updates: int) -> RowHistory | None:
+def _history(checkpoint: Checkpoint, live: LiveTables, plans: Sequence[TablePlan], updates: int) -> RowHistory | None:
     """Return the history that all tables of the layer share in the checkpoint, or None.
 
-    A base knows tables by name and has float32 rows. So tables with another name or dtype have no base.
+    A base knows tables by name and has float32 rows. So tables with another name or dtype have no base. Neither have tables
+    whose rows were restored by name: their numbers are others now.
     """
+    if any(plan.names is not None for plan in plans):
+        return None
     found = [checkpoint.row_history(plan.source) for plan in plans]
     same = {plan.table for plan in plans if plan.table == plan.source and plan.dtypes[None] == np.float32}
     history = found[0]

@@ -9,9 +9,11 @@ import numpy as np
 from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import FTRL
-from tpuembed.config.checks import did_you_mean
+from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError, warn
+from tpuembed.restore.names import NamesPlan, plan_names
 from tpuembed.table_access import LiveTables
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["RestoreRequest", "TablePlan", "plan_tables"]
 
@@ -30,6 +32,8 @@ class RestoreRequest:
         resize: {the layer's name: "grow" or "shrink"}.
         lossy: True rounds float64 to float32.
         rows_only: True restores a table without slots if the layer or the checkpoint has none.
+        by_name: True restores rows to the numbers of their names.
+        any_size: True lets tables that are restored by name have different numbers of rows.
     """
 
     tables: Mapping[str, str] | None
@@ -37,14 +41,17 @@ class RestoreRequest:
     resize: Mapping[str, str]
     lossy: bool
     rows_only: bool = False
+    by_name: bool = False
+    any_size: bool = False
 
     @classmethod
     def of(
         cls,
         tables: Iterable[str] | Mapping[str, str] | None,
         slots: bool,
-        resize: Mapping[str, str] | None,
+        resize: Mapping[str, str] | bool | None,
         lossy: bool,
+        by: str,
     ) -> "RestoreRequest":
         """Return the arguments in one form.
 
@@ -58,13 +65,18 @@ class RestoreRequest:
             raise ConfigError(
                 f"restore_tables: tables must be a list of names or a mapping, got {tables!r}. Write [{tables!r}]."
             )
+        check_choice("restore_tables: by", by, ("number", "name"))
+        if by == "name" and resize is not None and not isinstance(resize, bool):
+            raise ConfigError(f"restore_tables: resize must be True or left out with by='name', got {resize!r}.")
+        any_size = by == "name" and resize is True
+        resize = None if by == "name" else resize
         if resize is not None and not isinstance(resize, Mapping):
             raise ConfigError(f"restore_tables: resize must be a mapping such as {{'videos': 'grow'}}, got {resize!r}.")
         if tables is not None:
             tables = dict(tables if isinstance(tables, Mapping) else ((name, name) for name in tables))
         if tables == {}:
             raise ConfigError("restore_tables: tables is empty. Name at least one, or leave it out to restore all.")
-        return cls(tables, slots, dict(resize or {}), lossy)
+        return cls(tables, slots, dict(resize or {}), lossy, by_name=by == "name", any_size=any_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +92,7 @@ class TablePlan:
         dim: columns.
         slots: the slots that are restored beside the rows.
         dtypes: the dtypes on disk, of the rows (key None) and of each slot.
+        names: what happens to each name, and the new number of each row. None if rows keep their numbers.
     """
 
     table: str
@@ -90,10 +103,13 @@ class TablePlan:
     dim: int
     slots: tuple[str, ...]
     dtypes: Mapping[str | None, np.dtype[Any]]
+    names: NamesPlan | None = None
 
 
-def plan_tables(checkpoint: Checkpoint, live: LiveTables, request: RestoreRequest) -> list[TablePlan]:
-    """Return the plan of every table of `request`.
+def plan_tables(
+    checkpoint: Checkpoint, live: LiveTables, request: RestoreRequest, vocabularies: Mapping[str, Vocabulary]
+) -> list[TablePlan]:
+    """Return the plan of every table of `request`. `vocabularies` are those of the layer's tables, by table.
 
     Raises:
         UnknownTableError: `tables` or `resize` name a table that the layer or the checkpoint does not have.
@@ -103,7 +119,11 @@ def plan_tables(checkpoint: Checkpoint, live: LiveTables, request: RestoreReques
     infos = checkpoint.tables()
     pairs = _pairs(checkpoint, infos, live, request)
     _check_resize(live, pairs, request.resize)
-    return [_plan_table(checkpoint, infos[source], live, table, request) for table, source in pairs.items()]
+    names = plan_names(checkpoint, live.layer, pairs, vocabularies) if request.by_name else {}
+    return [
+        _plan_table(checkpoint, infos[source], live, table, request, names.get(table))
+        for table, source in pairs.items()
+    ]
 
 
 def _pairs(
@@ -149,11 +169,16 @@ def _check_resize(live: LiveTables, pairs: Mapping[str, str], resize: Mapping[st
 
 
 def _plan_table(
-    checkpoint: Checkpoint, info: TableInfo, live: LiveTables, table: str, request: RestoreRequest
+    checkpoint: Checkpoint,
+    info: TableInfo,
+    live: LiveTables,
+    table: str,
+    request: RestoreRequest,
+    names: NamesPlan | None,
 ) -> TablePlan:
     state = live.state(table)
     where = f"checkpoint {checkpoint.path}: table {info.name!r}"
-    _check_shape(where, info, live.layer, state, request.resize.get(table))
+    _check_shape(where, info, live.layer, state, request, names)
     slots = _checked_slots(checkpoint, where, info, live.layer, state, request.rows_only) if request.slots else ()
     dtypes = {slot: checkpoint.read(info.name, 0, 0, slot).dtype for slot in (None, *slots)}
     for slot, dtype in dtypes.items():
@@ -162,12 +187,16 @@ def _plan_table(
             raise CheckpointMismatchError(
                 f"{what} is {dtype.name}. Layer {live.layer!r} holds float32, which would round it. Pass lossy=True to round."
             )
+    if names is not None:
+        return TablePlan(table, info.name, info.rows, 0, 0, info.dim, slots, dtypes, names)
     rows = min(info.rows, state.config.vocabulary_size)
     new_rows, skipped_rows = state.config.vocabulary_size - rows, info.rows - rows
     return TablePlan(table, info.name, rows, new_rows, skipped_rows, info.dim, slots, dtypes)
 
 
-def _check_shape(where: str, info: TableInfo, layer: str, state: TableState, resize: str | None) -> None:
+def _check_shape(
+    where: str, info: TableInfo, layer: str, state: TableState, request: RestoreRequest, names: NamesPlan | None
+) -> None:
     rows, dim, table = state.config.vocabulary_size, state.config.dim, state.config.name
     if info.dim != dim:
         raise CheckpointMismatchError(
@@ -175,8 +204,15 @@ def _check_shape(where: str, info: TableInfo, layer: str, state: TableState, res
             f"with dim={info.dim}."
         )
     needed = None if info.rows == rows else _GROW if info.rows < rows else _SHRINK
-    if needed is None or resize == needed:
+    resize = request.resize.get(table)
+    if needed is None or resize == needed or (names is not None and request.any_size):
         return
+    if request.by_name:
+        remedy = "restore the table by number in a separate call" if names is None else "pass resize=True"
+        raise CheckpointMismatchError(
+            f"{where} has {info.rows} rows. Table {table!r} of layer {layer!r} has {rows}. Build the layer with "
+            f"vocabulary_size={info.rows}, or {remedy}."
+        )
     asked = "" if resize is None else f" resize says {resize!r}."
     meaning = f"initialize rows {info.rows} to {rows - 1}" if needed == _GROW else f"drop its rows from {rows} on"
     raise CheckpointMismatchError(

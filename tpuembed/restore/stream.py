@@ -9,7 +9,7 @@ from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError
 from tpuembed.restore.plan import TablePlan
 from tpuembed.row_stamps import RowStamps
-from tpuembed.table_access import LiveTables
+from tpuembed.table_access import LiveTables, write_numbers
 from tpuembed.tensor_bundle import crc
 
 __all__ = ["is_checked_while_read", "restore_stamps", "restore_table"]
@@ -62,7 +62,13 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
         piece = buffer[: plan.rows - start]
         checkpoint.read_into(plan.source, start, piece, slot)
         checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
-        write_rows(variable, start, _as_float32(checkpoint, plan, slot, piece))
+        rows = _as_float32(checkpoint, plan, slot, piece)
+        if plan.names is None:
+            write_rows(variable, start, rows)
+        else:
+            numbers = plan.names.numbers[start : start + len(piece)]
+            kept = np.flatnonzero(numbers >= 0)
+            write_numbers(variable, numbers[kept], rows[kept])
     stated = checkpoint.checksum(plan.source, slot) if is_checked_while_read(checkpoint, plan, slot) else None
     if stated is not None and stated != checksum:
         what = f"table {plan.source!r}" if slot is None else f"table {plan.source!r}: slot {slot!r}"

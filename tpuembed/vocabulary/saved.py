@@ -13,15 +13,16 @@ import dataclasses
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.errors import CheckpointCorruptError, reason
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["MOST_NAMES", "SavedNames", "chunks", "parse"]
+__all__ = ["MOST_NAMES", "SavedNames", "VocabularyHeader", "chunks", "parse"]
 
 _Integers = npt.NDArray[np.int64]
 
@@ -60,6 +61,49 @@ class SavedNames:
         alive = np.ones(len(self.names) + len(self.free), bool)
         alive[self.free] = False
         return np.flatnonzero(alive)
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyHeader:
+    """What the first bytes of a saved vocabulary say.
+
+    Attributes:
+        names: number of names.
+        dtype: of the names.
+        oov_buckets: number of rows for unknown names.
+        free: number of rows without a name.
+    """
+
+    MOST_BYTES: ClassVar[int] = len(_MAGIC) + 4 + _HEADER_BYTES
+    """The bytes that hold every header."""
+
+    names: int
+    dtype: str
+    oov_buckets: int
+    free: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows, those of buckets and those without a name included."""
+        return self.oov_buckets + self.names + self.free
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str = "vocabulary") -> "VocabularyHeader":
+        """Return the header of what `Vocabulary.to_bytes` wrote. `content` may be the first MOST_BYTES of it.
+
+        The checksum is not compared, which covers all names.
+
+        Raises:
+            CheckpointCorruptError: it is damaged, or is none.
+        """
+        try:
+            fields, _ = _fields(content)
+            buckets = fields.get("oov_buckets")
+            if type(buckets) is not int or buckets < 0:
+                raise ValueError(f"its header has oov_buckets {buckets!r}")
+        except ValueError as error:
+            raise CheckpointCorruptError(f"{where}: cannot be read: {reason(error)}. Restore it from a copy.") from None
+        return cls(fields["names"], fields["dtype"], buckets, fields["free"])
 
 
 def chunks(saved: SavedNames) -> Iterator[bytes]:
@@ -153,18 +197,26 @@ class _Body:
 
 def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
     """Return the fields of the header, with the options in `options`, and what follows it but for the checksum."""
+    fields, size = _fields(content)
+    if len(content) < size + 4:
+        raise ValueError(f"it ends after {len(content)} bytes")
+    view = memoryview(content)
+    (checksum,) = struct.unpack("<I", content[-4:])
+    if google_crc32c.value(np.frombuffer(view[:-4], np.uint8)) != checksum:
+        raise ValueError("its checksum is wrong")
+    return fields, view[size:-4]
+
+
+def _fields(content: bytes) -> tuple[dict[str, Any], int]:
+    """Return the fields of the header, and where it ends. `content` may lack what follows it."""
     start = len(_MAGIC) + 4
-    if not content.startswith(_MAGIC[:-2]) or len(content) < start + 4:
+    if not content.startswith(_MAGIC[:-2]) or len(content) < start:
         raise ValueError("it is no vocabulary")
     if not content.startswith(_MAGIC):
         version = content[len(_MAGIC) - 2 :].split(b"\n")[0][:8]
         raise ValueError(f"its form is of version {version!r}, and this release reads version 1")
-    (checksum,) = struct.unpack("<I", content[-4:])
-    view = memoryview(content)
-    if google_crc32c.value(np.frombuffer(view[:-4], np.uint8)) != checksum:
-        raise ValueError("its checksum is wrong")
     (size,) = struct.unpack("<I", content[start - 4 : start])
-    if size > min(_HEADER_BYTES, len(content) - 4 - start):
+    if size > min(_HEADER_BYTES, len(content) - start):
         raise ValueError(f"its header has {size} bytes")
     try:
         fields = json.loads(content[start : start + size])
@@ -182,7 +234,7 @@ def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
         raise ValueError(f"its header has {min(unknown)!r}")
     if options.get("dtype") not in ("string", "int64"):
         raise ValueError(f"its header has dtype {options.get('dtype')!r}")
-    return fields | {"options": options}, view[start + size : -4]
+    return fields | {"options": options}, start + size
 
 
 def _numbers(what: str, numbers: npt.NDArray[Any], count: int) -> _Integers:

@@ -28,6 +28,7 @@ UNKNOWN: Final = -2
 _MOST_UPDATE: Final = 2**31 - 1
 _MOST_COUNT: Final = 2**32 - 1
 _MOST_SALTS: Final = 100
+_NAMES_AT_ONCE: Final = 1 << 18
 _NEVER: Final = -1
 
 
@@ -331,6 +332,29 @@ class Vocabulary:
             self._sketch = None
         self._tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
+
+    def rows_in(self, other: "Vocabulary") -> _Integers:
+        """Return the row that `other` gives the name of each row, int64 [rows]; UNKNOWN for a name that it lacks.
+
+        Buckets have the same row if both have the same number of them. Otherwise they are UNKNOWN, as free rows are.
+
+        Raises:
+            ConfigError: the names have another dtype.
+        """
+        if other.dtype != self.dtype:
+            raise ConfigError(f"vocabulary: names of {self.dtype} are not in a vocabulary of {other.dtype}.")
+        with self._lock:
+            rows, free = np.full(self.rows, UNKNOWN, np.int64), self.free_rows
+            if other.oov_buckets == self.oov_buckets:
+                rows[: self.oov_buckets] = np.arange(self.oov_buckets)
+            for start in range(0, len(self._names), _NAMES_AT_ONCE):
+                batch = self._names.get(np.arange(start, min(start + _NAMES_AT_ONCE, len(self._names))))
+                with other._lock:
+                    found = other._find(batch, other._keys(batch))
+                piece = rows[self.oov_buckets + start :][: len(found)]
+                piece[...] = np.where(found == NONE, UNKNOWN, found + other.oov_buckets)
+            rows[free] = UNKNOWN
+        return rows
 
     # ---- names of rows
 

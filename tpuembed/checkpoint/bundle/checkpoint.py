@@ -12,7 +12,7 @@ from tpuembed.checkpoint.bundle.layer_config import checked_count
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
-from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_stamps
+from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_stamps, own_layer_vocabularies
 from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
 from tpuembed.checkpoint.bundle.table_keys import table_info
@@ -158,7 +158,7 @@ class BundleCheckpoint(Checkpoint):
         return objects_of_graph(
             self.bundle,
             self.graph,
-            keys | {key for _, key in self._stamps.values()},
+            keys | {key for _, key in self._stamps.values()} | set(self._vocabularies.values()),
             {number: config["tables"] for number, config in configs.items()},
             self.options.get("root", "").strip("/"),
         )
@@ -198,6 +198,19 @@ class BundleCheckpoint(Checkpoint):
             self.bundle.verify(key)
             self._verified.add(key)
         self.bundle.read_rows(key, start, start + len(out), out)
+
+    @functools.cached_property
+    def _vocabularies(self) -> Mapping[str, str]:
+        if self.graph is None:
+            return {}
+        return own_layer_vocabularies(self.bundle, self.graph, own_layer_configs(self.bundle, self.graph))
+
+    def _vocabulary_size(self, table: str) -> int | None:
+        key = self._vocabularies.get(table)
+        return None if key is None else self.bundle.entries[key].shape[0]
+
+    def _read_vocabulary(self, table: str, size: int) -> bytes:
+        return self.bundle.read_rows(self._vocabularies[table], 0, size).tobytes()
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""

@@ -20,12 +20,23 @@ from tpuembed.row_history import RowHistory
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
-__all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_stamps", "own_layer_tables"]
+__all__ = [
+    "CONFIG_ATTRIBUTE",
+    "ENGINE",
+    "VOCABULARY_KEY",
+    "own_layer_configs",
+    "own_layer_stamps",
+    "own_layer_tables",
+    "own_layer_vocabularies",
+]
 
 ENGINE: Final = "_engine"
 """The child that is TensorFlow's handle of an accelerator, with the same variables again."""
 
-_TABLES, _STAMPS, _HISTORY = "_tpu_embedding", "_row_stamps", "history"
+_TABLES, _STAMPS, _HISTORY, _VOCABULARIES = "_tpu_embedding", "_row_stamps", "history", "_vocabularies"
+
+VOCABULARY_KEY: Final = f"{_VOCABULARIES}/.ATTRIBUTES/"
+"""What every key of a vocabulary contains."""
 
 CONFIG_ATTRIBUTE: Final = "tpuembed_config"
 """The attribute with the config, on the node that holds a layer's tables."""
@@ -115,6 +126,37 @@ def own_layer_stamps(
                 raise _corrupt(bundle, f"the stamps of table {table!r} are {stamps}, not int32 ({rows},)")
             found[table] = history, key
     return found
+
+
+def own_layer_vocabularies(
+    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return table name -> key of its vocabulary, uint8 [bytes], of the tables that have one.
+
+    Raises:
+        CheckpointCorruptError: a vocabulary is missing, is of another shape, or is of no table of the layer.
+    """
+    found: dict[str, str] = {}
+    for layer in graph.nodes:
+        number, config = layer.children.get(_VOCABULARIES), configs.get(layer.children.get(_TABLES, -1))
+        if number is None or config is None:
+            continue
+        tables = {_escaped(table): table for table in config["tables"]}
+        for name, attribute in graph.nodes[number].attributes.items():
+            table, key = tables.get(name), attribute.checkpoint_key
+            entry = bundle.entries.get(key)
+            if table is None:
+                raise _corrupt(bundle, f"it has a vocabulary of {name!r}, which is not a table of its layer's config")
+            if entry is None or entry.dtype != "uint8" or len(entry.shape) != 1:
+                shown = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}, not uint8 [bytes]"
+                raise _corrupt(bundle, f"the vocabulary of table {table!r} ({key}) is {shown}")
+            found[table] = key
+    return found
+
+
+def _escaped(name: str) -> str:
+    """Return the name of an attribute as TensorFlow writes it. Source: escape_local_name in trackable/trackable_utils.py."""
+    return name.replace(".", "..").replace("/", ".S")
 
 
 def _stacked_tables(

@@ -13,7 +13,7 @@ from tpuembed.checkpoint.keras.discovery import discover
 from tpuembed.checkpoint.keras.h5_listing import Dataset
 from tpuembed.checkpoint.keras.layers import config_below, layer_policies, objects_of_weights, read_array
 from tpuembed.checkpoint.keras.matrices import ChunkCache, Matrix, open_matrix
-from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates
+from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
 from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
@@ -115,6 +115,19 @@ class KerasCheckpoint(Checkpoint):
     def _fill_stamps(self, table: str, start: int, out: Array) -> None:
         self._weights.verify()
         Matrix(self._stamps[table][1]).read_into(start, out[:, None])
+
+    @functools.cached_property
+    def _vocabularies(self) -> Mapping[str, Dataset]:
+        return own_layer_vocabularies(self._weights)
+
+    def _vocabulary_size(self, table: str) -> int | None:
+        return self._vocabularies[table].bytes if table in self._vocabularies else None
+
+    def _read_vocabulary(self, table: str, size: int) -> bytes:
+        dataset, out = self._vocabularies[table], bytearray(size)
+        assert dataset.offset is not None, "own_layer_vocabularies checks it"
+        dataset.file.read_into(dataset.offset, memoryview(out))
+        return bytes(out)
 
     def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
         """Return the layers, by Keras' groups of variables; see Checkpoint.objects."""

@@ -17,11 +17,20 @@ from tpuembed.checkpoint.keras.weights import Group, Weights
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 from tpuembed.row_history import RowHistory
 
-__all__ = ["Table", "keras_rs_tables", "own_layer_configs", "own_layer_stamps", "own_layer_tables", "own_layer_updates"]
+__all__ = [
+    "Table",
+    "keras_rs_tables",
+    "own_layer_configs",
+    "own_layer_stamps",
+    "own_layer_tables",
+    "own_layer_updates",
+    "own_layer_vocabularies",
+]
 
 _TABLE_PATH: Final = re.compile(r"(?:(?P<layer>.+)/)?_default_device_embedding_layers/(?P<kind>.+)", re.DOTALL)
 _TABLE_KIND: Final = re.compile(r"embed_reduce(?:_(?P<number>\d+))?")
 _CONFIG, _UPDATES, _HISTORY, _STAMPS = "|config", "|updates", "|history", "|stamps|"
+_VOCABULARY: Final = "|vocabulary|"
 _MAX_CONFIG_BYTES: Final = 16 << 20
 
 
@@ -137,7 +146,7 @@ def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) ->
         left = {
             name: dataset
             for name, dataset in weights.groups[path].datasets.items()
-            if name not in (_CONFIG, _UPDATES, _HISTORY) and not name.startswith(_STAMPS)
+            if name not in (_CONFIG, _UPDATES, _HISTORY) and not name.startswith((_STAMPS, _VOCABULARY))
         }
         for order, (name, fields) in enumerate(config["tables"].items()):
             slots = {slot: f"{name}/{slot}" for slot in slot_names(where, name, fields)}
@@ -194,6 +203,29 @@ def own_layer_stamps(weights: Weights) -> dict[str, tuple[RowHistory, Dataset]]:
                     f"{where}: the stamps of table {table!r} are {shown}, not <i4 ({rows},)"
                 )
             found[table] = history, dataset
+    return found
+
+
+def own_layer_vocabularies(weights: Weights) -> dict[str, Dataset]:
+    """Return table name -> its vocabulary, bytes [n], of the tables that have one.
+
+    Raises:
+        CheckpointCorruptError: a vocabulary is no bytes, or is of no table of the layer.
+    """
+    found: dict[str, Dataset] = {}
+    for path, config in own_layer_configs(weights).items():
+        where = f"weights {weights.path}: layer {path!r}"
+        tables = {_VOCABULARY + table.replace("/", "|"): table for table in config["tables"]}
+        for name, dataset in weights.groups[path].datasets.items():
+            if not name.startswith(_VOCABULARY):
+                continue
+            if name not in tables:
+                raise CheckpointCorruptError.of(f"{where} has {name!r}, which is not of a table of its config")
+            if dataset.dtype != "|u1" or len(dataset.shape or ()) != 1 or dataset.offset is None:
+                raise CheckpointCorruptError.of(
+                    f"{where}: the vocabulary of table {tables[name]!r} is {dataset.dtype} {dataset.shape}, not bytes"
+                )
+            found[tables[name]] = dataset
     return found
 
 

@@ -9,9 +9,9 @@ from tpuembed.checkpoint.tools.describe import (
     describe_checkpoint,
     describe_export,
 )
-from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, TableDiff, diff_checkpoints
+from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, NamesDiff, TableDiff, diff_checkpoints
 from tpuembed.checkpoint.tools.exports import find_export
-from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_rows
+from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_named_rows, stream_rows
 from tpuembed.checkpoint.tools.verify import verify_files
 from tpuembed.checkpoint.tools.verify_export import VerifyReport
 
@@ -19,6 +19,7 @@ __all__ = [
     "CheckpointDescription",
     "CheckpointDiff",
     "LargestChange",
+    "NamesDiff",
     "Rows",
     "TableDescription",
     "TableDiff",
@@ -28,6 +29,7 @@ __all__ = [
     "diff_checkpoints",
     "find_export",
     "read_rows",
+    "stream_named_rows",
     "stream_rows",
     "verify_files",
 ]

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import TableInfo
+from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.files import FilePath
 from tpuembed.manifest import Manifest
-from tpuembed.row_history import RowHistory
+from tpuembed.vocabulary import VocabularyHeader
 
 __all__ = ["CheckpointDescription", "TableDescription", "describe_checkpoint", "describe_export"]
 
@@ -21,6 +21,7 @@ class TableDescription:
         name, rows, dim, dtype, slots, layout: as in `TableInfo`, the dtype by name.
         bytes: of its rows and its slots together.
         tracked_updates: the number of updates up to which its rows are tracked; None if they are not.
+        vocabulary: the number and dtype of the names of its rows; None if they have none.
     """
 
     name: str
@@ -31,6 +32,7 @@ class TableDescription:
     layout: str
     bytes: int
     tracked_updates: int | None = None
+    vocabulary: VocabularyHeader | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,18 +54,19 @@ class CheckpointDescription:
     config: Mapping[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the description as JSON values, without `config` and `tracked_updates` if there are none."""
+        """Return the description as JSON values, without `config`, `tracked_updates` and `vocabulary` if there are none."""
         found = dataclasses.asdict(self)
         for table in found["tables"]:
-            if table["tracked_updates"] is None:
-                del table["tracked_updates"]
+            for name in ("tracked_updates", "vocabulary"):
+                if table[name] is None:
+                    del table[name]
         return found if self.config else {key: value for key, value in found.items() if key != "config"}
 
 
 def describe_checkpoint(
     path: str | FilePath, *, checkpoint_options: Mapping[str, Any] | None = None
 ) -> CheckpointDescription:
-    """Describe the checkpoint at `path`. No row is read.
+    """Describe the checkpoint at `path`. No row and no name is read.
 
     Args:
         path: as for `open_checkpoint`.
@@ -73,7 +76,7 @@ def describe_checkpoint(
         TpuEmbedError: as `open_checkpoint`.
     """
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
-        tables = tuple(_describe(info, checkpoint.row_history(info.name)) for info in checkpoint.tables().values())
+        tables = tuple(_describe(checkpoint, info) for info in checkpoint.tables().values())
         return CheckpointDescription(
             path=checkpoint.path,
             format=checkpoint.format,
@@ -83,12 +86,15 @@ def describe_checkpoint(
         )
 
 
-def _describe(info: TableInfo, history: RowHistory | None) -> TableDescription:
-    held = info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots))
-    updates = None if history is None else history.updates
-    return TableDescription(
-        **dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": held, "tracked_updates": updates}
-    )
+def _describe(checkpoint: Checkpoint, info: TableInfo) -> TableDescription:
+    history = checkpoint.row_history(info.name)
+    found = {
+        "dtype": str(info.dtype),
+        "bytes": info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots)),
+        "tracked_updates": None if history is None else history.updates,
+        "vocabulary": checkpoint.vocabulary_header(info.name),
+    }
+    return TableDescription(**dataclasses.asdict(info) | found)
 
 
 def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
@@ -21,8 +23,14 @@ from tpuembed.saved_model import is_package
 from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.saved_model.stored_rows import decode_int8
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
+from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["ReadableTables", "find_export", "first_row", "open_tables"]
+__all__ = ["ReadableTables", "find_export", "first_row", "open_tables", "read_numbers", "vocabulary_of"]
+
+_GAP_BYTES: Final = 16 << 10
+"""Reading this many bytes takes about the time of a read."""
+_SPAN_BYTES: Final = 4 << 20
+"""The most bytes of a read."""
 
 
 def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
@@ -70,6 +78,45 @@ def first_row(tables: "ReadableTables", table: str) -> int:
     return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
 
 
+def vocabulary_of(tables: "ReadableTables", table: str) -> Vocabulary:
+    """Return the vocabulary of `table`.
+
+    Raises:
+        UnknownTableError: there is no such table.
+        ConfigError: it has none.
+    """
+    found = tables.vocabulary(table)
+    if found is None:
+        raise ConfigError(
+            f"{tables.path}: table {table!r} has no vocabulary, so its rows have no names. Leave the names out."
+        )
+    return found
+
+
+def read_numbers(tables: "ReadableTables", table: str, numbers: Array, slot: str | None = None) -> Array:
+    """Return the rows `numbers`, int64 [n], of a table or slot, [n, dim].
+
+    Rows that are near each other are read at once, together with the few rows between them.
+    """
+    info = tables.tables()[table]
+    row_bytes = max(1, info.dim * info.dtype.itemsize)
+    gap, most = max(1, _GAP_BYTES // row_bytes), max(1, _SPAN_BYTES // row_bytes)
+    order = np.argsort(numbers, kind="stable")
+    wanted = numbers[order]
+    out = np.empty(
+        (len(numbers), info.dim), tables.read(table, first_row(tables, table), first_row(tables, table), slot).dtype
+    )
+    begin = 0
+    while begin < len(wanted):
+        end = begin + int(np.searchsorted(wanted[begin:], wanted[begin] + most))
+        jumps = np.flatnonzero(np.diff(wanted[begin:end]) > gap)
+        end = begin + int(jumps[0]) + 1 if len(jumps) else end
+        start, stop = int(wanted[begin]), int(wanted[end - 1]) + 1
+        out[order[begin:end]] = tables.read(table, start, stop, slot)[wanted[begin:end] - start]
+        begin = end
+    return out
+
+
 class _ExportTables:
     """The tables of an export by its manifest. Rows are numbered as in training; int8 rows are decoded to float32."""
 
@@ -106,6 +153,10 @@ class _ExportTables:
                 "rows inside them."
             )
         return self._read(entry, self._stacks[entry.stack], start - first, stop - start)
+
+    def vocabulary(self, table: str) -> Vocabulary | None:  # noqa: ARG002 - as of Checkpoint
+        """Return None: the names in exports are not read."""
+        return None
 
     def _info(self, table: TableEntry) -> TableInfo:
         stored = self._stacks[table.stack].storage

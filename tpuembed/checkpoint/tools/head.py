@@ -1,21 +1,27 @@
 """Reads a few rows of a table of a checkpoint or of an export."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import first_row, open_tables
+from tpuembed.checkpoint.tools.exports import first_row, open_tables, read_numbers, vocabulary_of
 from tpuembed.checkpoint.types import Array
+from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
+from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["Rows", "read_rows", "stream_rows"]
+__all__ = ["Rows", "read_rows", "stream_named_rows", "stream_rows"]
 
 _DEFAULT_ROWS: Final = 5
 _PIECE_BYTES: Final = 4 << 20
 _MAX_ROWS: Final = 1 << 16
 """Rows to read at a time if they have no columns."""
+
+
+Name = bytes | int | None
+"""The name of a row. None for a row without one, such as that of a bucket."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,12 +32,16 @@ class Rows:
         table, slot: the table and slot; slot None is the table itself.
         start: the first row's number.
         values: [n, dim], of the table's dtype.
+        names: of the rows, bytes or int, and None for a row without a name; None if they were not asked for.
+        numbers: of rows that were chosen by name, which are in the order of the names; None for consecutive rows.
     """
 
     table: str
     slot: str | None
     start: int
     values: Array
+    names: tuple[Name, ...] | None = None
+    numbers: tuple[int, ...] | None = None
 
 
 def read_rows(
@@ -41,6 +51,7 @@ def read_rows(
     stop: int | None = None,
     *,
     slot: str | None = None,
+    names: bool = False,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> Rows:
     """Read rows [start, stop) of a table in the checkpoint or the export at `path`.
@@ -51,15 +62,18 @@ def read_rows(
         start: None is the first existing row, which is above 0 if an export has only some rows of the table.
         stop: None is five rows after `start`, or the table's end.
         slot: one of the table's slots instead.
+        names: return the names of the rows too.
         checkpoint_options: further arguments of `open_checkpoint`.
 
     Raises:
         UnknownTableError: there is no such table or slot.
         RowRangeError: the range is not inside the table.
+        ConfigError: `names` is set, and the table has no vocabulary.
         TpuEmbedError: as `open_checkpoint`.
     """
-    pieces = list(stream_rows(path, table, start, stop, slot=slot, checkpoint_options=checkpoint_options))
-    return dataclasses.replace(pieces[0], values=np.concatenate([piece.values for piece in pieces]))
+    pieces = list(stream_rows(path, table, start, stop, slot=slot, names=names, checkpoint_options=checkpoint_options))
+    found = tuple(name for piece in pieces for name in piece.names or ()) if names else None
+    return dataclasses.replace(pieces[0], values=np.concatenate([piece.values for piece in pieces]), names=found)
 
 
 def stream_rows(
@@ -69,12 +83,13 @@ def stream_rows(
     stop: int | None = None,
     *,
     slot: str | None = None,
+    names: bool = False,
     checkpoint_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Rows]:
     """Yield the rows of `read_rows`, a few megabytes at a time. There is at least one piece, which may have no rows.
 
     Raises:
-        UnknownTableError, RowRangeError, TpuEmbedError: as `read_rows`, and before the first piece.
+        UnknownTableError, RowRangeError, ConfigError, TpuEmbedError: as `read_rows`, and before the first piece.
     """
     with open_tables(path, checkpoint_options or {}) as checkpoint:
         info = checkpoint.tables().get(table)
@@ -84,5 +99,61 @@ def stream_rows(
         if info is None or not 0 <= start <= stop <= rows:
             checkpoint.read(table, start, stop, slot)  # raises the error
         step = max(1, _PIECE_BYTES // (info.dim * info.dtype.itemsize)) if info and info.dim else _MAX_ROWS
+        vocabulary = vocabulary_of(checkpoint, table) if names else None
         for first in range(start, max(stop, start + 1), step):
-            yield Rows(table, slot, first, checkpoint.read(table, first, min(first + step, stop), slot))
+            last = min(first + step, stop)
+            values = checkpoint.read(table, first, last, slot)
+            yield Rows(table, slot, first, values, _names_of(vocabulary, np.arange(first, last)))
+
+
+def stream_named_rows(
+    path: str | FilePath,
+    table: str,
+    names: Sequence[str | bytes | int],
+    *,
+    slot: str | None = None,
+    checkpoint_options: Mapping[str, Any] | None = None,
+) -> Iterator[Rows]:
+    """Yield the rows of `names`, in their order, a few megabytes at a time.
+
+    Args:
+        path, table, slot, checkpoint_options: as for `read_rows`.
+        names: of rows. If names are integers, text is read as an integer.
+
+    Raises:
+        UnknownTableError, TpuEmbedError: as `read_rows`, and before the first piece.
+        ConfigError: the table has no vocabulary, or no such name.
+    """
+    with open_tables(path, checkpoint_options or {}) as checkpoint:
+        vocabulary = vocabulary_of(checkpoint, table)
+        numbers = _numbers_of(checkpoint.path, table, vocabulary, names)
+        info = checkpoint.tables()[table]
+        step = max(1, _PIECE_BYTES // max(1, info.dim * info.dtype.itemsize))
+        for first in range(0, len(numbers), step):
+            chosen = numbers[first : first + step]
+            values = read_numbers(checkpoint, table, chosen, slot)
+            yield Rows(table, slot, int(chosen[0]), values, _names_of(vocabulary, chosen), tuple(chosen.tolist()))
+
+
+def _names_of(vocabulary: Vocabulary | None, numbers: Array) -> tuple[Name, ...] | None:
+    """Return the names of rows. Rows after those of the vocabulary have none yet."""
+    if vocabulary is None:
+        return None
+    named = numbers[numbers < vocabulary.rows]
+    found = dict(zip(named.tolist(), vocabulary.names(named), strict=True))
+    return tuple(found.get(number) for number in numbers.tolist())
+
+
+def _numbers_of(path: str, table: str, vocabulary: Vocabulary, names: Sequence[str | bytes | int]) -> Array:
+    where = f"{path}: table {table!r}"
+    if vocabulary.dtype == "int64":
+        try:
+            names = [int(name) for name in names]
+        except ValueError:
+            raise ConfigError(f"{where}: its names are integers, got {list(names)!r}.") from None
+    numbers = vocabulary.lookup(names)
+    for name, number in zip(names, numbers.tolist(), strict=True):
+        if number < vocabulary.oov_buckets:
+            bucket = f" Its bucket is row {number}." if number >= 0 else ""
+            raise ConfigError(f"{where} has no row of the name {name!r}.{bucket} Print names with head --names.")
+    return numbers

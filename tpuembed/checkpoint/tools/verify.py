@@ -1,19 +1,21 @@
 """Verifies every checksum of a checkpoint or export, in bounded memory."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from tpuembed.checkpoint import find_format, open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
+from tpuembed.checkpoint.bundle.own_layer import VOCABULARY_KEY
 from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
 from tpuembed.checkpoint.tools.verify_export import VerifyReport, total_bytes, verify_export
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
-from tpuembed.errors import CheckpointError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, versions
 from tpuembed.saved_model import is_package
 from tpuembed.tensor_bundle import Bundle
@@ -67,11 +69,13 @@ def verify_files(
     prefix = _bundle_of(as_path(path))
     if prefix is not None:
         with Bundle.open(prefix) as bundle:
-            return _verify_bundle(bundle, counter)
+            return _with_vocabularies(_verify_bundle(bundle, counter), bundle, checkpoint_options or {})
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
         if checkpoint.path.endswith(".keras"):
-            return _verify_archive(checkpoint.path, counter)
-        return _read_through(checkpoint, counter)
+            report = _verify_archive(checkpoint.path, counter)
+        else:
+            report = _read_through(checkpoint, counter)
+        return dataclasses.replace(report, damaged=(*report.damaged, *_damaged_vocabularies(checkpoint)))
 
 
 def _bundle_of(path: FilePath) -> FilePath | None:
@@ -108,6 +112,25 @@ def _verify_bundle(bundle: Bundle, counter: _Counter) -> VerifyReport:
             *_bytes_of_no_tensor(bundle),
         ),
     )
+
+
+def _with_vocabularies(report: VerifyReport, bundle: Bundle, options: Mapping[str, Any]) -> VerifyReport:
+    """Return `report` with the damage of vocabularies, which have a checksum of their own, and rows that the table must have."""
+    if not any(VOCABULARY_KEY in key for key in bundle.entries):
+        return report
+    try:
+        damaged = list(_damaged_vocabularies(BundleCheckpoint(bundle, options)))
+    except CheckpointError as error:
+        return dataclasses.replace(report, unchecked=(*report.unchecked, f"vocabularies: {error}"))
+    return dataclasses.replace(report, damaged=(*report.damaged, *damaged))
+
+
+def _damaged_vocabularies(checkpoint: Checkpoint) -> Iterator[Damage]:
+    for table in checkpoint.tables():
+        try:
+            checkpoint.vocabulary(table)
+        except CheckpointCorruptError as error:
+            yield Damage(f"vocabulary of table {table!r}", checkpoint.path, str(error))
 
 
 def _bytes_of_no_tensor(bundle: Bundle) -> list[str]:

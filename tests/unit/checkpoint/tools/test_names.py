@@ -1,0 +1,216 @@
+"""describe, head, diff and verify of tables whose rows have names, against dictionaries of rows by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.support.checkpoint.named import named_layer, write_named, write_named_weights
+from tests.support.layer.restored import Array, Tables
+from tests.support.messages import refused
+from tpuembed import Vocabulary
+from tpuembed.checkpoint.tools import (
+    LargestChange,
+    NamesDiff,
+    describe_checkpoint,
+    diff,
+    diff_checkpoints,
+    exports,
+    head,
+    read_rows,
+    stream_named_rows,
+    verify_files,
+)
+from tpuembed.errors import ConfigError
+from tpuembed.vocabulary import VocabularyHeader
+from tpuembed_cli.main import cli
+
+HOSTILE: list[Any] = [
+    "",
+    "a b",
+    "Ünïcode",
+    b"\xff\x00",
+    "line\nend",
+    "\x1b[31mred",
+    "\u202eevil",
+    "back\\slash",
+    "'quoted'",
+]
+
+
+def _rows(rows: int, dim: int, seed: int = 0) -> dict[str | None, Array]:
+    rng = np.random.default_rng(seed)
+    return {slot: rng.normal(size=(rows, dim)).astype(np.float32) for slot in (None, "accumulators")}
+
+
+def _write(path: Path, names: list[Any], tables: Tables, oov_buckets: int = 0, **options: Any) -> str:
+    vocabulary = Vocabulary(names, oov_buckets=oov_buckets, **options)
+    return write_named(path, named_layer(tables), {"films": vocabulary})
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return _write(tmp_path / "ckpt", HOSTILE, {"films": _rows(12, 3), "plain": _rows(2, 2)}, 1)
+
+
+def test_describe(prefix: str) -> None:
+    films, plain = describe_checkpoint(prefix).tables
+    assert (films.vocabulary, plain.vocabulary) == (VocabularyHeader(9, "string", 1), None)
+    said = CliRunner().invoke(cli, ["describe", prefix]).output
+    assert "9 names, string, 1 oov_buckets" in said
+    tables = json.loads(CliRunner().invoke(cli, ["describe", prefix, "--json"]).output)["tables"]
+    assert tables[0]["vocabulary"] == {"names": 9, "dtype": "string", "oov_buckets": 1}
+    assert "vocabulary" not in tables[1]
+
+
+def test_head_prints_names_that_do_nothing_to_a_terminal(prefix: str) -> None:
+    said = CliRunner().invoke(cli, ["head", prefix, "films", "--names", "--rows", "0:12"])
+    assert said.exit_code == 0, said.output
+    assert [line.partition(":")[0] for line in said.output.splitlines()] == [
+        "0 -", "1 ''", "2 'a b'", "3 'Ünïcode'", "4 b'\\xff\\x00'", "5 'line\\nend'", "6 '\\x1b[31mred'",
+        "7 '\\u202eevil'", "8 'back\\\\slash'", '9 "\'quoted\'"', "10 -", "11 -",
+    ]  # fmt: skip
+
+
+def test_head_in_json(prefix: str) -> None:
+    said = CliRunner().invoke(cli, ["head", prefix, "films", "--names", "--rows", "0:12", "--json"])
+    found = json.loads(said.output)
+    texts = [{"b64": "/wA="} if isinstance(name, bytes) else name for name in HOSTILE]
+    assert found["names"] == [None, *texts, None, None]
+    assert len(found["values"]) == 12
+    assert "names" not in json.loads(CliRunner().invoke(cli, ["head", prefix, "films", "--json"]).output)
+
+
+def test_rows_by_name(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = dict(zip(HOSTILE, _rows(12, 3)[None][1:], strict=False))
+    monkeypatch.setattr(head, "_PIECE_BYTES", 30)
+    chosen = [*HOSTILE[::-2], "a b"]
+    pieces = list(stream_named_rows(prefix, "films", chosen))
+    assert len(pieces) == 3
+    np.testing.assert_array_equal(np.concatenate([piece.values for piece in pieces]), [truth[name] for name in chosen])
+    assert [number for piece in pieces for number in piece.numbers or ()] == [9, 7, 5, 3, 1, 2]
+    said = CliRunner().invoke(cli, ["head", prefix, "films", "--name", "Ünïcode", "--name", "a b", "--json"])
+    found = json.loads(said.output)
+    assert (found["rows"], found["names"]) == ([3, 2], ["Ünïcode", "a b"])
+    np.testing.assert_allclose(found["values"], [truth["Ünïcode"], truth["a b"]], rtol=1e-6)
+    said = CliRunner().invoke(cli, ["head", prefix, "films", "--name", b"\xff\x00".decode("utf-8", "surrogateescape")])
+    assert said.output.startswith("4 b'\\xff\\x00': ")
+    slots = _rows(12, 3)["accumulators"]
+    [rows] = stream_named_rows(prefix, "films", ["a b"], slot="accumulators")
+    np.testing.assert_array_equal(rows.values, slots[[2]])
+    assert CliRunner().invoke(cli, ["head", prefix, "films", "--name", "a", "--rows", "0:1"]).exit_code == 2
+
+
+def test_names_that_are_integers(tmp_path: Path) -> None:
+    tables = {"films": _rows(3, 2)}
+    path = _write(tmp_path / "ckpt", [70, -1, 2**62], tables, dtype="int64")
+    said = CliRunner().invoke(cli, ["head", path, "films", "--names"])
+    assert [line.partition(":")[0] for line in said.output.splitlines()] == ["0 70", "1 -1", f"2 {2**62}"]
+    [rows] = stream_named_rows(path, "films", ["-1", 70])
+    np.testing.assert_array_equal(rows.values, tables["films"][None][[1, 0]])
+    with refused(ConfigError, match="x"):
+        list(stream_named_rows(path, "films", ["x"]))
+    with refused(ConfigError, match="71"):
+        list(stream_named_rows(path, "films", [71]))
+
+
+def test_what_has_no_name(prefix: str) -> None:
+    with refused(ConfigError, match="plain"):
+        read_rows(prefix, "plain", names=True)
+    with refused(ConfigError, match="nobody"):
+        list(stream_named_rows(prefix, "films", ["a b", "nobody"]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_difference_by_name_is_that_of_dictionaries(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    for module, constant in ((diff, "_PIECE_BYTES"), (exports, "_GAP_BYTES"), (exports, "_SPAN_BYTES")):
+        monkeypatch.setattr(module, constant, int(rng.integers(8, 200)))
+    everything = [f"name {number}" for number in range(60)]
+    sides: list[Any] = []
+    for side in range(2):
+        names = rng.permutation(everything)[: rng.integers(20, 60)].tolist()
+        rows = np.repeat(np.arange(2 + len(names) + 3)[:, None], 3, 1).astype(np.float32)
+        rows[2 : 2 + len(names)] = [[everything.index(name)] * 3 for name in names]
+        rows[rng.integers(2, 2 + len(names))] += side * 100  # one name differs
+        path = _write(tmp_path / f"{side}", names, {"films": {None: rows, "accumulators": rows}, "x": _rows(3, 2)}, 2)
+        sides.append((path, names, rows))
+    (a, first, rows_a), (b, second, rows_b) = sides
+    one = {name: (number, rows_a[number]) for number, name in enumerate(first, 2)}
+    other = {name: (number, rows_b[number]) for number, name in enumerate(second, 2)}
+    common = [name for name in first if name in other]
+    changed = [name for name in common if not np.array_equal(one[name][1], other[name][1])]
+    moves = [abs(one[name][0] - other[name][0]) for name in common]
+    found = diff_checkpoints(a, b, by="name", slots=True).tables
+    assert [(table.name, table.slot) for table in found] == [
+        ("films", None), ("films", "accumulators"), ("x", None), ("x", "accumulators"),
+    ]  # fmt: skip
+    for table in found[:2]:
+        assert table.names == NamesDiff(
+            common=len(common),
+            added=len(set(second) - set(first)),
+            removed=len(set(first) - set(second)),
+            moved=sum(move > 0 for move in moves),
+            farthest=max(moves),
+            buckets=(2, 2),
+        )
+        assert (table.rows_compared, table.rows_changed) == (2 + len(common), len(changed))
+        if changed:
+            sizes = {name: np.abs(one[name][1] - other[name][1]).max() for name in changed}
+            farthest = max(changed, key=lambda name: sizes[name])
+            assert table.largest_abs == LargestChange(one[farthest][0], float(sizes[farthest]))
+    assert (found[2].names, found[2].differs) == (None, False)
+    assert not any(table.differs for table in diff_checkpoints(a, a, by="name", slots=True).tables)
+
+
+def test_a_difference_by_name_for_people(tmp_path: Path) -> None:
+    rows = _rows(5, 2)
+    a = _write(tmp_path / "a", ["x", "y", "z"], {"films": rows}, 1)
+    b = _write(tmp_path / "b", ["z", "x", "new"], {"films": rows}, 2)
+    said = CliRunner().invoke(cli, ["diff", a, b, "--by", "name"]).output
+    assert "2 common, 1 added, 1 removed, 2 moved by up to 2 rows, buckets 1 -> 2" in said
+    found = json.loads(CliRunner().invoke(cli, ["diff", a, b, "--by", "name", "--json"]).output)["tables"][0]["names"]
+    assert found == {"common": 2, "added": 1, "removed": 1, "moved": 2, "farthest": 2, "buckets": [1, 2]}
+    assert "names" not in json.loads(CliRunner().invoke(cli, ["diff", a, b, "--json"]).output)["tables"][0]
+
+
+def test_differences_by_name_that_are_refused(tmp_path: Path) -> None:
+    rows = {"films": _rows(3, 2)}
+    named = _write(tmp_path / "named", ["x"], rows)
+    numbered = _write(tmp_path / "numbered", [3], rows, dtype="int64")
+    without = write_named(tmp_path / "without", named_layer(rows), {})
+    for pair in ((named, without), (without, named), (without, without), (named, numbered)):
+        with refused(ConfigError, match="films|no table"):
+            diff_checkpoints(*pair, by="name")
+    with refused(ConfigError, match="rows"):
+        diff_checkpoints(named, named, by="rows")
+
+
+@pytest.mark.parametrize("form", ["bundle", "weights"])
+def test_verify_compares_the_checksum_of_names_and_their_rows(tmp_path: Path, form: str) -> None:
+    def verified(content: bytes) -> list[str]:
+        layer, folder = (
+            named_layer({"films": _rows(4, 2), "others": _rows(3, 2)}),
+            tmp_path / str(len(list(tmp_path.iterdir()))),
+        )
+        folder.mkdir()
+        names: dict[str, Vocabulary | bytes] = {"films": content, "others": Vocabulary(["a"])}
+        if form == "bundle":
+            path = write_named(folder / "ckpt", layer, names)
+        else:
+            path = write_named_weights(folder / "model.weights.h5", layer, names)
+        return [f"{damage.name}: {damage.reason}" for damage in verify_files(path).damaged]
+
+    content = Vocabulary(["one", "two"], oov_buckets=1).to_bytes()
+    assert verified(content) == []
+    damaged = content.replace(b"two", b"TWO")
+    [said] = verified(damaged)
+    assert said.startswith("vocabulary of table 'films': ")
+    assert "checksum is wrong" in said
+    [said] = verified(Vocabulary(range(5), dtype="int64").to_bytes())
+    assert "has 5 rows" in said

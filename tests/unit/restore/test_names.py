@@ -1,0 +1,284 @@
+"""`restore_tables(by="name")`, against dictionaries of rows by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.checkpoint.named import named_layer, write_named, write_named_weights
+from tests.support.layer.restored import TRAINED_BY, Array, assert_held, held, updates
+from tests.support.messages import refused
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, restore_tables
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tpuembed.restore import NamesPlan
+from tpuembed.row_history import UNKNOWN
+from tpuembed.table_access import write_numbers
+
+HOSTILE: list[Any] = [b"", "ö", b"\xff\xfe", "line\nend", "\x1b[31m", "a/b", "a" * 3000, "\0", "[UNK]", "ö ", " ö"]
+
+
+def _rows(rows: int, dim: int, *slots: str, seed: int = 0) -> dict[str | None, Array]:
+    rng = np.random.default_rng([rows, dim, seed])
+    return {slot: rng.normal(size=(rows, dim)).astype(np.float32) for slot in (None, *slots)}
+
+
+def _layer(vocabulary: Any, rows: int, dim: int = 3, *slots: str, **options: Any) -> TPUEmbedding:
+    """A layer that looks names up. Its tables hold other numbers than a new layer's."""
+    optimizer = TRAINED_BY[frozenset(slots)]
+    config = FeatureConfig(TableConfig(rows, dim, "films", optimizer=optimizer), vocabulary=vocabulary)
+    layer = TPUEmbedding({"f": config}, **options)
+    state = layer._parts.backend.states["films"]
+    for slot, values in _rows(rows, dim, *slots, seed=9).items():
+        (state.variable if slot is None else state.slots[slot]).assign(values)
+    return layer
+
+
+def _write(
+    path: Path, names: list[Any], tables: Any, oov_buckets: int = 0, dtype: Any = "string", **options: Any
+) -> str:
+    vocabulary = Vocabulary(names, oov_buckets=oov_buckets, dtype=dtype)
+    return write_named(path / "ckpt", named_layer({"films": tables}, **options), {"films": vocabulary})
+
+
+@pytest.mark.parametrize("slots", [(), ("accumulators",), ("momenta", "velocities")], ids="-".join)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_those_of_a_dictionary(
+    tmp_path: Path, seed: int, slots: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growth, shrinking and new orders, of names and of tables that are larger than their names need."""
+    rng = np.random.default_rng([seed, len(slots)])
+    monkeypatch.setattr("tpuembed.backends.table_rows.PIECE_BYTES", int(rng.integers(12, 400)))
+    dtype = rng.choice(["string", "int64"])
+    everything: list[Any] = (
+        [*HOSTILE, *(f"name {number}" for number in range(60))]
+        if dtype == "string"
+        else [int(number) for number in rng.choice(np.arange(-(10**6), 10**6), 70, replace=False)]
+    )
+    old, new = ([everything[i] for i in rng.permutation(len(everything))[: rng.integers(1, 60)]] for _ in range(2))
+    buckets = [int(rng.integers(0, 3)), int(rng.integers(0, 3))]
+    truth = _rows(buckets[0] + len(old) + int(rng.integers(0, 9)), 3, *slots)
+    path = _write(tmp_path, old, truth, buckets[0], dtype)
+    vocabulary = Vocabulary(new, oov_buckets=buckets[1], dtype=dtype)
+    layer = _layer(vocabulary, vocabulary.rows + int(rng.integers(0, 9)), 3, *slots)
+    expected = {slot: rows.copy() for slot, rows in held(layer)["films"].items()}
+    report = restore_tables(layer, path, by="name", resize=True)
+    for slot, rows in expected.items():
+        known = {name: truth[slot][number] for number, name in enumerate(old, buckets[0])}
+        for number, name in enumerate(new, buckets[1]):
+            rows[number] = known.get(name, rows[number])
+        if buckets[0] == buckets[1]:
+            rows[: buckets[0]] = truth[slot][: buckets[0]]
+    assert_held(layer, {"films": expected})
+    assert report.updates == updates(layer) == 7
+    as_saved = [name.encode() if isinstance(name, str) else name for name in new]
+    old = [name.encode() if isinstance(name, str) else name for name in old]
+    added, dropped = [name for name in as_saved if name not in old], [name for name in old if name not in as_saved]
+    names = report.tables[0].names
+    assert names == NamesPlan(
+        kept=len(set(old) & set(as_saved)),
+        new=len(added),
+        dropped=len(dropped),
+        new_names=tuple(added[:5]),
+        dropped_names=tuple(dropped[:5]),
+        buckets=(buckets[0], buckets[1]),
+        numbers=np.zeros(0),
+    )
+
+
+def test_names_that_keep_their_rows_are_as_by_number(tmp_path: Path) -> None:
+    truth = _rows(6, 3, "accumulators")
+    path = _write(tmp_path, ["a", "b", "c", "d", "e"], truth, 1)
+    layer = _layer(Vocabulary(["a", "b", "c", "d", "e"], oov_buckets=1), 6, 3, "accumulators")
+    restore_tables(layer, path, by="name")
+    assert_held(layer, {"films": truth})
+    by_number = _layer(Vocabulary(["e", "b"], oov_buckets=1), 6, 3, "accumulators")
+    restore_tables(by_number, path)
+    assert_held(by_number, {"films": truth})
+
+
+def test_without_slots_slots_and_count_stay(tmp_path: Path) -> None:
+    truth = _rows(2, 3, "accumulators")
+    layer = _layer(["b", "a"], 2, 3, "accumulators")
+    before = held(layer)["films"]
+    path = _write(tmp_path, ["a", "b"], truth)
+    assert layer.restore_tables(path, slots=False, by="name").updates is None
+    assert_held(layer, {"films": {None: truth[None][::-1], "accumulators": before["accumulators"]}})
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    truth = _rows(3, 3, "accumulators")
+    path = tmp_path / "model.weights.h5"
+    write_named_weights(path, named_layer({"films": truth}), {"films": Vocabulary(["a", "b", "c"])})
+    layer = _layer(["c", "a", "b"], 3, 3, "accumulators")
+    layer.restore_tables(path, by="name")
+    assert_held(layer, {"films": {slot: rows[[2, 0, 1]] for slot, rows in truth.items()}})
+
+
+def test_tables_without_names_are_restored_by_number(tmp_path: Path) -> None:
+    tables = {"films": _rows(2, 3), "plain": _rows(4, 2)}
+    path = write_named(tmp_path / "ckpt", named_layer(tables), {"films": Vocabulary(["a", "b"])})
+    layer = TPUEmbedding(
+        {
+            "f": FeatureConfig(TableConfig(2, 3, "films"), vocabulary=Vocabulary(["b", "a"])),
+            "p": FeatureConfig(TableConfig(4, 2, "plain")),
+        },
+        "sgd",
+    )
+    report = layer.restore_tables(path, by="name")
+    assert_held(layer, {"films": {None: tables["films"][None][::-1]}, "plain": tables["plain"]})
+    assert [plan.names is None for plan in report.tables] == [False, True]
+    other = TPUEmbedding({"f": FeatureConfig(TableConfig(2, 3, "x"), vocabulary=Vocabulary(["b", "a"]))}, "sgd")
+    other.restore_tables(path, {"x": "films"}, by="name")
+    assert_held(other, {"x": {None: tables["films"][None][::-1]}})
+
+
+def _refusals() -> dict[str, tuple[type[Exception], Callable[[Path], Any]]]:
+    rows = _rows(2, 3)
+    numbered = FeatureConfig(TableConfig(2, 3, "films", optimizer="sgd"))
+    two = {
+        "f": FeatureConfig(TableConfig(2, 3, "films"), vocabulary=Vocabulary(["a", "b"])),
+        "p": FeatureConfig(TableConfig(5, 3, "plain")),
+    }
+
+    def both(path: Path) -> str:
+        return write_named(
+            path / "ckpt", named_layer({"films": rows, "plain": rows}), {"films": Vocabulary(["a", "b"])}
+        )
+
+    def none(path: Path) -> str:
+        return write_named(path / "ckpt", named_layer({"films": rows}), {})
+
+    return {
+        "by": (ConfigError, lambda path: _layer(["a"], 2).restore_tables(_write(path, ["a"], rows), by="names")),
+        "resize": (
+            ConfigError,
+            lambda path: restore_tables(
+                _layer(["a"], 2), _write(path, ["a"], rows), by="name", resize={"films": "grow"}
+            ),
+        ),
+        "resize-by-number": (
+            ConfigError,
+            lambda path: restore_tables(_layer(["a"], 2), _write(path, ["a"], rows), resize=True),
+        ),
+        "no-vocabulary-in-the-layer": (
+            CheckpointMismatchError,
+            lambda path: TPUEmbedding(numbered).restore_tables(_write(path, ["a"], rows), by="name"),
+        ),
+        "no-vocabulary-in-the-checkpoint": (
+            CheckpointMismatchError,
+            lambda path: _layer(["a"], 2).restore_tables(none(path), by="name"),
+        ),
+        "no-vocabulary": (
+            CheckpointMismatchError,
+            lambda path: TPUEmbedding(numbered).restore_tables(none(path), by="name"),
+        ),
+        "dtype": (
+            CheckpointMismatchError,
+            lambda path: _layer(Vocabulary([1], dtype="int64"), 2).restore_tables(_write(path, ["1"], rows), by="name"),
+        ),
+        "dim": (
+            CheckpointMismatchError,
+            lambda path: restore_tables(_layer(["a"], 2, 4), _write(path, ["a"], rows), by="name", resize=True),
+        ),
+        "rows": (
+            CheckpointMismatchError,
+            lambda path: _layer(["a"], 5).restore_tables(_write(path, ["a"], rows), by="name"),
+        ),
+        "rows-by-number": (
+            CheckpointMismatchError,
+            lambda path: restore_tables(TPUEmbedding(two, "sgd"), both(path), by="name", resize=True),
+        ),
+        "slots": (
+            CheckpointMismatchError,
+            lambda path: _layer(["a"], 2, 3, "accumulators").restore_tables(_write(path, ["a"], rows), by="name"),
+        ),
+        "damaged": (
+            CheckpointCorruptError,
+            lambda path: _layer(["a"], 2).restore_tables(
+                write_named(path / "ckpt", named_layer({"films": rows}), {"films": Vocabulary(["a"]).to_bytes()[:-1]}),
+                by="name",
+            ),
+        ),
+    }
+
+
+@pytest.mark.parametrize("why", _refusals())
+def test_refusals(tmp_path: Path, why: str) -> None:
+    kind, act = _refusals()[why]
+    with refused(kind):
+        act(tmp_path)
+
+
+def test_what_is_refused_has_moved_nothing(tmp_path: Path) -> None:
+    layer = _layer(["b", "a"], 2, 4)
+    before = held(layer)
+    with pytest.raises(CheckpointMismatchError):
+        layer.restore_tables(_write(tmp_path, ["a", "b"], _rows(2, 3)), by="name")
+    assert_held(layer, before)
+
+
+def test_features_of_one_table_with_different_names(tmp_path: Path) -> None:
+    table = TableConfig(2, 3, "films", optimizer="sgd")
+    same = {name: FeatureConfig(table, vocabulary=Vocabulary(["a", "b"])) for name in "xy"}
+    path, truth = _write(tmp_path, ["b", "a"], _rows(2, 3)), _rows(2, 3)[None]
+    layer = TPUEmbedding(same)
+    layer.restore_tables(path, by="name")
+    assert_held(layer, {"films": {None: truth[::-1]}})
+
+
+@pytest.mark.parametrize("slots", [True, False])
+def test_rows_count_as_changed(tmp_path: Path, slots: bool) -> None:
+    """A base of the layer, or of the checkpoint, has rows of other names at the numbers."""
+    trained = named_layer({"films": _rows(3, 3)}, track_rows=True)
+    trained.assign_rows("films", 1, np.ones((1, 3), np.float32))
+    assert trained._row_stamps is not None
+    saved = trained._row_stamps.history()
+    path = write_named(tmp_path / "ckpt", trained, {"films": Vocabulary(["a", "b", "c"])})
+    layer = _layer(["c", "a", "x", "y"], 4, track_rows=True)
+    assert layer._row_stamps is not None
+    own = layer._row_stamps.history()
+    restore_tables(layer, path, by="name", resize=True, slots=slots)
+    now, stamps = layer._row_stamps.history(), np.zeros(4, np.int32)
+    layer._row_stamps.read_into("films", 0, stamps)
+    if slots:  # a new history, which no base has
+        assert not {token for token, _ in now.spans} & {token for token, _ in (*own.spans, *saved.spans)}
+    else:
+        assert now.spans[: len(own.spans)] == own.spans
+        assert len(now.spans) == len(own.spans) + 1
+        assert (stamps > own.updates).all()
+        assert (stamps < UNKNOWN).all()
+
+
+class _Runs:
+    """An accelerator's table, which is written by ranges."""
+
+    def __init__(self, rows: int) -> None:
+        self.values, self.writes = np.zeros((rows, 2), np.float32), 0
+
+    def assign_rows(self, start: int, values: Array) -> None:
+        self.values[start : start + len(values)] = values
+        self.writes += 1
+
+
+def test_an_accelerator_is_written_by_runs() -> None:
+    table, rows = _Runs(9), _rows(6, 2)[None]
+    numbers = np.array([7, 0, 2, 1, 8, 4])
+    write_numbers(table, numbers, rows)
+    expected = np.zeros((9, 2), np.float32)
+    expected[numbers] = rows
+    np.testing.assert_array_equal(table.values, expected)
+    assert table.writes == 3
+    write_numbers(table, np.zeros(0, np.int64), rows[:0])
+    assert table.writes == 3
+
+
+def test_every_copy_is_written(tmp_path: Path) -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        layer = _layer(["b", "a"], 2)
+    truth = _rows(2, 3)
+    layer.restore_tables(_write(tmp_path, ["a", "b"], truth), by="name")
+    assert_held(layer, {"films": {None: truth[None][::-1]}})
