@@ -12,7 +12,7 @@ import numpy as np
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
-from tpuembed.restore.names import NamesPlan, live_vocabularies
+from tpuembed.restore.names import NamesPlan, live_vocabularies, names_by_number
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
 from tpuembed.restore.stream import is_checked_while_read, restore_stamps, restore_table
 from tpuembed.row_history import RowHistory
@@ -69,6 +69,9 @@ def restore_tables(
         lossy: round float64 to float32. float16 and bfloat16 need no rounding.
         options: as `open_checkpoint` takes them.
 
+    By number, names follow their rows: the layer's vocabulary takes the names of the checkpoint's. If it has names
+    already, one of both has all names of the other at the same rows, and the larger one stays.
+
     By name, a name of both is kept: its row and slots move to its new row. A name of the layer alone is new. Its row and
     slots do not change: in a new layer they have initial values. A name of the checkpoint alone is dropped. Rows of buckets
     are kept if both have the same number of buckets, and do not change otherwise. Tables without a vocabulary in both are
@@ -77,7 +80,8 @@ def restore_tables(
     Raises:
         UnknownTableError: `tables` or `resize` name a table that the layer or the checkpoint does not have.
         CheckpointMismatchError: layer and checkpoint differ in tables, shapes, dtypes, slots or counts of updates. By name,
-            also if a table has a vocabulary on one side alone, or if the dtypes of names differ.
+            also if a table has a vocabulary on one side alone, or if the dtypes of names differ. By number, also if a name
+            has different rows on the two sides.
         CheckpointCorruptError: the checksum of a table or slot differs from the checkpoint's. A table whose rows are in
             order is already written by then. Restore it from another copy.
         ConfigError: an argument is of the wrong kind, or tables cannot be written from here.
@@ -106,8 +110,9 @@ def _restore(
 ) -> RestoreReport:
     live = layer.live_tables("restore_tables")
     with open_checkpoint(path, **options) as checkpoint:
-        vocabularies = live_vocabularies(layer) if request.by_name else {}
+        vocabularies = live_vocabularies(layer)
         plans = plan_tables(checkpoint, live, request, vocabularies)
+        names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)
         updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans) if request.slots else None
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)
@@ -115,6 +120,8 @@ def _restore(
         with live.writing():
             for plan in plans:
                 restore_table(checkpoint, live, plan, request.slots)
+        for table, saved in names.items():
+            vocabularies[table].assign(saved)
         if updates is not None:
             live.updates.assign(updates)
         if live.stamps is not None and history is not None:

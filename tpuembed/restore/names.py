@@ -1,14 +1,14 @@
 """The plan of a restore by name: the new number of each row of a checkpoint, and which names are kept, new and dropped."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.config.structure import flatten
-from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.errors import CheckpointMismatchError
+from tpuembed.table_access import LiveTables
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["NamesPlan", "live_vocabularies", "plan_names"]
@@ -43,9 +43,13 @@ class NamesPlan:
     def of(cls, old: Vocabulary, new: Vocabulary) -> "NamesPlan":
         """Return the plan of a table whose rows have the names of `old`, and will have those of `new`."""
         numbers = old.rows_in(new)
-        dropped = np.flatnonzero(numbers[old.oov_buckets :] < 0) + old.oov_buckets
+        is_dropped = numbers < 0
+        is_dropped[: old.oov_buckets] = False
+        is_dropped[old.free_rows] = False
+        dropped = np.flatnonzero(is_dropped)
         is_new = np.ones(new.rows, bool)
         is_new[: new.oov_buckets] = False
+        is_new[new.free_rows] = False
         is_new[numbers[numbers >= 0]] = False
         added = np.flatnonzero(is_new)
         return cls(
@@ -60,23 +64,65 @@ class NamesPlan:
 
 
 def live_vocabularies(layer: Any) -> dict[str, Vocabulary]:
-    """Return table name -> vocabulary, of the tables of `layer` whose features have one.
+    """Return table name -> vocabulary, of the tables of `layer` whose features have one."""
+    return dict(getattr(layer, "vocabularies", {}))
+
+
+def names_by_number(
+    checkpoint: Checkpoint,
+    live: LiveTables,
+    plans: Iterable[Any],
+    vocabularies: Mapping[str, Vocabulary],
+    adopt: bool,
+) -> dict[str, Vocabulary]:
+    """Return the checkpoint's vocabulary of each table that is restored by number and takes its names.
+
+    A layer's vocabulary that has all of its names at the same rows, and more, keeps its own.
+
+    Args:
+        plans: TablePlans of all tables.
+        vocabularies: those of the layer's tables.
+        adopt: do not compare the names with the layer's.
 
     Raises:
-        ConfigError: two features of a table have different names.
+        CheckpointMismatchError: the names have another type or other buckets, do not fit into the table, or the layer's names
+            have other rows.
     """
     found: dict[str, Vocabulary] = {}
-    for path, feature in flatten(getattr(getattr(layer, "_parts", None), "features", ())):
-        vocabulary, table = feature.vocabulary, feature.table.name
-        if vocabulary is None:
+    for plan in plans:
+        own = vocabularies.get(plan.table)
+        saved = None if own is None or plan.names is not None else checkpoint.vocabulary(plan.source)
+        if own is None or saved is None:
             continue
-        other = found.setdefault(table, vocabulary)
-        if other is not vocabulary and other.to_bytes() != vocabulary.to_bytes():
-            raise ConfigError(
-                f"layer {layer.name!r}: feature {path!r} has another vocabulary than other features of table {table!r}. Give "
-                "them one vocabulary."
+        where = f"checkpoint {checkpoint.path}: the vocabulary of table {plan.source!r}"
+        capacity = live.state(plan.table).config.vocabulary_size
+        if (saved.dtype, saved.oov_buckets) != (own.dtype, own.oov_buckets):
+            raise CheckpointMismatchError(
+                f"{where} has {saved.dtype} names and {saved.oov_buckets} buckets. That of layer {live.layer!r} has {own.dtype} "
+                f"names and {own.oov_buckets} buckets. Make them equal."
+            )
+        if saved.rows > capacity:
+            raise CheckpointMismatchError(
+                f"{where} needs {saved.rows} rows. The table of layer {live.layer!r} has {capacity}. Restore it with by='name' "
+                "into a layer whose vocabulary has the names to keep."
+            )
+        moved = _moved(own, saved)
+        if adopt or not len(moved):
+            found[plan.table] = saved
+        elif len(_moved(saved, own)):
+            raise CheckpointMismatchError(
+                f"{where} does not have the name {own.names(moved[:1])[0]!r} at row {moved[0]}, where layer {live.layer!r} has "
+                "it. Restore with by='name', or build the layer with an empty vocabulary."
             )
     return found
+
+
+def _moved(vocabulary: Vocabulary, other: Vocabulary) -> Array:
+    """Return the rows, int64 [n], whose name has another row in `other`, or none."""
+    rows = vocabulary.rows_in(other)
+    moved = rows != np.arange(len(rows))
+    moved[vocabulary.free_rows] = False
+    return np.flatnonzero(moved)
 
 
 def plan_names(

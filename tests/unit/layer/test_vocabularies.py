@@ -242,6 +242,75 @@ def test_a_save_of_another_vocabulary_is_refused(kind: str, other: Vocabulary, t
         np.testing.assert_array_equal(values, before[name])
 
 
+@pytest.mark.parametrize("track_rows", [False, True])
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_evicted_names_leave_fresh_rows_to_new_ones(dtype: str, track_rows: bool, tmp_path: Path) -> None:
+    """A layer of ids, whose rows are set to their initial values by hand, says what the rows are."""
+    names = NAMES[dtype]
+    vocabulary, plain = Vocabulary(dtype=dtype, oov_buckets=1, grows=True), make(None)  # type: ignore[arg-type]
+    named = make(vocabulary, track_rows=track_rows)
+    rows: dict[Any, int] = {}
+
+    def number(given: Any) -> Any:
+        found = [
+            rows.setdefault(name, 1 + min(set(range(ROWS)) - {row - 1 for row in rows.values()})) for name in given
+        ]
+        return tf.constant(found, tf.int64)
+
+    def train(pool: list[Any], seed: int) -> None:
+        inputs = batch(pool, dtype, seed)
+        found, truth = step(named, inputs), step(plain, as_ids(inputs, lambda given: number(given.numpy().tolist())))
+        for feature, activations in truth.items():
+            np.testing.assert_array_equal(found[feature], activations)
+
+    for seed in range(3):
+        train(names[:10], seed)
+    for seed in range(3, 6):
+        train(names[5:15], seed)
+    freed = vocabulary.evict(not_seen_for=3)
+    old = [name for name in rows if vocabulary.lookup([name])[0] == 0]
+    assert len(old) == len(freed) > 2
+    for name in old:
+        row = rows.pop(name)
+        for slot, initial in ((None, 1.0), ("accumulators", 0.1)):
+            plain.assign_rows("named", row, np.full((1, DIM), initial, np.float32), slot)
+    named(batch(names[10:], dtype, 6))  # looks up, and gives no rows
+    for seed in range(6, 10):
+        train(names[10:], seed)
+    assert set(freed.tolist()) & set(vocabulary.lookup(list(rows)).tolist())
+    order = vocabulary.lookup(list(rows))
+    for name, values in tables(plain).items():
+        if name.startswith("named"):
+            np.testing.assert_array_equal(tables(named)[name][order], values[list(rows.values())])
+    path = tf.train.Checkpoint(layer=named).save(str(tmp_path / "ckpt"))
+    other = Vocabulary(dtype=dtype, oov_buckets=1, grows=True)  # type: ignore[arg-type]
+    restored = make(other, track_rows=track_rows)
+    tf.train.Checkpoint(layer=restored).restore(path)
+    np.testing.assert_array_equal(other.lookup(list(rows)), order)
+    np.testing.assert_array_equal(other.counts, vocabulary.counts)
+    for name, values in tables(named).items():
+        np.testing.assert_array_equal(tables(restored)[name], values)
+
+
+def test_names_that_are_added_by_hand_are_found() -> None:
+    vocabulary = Vocabulary(["a"])
+    layer = make(vocabulary, "zeros")
+    look_up = tf.function(layer)
+    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
+    assert not look_up(inputs)["one"].numpy().any()
+    vocabulary.add(["b"])
+    assert look_up(inputs)["one"].numpy().all()
+
+
+def test_rare_names_wait_in_their_buckets() -> None:
+    vocabulary = Vocabulary(oov_buckets=1, grows=True, min_count=3)
+    layer = make(vocabulary)
+    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
+    for count in range(1, 4):
+        step(layer, inputs)
+        assert len(vocabulary) == (2 if count == 3 else 0)
+
+
 def test_refusals() -> None:
     table, other = TableConfig(ROWS, DIM, "named"), TableConfig(ROWS, DIM, "other")
     growing = Vocabulary(grows=True)

@@ -220,13 +220,19 @@ def test_what_is_refused_has_moved_nothing(tmp_path: Path) -> None:
     assert_held(layer, before)
 
 
-def test_features_of_one_table_with_different_names(tmp_path: Path) -> None:
-    table = TableConfig(2, 3, "films", optimizer="sgd")
-    same = {name: FeatureConfig(table, vocabulary=Vocabulary(["a", "b"])) for name in "xy"}
+def test_by_number_names_follow_their_rows(tmp_path: Path) -> None:
     path, truth = _write(tmp_path, ["b", "a"], _rows(2, 3)), _rows(2, 3)[None]
-    layer = TPUEmbedding(same)
-    layer.restore_tables(path, by="name")
-    assert_held(layer, {"films": {None: truth[::-1]}})
+    for names in ([], ["b"], ["b", "a"]):
+        layer = _layer(names, 2)
+        layer.restore_tables(path)
+        assert_held(layer, {"films": {None: truth}})
+        assert layer.vocabularies["films"].get_vocabulary() == ["b", "a"]
+    for names in (["a"], ["b", "c"], ["a", "b"]):
+        layer = _layer(names, 2)
+        before = held(layer)
+        with refused(CheckpointMismatchError):
+            layer.restore_tables(path)
+        assert_held(layer, before)
 
 
 @pytest.mark.parametrize("slots", [True, False])
