@@ -19,9 +19,10 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.errors import CheckpointFormatError
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["MOST_NAMES", "SavedNames", "chunks", "parse"]
+__all__ = ["MOST_NAMES", "SavedNames", "check_version", "chunks", "parse"]
 
 _Integers = npt.NDArray[np.int64]
 
@@ -100,11 +101,22 @@ def _pieces(array: npt.NDArray[Any], dtype: str) -> Iterator[bytes]:
         yield array[start : start + _AT_ONCE].astype(dtype).tobytes()
 
 
+def check_version(content: bytes, where: str) -> None:
+    """Raise CheckpointFormatError if `content` is a vocabulary of another version. `where` begins the message."""
+    begin, _, own = _MAGIC[:-1].rpartition(b" ")
+    found, _, version = content[: len(_MAGIC) + 8].partition(b"\n")[0].rpartition(b" ")
+    if found == begin and version != own and version.isdigit():
+        raise CheckpointFormatError(
+            f"{where}: has version {int(version)} of the form of vocabularies. This release reads version {int(own)}. Read it "
+            "with the release that wrote it."
+        )
+
+
 def parse(content: bytes) -> SavedNames:
     """Return what `chunks` made. The names are not compared with each other.
 
     Raises:
-        ValueError: it is damaged, or of another version.
+        ValueError: it is damaged.
     """
     fields, body = _header(content)
     names, free, reused = fields["names"], fields["free"], fields["reused"]
@@ -154,11 +166,8 @@ class _Body:
 def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
     """Return the fields of the header, with the options in `options`, and what follows it but for the checksum."""
     start = len(_MAGIC) + 4
-    if not content.startswith(_MAGIC[:-2]) or len(content) < start + 4:
+    if not content.startswith(_MAGIC) or len(content) < start + 4:
         raise ValueError("it is no vocabulary")
-    if not content.startswith(_MAGIC):
-        version = content[len(_MAGIC) - 2 :].split(b"\n")[0][:8]
-        raise ValueError(f"its form is of version {version!r}, and this release reads version 1")
     (checksum,) = struct.unpack("<I", content[-4:])
     view = memoryview(content)
     if google_crc32c.value(np.frombuffer(view[:-4], np.uint8)) != checksum:
@@ -171,17 +180,17 @@ def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"its header is {fields!r}")
+        raise ValueError(f"its header is {_shown(fields)}")
     for name in _COUNTS:
         if type(fields.get(name)) is not int or not 0 <= fields[name] < 2**48:
-            raise ValueError(f"its header has {name} {fields.get(name)!r}")
+            raise ValueError(f"its header has {name} {_shown(fields.get(name))}")
     if not isinstance(fields.get("is_counted"), bool) or fields["update"] >= 2**31:
         raise ValueError("its header has a wrong is_counted or update")
     options = {key: value for key, value in fields.items() if key not in (*_COUNTS, "is_counted")}
     if unknown := set(options) - _OPTIONS:
-        raise ValueError(f"its header has {min(unknown)!r}")
+        raise ValueError(f"its header has {_shown(min(unknown))}")
     if options.get("dtype") not in ("string", "int64"):
-        raise ValueError(f"its header has dtype {options.get('dtype')!r}")
+        raise ValueError(f"its header has dtype {_shown(options.get('dtype'))}")
     return fields | {"options": options}, view[start + size : -4]
 
 
@@ -190,3 +199,7 @@ def _numbers(what: str, numbers: npt.NDArray[Any], count: int) -> _Integers:
     if len(found) and ((np.diff(found) <= 0).any() or found[-1] >= count):
         raise ValueError(f"its {what} numbers are not ascending below {count}")
     return found
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r}"[:60]
