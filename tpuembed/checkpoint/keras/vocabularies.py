@@ -168,12 +168,17 @@ def _asset(where: str, name: str, path: FilePath, weights: Weights) -> str:
     window = open_window(path)
     with contextlib.closing(window.file):
         members = member_sizes(window)
+    found = []
     for member in members:
         place = PurePosixPath(member)
         group = weights.groups.get("/".join(place.parts[1:-1]))
         if place.parts[0] == "assets" and place.name == _VOCABULARY and group is not None and group.name == name:
-            return member
-    raise _no_vocabulary(where)
+            found.append(member)
+    if len(found) > 1:
+        raise ConfigError(f"{where}: {len(found)} layers have this name. Load the model, and pass the layer.")
+    if not found:
+        raise _no_vocabulary(where)
+    return found[0]
 
 
 def _no_vocabulary(where: str) -> ConfigError:

@@ -102,6 +102,14 @@ def test_a_file_with_several_layers(tmp_path: Path) -> None:
             tpuembed.read_vocabulary(tmp_path / "m.keras", name)
 
 
+def test_two_layers_of_one_name_are_refused(tmp_path: Path) -> None:
+    one, other = model_of(adapted(strings(), ["a"])), model_of(adapted(strings(), ["b"]))
+    entry = keras.Input((1,), dtype="string")
+    keras.Model(entry, [one(entry), other(entry)]).save(tmp_path / "m.keras")
+    with refused(ConfigError):
+        tpuembed.read_vocabulary(tmp_path / "m.keras", "words")
+
+
 @pytest.mark.parametrize(
     "layer",
     [
