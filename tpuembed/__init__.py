@@ -12,6 +12,7 @@ from tpuembed.runtime.environment import check_keras_backend
 if TYPE_CHECKING:
     from tpuembed.backends.input_pipeline import input_options
     from tpuembed.checkpoint import TableInfo, open_checkpoint
+    from tpuembed.checkpoint.keras.vocabularies import read_vocabulary
     from tpuembed.config import (
         FTRL,
         SGD,
@@ -69,6 +70,7 @@ _HOME = {
     "list_versions": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
     "prune_versions": "tpuembed.export",
+    "read_vocabulary": "tpuembed.checkpoint.keras.vocabularies",
     "restore_tables": "tpuembed.restore",
     "rollback_version": "tpuembed.export",
 }
@@ -101,6 +103,7 @@ __all__ = [
     "list_versions",
     "open_checkpoint",
     "prune_versions",
+    "read_vocabulary",
     "restore_tables",
     "rollback_version",
 ]

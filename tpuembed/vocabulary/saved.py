@@ -19,10 +19,10 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.errors import CheckpointCorruptError, reason
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, reason
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["MOST_NAMES", "SavedNames", "VocabularyHeader", "chunks", "parse"]
+__all__ = ["MOST_NAMES", "SavedNames", "VocabularyHeader", "check_version", "chunks", "parse"]
 
 _Integers = npt.NDArray[np.int64]
 
@@ -97,6 +97,7 @@ class VocabularyHeader:
             CheckpointCorruptError: it is damaged, or is none.
         """
         try:
+            check_version(content, where)
             fields, _ = _fields(content)
             buckets = fields.get("oov_buckets")
             if type(buckets) is not int or buckets < 0:
@@ -144,11 +145,22 @@ def _pieces(array: npt.NDArray[Any], dtype: str) -> Iterator[bytes]:
         yield array[start : start + _AT_ONCE].astype(dtype).tobytes()
 
 
+def check_version(content: bytes, where: str) -> None:
+    """Raise CheckpointFormatError if `content` is a vocabulary of another version. `where` begins the message."""
+    begin, _, own = _MAGIC[:-1].rpartition(b" ")
+    found, _, version = content[: len(_MAGIC) + 8].partition(b"\n")[0].rpartition(b" ")
+    if found == begin and version != own and version.isdigit():
+        raise CheckpointFormatError(
+            f"{where}: has version {int(version)} of the form of vocabularies. This release reads version {int(own)}. Read it "
+            "with the release that wrote it."
+        )
+
+
 def parse(content: bytes) -> SavedNames:
     """Return what `chunks` made. The names are not compared with each other.
 
     Raises:
-        ValueError: it is damaged, or of another version.
+        ValueError: it is damaged.
     """
     fields, body = _header(content)
     names, free, reused = fields["names"], fields["free"], fields["reused"]
@@ -210,11 +222,8 @@ def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
 def _fields(content: bytes) -> tuple[dict[str, Any], int]:
     """Return the fields of the header, and where it ends. `content` may lack what follows it."""
     start = len(_MAGIC) + 4
-    if not content.startswith(_MAGIC[:-2]) or len(content) < start:
+    if not content.startswith(_MAGIC) or len(content) < start:
         raise ValueError("it is no vocabulary")
-    if not content.startswith(_MAGIC):
-        version = content[len(_MAGIC) - 2 :].split(b"\n")[0][:8]
-        raise ValueError(f"its form is of version {version!r}, and this release reads version 1")
     (size,) = struct.unpack("<I", content[start - 4 : start])
     if size > min(_HEADER_BYTES, len(content) - start):
         raise ValueError(f"its header has {size} bytes")
@@ -223,17 +232,17 @@ def _fields(content: bytes) -> tuple[dict[str, Any], int]:
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"its header is {fields!r}")
+        raise ValueError(f"its header is {_shown(fields)}")
     for name in _COUNTS:
         if type(fields.get(name)) is not int or not 0 <= fields[name] < 2**48:
-            raise ValueError(f"its header has {name} {fields.get(name)!r}")
+            raise ValueError(f"its header has {name} {_shown(fields.get(name))}")
     if not isinstance(fields.get("is_counted"), bool) or fields["update"] >= 2**31:
         raise ValueError("its header has a wrong is_counted or update")
     options = {key: value for key, value in fields.items() if key not in (*_COUNTS, "is_counted")}
     if unknown := set(options) - _OPTIONS:
-        raise ValueError(f"its header has {min(unknown)!r}")
+        raise ValueError(f"its header has {_shown(min(unknown))}")
     if options.get("dtype") not in ("string", "int64"):
-        raise ValueError(f"its header has dtype {options.get('dtype')!r}")
+        raise ValueError(f"its header has dtype {_shown(options.get('dtype'))}")
     return fields | {"options": options}, start + size
 
 
@@ -242,3 +251,7 @@ def _numbers(what: str, numbers: npt.NDArray[Any], count: int) -> _Integers:
     if len(found) and ((np.diff(found) <= 0).any() or found[-1] >= count):
         raise ValueError(f"its {what} numbers are not ascending below {count}")
     return found
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r}"[:60]

@@ -13,7 +13,7 @@ from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
 from tpuembed.vocabulary.files import integers_in, lines_of
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.name_arrays import Batch, DType, Names, names_of
-from tpuembed.vocabulary.saved import MOST_NAMES, SavedNames, chunks, parse
+from tpuembed.vocabulary.saved import MOST_NAMES, SavedNames, check_version, chunks, parse
 from tpuembed.vocabulary.sketch import MOST, Sketch
 from tpuembed.vocabulary.text import GrowingArray
 
@@ -478,13 +478,16 @@ class Vocabulary:
 
         Raises:
             CheckpointCorruptError: it is damaged, or is none.
+            CheckpointFormatError: it was written by a later release.
         """
+        check_version(content, where)
         try:
             saved = parse(content)
             found = cls.from_options(saved.options, "vocabulary")
             found._load(saved, is_own=True)
         except (ValueError, TypeError) as error:
-            raise CheckpointCorruptError(f"{where}: cannot be read: {reason(error)}. Restore it from a copy.") from None
+            why = str(error).removeprefix("vocabulary: ").partition(". ")[0].removesuffix(".")
+            raise CheckpointCorruptError(f"{where}: cannot be read: {why}. Restore it from a copy.") from None
         return found
 
     def assign(self, other: "Vocabulary") -> None:

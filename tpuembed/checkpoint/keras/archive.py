@@ -7,7 +7,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from tpuembed.checkpoint.keras.h5_listing import Window
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, reason
@@ -21,6 +21,7 @@ __all__ = [
     "member_damage",
     "member_sizes",
     "open_archive",
+    "opened_member",
     "parse_config",
 ]
 
@@ -102,6 +103,17 @@ def member_sizes(file: Window) -> dict[str, int]:
     """
     with _opened(file) as archive:
         return {member.filename: member.file_size for member in archive.infolist()}
+
+
+@contextlib.contextmanager
+def opened_member(file: Window, name: str) -> Iterator[IO[bytes]]:
+    """Return a context with the bytes of member `name`, which are checked when all are read.
+
+    Raises:
+        CheckpointCorruptError: they are damaged, or the body raised a ValueError.
+    """
+    with _opened(file) as archive, archive.open(name) as member:
+        yield member
 
 
 def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> str | None:

@@ -1,0 +1,162 @@
+"""`read_vocabulary` against the layers themselves: rows of known and unknown names."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tpuembed
+from tests.support.messages import refused
+from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
+from tpuembed.vocabulary import UNKNOWN
+
+WORDS = [*(f"word {index}" for index in range(60)), "ä", "x" * 100]
+OTHERS = [*(f"other {index}" for index in range(60)), "", "[UNK]"]
+IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 60)
+
+
+def adapted(layer: Any, data: Any) -> Any:
+    layer.adapt(tf.constant(data))
+    return layer
+
+
+def strings(**options: Any) -> Any:
+    return keras.layers.StringLookup(name="words", **options)
+
+
+def integers(**options: Any) -> Any:
+    return keras.layers.IntegerLookup(name="ids", **options)
+
+
+LAYERS = {
+    "given": lambda: strings(vocabulary=WORDS),
+    "given with its buckets": lambda: strings(vocabulary=["[UNK]", *WORDS]),
+    "three buckets": lambda: strings(vocabulary=WORDS, num_oov_indices=3),
+    "no buckets": lambda: strings(vocabulary=WORDS, num_oov_indices=0),
+    "adapted": lambda: adapted(strings(num_oov_indices=2), WORDS * 2 + WORDS[:9]),
+    "another token": lambda: adapted(strings(oov_token="none"), WORDS),
+    "integers": lambda: integers(vocabulary=IDS, num_oov_indices=3),
+    "adapted integers": lambda: adapted(integers(num_oov_indices=2), IDS),
+}
+
+
+def check(found: tpuembed.Vocabulary, layer: Any) -> None:
+    known = np.array(
+        layer.get_vocabulary(include_special_tokens=False), object if found.dtype == "string" else np.int64
+    )
+    np.testing.assert_array_equal(found.lookup(known), layer(known.tolist()).numpy())
+    others = np.array(OTHERS, object) if found.dtype == "string" else IDS + 1
+    if layer.num_oov_indices:
+        np.testing.assert_array_equal(found.lookup(others), layer(others.tolist()).numpy())
+    else:
+        assert (found.lookup(others) == UNKNOWN).all()
+    assert found.rows == layer.vocabulary_size()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_rows_of_a_layer(kind: str) -> None:
+    layer = LAYERS[kind]()
+    check(tpuembed.read_vocabulary(layer), layer)
+
+
+def model_of(layer: Any) -> Any:
+    entry = keras.Input((1,), dtype="string" if isinstance(layer, keras.layers.StringLookup) else "int64")
+    return keras.Model(entry, layer(entry))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_rows_of_a_file(kind: str, is_nested: bool, tmp_path: Path) -> None:
+    layer = LAYERS[kind]()
+    model = model_of(layer)
+    entry = keras.Input((1,), dtype=model.input.dtype)
+    (keras.Model(entry, model(entry)) if is_nested else model).save(tmp_path / "m.keras")
+    check(tpuembed.read_vocabulary(tmp_path / "m.keras"), layer)
+    found = tpuembed.read_vocabulary(str(tmp_path / "m.keras"), layer.name, grows=True, min_count=2)
+    check(found, layer)
+    assert (found.grows, found.min_count) == (True, 2)
+
+
+def test_layers_that_give_columns_or_names() -> None:
+    counts = strings(vocabulary=WORDS, output_mode="multi_hot")
+    found = tpuembed.read_vocabulary(counts)
+    for word in ["word 7", "other"]:
+        assert found.lookup(word) == int(np.argmax(counts([word]).numpy()))
+    names = strings(vocabulary=WORDS, invert=True)
+    found = tpuembed.read_vocabulary(names)
+    assert names(found.lookup(WORDS).tolist()).numpy().tolist() == [word.encode() for word in WORDS]
+
+
+def test_a_file_with_several_layers(tmp_path: Path) -> None:
+    words, others = strings(vocabulary=WORDS), adapted(keras.layers.StringLookup(name="others"), OTHERS[:5])
+    entry = keras.Input((1,), dtype="string")
+    keras.Model(entry, [words(entry), others(entry)]).save(tmp_path / "m.keras")
+    check(tpuembed.read_vocabulary(tmp_path / "m.keras", "words"), words)
+    check(tpuembed.read_vocabulary(tmp_path / "m.keras", "others"), others)
+    for name in ("", "wrods"):
+        with refused(ConfigError):
+            tpuembed.read_vocabulary(tmp_path / "m.keras", name)
+
+
+def test_two_layers_of_one_name_are_refused(tmp_path: Path) -> None:
+    one, other = model_of(adapted(strings(), ["a"])), model_of(adapted(strings(), ["b"]))
+    entry = keras.Input((1,), dtype="string")
+    keras.Model(entry, [one(entry), other(entry)]).save(tmp_path / "m.keras")
+    with refused(ConfigError):
+        tpuembed.read_vocabulary(tmp_path / "m.keras", "words")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: strings(vocabulary=WORDS, mask_token=""),
+        lambda: integers(vocabulary=IDS, num_oov_indices=3, oov_method="farmhash"),
+        lambda: strings(vocabulary=WORDS, num_oov_indices=3, oov_method="farmhash", salt=7),
+    ],
+    ids=["mask", "hash", "salt"],
+)
+def test_layers_with_other_rows_are_refused(layer: Any, tmp_path: Path) -> None:
+    with refused(ConfigError):
+        tpuembed.read_vocabulary(layer())
+    model_of(layer()).save(tmp_path / "m.keras")
+    with refused(ConfigError):
+        tpuembed.read_vocabulary(tmp_path / "m.keras")
+
+
+def test_what_is_no_lookup_layer_is_refused(tmp_path: Path) -> None:
+    line_ends = adapted(strings(), ["a\nb", "c"])
+    model_of(line_ends).save(tmp_path / "lines.keras")
+    check(tpuembed.read_vocabulary(line_ends), line_ends)
+    model_of(strings()).save(tmp_path / "empty.keras")
+    keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]).save(tmp_path / "dense.keras")
+    for source in (
+        strings(),
+        keras.layers.Dense(3),
+        keras.layers.TextVectorization(),
+        5,
+        tmp_path,
+        tmp_path / "lines.keras",
+        tmp_path / "empty.keras",
+        tmp_path / "dense.keras",
+    ):
+        with refused(ConfigError):
+            tpuembed.read_vocabulary(source)
+    with refused(CheckpointNotFoundError):
+        tpuembed.read_vocabulary(tmp_path / "missing.keras")
+
+
+@pytest.mark.parametrize("text", ["[NO]\na\nb", "[UNK]\na\na", "[UNK]", ""], ids=["token", "twice", "no name", "empty"])
+def test_damaged_files_are_refused(text: str, tmp_path: Path) -> None:
+    model_of(adapted(strings(), WORDS)).save(tmp_path / "m.keras")
+    with zipfile.ZipFile(tmp_path / "m.keras") as old, zipfile.ZipFile(tmp_path / "n.keras", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, text if name.endswith("vocabulary.txt") else old.read(name))
+    with refused((CheckpointCorruptError, ConfigError)):
+        tpuembed.read_vocabulary(tmp_path / "n.keras")
+    (tmp_path / "n.keras").write_bytes(b"PK" * 50)
+    with pytest.raises(CheckpointCorruptError):
+        tpuembed.read_vocabulary(tmp_path / "n.keras")
