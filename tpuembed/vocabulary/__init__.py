@@ -5,6 +5,7 @@
 
 from tpuembed.vocabulary.fingerprint import BUCKETS
 from tpuembed.vocabulary.index import MIX, WAYS
+from tpuembed.vocabulary.moves import NamesPlan
 from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary, VocabularyHeader
 
-__all__ = ["BUCKETS", "MIX", "PADDING", "UNKNOWN", "WAYS", "Vocabulary", "VocabularyHeader"]
+__all__ = ["BUCKETS", "MIX", "PADDING", "UNKNOWN", "WAYS", "NamesPlan", "Vocabulary", "VocabularyHeader"]

@@ -315,6 +315,11 @@ class Vocabulary:
         content = b"".join([_MAGIC, struct.pack("<I", len(header)), header, *(part.tobytes() for part in parts)])
         return content + struct.pack("<I", google_crc32c.value(content))
 
+    @staticmethod
+    def is_saved(start: bytes) -> bool:
+        """Return True if `start`, the first bytes of a file, is that of what `to_bytes` wrote."""
+        return start.startswith(_MAGIC)
+
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "vocabulary") -> "Vocabulary":
         """Return the vocabulary that `to_bytes` wrote. `where` begins the messages of errors.
