@@ -33,6 +33,8 @@ Initializer = Callable[[tuple[int, int]], Array]
 """Returns the initial values of rows, floats of the shape that it is given: [n, dim]."""
 
 _PIECE_BYTES: Final = 16 << 20
+_SCATTERED: Final = 1 << 12
+"""The most rows to write before their pages leave the memory. Each may be on a page of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -377,8 +379,9 @@ def _scatter(carried: _Carried, key: str, slot: str | None, rows: Array, mapped:
         checksum = crc.extend(checksum, stored.reshape(-1))
         numbers = carried.numbers[start : start + len(piece)]
         kept = np.flatnonzero(numbers >= 0)
-        rows[numbers[kept]] = stored[kept]
-        _release(mapped)
+        for some in np.split(kept, range(_SCATTERED, len(kept), _SCATTERED)):
+            rows[numbers[some]] = stored[some]
+            _release(mapped)
     stated = carried.bundle.entries[key].crc32c
     if checksum != stated:
         raise CheckpointCorruptError.of(
