@@ -19,7 +19,14 @@ from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.checkpoint.types import Array
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.config.optimizers import optimizer_from
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, UnknownTableError, reason
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    ConfigError,
+    UnknownTableError,
+    reason,
+)
 from tpuembed.files import FilePath, open_bytes
 from tpuembed.row_history import RowHistory
 from tpuembed.tensor_bundle import Bundle, Entry, Slice, crc, encode_strings, index_path, shard_path, write_index
@@ -87,7 +94,7 @@ def carry_checkpoint(
         CheckpointCorruptError: a checksum is wrong.
         ConfigError: the table has no vocabulary, the new one has another dtype or cannot be read, `out` exists, or
             `initializer` is unknown.
-        CheckpointError: as `open_checkpoint`.
+        CheckpointError: `out` cannot be written; or as `open_checkpoint`.
     """
     target = Path(out)
     _check_free(target)
@@ -178,11 +185,13 @@ class _Carried:
         self.numbers[: len(names.numbers)] = names.numbers
         keys = checkpoint.keys_of(table)
         self.tensors = {keys.key: None, **{key: slot for slot, key in keys.slots.items()}}
-        self._check_places(keys.rows.mod_sharding is not None)
         places = checkpoint.beside(table)
         config = json.loads(self.bundle.read_string(places.config))
         self._options: dict[str, Any] = config["tables"][table]
+        self._check_places(keys.rows.mod_sharding is not None)
         self._options["vocabulary_size"] = self.rows
+        for feature in _features_of(config.get("features"), table):
+            feature["vocabulary"]["oov_buckets"] = new.oov_buckets
         self.replaced = {
             places.config: _string(json.dumps(config).encode()),
             places.vocabulary: _array(np.frombuffer(new.to_bytes(), np.uint8)),
@@ -203,7 +212,7 @@ class _Carried:
                 f"{where} is saved as {self.info.layout or 'slices'}. Only tables in one piece are carried. Restore it into a "
                 "layer with restore_tables(by='name')."
             )
-        if self.info.slots:
+        if self._options.get("optimizer") is not None:
             return
         others = {
             key
@@ -232,6 +241,16 @@ class _Carried:
         if found.shape != shape:
             raise ConfigError(f"carry: initializer returned {list(found.shape)} for {list(shape)}. Return that shape.")
         return found.astype(dtype)
+
+
+def _features_of(saved: Any, table: str) -> Iterator[dict[str, Any]]:
+    """Yield the saved features of `table` that take names, of any structure of features."""
+    if isinstance(saved, dict) and saved.get("table") == table and isinstance(saved.get("vocabulary"), dict):
+        yield saved
+        return
+    children = saved.values() if isinstance(saved, dict) else saved if isinstance(saved, list) else ()
+    for child in children:
+        yield from _features_of(child, table)
 
 
 def _string(text: bytes) -> tuple[Entry, bytes]:
@@ -278,22 +297,29 @@ def _write(carried: _Carried, target: Path, on_progress: Progress | None) -> Non
 
     for damage in damaged_parts(carried.bundle, lambda _: None, without=carried.tensors):
         raise CheckpointCorruptError.of(f"checkpoint {carried.checkpoint.path}: {damage.name}: {damage.reason}")
-    files = [shard_path(target, shard, shards) for shard in range(shards)]
+    files: list[Path] = []
+
+    def create(path: Path) -> Path:
+        path.touch(exist_ok=False)
+        files.append(path)
+        return path
+
     try:
-        _write_others(carried, entries, files[0], wrote)
+        _write_others(carried, entries, create(shard_path(target, 0, shards)), wrote)
         for shard, (key, slot) in enumerate(carried.tensors.items(), 1):
-            checksum = _write_rows(carried, key, slot, files[shard], wrote)
+            checksum = _write_rows(carried, key, slot, create(shard_path(target, shard, shards)), wrote)
             size = carried.rows * row_bytes
             shape = (carried.rows, carried.info.dim)
             entries[key] = Entry(dtype=entries[key].dtype, shape=shape, shard=shard, size=size, crc32c=checksum)
-        temporary = target.with_name(f"{target.name}.index.partial")
-        files.append(temporary)
+        temporary = create(target.with_name(f"{target.name}.index.partial"))
         write_index(temporary, entries, shards)
         _flush(temporary)
         temporary.replace(index_path(target))
-    except BaseException:
+    except BaseException as error:
         for file in files:
             file.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"carry: checkpoint {target} cannot be written: {reason(error)}.") from None
         raise
 
 
@@ -304,7 +330,7 @@ def _flush(path: Path) -> None:
 
 def _write_others(carried: _Carried, entries: dict[str, Entry], path: Path, wrote: Callable[[int], None]) -> None:
     """Write all tensors but the table and its slots, one after the other, and enter their places into `entries`."""
-    with path.open("xb") as file:
+    with path.open("r+b") as file:
         for key, entry in carried.bundle.entries.items():
             if key in carried.tensors:
                 continue
@@ -349,8 +375,8 @@ def _write_rows(carried: _Carried, key: str, slot: str | None, path: Path, wrote
     info, dtype = carried.info, carried.checkpoint.read(carried.table, 0, 0, slot).dtype
     row_bytes = info.dim * dtype.itemsize
     step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    with path.open("x+b") as file:
-        file.truncate(carried.rows * row_bytes)
+    with path.open("r+b") as file:
+        _reserve(file.fileno(), carried.rows * row_bytes)
         mapped = mmap.mmap(file.fileno(), carried.rows * row_bytes)  # closed with the last array of it
         rows = np.frombuffer(mapped, np.uint8).reshape(carried.rows, row_bytes)
         _scatter(carried, key, slot, rows, mapped, step)
@@ -366,6 +392,14 @@ def _write_rows(carried: _Carried, key: str, slot: str | None, path: Path, wrote
         mapped.flush()
         os.fsync(file.fileno())
     return checksum
+
+
+def _reserve(file: int, size: int) -> None:
+    """Take the disk's space now: a full disk would end the process when a page is written."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
 
 
 def _scatter(carried: _Carried, key: str, slot: str | None, rows: Array, mapped: mmap.mmap, step: int) -> None:

@@ -1,6 +1,8 @@
 """`carry_checkpoint`, against dictionaries of rows by name, and restored by TensorFlow."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from tests.support.checkpoint.bundles import write
 from tests.support.checkpoint.named import named_layer, write_named, write_named_weights
 from tests.support.layer.restored import Array, Tables
 from tests.support.messages import refused
-from tpuembed import Vocabulary, carry_checkpoint
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, carry_checkpoint
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.tools import carry, verify_files
 from tpuembed.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointFormatError,
     ConfigError,
     TpuEmbedError,
@@ -184,7 +187,7 @@ def _refusals() -> dict[str, tuple[type[TpuEmbedError], Callable[[Path], Any]]]:
         return act(folder)
 
     def no_optimizer(folder: Path) -> Any:
-        layer = named_layer({"films": _rows(3, 2)})
+        layer = TPUEmbedding(FeatureConfig(TableConfig(3, 2, "films")), optimizer=None)
         slot = tf.Variable(np.zeros((3, 2), np.float32))
         return carry_checkpoint(
             write_named(folder / "ckpt", layer, names, momentum=slot), Vocabulary(["b"]), folder / "new"
@@ -223,6 +226,34 @@ def test_refusals_leave_nothing(tmp_path: Path, why: str) -> None:
     assert left == {"taken": ["new.data-00000-of-00001", "new.index"], "lone-data": ["new.data-00000-of-00001"]}.get(
         why, []
     )
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = _write(tmp_path, {"films": _rows(3, 2)}, {"films": Vocabulary(["a", "b"])})
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with refused(CheckpointError, match="new"):
+        carry_checkpoint(path, Vocabulary(["b"]), tmp_path / "new")
+    assert not [name for name in tmp_path.iterdir() if name.name.startswith("new")]
+
+
+def test_the_config_of_features_has_the_new_buckets(tmp_path: Path) -> None:
+    old = Vocabulary(["a"], oov_buckets=1)
+    tables = [TableConfig(3, 2, name) for name in ("films", "books")]
+    layer = TPUEmbedding(
+        {"x": [FeatureConfig(tables[0], vocabulary=old)], "y": FeatureConfig(tables[1], vocabulary=old)}, "sgd"
+    )
+    path = write_named(tmp_path / "ckpt", layer, {"films": old, "books": old})
+    carry_checkpoint(path, Vocabulary(["a"], oov_buckets=4), tmp_path / "new", table="films", initializer="zeros")
+    with open_checkpoint(tmp_path / "new") as checkpoint:
+        config = checkpoint.layer_config
+    assert config is not None
+    assert config["features"]["x"][0]["vocabulary"]["oov_buckets"] == 4
+    assert config["features"]["y"]["vocabulary"]["oov_buckets"] == 1
+    assert config["tables"]["films"]["vocabulary_size"] == 5
+    assert config["tables"]["books"]["vocabulary_size"] == 3
 
 
 @pytest.mark.parametrize("what", ["/films/.ATTR", "films.Saccumulators", "dense", "text", "_config", "_vocabularies"])
