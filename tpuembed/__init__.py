@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tpuembed.backends.input_pipeline import input_options
     from tpuembed.checkpoint import TableInfo, open_checkpoint
     from tpuembed.checkpoint.keras.vocabularies import read_vocabulary
+    from tpuembed.checkpoint.tools import carry_checkpoint
     from tpuembed.config import (
         FTRL,
         SGD,
@@ -62,6 +63,7 @@ _HOME = {
     "TpuEnvironment": "tpuembed.runtime.tpu",
     "Vocabulary": "tpuembed.vocabulary",
     "apply_package": "tpuembed.export",
+    "carry_checkpoint": "tpuembed.checkpoint.tools",
     "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
@@ -95,6 +97,7 @@ __all__ = [
     "Vocabulary",
     "__version__",
     "apply_package",
+    "carry_checkpoint",
     "compact_version",
     "configure_tpu",
     "export_model",

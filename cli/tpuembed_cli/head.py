@@ -1,6 +1,5 @@
 """`tpuembed head`: rows of a table."""
 
-import base64
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ import click
 from tpuembed_cli.command import Command
 from tpuembed_cli.options import PATH, complete_tables
 from tpuembed_cli.options import checkpoint_options as options
-from tpuembed_cli.output import json_text
+from tpuembed_cli.output import json_name, json_text, quoted_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -87,36 +86,13 @@ def head(
 
 def _lines(rows: "Rows") -> str:
     numbers = rows.numbers or range(rows.start, rows.start + len(rows.values))
-    names = [""] * len(rows.values) if rows.names is None else [f" {_shown(name)}" for name in rows.names]
+    names = [""] * len(rows.values) if rows.names is None else [f" {quoted_name(name)}" for name in rows.names]
     return "".join(map(_line, numbers, names, rows.values))
 
 
 def _line(number: int, name: str, row: Any) -> str:
     more = f" ... ({len(row)} values)" if len(row) > _SHOWN else ""
     return f"{number}{name}: {' '.join(str(value) for value in row[:_SHOWN])}{more}\n"
-
-
-def _shown(name: bytes | int | None) -> str:
-    """Return a name as Python writes it, so that it does nothing to a terminal. "-" for a row without one."""
-    if isinstance(name, bytes):
-        text = _text(name)
-        return repr(name if text is None else text)
-    return "-" if name is None else str(name)
-
-
-def _text(name: bytes) -> str | None:
-    try:
-        return name.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _json_name(name: bytes | int | None) -> Any:
-    """Return a name as a JSON value. Bytes that are not UTF-8 are {"b64": ...}, as in TensorFlow Serving's REST API."""
-    if not isinstance(name, bytes):
-        return name
-    text = _text(name)
-    return {"b64": base64.b64encode(name).decode()} if text is None else text
 
 
 def _json_pieces(pieces: "Iterable[Rows]") -> "Iterator[str]":
@@ -128,7 +104,7 @@ def _json_pieces(pieces: "Iterable[Rows]") -> "Iterator[str]":
         about = {"table": rows.table, "slot": rows.slot, "start": rows.start, "dtype": str(rows.values.dtype)}
         if rows.names is not None:
             asked["names"] = names
-            names += map(_json_name, rows.names)
+            names += map(json_name, rows.names)
         if rows.numbers is not None:
             asked["rows"] = numbers
             numbers += rows.numbers

@@ -1,5 +1,6 @@
 """Prints the results of commands, one JSON object, or lines and tables for people; and the progress of long ones."""
 
+import base64
 import contextlib
 import json
 import math
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["byte_progress", "json_text", "print_json", "table_of", "to_terminal", "with_unit"]
+__all__ = [
+    "byte_progress",
+    "json_name",
+    "json_text",
+    "print_json",
+    "quoted_name",
+    "table_of",
+    "to_terminal",
+    "with_unit",
+]
 
 _WIDE = 1000
 _SECONDS_BETWEEN_LINES = 5.0
@@ -82,6 +92,29 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return printable(", ".join("?" if item is None else str(item) for item in value)) or "-"
     return "-" if value is None or value == "" else printable(str(value))
+
+
+def quoted_name(name: bytes | int | None) -> str:
+    """Return a name as Python writes it, so that it does nothing to a terminal. "-" for a row without one."""
+    if isinstance(name, bytes):
+        text = _text(name)
+        return repr(name if text is None else text)
+    return "-" if name is None else str(name)
+
+
+def _text(name: bytes) -> str | None:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def json_name(name: bytes | int | None) -> Any:
+    """Return a name as a JSON value. Bytes that are not UTF-8 are {"b64": ...}, as in TensorFlow Serving's REST API."""
+    if not isinstance(name, bytes):
+        return name
+    text = _text(name)
+    return {"b64": base64.b64encode(name).decode()} if text is None else text
 
 
 def with_unit(size: float) -> str:

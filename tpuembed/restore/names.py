@@ -1,66 +1,18 @@
-"""The plan of a restore by name: the new number of each row of a checkpoint, and which names are kept, new and dropped."""
+"""Plans a restore by name from the vocabularies of a layer and of a checkpoint."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.table_access import LiveTables
-from tpuembed.vocabulary import Vocabulary
+from tpuembed.vocabulary import NamesPlan, Vocabulary
 
-__all__ = ["NamesPlan", "live_vocabularies", "plan_names"]
+__all__ = ["live_vocabularies", "names_by_number", "plan_names"]
 
 Array = np.ndarray[Any, Any]
-
-_EXAMPLES: Final = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class NamesPlan:
-    """What happens to the names of a table.
-
-    Attributes:
-        kept: number of names of both, whose rows move to their new numbers.
-        new: number of names of the layer alone, whose rows do not change.
-        dropped: number of names of the checkpoint alone, whose rows are omitted.
-        new_names, dropped_names: the first of them.
-        buckets: number of rows for unknown names, in the checkpoint and in the layer. They are kept if it is the same.
-        numbers: int64 [rows with a name or bucket], the new number of each row of the checkpoint; negative if it is omitted.
-    """
-
-    kept: int
-    new: int
-    dropped: int
-    new_names: tuple[bytes | int, ...]
-    dropped_names: tuple[bytes | int, ...]
-    buckets: tuple[int, int]
-    numbers: Array = dataclasses.field(repr=False, compare=False)
-
-    @classmethod
-    def of(cls, old: Vocabulary, new: Vocabulary) -> "NamesPlan":
-        """Return the plan of a table whose rows have the names of `old`, and will have those of `new`."""
-        numbers = old.rows_in(new)
-        is_dropped = numbers < 0
-        is_dropped[: old.oov_buckets] = False
-        is_dropped[old.free_rows] = False
-        dropped = np.flatnonzero(is_dropped)
-        is_new = np.ones(new.rows, bool)
-        is_new[: new.oov_buckets] = False
-        is_new[new.free_rows] = False
-        is_new[numbers[numbers >= 0]] = False
-        added = np.flatnonzero(is_new)
-        return cls(
-            kept=len(old) - len(dropped),
-            new=len(added),
-            dropped=len(dropped),
-            new_names=tuple(new.names(added[:_EXAMPLES])),
-            dropped_names=tuple(old.names(dropped[:_EXAMPLES])),
-            buckets=(old.oov_buckets, new.oov_buckets),
-            numbers=numbers,
-        )
 
 
 def live_vocabularies(layer: Any) -> dict[str, Vocabulary]:

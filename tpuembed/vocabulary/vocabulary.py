@@ -472,6 +472,11 @@ class Vocabulary:
             for chunk in chunks(self._saved()):
                 file.write(chunk)
 
+    @staticmethod
+    def is_saved(start: bytes) -> bool:
+        """Return True if `start`, the first bytes of a file, is that of what `to_bytes` wrote."""
+        return start.startswith(_MAGIC)
+
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "vocabulary") -> "Vocabulary":
         """Return the vocabulary that `to_bytes` wrote, with its options. `where` begins the messages of errors.

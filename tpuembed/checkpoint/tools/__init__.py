@@ -3,6 +3,7 @@
 Each needs a few megabytes of memory for tables of any size.
 """
 
+from tpuembed.checkpoint.tools.carry import CarryReport, carry_checkpoint
 from tpuembed.checkpoint.tools.describe import (
     CheckpointDescription,
     TableDescription,
@@ -16,6 +17,7 @@ from tpuembed.checkpoint.tools.verify import verify_files
 from tpuembed.checkpoint.tools.verify_export import VerifyReport
 
 __all__ = [
+    "CarryReport",
     "CheckpointDescription",
     "CheckpointDiff",
     "LargestChange",
@@ -24,6 +26,7 @@ __all__ = [
     "TableDescription",
     "TableDiff",
     "VerifyReport",
+    "carry_checkpoint",
     "describe_checkpoint",
     "describe_export",
     "diff_checkpoints",

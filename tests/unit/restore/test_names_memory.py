@@ -1,0 +1,77 @@
+"""A 128 MiB table restored by name, and carried to another vocabulary, in a few pieces of memory."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.checkpoint.named import named_layer, write_named
+from tpuembed import Vocabulary
+
+pytestmark = pytest.mark.long
+
+ROWS, DIM = 1 << 19, 64
+LIMIT_KILOBYTES = 100 << 10
+"""The table has 131,072. The names of the checkpoint and their index take some 20,000."""
+START = """
+import ctypes
+import sys
+from pathlib import Path
+import numpy as np
+from tpuembed import Vocabulary
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+def begin():
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed would hide a copy
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    return kilobytes("VmRSS")
+ROWS = int(sys.argv[2])
+order = np.random.default_rng(3).permutation(ROWS)
+vocabulary = Vocabulary(order[: ROWS // 2].tolist() + list(range(-ROWS // 2, 0)), dtype="int64")
+"""
+RESTORE = """
+import tensorflow as tf
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+table = TableConfig(ROWS, 64, "films", initializer="zeros")
+layer = TPUEmbedding(FeatureConfig(table, vocabulary=vocabulary), optimizer="sgd")
+layer.assign_rows("films", 0, np.zeros((3, 64), np.float32))
+before = begin()
+report = layer.restore_tables(sys.argv[1], by="name")
+print(kilobytes("VmHWM") - before)
+rows = next(iter(layer.embedding_tables.values()))
+found = tf.gather(rows, np.arange(ROWS // 2)).numpy()[:, 7]
+assert (found == order[: ROWS // 2]).all()
+assert not tf.gather(rows, np.arange(ROWS // 2, ROWS)).numpy().any()
+"""
+CARRY = """
+from tpuembed import carry_checkpoint, open_checkpoint
+import tpuembed.checkpoint.bundle.checkpoint
+out = Path(sys.argv[1]).with_name("carried")
+before = begin()
+carry_checkpoint(sys.argv[1], vocabulary, out, initializer="zeros")
+print(kilobytes("VmHWM") - before)
+assert "tensorflow" not in sys.modules
+with open_checkpoint(out) as checkpoint:
+    rows = checkpoint.read("films")
+assert (rows[: ROWS // 2, 7] == order[: ROWS // 2]).all()
+assert not rows[ROWS // 2 :].any()
+"""
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint in which each row holds its name, which is a number."""
+    rows = np.repeat(np.arange(ROWS, dtype=np.float32)[:, None], DIM, 1)
+    layer = named_layer({"films": {None: rows}})
+    names = {"films": Vocabulary(range(ROWS), dtype="int64")}
+    return write_named(tmp_path_factory.mktemp("big") / "ckpt", layer, names)
+
+
+@pytest.mark.parametrize("script", [pytest.param(RESTORE, id="restore"), pytest.param(CARRY, id="carry")])
+def test_memory_beyond_the_table_is_a_few_pieces(prefix: str, script: str) -> None:
+    command = [sys.executable, "-c", START + script, prefix, str(ROWS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < LIMIT_KILOBYTES
+    print(done.stdout)
