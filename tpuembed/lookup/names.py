@@ -1,16 +1,23 @@
 """Names become rows in a graph: stock operations find them in the arrays of a vocabulary's index."""
 
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
-from tpuembed.lookup.ranges import DROPPED, NOWHERE
+from tpuembed.id_messages import unknown_name_texts
+from tpuembed.lookup.branches import not_inlined
+from tpuembed.lookup.ranges import DROPPED, NOT_FOR_XLA, NOWHERE, OUTSIDE
 from tpuembed.vocabulary import BUCKETS, MIX, WAYS
 
-__all__ = ["NameArrays", "as_names", "bucket_rows", "find_names", "row_numbers"]
+__all__ = ["NameArrays", "NamedIds", "as_names", "bucket_rows", "check_names", "find_names", "row_numbers"]
 
 Tensor = Any
+
+_MOST_BYTES: Final = 24
+"""Longer names are cut in messages."""
 
 
 class NameArrays(Protocol):
@@ -23,10 +30,14 @@ class NameArrays(Protocol):
         salt: text before each name when it is hashed.
     """
 
-    keys: Any
-    numbers: Any
-    buckets: Any
-    salt: bytes
+    @property
+    def keys(self) -> Any: ...  # noqa: D102 - see the class
+    @property
+    def numbers(self) -> Any: ...  # noqa: D102
+    @property
+    def buckets(self) -> Any: ...  # noqa: D102
+    @property
+    def salt(self) -> bytes: ...  # noqa: D102
 
 
 def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
@@ -83,3 +94,62 @@ def as_names(what: str, names: Tensor, dtype: str) -> Tensor:
     if dtype == "int64" and names.dtype.is_integer and names.dtype != tf.uint64:
         return tf.cast(names, tf.int64)
     raise ConfigError(f"{what}: its vocabulary has names of type {dtype}, got {names.dtype.name}. Pass names.")
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedIds:
+    """The names of a feature whose unknown names fail.
+
+    Attributes:
+        feature: its name.
+        table: the table's name.
+        count: number of names in its vocabulary.
+        names: string or int64, [batch] or [batch, hot].
+        rows: of `row_numbers`, [n].
+    """
+
+    feature: str
+    table: str
+    count: int
+    names: Tensor
+    rows: Tensor
+
+
+def check_names(features: Sequence[NamedIds]) -> list[Any]:
+    """Return what has to run before the rows are used. It fails for the first unknown name of the first feature that has one.
+
+    As in `check_range`, a separate function makes the message, and is called only if a name is unknown.
+    """
+    if not features:
+        return []
+    rows = features[0].rows if len(features) == 1 else tf.concat([each.rows for each in features], 0)
+
+    def fail() -> Tensor:
+        with tf.control_dependencies(
+            [tf.raw_ops.Assert(condition=False, data=[_unknown_message(features, rows)], name=OUTSIDE)]
+        ):
+            return tf.constant(False)
+
+    return [tf.cond(tf.reduce_all(rows < NOWHERE), lambda: tf.constant(True), not_inlined(fail))]
+
+
+def _unknown_message(features: Sequence[NamedIds], rows: Tensor) -> Tensor:
+    """Return the message for the first unknown name, a string tensor: its first bytes, in valid UTF-8."""
+    first = tf.where(tf.equal(rows, NOWHERE))[0, 0]
+    sizes = tf.stack([tf.size(each.names, tf.int64) for each in features])
+    ends = tf.cumsum(sizes)
+    which = tf.reduce_sum(tf.cast(ends <= first, tf.int64))
+    place = first - tf.gather(ends - sizes, which)
+    one = tf.constant(1, tf.int64)
+    hot = tf.stack([one if each.names.shape.rank == 1 else tf.shape(each.names, tf.int64)[1] for each in features])
+    texts = [each.names if each.names.dtype == tf.string else tf.strings.as_string(each.names) for each in features]
+    name = tf.gather(tf.concat([tf.reshape(each, [-1]) for each in texts], 0), first)
+    length = tf.strings.length(name)
+    head = tf.strings.substr(name, 0, tf.minimum(length, _MOST_BYTES))
+    shown = tf.strings.unicode_transcode(
+        head, "UTF-8", "UTF-8", errors="replace", replace_control_characters=True, name=NOT_FOR_XLA
+    )
+    more = tf.where(length > _MOST_BYTES, "...", "")
+    pairs = [unknown_name_texts(each.feature, each.table, each.count) for each in features]
+    before, between, after = (tf.gather(list(parts), which) for parts in zip(*pairs, strict=True))
+    return tf.strings.join([before, shown, more, between, tf.strings.as_string(place // tf.gather(hot, which)), after])

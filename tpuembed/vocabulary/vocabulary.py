@@ -191,6 +191,19 @@ class Vocabulary:
         bucket = _UNKNOWN_NAME if self.dtype == "string" else -1
         return [bucket] * self.oov_buckets + [self._text(index) for index in range(len(self))]
 
+    def has(self, name: Any) -> bool:
+        """Return True if `name` is one of the names."""
+        return bool(self._find(self._encoded([name]))[0] != NONE)
+
+    def same_names(self, other: "Vocabulary") -> bool:
+        """Return True if both have the same names in the same order."""
+        mine, others = self._names, other._names
+        if len(mine) != len(others):
+            return False
+        if isinstance(mine, Texts) or isinstance(others, Texts):
+            return isinstance(mine, Texts) and isinstance(others, Texts) and bool(mine.equal(others).all())
+        return bool((mine == others).all())
+
     # ---- for graphs
 
     @property

@@ -21,9 +21,10 @@ from tpuembed.export.graph.examples import parse_examples, unparsable
 from tpuembed.export.graph.mapped_table import MappedTable
 from tpuembed.export.graph.packing import matrix_spec
 from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.graph.table_names import make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
-from tpuembed.manifest import FeatureEntry, FromActivations, Packing, TensorSpec, VocabularyEntry
+from tpuembed.manifest import FeatureEntry, FromActivations, NamesEntry, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
@@ -48,6 +49,10 @@ class ExportableModel(abc.ABC):
         """Return valid inputs by name, in numpy, one for each batch size to warm up; empty if valid inputs are not
         known.
         """
+
+    def packed_sample(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return one of `samples` with the integers that `packed` takes."""
+        return sample
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """Return the features for the manifest; empty if the table of an input is not known."""
@@ -80,7 +85,7 @@ class SavedGraph:
 
     Attributes:
         array_keys: name of a stack's array -> checkpoint key of its variable.
-        signatures, features, vocabularies, padding, packing, from_activations: as the manifest lists them.
+        signatures, features, vocabularies, padding, packing, from_activations, names: as the manifest lists them.
     """
 
     array_keys: Mapping[str, str]
@@ -90,6 +95,7 @@ class SavedGraph:
     padding: Mapping[str, int | str]
     packing: Packing
     from_activations: FromActivations
+    names: tuple[NamesEntry, ...] = ()
 
 
 def save_graph(
@@ -124,6 +130,12 @@ def save_graph(
     for name, variable in variables.items():
         setattr(root.stacks, name, variable)
     tables.bind(stacks, variables)
+    arrays, names = make_names(tables.vocabularies, folder, layout)
+    root.names = tf.Module()
+    for number, table in enumerate(sorted(arrays)):
+        setattr(root.names, f"keys_{number}", arrays[table].keys)
+        setattr(root.names, f"numbers_{number}", arrays[table].numbers)
+    tables.bind_names(arrays)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
     if require_finite:
@@ -135,14 +147,15 @@ def save_graph(
         signatures["from_activations"] = function
     with _writing(folder):
         _save(root, folder, signatures)
-        if layout == "mmap" and not root.dense:
+        if layout == "mmap" and not root.dense:  # names are mapped too
             _restore_nothing(folder)
     with tables.rows_of_zeros():
         samples = model.samples()
     if samples:
         with _writing(folder):
             activations = [feature.name for feature in from_activations.features]
-            write_warmup(folder, samples, signatures, model.packing(), activations)
+            packed = [model.packed_sample(sample) for sample in samples]
+            write_warmup(folder, samples, signatures, model.packing(), activations, packed)
     return SavedGraph(
         array_keys={name: f"stacks/{name}/.ATTRIBUTES/VARIABLE_VALUE" for name in variables},
         signatures={name: _signature_of(function) for name, function in signatures.items()},
@@ -151,6 +164,7 @@ def save_graph(
         padding=model.padding(),
         packing=model.packing(),
         from_activations=from_activations,
+        names=names,
     )
 
 
