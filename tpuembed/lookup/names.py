@@ -12,7 +12,17 @@ from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.ranges import DROPPED, NOT_FOR_XLA, NOWHERE, OUTSIDE
 from tpuembed.vocabulary import BUCKETS, MIX, WAYS
 
-__all__ = ["NameArrays", "NamedIds", "as_names", "bucket_rows", "check_names", "find_names", "row_numbers"]
+__all__ = [
+    "NameArrays",
+    "NamedIds",
+    "as_names",
+    "bucket_rows",
+    "check_names",
+    "find_keys",
+    "find_names",
+    "name_keys",
+    "row_numbers",
+]
 
 Tensor = Any
 
@@ -50,9 +60,18 @@ def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
         names: string or int64, [n].
         arrays: those of the vocabulary.
     """
-    keys = names
-    if names.dtype == tf.string:
-        keys = tf.strings.to_hash_bucket_fast(tf.strings.join([arrays.salt, names]) if arrays.salt else names, BUCKETS)
+    return find_keys(name_keys(names, arrays), arrays)
+
+
+def name_keys(names: Tensor, arrays: NameArrays) -> Tensor:
+    """Return what finds each name, int64 of the shape of `names`: its fingerprint, or the integer itself."""
+    if names.dtype != tf.string:
+        return names
+    return tf.strings.to_hash_bucket_fast(tf.strings.join([arrays.salt, names]) if arrays.salt else names, BUCKETS)
+
+
+def find_keys(keys: Tensor, arrays: NameArrays) -> Tensor:
+    """Return the number of the name with each key, int64 [n], or -1. See `find_names`."""
     mixed = tf.bitwise.right_shift(keys * tf.constant(MIX, tf.int64), tf.constant(1, tf.int64))
     second = tf.bitwise.bitwise_and(mixed, tf.constant(2**63 - 1, tf.int64)) % arrays.buckets
     places = tf.stack([keys % arrays.buckets, second], 1)
@@ -64,11 +83,11 @@ def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
 
 
 def row_numbers(names: Tensor, numbers: Tensor, oov_buckets: int, padded: bool) -> Tensor:
-    """Return the row of each name, int64 [n].
+    """Return the row of each name, int64 of the shape of `names`.
 
     Args:
-        names: string or int64, [n].
-        numbers: of `find_names`.
+        names: string or int64, of any shape.
+        numbers: of `find_names`, of the same shape.
         oov_buckets: rows for unknown names. Without them an unknown name is NOWHERE, outside of every table.
         padded: "" and the integer -1 are padding, DROPPED.
     """
@@ -105,7 +124,7 @@ class NamedIds:
         table: the table's name.
         count: number of names in its vocabulary.
         names: string or int64, [batch] or [batch, hot].
-        rows: of `row_numbers`, [n].
+        rows: of `row_numbers`, of the same shape.
     """
 
     feature: str
@@ -122,7 +141,7 @@ def check_names(features: Sequence[NamedIds]) -> list[Any]:
     """
     if not features:
         return []
-    rows = features[0].rows if len(features) == 1 else tf.concat([each.rows for each in features], 0)
+    rows = tf.concat([tf.reshape(each.rows, [-1]) for each in features], 0)
 
     def fail() -> Tensor:
         with tf.control_dependencies(

@@ -13,7 +13,7 @@ from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import ServedFeature
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
-from tpuembed.lookup.names import NamedIds, check_names, find_names, row_numbers
+from tpuembed.lookup.names import NamedIds, check_names, find_keys, name_keys, row_numbers
 from tpuembed.manifest import LOOKUP_SCOPE, FeatureEntry, PackedInput, PackedOutput, Packing
 
 __all__ = ["LookupModel"]
@@ -58,16 +58,18 @@ class LookupModel(ExportableModel):
         strict = []
         for table in dict.fromkeys(feature.table for feature in named):
             members = [feature for feature in named if feature.table == table]
-            flat = [tf.reshape(inputs[feature.name], [-1]) for feature in members]
-            numbers = find_names(tf.concat(flat, 0), self._tables.name_arrays(table))
+            arrays, names = self._tables.name_arrays(table), [inputs[feature.name] for feature in members]
+            # Only ids that are looked up one by one may be reshaped themselves (row_proof/walk.py of the server).
+            flat = [tf.reshape(name_keys(each, arrays) + 0, [-1]) for each in names]
             sizes = tf.concat(tf.shape_n(flat, tf.int64), 0)
-            for feature, names, part in zip(members, flat, tf.split(numbers, sizes, num=len(flat)), strict=True):
+            parts = tf.split(find_keys(tf.concat(flat, 0), arrays), sizes, num=len(flat))
+            for feature, each, part in zip(members, names, parts, strict=True):
                 vocabulary, padded = feature.spec.vocabulary, feature.spec.input == "ids"
                 assert vocabulary is not None
-                rows = row_numbers(names, part, vocabulary.oov_buckets, padded)
-                found[feature.name] = tf.reshape(rows, tf.shape(inputs[feature.name]))
+                rows = row_numbers(each, tf.reshape(part, tf.shape(each)), vocabulary.oov_buckets, padded)
+                found[feature.name] = rows
                 if feature.policy == "error" and not vocabulary.oov_buckets:
-                    strict.append(NamedIds(feature.name, table, len(vocabulary), inputs[feature.name], rows))
+                    strict.append(NamedIds(feature.name, table, len(vocabulary), each, rows))
         with tf.control_dependencies(check_names(strict)):
             return {**inputs, **{name: tf.identity(rows) for name, rows in found.items()}}
 
