@@ -2,7 +2,7 @@
 
 from typing import Final, NamedTuple
 
-__all__ = ["OF_ROW", "Span", "outside_message", "outside_texts", "unknown_name_texts"]
+__all__ = ["NOWHERE", "OF_ROW", "UNKNOWN_NAME", "Span", "outside_message", "outside_texts", "unknown_name_texts"]
 
 
 class Span(NamedTuple):
@@ -13,6 +13,10 @@ class Span(NamedTuple):
     stop: int
 
 
+NOWHERE: Final = 1 << 62
+"""The row of an unknown name, past the end of every table."""
+UNKNOWN_NAME: Final = "of an unknown name"
+"""What messages have for NOWHERE."""
 _LONGEST: Final = 199
 _MOST_OF_TABLE: Final = 60
 OF_ROW: Final = " of row "
@@ -23,7 +27,7 @@ _DIGITS: Final = len(str(-(2**63))) + len(OF_ROW) + len(str(2**31))
 def outside_message(feature: str, span: Span, found: int, row: int) -> str:
     """Return the message for the id `found` of the batch row `row`, which is outside `span`."""
     before, after = outside_texts(feature, span)
-    return f"{before}{found}{OF_ROW}{row}{after}"
+    return f"{before}{UNKNOWN_NAME if found == NOWHERE else found}{OF_ROW}{row}{after}"
 
 
 def outside_texts(feature: str, span: Span) -> tuple[str, str]:

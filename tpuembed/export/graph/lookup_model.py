@@ -15,6 +15,7 @@ from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
 from tpuembed.lookup.names import NamedIds, check_names, find_keys, name_keys, row_numbers
 from tpuembed.manifest import LOOKUP_SCOPE, FeatureEntry, PackedInput, PackedOutput, Packing
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["LookupModel"]
 
@@ -73,7 +74,7 @@ class LookupModel(ExportableModel):
         with tf.control_dependencies(check_names(strict)):
             return {**inputs, **{name: tf.identity(rows) for name, rows in found.items()}}
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:  # noqa: ARG002 - its features have them
         """Return requests for the first row of each table, or the first that has a name."""
         ids = {feature.name: self._sample(feature)[0] for feature in self._features}
         return [sample_inputs(self.input_specs(), ids, batch) for batch in BATCHES]

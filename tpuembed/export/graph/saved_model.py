@@ -27,6 +27,7 @@ from tpuembed.export.plan.plan import ArrayPlan, StackPlan
 from tpuembed.manifest import FeatureEntry, FromActivations, NamesEntry, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["ExportableModel", "SavedGraph", "save_graph"]
 
@@ -45,9 +46,12 @@ class ExportableModel(abc.ABC):
         """Return the outputs for `inputs`."""
 
     @abc.abstractmethod
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:
         """Return valid inputs by name, in numpy, one for each batch size to warm up; empty if valid inputs are not
         known.
+
+        Args:
+            vocabularies: of the tables that are looked up in by name.
         """
 
     def packed_sample(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +154,7 @@ def save_graph(
         if layout == "mmap" and not root.dense:  # names are mapped too
             _restore_nothing(folder)
     with tables.rows_of_zeros():
-        samples = model.samples()
+        samples = model.samples(tables.vocabularies)
     if samples:
         with _writing(folder):
             activations = [feature.name for feature in from_activations.features]

@@ -53,6 +53,7 @@ class StackedTables:
         self.were_asked_for = False
         self._saved = saved
         self._names: Mapping[str, TableNames] = {}
+        self._constants: dict[str, TableNames] = {}
         self._available = available
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
         self._variables: Mapping[str, Any] = {}
@@ -111,7 +112,9 @@ class StackedTables:
         """Return the index of a table's names; see `TableSource`."""
         vocabulary = self.note_names(table, given)
         if self._are_zeros:
-            return constant_names(vocabulary)
+            if table not in self._constants:
+                self._constants[table] = constant_names(vocabulary)
+            return self._constants[table]
         return self._names[table] if self._names else stand_in_names()
 
     def place(self, table: str) -> tuple[str, Placement]:
@@ -127,6 +130,7 @@ class StackedTables:
             yield
         finally:
             self._are_zeros = False
+            self._constants.clear()
 
     @contextlib.contextmanager
     def answered_by(self, answer: Answer) -> Iterator[None]:
