@@ -2,7 +2,7 @@
 
 from typing import Final, NamedTuple
 
-__all__ = ["OF_ROW", "Span", "outside_message", "outside_texts"]
+__all__ = ["NOWHERE", "OF_ROW", "UNKNOWN_NAME", "Span", "outside_message", "outside_texts", "unknown_name_texts"]
 
 
 class Span(NamedTuple):
@@ -13,7 +13,12 @@ class Span(NamedTuple):
     stop: int
 
 
+NOWHERE: Final = 1 << 62
+"""The row of an unknown name, past the end of every table."""
+UNKNOWN_NAME: Final = "of an unknown name"
+"""What messages have for NOWHERE."""
 _LONGEST: Final = 199
+_MOST_OF_TABLE: Final = 60
 OF_ROW: Final = " of row "
 """The text between the id and the row."""
 _DIGITS: Final = len(str(-(2**63))) + len(OF_ROW) + len(str(2**31))
@@ -22,7 +27,7 @@ _DIGITS: Final = len(str(-(2**63))) + len(OF_ROW) + len(str(2**31))
 def outside_message(feature: str, span: Span, found: int, row: int) -> str:
     """Return the message for the id `found` of the batch row `row`, which is outside `span`."""
     before, after = outside_texts(feature, span)
-    return f"{before}{found}{OF_ROW}{row}{after}"
+    return f"{before}{UNKNOWN_NAME if found == NOWHERE else found}{OF_ROW}{row}{after}"
 
 
 def outside_texts(feature: str, span: Span) -> tuple[str, str]:
@@ -39,6 +44,14 @@ def outside_texts(feature: str, span: Span) -> tuple[str, str]:
 def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]:
     rows = f"which has {span.stop} rows" if not span.start else f"which has rows [{span.start}, {span.stop})"
     return f"feature {feature}: id ", f" is not in table {table}, {rows}{remedy}"
+
+
+def unknown_name_texts(feature: str, table: str, count: int) -> tuple[str, str, str]:
+    """Return the message for an unknown name, as the texts before the name, between it and the row, and after the row."""
+    names = "1 name" if count == 1 else f"{count} names"
+    after = f" is not in the vocabulary of table {_shortened(table, _MOST_OF_TABLE)}, which has {names}"
+    remedy = "; correct the name or set out_of_vocabulary"
+    return f"feature {_shortened(feature, _MOST_OF_TABLE)}: name '", f"'{OF_ROW}", after + remedy
 
 
 def _room_for_names(span: Span, remedy: str) -> int:

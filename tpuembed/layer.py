@@ -383,9 +383,8 @@ class TPUEmbedding(keras.layers.Layer):
         """
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
         in_checkpoint, in_model = ("_dummy", "_table_weights", *_KERAS_LISTS), ("_tpu_embedding", "_row_stamps")
-        if save_type == "checkpoint":
-            hidden = in_checkpoint
-        else:
+        hidden: tuple[str, ...] = in_checkpoint
+        if save_type != "checkpoint":
             hidden = (*in_model, "_vocabularies")
             children |= {} if self._vocabularies is None else self._vocabularies.variables()
         return {name: child for name, child in children.items() if name not in hidden}

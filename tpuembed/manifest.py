@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
@@ -21,6 +21,7 @@ __all__ = [
     "LAYOUTS",
     "LOOKUP_SCOPE",
     "MANIFEST_PATH",
+    "NAMES_FOLDER",
     "STORAGE_TYPES",
     "ActivationEntry",
     "ArrayEntry",
@@ -31,6 +32,7 @@ __all__ = [
     "FromActivations",
     "HistoryEntry",
     "Manifest",
+    "NamesEntry",
     "OverlayEntry",
     "PackedInput",
     "PackedOutput",
@@ -43,6 +45,8 @@ __all__ = [
 ]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
+NAMES_FOLDER: Final = "names"
+"""The folder in a version with the files of `NamesEntry.arrays`."""
 LOOKUP_SCOPE: Final = "tpuembed_lookup"
 """The name scope of a lookup's operations in an export. The server treats the scope as one operation. Each row of its
 outputs depends only on the ids of that row, and entries of -1 after a row's ids change nothing.
@@ -53,6 +57,8 @@ not, because readers ignore unknown fields.
 """
 OVERLAY_FORMAT: Final = 2
 """The format number of a version that has a base."""
+NAMES_FORMAT: Final = 3
+"""The format number of a version with features that take names. An older server would look names up as row numbers."""
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
@@ -86,6 +92,8 @@ class FeatureEntry:
         max_sequence_length: if positive, its rows are not combined.
         out_of_vocabulary: "error" if ids that are not rows fail the request; "zeros", or the row to take instead.
         combiner: of a list: "sum", "mean" or "sqrtn". Empty in exports that are older than this field.
+        names: "string" or "int64" if `serving_default` takes names of rows in place of their numbers; see NamesEntry. The
+            padding of a list is then "" or -1. The signature `packed` always takes row numbers.
     """
 
     name: str
@@ -95,6 +103,7 @@ class FeatureEntry:
     max_sequence_length: int
     out_of_vocabulary: str | int
     combiner: str = ""
+    names: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,6 +283,44 @@ class ArrayEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NamesEntry:
+    """The names of a table's rows, which features take in place of row numbers.
+
+    Name number n is the name of row `oov_buckets` + n of the table as it was trained.
+
+    Attributes:
+        table: its name.
+        dtype: "string" or "int64".
+        count: number of names.
+        oov_buckets: the rows before the names, for unknown ones. Without them, unknown names follow out_of_vocabulary.
+        salt: text before each name when it is hashed; see `tpuembed.vocabulary`.
+        arrays: in layout mmap the arrays of the index: keys, int64 [buckets, 4], and numbers, int32 [4 * buckets]. Each is
+            a whole file of this version, also in an overlay. In layout variables they are variables of the bundle, and this
+            is empty.
+    """
+
+    table: str
+    dtype: str
+    count: int
+    oov_buckets: int = 0
+    salt: str = ""
+    arrays: tuple[ArrayEntry, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_integers(self, count=0, oov_buckets=0)
+        if self.dtype not in ("string", "int64"):
+            raise ConfigError(f"names of table {self.table!r}: unknown dtype {self.dtype!r}.")
+        if not self.arrays:
+            return
+        keys, numbers = self.arrays
+        if (keys.size, numbers.rows, numbers.size) != (32 * keys.rows, 4 * keys.rows, 16 * keys.rows):
+            raise ConfigError(
+                f"names of table {self.table!r}: {keys.rows} buckets take {32 * keys.rows} bytes of keys and {16 * keys.rows} of "
+                f"numbers, not {keys.size} and {numbers.size}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlayEntry:
     """The rows of a stack that are not those of its base.
 
@@ -424,6 +471,7 @@ class Manifest:
         finite: whether every value of the tables was checked, and is finite. False in exports that did not check.
         base: the version whose files this one links, with overlays for the rows that differ; None if all is its own.
         histories: of the tables whose rows are tracked, by table.
+        names: of the tables that features look up in by name.
     """
 
     tool_version: str
@@ -443,11 +491,13 @@ class Manifest:
     finite: bool = False
     base: BaseEntry | None = None
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
+    names: tuple[NamesEntry, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ConfigError(f"its layout is {self.layout!r}, and this version reads {', '.join(LAYOUTS)}.")
-        _check_stacks(self.stacks, mapped=self.layout == "mmap")
+        _check_names(self)
+        _check_arrays(self.arrays, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
         _check_activations(self.from_activations, self.signatures)
         for file in self.files:
@@ -455,11 +505,12 @@ class Manifest:
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
-        """Return the arrays of all stacks."""
-        return tuple(array for stack in self.stacks for array in stack.arrays)
+        """Return the arrays of all stacks, and of the indices of names."""
+        of_stacks = tuple(array for stack in self.stacks for array in stack.arrays)
+        return *of_stacks, *(array for entry in self.names for array in entry.arrays)
 
     def table_files(self) -> dict[str, int]:
-        """Return the bytes of each data file of the stacks, by its path inside the version directory."""
+        """Return the bytes of each data file of the stacks and of names, by its path inside the version directory."""
         sizes: dict[str, int] = {}
         for array in self.arrays:
             sizes[array.file] = max(sizes.get(array.file, 0), array.offset + array.size)
@@ -476,7 +527,7 @@ class Manifest:
         """Write the manifest into `version_dir`, and create its folder."""
         path = version_dir / MANIFEST_PATH
         path.parent.mkdir(parents=True, exist_ok=True)
-        number = FORMAT if self.base is None else OVERLAY_FORMAT
+        number = NAMES_FORMAT if self.names else FORMAT if self.base is None else OVERLAY_FORMAT
         text = json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -506,8 +557,8 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] not in (FORMAT, OVERLAY_FORMAT):
-            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} and {OVERLAY_FORMAT}")
+        if value["format"] not in (FORMAT, OVERLAY_FORMAT, NAMES_FORMAT):
+            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {NAMES_FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
         value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}
@@ -517,6 +568,7 @@ class Manifest:
         value["features"] = tuple(_entry(FeatureEntry, entry) for entry in value.get("features", ()))
         value["vocabularies"] = tuple(_entry(VocabularyEntry, entry) for entry in value.get("vocabularies", ()))
         value["histories"] = {name: _history(entry) for name, entry in value.get("histories", {}).items()}
+        value["names"] = tuple(_names(entry) for entry in value.get("names", ()))
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
         if "from_activations" in value:
@@ -546,6 +598,10 @@ def _stack(value: Mapping[str, Any]) -> StackEntry:
         arrays = {name: _entry(ArrayEntry, overlay[name]) for name in ("rows", "words")}
         overlay = _entry(OverlayEntry, {**overlay, **arrays})
     return _entry(StackEntry, {**value, "overlay": overlay})
+
+
+def _names(value: Mapping[str, Any]) -> NamesEntry:
+    return _entry(NamesEntry, {**value, "arrays": tuple(_entry(ArrayEntry, one) for one in value["arrays"])})
 
 
 def _history(value: Mapping[str, Any]) -> HistoryEntry:
@@ -599,8 +655,7 @@ def _check_size(name: str, what: str, needed: int, size: int) -> None:
         raise ConfigError(f"stack {name!r}: {what} takes {needed} bytes, not {size}.")
 
 
-def _check_stacks(stacks: Iterable[StackEntry], *, mapped: bool) -> None:
-    arrays = [array for stack in stacks for array in stack.arrays]
+def _check_arrays(arrays: Sequence[ArrayEntry], *, mapped: bool) -> None:
     _check_distinct("stack", [array.name for array in arrays])
     in_place = sorted(arrays, key=attrgetter("file", "offset"))
     for file, group in groupby(in_place, key=attrgetter("file")):
@@ -621,6 +676,19 @@ def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) ->
         by_stack[table.stack].append(table)
     for stack in stacks:
         _check_filled(stack, by_stack[stack.name])
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Raise ConfigError unless every feature that takes names has those of its table, and every entry is of a table."""
+    _check_distinct("names of table", [entry.table for entry in manifest.names])
+    names = {entry.table: entry for entry in manifest.names}
+    if missing := sorted(names.keys() - {table.name for table in manifest.tables}):
+        raise ConfigError(f"names: table {missing[0]!r} does not exist.")
+    for feature in manifest.features:
+        if feature.names and (feature.table not in names or names[feature.table].dtype != feature.names):
+            raise ConfigError(
+                f"feature {feature.name!r}: table {feature.table!r} has no names of type {feature.names}."
+            )
 
 
 def _check_activations(

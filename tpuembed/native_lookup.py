@@ -134,6 +134,8 @@ class NativeLookups:
 
     Attributes:
         features: in the order in which a graph checks their ids: groups of one kind, stack, combiner and policy.
+        takes_names: whether a feature takes names of rows, which only a graph finds. `named` then fails, and `packed` takes row
+            numbers.
         reads_ahead: whether the kernel is told all pages of a call before the first row is read. It is for tables that are
             larger than the memory: the disk then reads many pages at once, instead of one after the other.
     """
@@ -166,6 +168,7 @@ class NativeLookups:
         stacks = {stack.name: stack for stack in manifest.stacks}
         self._order = [one.name for one in manifest.features]
         self.features = tuple(sorted(manifest.features, key=lambda one: _group_of(one, tables)))
+        self.takes_names = any(one.names for one in self.features)
         self._tables = [tables[one.table] for one in self.features]
         self._groups = [_group_of(one, tables) for one in self.features]
         self._arrays = {
@@ -197,6 +200,11 @@ class NativeLookups:
             ConfigError: an id is outside its table, with the message of the export's graph; or an input does not fit.
             TpuEmbedError: an overlay is damaged.
         """
+        if self.takes_names:
+            (name, *_) = (one.name for one in self.features if one.names)
+            raise ConfigError(
+                f"native lookups: feature {name!r} takes names. Use `packed` with row numbers, or TensorFlow."
+            )
         arrays = [_aligned(inputs[one.name], one.name, np.int64, 2 - (_kind(one) == "id")) for one in self.features]
         batch = len(arrays[0])
         found, calls = {}, self._template.copy()

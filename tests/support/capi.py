@@ -155,8 +155,8 @@ class Session:
         return Output(found, int(index or 0))
 
     def tensor(self, value: Any) -> ctypes.c_void_p:
-        if not isinstance(value, np.ndarray):
-            return self._strings(value)
+        if not isinstance(value, np.ndarray) or value.dtype == object:
+            return self._strings(np.array(value, object))
         value = np.ascontiguousarray(value)
         code = next(code for code, dtype in _CODES.items() if dtype == value.dtype)
         dims = (ctypes.c_int64 * value.ndim)(*value.shape)
@@ -165,12 +165,14 @@ class Session:
             ctypes.memmove(self.tf.TF_TensorData(tensor), value.ctypes.data, value.nbytes)
         return tensor
 
-    def _strings(self, values: list[bytes]) -> ctypes.c_void_p:
+    def _strings(self, values: Array) -> ctypes.c_void_p:
         size = 24  # of a TF_TString
-        dims = (ctypes.c_int64 * 1)(len(values))
-        tensor = ctypes.c_void_p(self.tf.TF_AllocateTensor(_STRING, dims, 1, ctypes.c_size_t(size * len(values))))
+        dims = (ctypes.c_int64 * values.ndim)(*values.shape)
+        tensor = ctypes.c_void_p(
+            self.tf.TF_AllocateTensor(_STRING, dims, values.ndim, ctypes.c_size_t(size * values.size))
+        )
         start = self.tf.TF_TensorData(tensor)
-        for index, value in enumerate(values):
+        for index, value in enumerate(values.ravel().tolist()):
             place = ctypes.c_void_p(start + size * index)
             self.tf.TF_StringInit(place)
             self.tf.TF_StringCopy(place, value, ctypes.c_size_t(len(value)))

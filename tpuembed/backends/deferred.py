@@ -44,7 +44,7 @@ class DeferredBackend(TableStore):
     def rows_of(self, vocabulary: Vocabulary, table: str, names: Tensor, padded: bool) -> Tensor:
         """Return the row of each name in the exported vocabulary of `table`, int64 [n]."""
         names = as_names(f"table {table!r}", names, vocabulary.dtype)
-        numbers = find_names(names, self._source.name_arrays(table))
+        numbers = find_names(names, self._source.name_arrays(table, vocabulary))
         return row_numbers(names, numbers, vocabulary.oov_buckets, padded)
 
     def table(self, name: str) -> Any:

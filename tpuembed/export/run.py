@@ -238,6 +238,13 @@ def _warn_of_other_signature(base: BaseVersion, graph: "SavedGraph") -> None:
                 f"base {base.number}: its {side} are {', '.join(sorted(before[side]))}, and those of the new version are "
                 f"{', '.join(sorted(after[side]))}. Change the clients, or export the same signature."
             )
+    for name in sorted(before["inputs"].keys() & after["inputs"].keys()):
+        old, new = (side["inputs"][name].dtype for side in (before, after))
+        if old != new:
+            warn(
+                f"base {base.number}: its input {name!r} is {old}, and that of the new version is {new}. Change the clients, or "
+                "export the same signature."
+            )
 
 
 def check_target(

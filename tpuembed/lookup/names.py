@@ -1,16 +1,34 @@
 """Names become rows in a graph: stock operations find them in the arrays of a vocabulary's index."""
 
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
-from tpuembed.lookup.ranges import DROPPED, NOWHERE
-from tpuembed.vocabulary import BUCKETS, MIX, WAYS, salt_text
+from tpuembed.id_messages import unknown_name_texts
+from tpuembed.lookup.branches import not_inlined
+from tpuembed.lookup.ranges import DROPPED, NOT_FOR_XLA, NOWHERE, OUTSIDE
+from tpuembed.vocabulary import BUCKETS, MIX, WAYS
 
-__all__ = ["NameArrays", "as_names", "bucket_rows", "find_names", "key_places", "name_keys", "row_numbers"]
+__all__ = [
+    "NameArrays",
+    "NamedIds",
+    "as_names",
+    "bucket_rows",
+    "check_names",
+    "find_keys",
+    "find_names",
+    "key_places",
+    "name_keys",
+    "row_numbers",
+]
 
 Tensor = Any
+
+_MOST_BYTES: Final = 24
+"""Longer names are cut in messages."""
 
 
 class NameArrays(Protocol):
@@ -20,13 +38,17 @@ class NameArrays(Protocol):
         keys: int64 [buckets, WAYS]; `tf.gather` takes it.
         numbers: int32 [buckets * WAYS], the number of each key's name. -1 for a place without a key.
         buckets: int64 [], the number of buckets.
-        salt: `Vocabulary.salt_number`.
+        salt: text before each name when it is hashed.
     """
 
-    keys: Any
-    numbers: Any
-    buckets: Any
-    salt: int
+    @property
+    def keys(self) -> Any: ...  # noqa: D102 - see the class
+    @property
+    def numbers(self) -> Any: ...  # noqa: D102
+    @property
+    def buckets(self) -> Any: ...  # noqa: D102
+    @property
+    def salt(self) -> bytes: ...  # noqa: D102
 
 
 def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
@@ -39,7 +61,11 @@ def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
         names: string or int64, [n].
         arrays: those of the vocabulary.
     """
-    keys = name_keys(names, arrays.salt)
+    return find_keys(name_keys(names, arrays.salt), arrays)
+
+
+def find_keys(keys: Tensor, arrays: NameArrays) -> Tensor:
+    """Return the number of the name with each key, int64 [n], or -1. See `find_names`."""
     places = key_places(keys, arrays.buckets)
     found = tf.equal(tf.reshape(tf.gather(arrays.keys, places), [-1, 2 * WAYS]), keys[:, None])
     way = tf.argmax(tf.cast(found, tf.int8), 1)  # the first way, if it is nowhere: so its number is dropped below
@@ -48,17 +74,17 @@ def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
     return tf.where(tf.reduce_any(found, 1), number, tf.constant(-1, tf.int64))
 
 
-def name_keys(names: Tensor, salt: int | Tensor) -> Tensor:
-    """Return what finds each name in an index, int64 [n]: integers themselves, and the fingerprints of strings.
+def name_keys(names: Tensor, salt: bytes | Tensor) -> Tensor:
+    """Return what finds each name in an index, int64 of the shape of `names`: integers themselves, and fingerprints of strings.
 
     Args:
-        names: string or int64, [n].
-        salt: `Vocabulary.salt_number`.
+        names: string or int64.
+        salt: the text before each name, or `Vocabulary.salt_number` as a tensor.
     """
     if names.dtype != tf.string:
         return names
-    if isinstance(salt, int):
-        return _fingerprints(tf.strings.join([salt_text(salt), names]) if salt else names)
+    if isinstance(salt, bytes):
+        return _fingerprints(tf.strings.join([salt, names]) if salt else names)
     return tf.cond(
         tf.equal(salt, 0),
         lambda: _fingerprints(names),
@@ -78,11 +104,11 @@ def key_places(keys: Tensor, buckets: Tensor) -> Tensor:
 
 
 def row_numbers(names: Tensor, numbers: Tensor, oov_buckets: int, padded: bool) -> Tensor:
-    """Return the row of each name, int64 [n].
+    """Return the row of each name, int64 of the shape of `names`.
 
     Args:
-        names: string or int64, [n].
-        numbers: of `find_names`.
+        names: string or int64, of any shape.
+        numbers: of `find_names`, of the same shape.
         oov_buckets: rows for unknown names. Without them an unknown name is NOWHERE, outside of every table.
         padded: "" and the integer -1 are padding, DROPPED.
     """
@@ -108,3 +134,62 @@ def as_names(what: str, names: Tensor, dtype: str) -> Tensor:
     if dtype == "int64" and names.dtype.is_integer and names.dtype != tf.uint64:
         return tf.cast(names, tf.int64)
     raise ConfigError(f"{what}: its vocabulary has names of type {dtype}, got {names.dtype.name}. Pass names.")
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedIds:
+    """The names of a feature whose unknown names fail.
+
+    Attributes:
+        feature: its name.
+        table: the table's name.
+        count: number of names in its vocabulary.
+        names: string or int64, [batch] or [batch, hot].
+        rows: of `row_numbers`, of the same shape.
+    """
+
+    feature: str
+    table: str
+    count: int
+    names: Tensor
+    rows: Tensor
+
+
+def check_names(features: Sequence[NamedIds]) -> list[Any]:
+    """Return what has to run before the rows are used. It fails for the first unknown name of the first feature that has one.
+
+    As in `check_range`, a separate function makes the message, and is called only if a name is unknown.
+    """
+    if not features:
+        return []
+    rows = tf.concat([tf.reshape(each.rows, [-1]) for each in features], 0)
+
+    def fail() -> Tensor:
+        with tf.control_dependencies(
+            [tf.raw_ops.Assert(condition=False, data=[_unknown_message(features, rows)], name=OUTSIDE)]
+        ):
+            return tf.constant(False)
+
+    return [tf.cond(tf.reduce_all(rows < NOWHERE), lambda: tf.constant(True), not_inlined(fail))]
+
+
+def _unknown_message(features: Sequence[NamedIds], rows: Tensor) -> Tensor:
+    """Return the message for the first unknown name, a string tensor: its first bytes, in valid UTF-8."""
+    first = tf.where(tf.equal(rows, NOWHERE))[0, 0]
+    sizes = tf.stack([tf.size(each.names, tf.int64) for each in features])
+    ends = tf.cumsum(sizes)
+    which = tf.reduce_sum(tf.cast(ends <= first, tf.int64))
+    place = first - tf.gather(ends - sizes, which)
+    one = tf.constant(1, tf.int64)
+    hot = tf.stack([one if each.names.shape.rank == 1 else tf.shape(each.names, tf.int64)[1] for each in features])
+    texts = [each.names if each.names.dtype == tf.string else tf.strings.as_string(each.names) for each in features]
+    name = tf.gather(tf.concat([tf.reshape(each, [-1]) for each in texts], 0), first)
+    length = tf.strings.length(name)
+    head = tf.strings.substr(name, 0, tf.minimum(length, _MOST_BYTES))
+    shown = tf.strings.unicode_transcode(
+        head, "UTF-8", "UTF-8", errors="replace", replace_control_characters=True, name=NOT_FOR_XLA
+    )
+    more = tf.where(length > _MOST_BYTES, "...", "")
+    pairs = [unknown_name_texts(each.feature, each.table, each.count) for each in features]
+    before, between, after = (tf.gather(list(parts), which) for parts in zip(*pairs, strict=True))
+    return tf.strings.join([before, shown, more, between, tf.strings.as_string(place // tf.gather(hot, which)), after])

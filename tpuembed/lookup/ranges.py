@@ -19,7 +19,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
-from tpuembed.id_messages import OF_ROW, Span, outside_texts
+from tpuembed.id_messages import NOWHERE, OF_ROW, UNKNOWN_NAME, Span, outside_texts
 from tpuembed.lookup.branches import not_inlined
 
 __all__ = [
@@ -44,9 +44,6 @@ DROPPED = -1
 
 ESCAPED: Final = -(2**63)
 """Replaces an id of -1 that is looked up, if there are also DROPPED entries."""
-
-NOWHERE: Final = 1 << 62
-"""A row past the end of every table."""
 
 OUTSIDE: Final = "tpuembed_id_outside"
 """The name of the operation that fails for an id outside its table. A server recognizes the message by it."""
@@ -216,7 +213,7 @@ def _outside_message(groups: Sequence[RangedIds]) -> Tensor:
     before, after = zip(*texts, strict=True)
     parts = [
         tf.gather(before, which, name=NOT_FOR_XLA),
-        tf.strings.as_string(found),
+        tf.where(tf.equal(found, NOWHERE), UNKNOWN_NAME, tf.strings.as_string(found)),
         OF_ROW,
         tf.strings.as_string(row),
     ]

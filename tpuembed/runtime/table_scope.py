@@ -28,8 +28,16 @@ class TableSource(Protocol):
     def answer(self, features: Sequence[Any], look_up: Callable[[], list[Any]]) -> list[Any]:
         """Return the activations of `features` (`tpuembed.lookup.Ids`): those of `look_up`, or others in their place."""
 
-    def name_arrays(self, table: str) -> Any:
-        """Return the index of the vocabulary of `table` (`tpuembed.lookup.names.NameArrays`)."""
+    def name_arrays(self, table: str, given: Any = None) -> Any:
+        """Return the index of a table's names (`tpuembed.lookup.names.NameArrays`).
+
+        Args:
+            table: its name.
+            given: the Vocabulary of the feature. Without names, or None, it stands for the source's.
+
+        Raises:
+            ConfigError: the source has no names for the table, or others.
+        """
 
     def table(self, name: str) -> Any:
         """Return the whole table, float32 [rows, dim], which converts to a tensor."""

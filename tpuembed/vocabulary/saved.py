@@ -22,11 +22,11 @@ import numpy.typing as npt
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, reason
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["MOST_NAMES", "SavedNames", "VocabularyHeader", "check_version", "chunks", "parse"]
+__all__ = ["MAGIC", "MOST_NAMES", "SavedNames", "VocabularyHeader", "check_version", "chunks", "parse"]
 
 _Integers = npt.NDArray[np.int64]
 
-_MAGIC: Final = b"tpuembed vocabulary 1\n"
+MAGIC: Final = b"tpuembed vocabulary 1\n"
 _HEADER_BYTES: Final = 1 << 16
 _AT_ONCE: Final = 1 << 20
 MOST_NAMES: Final = 2**31 - 1
@@ -74,7 +74,7 @@ class VocabularyHeader:
         free: number of rows without a name.
     """
 
-    MOST_BYTES: ClassVar[int] = len(_MAGIC) + 4 + _HEADER_BYTES
+    MOST_BYTES: ClassVar[int] = len(MAGIC) + 4 + _HEADER_BYTES
     """The bytes that hold every header."""
 
     names: int
@@ -120,7 +120,7 @@ def chunks(saved: SavedNames) -> Iterator[bytes]:
     }
     header = json.dumps(fields).encode()
     checksum = 0
-    for chunk in (_MAGIC, struct.pack("<I", len(header)), header, *_body(saved)):
+    for chunk in (MAGIC, struct.pack("<I", len(header)), header, *_body(saved)):
         checksum = google_crc32c.extend(checksum, chunk)
         yield chunk
     yield struct.pack("<I", checksum)
@@ -147,8 +147,8 @@ def _pieces(array: npt.NDArray[Any], dtype: str) -> Iterator[bytes]:
 
 def check_version(content: bytes, where: str) -> None:
     """Raise CheckpointFormatError if `content` is a vocabulary of another version. `where` begins the message."""
-    begin, _, own = _MAGIC[:-1].rpartition(b" ")
-    found, _, version = content[: len(_MAGIC) + 8].partition(b"\n")[0].rpartition(b" ")
+    begin, _, own = MAGIC[:-1].rpartition(b" ")
+    found, _, version = content[: len(MAGIC) + 8].partition(b"\n")[0].rpartition(b" ")
     if found == begin and version != own and version.isdigit():
         raise CheckpointFormatError(
             f"{where}: has version {int(version)} of the form of vocabularies. This release reads version {int(own)}. Read it "
@@ -221,8 +221,8 @@ def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
 
 def _fields(content: bytes) -> tuple[dict[str, Any], int]:
     """Return the fields of the header, and where it ends. `content` may lack what follows it."""
-    start = len(_MAGIC) + 4
-    if not content.startswith(_MAGIC) or len(content) < start:
+    start = len(MAGIC) + 4
+    if not content.startswith(MAGIC) or len(content) < start:
         raise ValueError("it is no vocabulary")
     (size,) = struct.unpack("<I", content[start - 4 : start])
     if size > min(_HEADER_BYTES, len(content) - start):

@@ -13,7 +13,7 @@ from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
 from tpuembed.vocabulary.files import integers_in, lines_of
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.name_arrays import Batch, DType, Names, names_of
-from tpuembed.vocabulary.saved import MOST_NAMES, SavedNames, check_version, chunks, parse
+from tpuembed.vocabulary.saved import MAGIC, MOST_NAMES, SavedNames, check_version, chunks, parse
 from tpuembed.vocabulary.sketch import MOST, Sketch
 from tpuembed.vocabulary.text import GrowingArray
 
@@ -383,14 +383,33 @@ class Vocabulary:
         names = self.names(np.arange(self.oov_buckets, self.rows))
         return [self._names.oov_name] * self.oov_buckets + [_text(name) for name in names]
 
+    def has(self, name: Any) -> bool:
+        """Return True if `name` is one of the names."""
+        return bool(self.lookup([name])[0] >= self.oov_buckets)
+
+    def same_names(self, other: "Vocabulary") -> bool:
+        """Return True if both have the same names at the same rows."""
+        if (self.dtype, self.oov_buckets, self.rows, len(self)) != (
+            other.dtype,
+            other.oov_buckets,
+            other.rows,
+            len(other),
+        ):
+            return False
+        moved = self.rows_in(other) != np.arange(self.rows)
+        moved[self.free_rows] = False
+        return not moved.any()
+
     # ---- for graphs
 
     @property
-    def salt_number(self) -> int:
-        """Return the number that `salt_text` makes of the text before each name when it is hashed. 0 stands for no text.
+    def salt(self) -> bytes:
+        """Return what is put before each name when it is hashed. It is chosen so that no two names have one fingerprint."""
+        return salt_text(self._salt)
 
-        It is chosen so that no two names have one fingerprint.
-        """
+    @property
+    def salt_number(self) -> int:
+        """Return the number that `salt_text` makes `salt` of."""
         return self._salt
 
     @property
@@ -475,7 +494,7 @@ class Vocabulary:
     @staticmethod
     def is_saved(start: bytes) -> bool:
         """Return True if `start`, the first bytes of a file, is that of what `to_bytes` wrote."""
-        return start.startswith(_MAGIC)
+        return start.startswith(MAGIC)
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "vocabulary") -> "Vocabulary":
@@ -552,7 +571,7 @@ class Vocabulary:
         self._sketch = None
 
     def _keys(self, batch: Batch) -> _Integers:
-        return self._names.keys(batch, salt_text(self._salt) if self._salt else b"")
+        return self._names.keys(batch, self.salt)
 
     def _find(self, batch: Batch, keys: _Integers) -> _Integers:
         """Return the number of each name; NONE if it is unknown."""
@@ -687,8 +706,8 @@ class Vocabulary:
 
 
 def salt_text(number: int) -> bytes:
-    """Return the text of a salt's number, which is not 0."""
-    return str(number).encode() + b"\0"
+    """Return the text before each name when it is hashed, of a salt's number. Number 0 has none."""
+    return str(number).encode() + b"\0" if number else b""
 
 
 def _check_count(what: str, value: Any, least: int, most: int | None = None) -> None:

@@ -61,7 +61,7 @@ class Merged:
 
 
 def merge(
-    requests: Sequence[Sequence[Array]], padding: Sequence[int | None], widen: bool, allowed: Sequence[int]
+    requests: Sequence[Sequence[Array]], padding: Sequence[int | str | None], widen: bool, allowed: Sequence[int]
 ) -> Merged:
     """Merge the inputs of one or more requests into one batch.
 
@@ -92,7 +92,7 @@ def merge(
     return Merged([_join(parts, pad, widen) for parts, pad in zip(columns, pads, strict=True)], stops, rows)
 
 
-def _join(parts: Sequence[Array], padding: int | None, widen: bool) -> Array:
+def _join(parts: Sequence[Array], padding: int | str | None, widen: bool) -> Array:
     if padding is None and not widen:
         return np.concatenate(parts)
     sizes = {part.shape[1:] for part in parts}
@@ -102,7 +102,7 @@ def _join(parts: Sequence[Array], padding: int | None, widen: bool) -> Array:
     return np.concatenate([_widened(part, widest, padding) for part in parts])
 
 
-def _widened(part: Array, widest: Sequence[int], padding: int | None) -> Array:
+def _widened(part: Array, widest: Sequence[int], padding: int | str | None) -> Array:
     missing = [(0, most - size) for size, most in zip(part.shape[1:], widest, strict=True)]
     if not any(more for _, more in missing):
         return part

@@ -15,7 +15,7 @@ from tpuembed_serving.core.servable import IdRange, Merging, Signature
 __all__ = ["find_merging", "with_padding"]
 
 _PADDING: Final = -1
-"""The padding of lists of ids in every export of lookups."""
+"""The padding of lists of ids, and of integers that are names, in every export of lookups."""
 
 Shape = Sequence[int] | None
 """A shape of a signature: -1 is an unknown size, and None an unknown rank."""
@@ -84,14 +84,19 @@ def _of_lookups(merging: Merging, signature: Signature, manifest: Manifest) -> M
     )
 
 
-def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | None:
+def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | str | None:
+    if ids is not None and ids.input == "ids":
+        return "" if ids.names == "string" else _PADDING
     if ids is not None:
-        return _PADDING if ids.input == "ids" else None
+        return None
     return 0 if weights is not None and weights.input == "ids" else None
 
 
 def _id_range(feature: FeatureEntry | None, stops: Mapping[str, int]) -> IdRange | None:
-    """Return the ids that a feature accepts. May be too wide: it includes ids below a table that starts above 0."""
-    if feature is None or feature.out_of_vocabulary != "error":
+    """Return the ids that a feature accepts. May be too wide: it includes ids below a table that starts above 0.
+
+    Which names fail is known by the graph alone: a batch that fails is halved until the request is found.
+    """
+    if feature is None or feature.out_of_vocabulary != "error" or feature.names:
         return None
     return IdRange(_PADDING if feature.input == "ids" else 0, stops[feature.table])

@@ -169,7 +169,7 @@ class Merging:
     is_proven: bool = False
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     is_steady: bool = False
-    padding: tuple[int | None, ...] = ()
+    padding: tuple[int | str | None, ...] = ()
     id_ranges: tuple[IdRange | None, ...] = ()
     parameters: "BatchingParameters | None" = None
 

@@ -27,7 +27,8 @@ _OUTSIDE: Final = re.compile(
 )
 """The error of an export about an id outside its table. The name of the failing operation is `OUTSIDE` in tpuembed.lookup."""
 _ESCAPED: Final = re.compile(r"\\(['\"\\])")
-_ROW: Final = re.compile(r"(?<=: id )(-?\d+ of row )(\d+)(?= is not in table )")
+_ROW: Final = re.compile(r"(?<=: id )((?:-?\d+|of an unknown name) of row )(\d+)(?= is not in table )")
+_NAMED_ROW: Final = re.compile(r"(: name '.*' of row )(\d+)(?= is not in the vocabulary of table )", re.DOTALL)
 
 
 class Code(enum.IntEnum):
@@ -121,5 +122,6 @@ def of_later_rows(error: Exception, rows: int) -> Exception:
     """Return the `error` of a part of a request that starts at row `rows`, with the row number of the whole request."""
     if not rows or not isinstance(error, StatusError):
         return error
-    message = _ROW.sub(lambda found: f"{found[1]}{int(found[2]) + rows}", error.message, count=1)
+    pattern = _NAMED_ROW if _NAMED_ROW.search(error.message) else _ROW
+    message = pattern.sub(lambda found: f"{found[1]}{int(found[2]) + rows}", error.message, count=1)
     return StatusError(error.code, message)

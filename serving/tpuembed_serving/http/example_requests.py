@@ -114,7 +114,7 @@ def _first_rows(manifest: Manifest | None) -> dict[str, int]:
     if manifest is None:
         return {}
     first = {table.name: table.first_row for table in manifest.tables}
-    return {feature.name: first[feature.table] for feature in manifest.features}
+    return {feature.name: first[feature.table] for feature in manifest.features if not feature.names}
 
 
 def _shapes(servable: Servable, name: str) -> dict[str, list[int] | None] | None:

@@ -21,6 +21,7 @@ Call = Callable[..., list[Array]]
 def is_worth_packing(manifest: Manifest | None, signature: Signature) -> bool:
     """Returns True if the named `signature` has the outputs of `packed`, in one matrix.
 
+    Features with names take them in `serving_default` alone.
     A whole model has its own outputs in both. It spends most of its time elsewhere, and neither is faster (measured).
     """
     return (
@@ -28,6 +29,7 @@ def is_worth_packing(manifest: Manifest | None, signature: Signature) -> bool:
         and signature.name == "serving_default"
         and not manifest.packing.left_out
         and manifest.packing.outputs is not None
+        and not any(feature.names for feature in manifest.features)
     )
 
 

@@ -399,6 +399,8 @@ def test_a_layer_inside_an_export_has_no_tables(prefix: str) -> None:
 
         def table(self, name: str) -> Any: ...
 
+        def name_arrays(self, table: str, given: Any = None) -> Any: ...
+
     with deferred_tables(Source()):
         layer = TPUEmbedding(_features(plain=(3, 2)), optimizer="sgd")
     with refused(ConfigError, match="restore_tables"):

@@ -147,10 +147,11 @@ def _other_folder(version: FilePath, manifest: Manifest) -> Iterator[str]:
 
 def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:
     """Yield stacks for which index and manifest, each intact, differ; and damaged dense tensors."""
-    arrays = {array.key for array in manifest.arrays}
+    in_bundle = [array for array in manifest.arrays if array.key]  # the others are files of names
+    arrays = {array.key for array in in_bundle}
     try:
         with Bundle.open(version / _VARIABLES) as bundle:
-            for array in manifest.arrays:
+            for array in in_bundle:
                 if reason := _disagreement(bundle, version, array):
                     yield Damage(array.name, f"{bundle.prefix}.index", reason)
             yield from damaged_parts(bundle, lambda _: None, without=arrays)

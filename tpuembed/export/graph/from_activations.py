@@ -100,6 +100,8 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
     """Return a lookup of inputs of the signature. See `_traced_lookups`."""
     config, table = ids.config, ids.config.table
     name = _name_of(ids)
+    if config.vocabulary is not None:
+        raise _RefusalError(f"feature {name!r} takes names, which the graph alone finds")
     source, weights = _sources(ids, decoded)
     if not source:
         raise _RefusalError(

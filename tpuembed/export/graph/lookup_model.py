@@ -6,13 +6,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from tpuembed.errors import ConfigError
 from tpuembed.export.graph.feature_groups import FeatureGroup, group_features
 from tpuembed.export.graph.packing import split_matrix
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import ServedFeature
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
+from tpuembed.lookup.names import NamedIds, check_names, find_keys, name_keys, row_numbers
 from tpuembed.manifest import LOOKUP_SCOPE, FeatureEntry, PackedInput, PackedOutput, Packing
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["LookupModel"]
 
@@ -26,11 +29,11 @@ class LookupModel(ExportableModel):
         self._features, self._tables = features, tables
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
-        """Return int64 [batch] or [batch, hot] per feature, and float32 [batch, hot] for its weights."""
+        """Return int64 or string [batch] or [batch, hot] per feature, and float32 [batch, hot] for its weights."""
         specs = {}
         for feature in self._features:
             shape = [None] if feature.spec.input == "id" else [None, None]
-            specs[feature.name] = tf.TensorSpec(shape, tf.int64, name=feature.name)
+            specs[feature.name] = tf.TensorSpec(shape, feature.names or "int64", name=feature.name)
             if feature.spec.weighted:
                 specs[feature.weights_name] = tf.TensorSpec(shape, tf.float32, name=feature.weights_name)
         return specs
@@ -39,14 +42,66 @@ class LookupModel(ExportableModel):
         """Return feature -> float32 [batch, dim], or [batch, max_sequence_length, dim]."""
         found: dict[str, Tensor] = {}
         with tf.name_scope(LOOKUP_SCOPE):
+            rows = self._rows(inputs)
             for group in group_features(self._features, self._tables):
-                found |= group.named(inputs)
+                found |= group.named(rows)
         return {feature.name: found[feature.name] for feature in self._features}
 
-    def samples(self) -> list[dict[str, Any]]:
-        """Return requests for the first row of each table."""
-        ids = {feature.name: self._tables.place(feature.table)[1].first_row for feature in self._features}
+    def _rows(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `inputs` with row numbers in place of names. All names of a table are found together.
+
+        The names of features are the first that fail a request. The check costs a few operations for all of them.
+        """
+        named = [feature for feature in self._features if feature.names]
+        if not named:
+            return dict(inputs)
+        found: dict[str, Tensor] = {}
+        strict = []
+        for table in dict.fromkeys(feature.table for feature in named):
+            members = [feature for feature in named if feature.table == table]
+            arrays, names = self._tables.name_arrays(table), [inputs[feature.name] for feature in members]
+            # Only ids that are looked up one by one may be reshaped themselves (row_proof/walk.py of the server).
+            flat = [tf.reshape(name_keys(each, arrays) + 0, [-1]) for each in names]
+            sizes = tf.concat(tf.shape_n(flat, tf.int64), 0)
+            parts = tf.split(find_keys(tf.concat(flat, 0), arrays), sizes, num=len(flat))
+            for feature, each, part in zip(members, names, parts, strict=True):
+                vocabulary, padded = feature.spec.vocabulary, feature.spec.input == "ids"
+                assert vocabulary is not None
+                rows = row_numbers(each, tf.reshape(part, tf.shape(each)), vocabulary.oov_buckets, padded)
+                found[feature.name] = rows
+                if feature.policy == "error" and not vocabulary.oov_buckets:
+                    strict.append(NamedIds(feature.name, table, len(vocabulary), each, rows))
+        with tf.control_dependencies(check_names(strict)):
+            return {**inputs, **{name: tf.identity(rows) for name, rows in found.items()}}
+
+    def samples(self, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:  # noqa: ARG002 - its features have them
+        """Return requests for the first row of each table, or the first that has a name."""
+        ids = {feature.name: self._sample(feature)[0] for feature in self._features}
         return [sample_inputs(self.input_specs(), ids, batch) for batch in BATCHES]
+
+    def packed_sample(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sample with row numbers."""
+        ids = {feature.name: self._sample(feature)[1] for feature in self._features}
+        batch = len(next(iter(sample.values())))
+        specs = {name: tf.TensorSpec(spec.shape, tf.int64) for name, spec in self.input_specs().items() if name in ids}
+        return sample_inputs(specs, ids, batch)
+
+    def _sample(self, feature: ServedFeature) -> tuple[Any, int]:
+        """Return what a feature takes for a row, and that row.
+
+        Raises:
+            ConfigError: no exported row has a name.
+        """
+        place, vocabulary = self._tables.place(feature.table)[1], feature.spec.vocabulary
+        if vocabulary is None:
+            return place.first_row, place.first_row
+        row, stop = max(place.first_row, vocabulary.oov_buckets), place.first_row + place.rows
+        if row >= min(stop, vocabulary.rows):
+            raise ConfigError(
+                f"feature {feature.name!r}: rows [{place.first_row}, {stop}) of table {feature.table!r} are exported, and none "
+                "of them has a name. Export rows with names, or leave vocabulary out."
+            )
+        return vocabulary.names([row])[0], row
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """Return the features as the manifest lists them."""
@@ -59,13 +114,14 @@ class LookupModel(ExportableModel):
                 max_sequence_length=feature.spec.max_sequence_length,
                 out_of_vocabulary=feature.policy,
                 combiner=feature.combiner,
+                names=feature.names,
             )
             for feature in self._features
         )
 
     def packing(self) -> Packing:
         """Return how the signature `packed` takes the features: group by group, so that each group's columns are
-        adjacent.
+        adjacent. It takes row numbers of all features, also of those with names.
         """
         if weighted := [feature.name for feature in self._features if feature.spec.weighted]:
             return Packing(left_out=f"feature {weighted[0]!r} has weights, which are not integers")

@@ -21,11 +21,13 @@ from tpuembed.export.graph.examples import parse_examples, unparsable
 from tpuembed.export.graph.mapped_table import MappedTable
 from tpuembed.export.graph.packing import matrix_spec
 from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.graph.table_names import make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
-from tpuembed.manifest import FeatureEntry, FromActivations, Packing, TensorSpec, VocabularyEntry
+from tpuembed.manifest import FeatureEntry, FromActivations, NamesEntry, Packing, TensorSpec, VocabularyEntry
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["ExportableModel", "SavedGraph", "save_graph"]
 
@@ -44,10 +46,17 @@ class ExportableModel(abc.ABC):
         """Return the outputs for `inputs`."""
 
     @abc.abstractmethod
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:
         """Return valid inputs by name, in numpy, one for each batch size to warm up; empty if valid inputs are not
         known.
+
+        Args:
+            vocabularies: of the tables that are looked up in by name.
         """
+
+    def packed_sample(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return one of `samples` with the integers that `packed` takes."""
+        return sample
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """Return the features for the manifest; empty if the table of an input is not known."""
@@ -80,7 +89,7 @@ class SavedGraph:
 
     Attributes:
         array_keys: name of a stack's array -> checkpoint key of its variable.
-        signatures, features, vocabularies, padding, packing, from_activations: as the manifest lists them.
+        signatures, features, vocabularies, padding, packing, from_activations, names: as the manifest lists them.
     """
 
     array_keys: Mapping[str, str]
@@ -90,6 +99,7 @@ class SavedGraph:
     padding: Mapping[str, int | str]
     packing: Packing
     from_activations: FromActivations
+    names: tuple[NamesEntry, ...] = ()
 
 
 def save_graph(
@@ -124,6 +134,12 @@ def save_graph(
     for name, variable in variables.items():
         setattr(root.stacks, name, variable)
     tables.bind(stacks, variables)
+    arrays, names = make_names(tables.vocabularies, folder, layout)
+    root.names = tf.Module()
+    for number, table in enumerate(sorted(arrays)):
+        setattr(root.names, f"keys_{number}", arrays[table].keys)
+        setattr(root.names, f"numbers_{number}", arrays[table].numbers)
+    tables.bind_names(arrays)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
     if require_finite:
@@ -135,14 +151,15 @@ def save_graph(
         signatures["from_activations"] = function
     with _writing(folder):
         _save(root, folder, signatures)
-        if layout == "mmap" and not root.dense:
+        if layout == "mmap" and not root.dense:  # names are mapped too
             _restore_nothing(folder)
     with tables.rows_of_zeros():
-        samples = model.samples()
+        samples = model.samples(tables.vocabularies)
     if samples:
         with _writing(folder):
             activations = [feature.name for feature in from_activations.features]
-            write_warmup(folder, samples, signatures, model.packing(), activations)
+            packed = [model.packed_sample(sample) for sample in samples]
+            write_warmup(folder, samples, signatures, model.packing(), activations, packed)
     return SavedGraph(
         array_keys={name: f"stacks/{name}/.ATTRIBUTES/VARIABLE_VALUE" for name in variables},
         signatures={name: _signature_of(function) for name, function in signatures.items()},
@@ -151,6 +168,7 @@ def save_graph(
         padding=model.padding(),
         packing=model.packing(),
         from_activations=from_activations,
+        names=names,
     )
 
 

@@ -12,6 +12,7 @@ from tpuembed.config import QuantizationConfig, ServingConfig, ServingFeature, f
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.export.graph.given_names import Saved, with_names
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint, TableInfo
@@ -37,7 +38,7 @@ class ServedFeature:
     Attributes:
         name: name of its input and output; `<name>_weights` is its second input if it is `weighted`.
         table: the table to look up in, with `rows` rows and `dim` columns.
-        spec: how to look up; its combiner and its out_of_vocabulary are never None.
+        spec: how to look up; its combiner and its out_of_vocabulary are never None. A vocabulary in it has the names.
     """
 
     name: str
@@ -56,6 +57,11 @@ class ServedFeature:
         """Return the handling of ids outside the table: "error", "zeros", or the row to take instead."""
         given = "error" if self.spec.out_of_vocabulary is None else self.spec.out_of_vocabulary
         return given if isinstance(given, str) else int(given)
+
+    @property
+    def names(self) -> str:
+        """Return "string" or "int64", the type of the names that it takes. Empty if it takes row numbers."""
+        return "" if self.spec.vocabulary is None else self.spec.vocabulary.dtype
 
     @property
     def weights_name(self) -> str:
@@ -80,25 +86,31 @@ def serving_config_of(checkpoint: "Checkpoint", given: Any) -> ServingConfig:
 
 
 def served_features(
-    config: ServingConfig, tables: Mapping[str, "TableInfo"], own: Mapping[str, Any] | None
+    config: ServingConfig,
+    tables: Mapping[str, "TableInfo"],
+    own: Mapping[str, Any] | None,
+    saved: Saved = lambda _: None,
 ) -> tuple[ServedFeature, ...]:
-    """Return the features of `config`, each with its table's size and combiner.
+    """Return the features of `config`, each with its table's size, combiner and names.
 
     Args:
         config: the features to serve.
         tables: the checkpoint's tables.
         own: the checkpoint's `layer_config`, which has combiners and policies, or None.
+        saved: returns the vocabulary that the checkpoint has for a table, or None.
 
     Raises:
         UnknownTableError: a feature's table is not in the checkpoint.
         CheckpointMismatchError: a table's size or width disagrees with the checkpoint.
-        ConfigError: a name that TensorFlow does not accept for an input, or an out_of_vocabulary row outside its table.
+        ConfigError: a name that TensorFlow does not accept for an input, an out_of_vocabulary row outside its table, or a
+            vocabulary that is none of its table.
     """
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
     policies = _Policies(own)
-    features = tuple(_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items())
+    resolved = [_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items()]
+    features = with_names(resolved, saved)
     check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
     return features
 

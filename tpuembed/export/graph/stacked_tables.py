@@ -12,8 +12,10 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.checkpoint import TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
+from tpuembed.export.graph.given_names import Saved, vocabulary_of
 from tpuembed.export.graph.overlay import gather_overlaid
 from tpuembed.export.graph.signature import find_table
+from tpuembed.export.graph.table_names import TableNames, constant_names, stand_in_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.id_messages import Span
@@ -21,6 +23,7 @@ from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of"]
 
@@ -37,14 +40,20 @@ class StackedTables:
 
     While the model is built, layers register the tables they need (`required`) and their quantization in training
     (`quantization`). A trace before `bind` records the tables that the model reads whole (`read_whole`). `bind` then
-    assigns the tables to variables.
+    assigns the tables to variables. The tables that features look up in by name are recorded too (`vocabularies`), and
+    `bind_names` assigns their names.
     """
 
-    def __init__(self, available: Mapping[str, TableInfo]) -> None:
+    def __init__(self, available: Mapping[str, TableInfo], saved: Saved = lambda _: None) -> None:
+        """Read the tables `available` in a checkpoint. `saved` returns its vocabulary of a table, or None."""
         self.required: list[str] = []
         self.read_whole: list[str] = []
         self.quantization: dict[str, QuantizationConfig] = {}
+        self.vocabularies: dict[str, Vocabulary] = {}
         self.were_asked_for = False
+        self._saved = saved
+        self._names: Mapping[str, TableNames] = {}
+        self._constants: dict[str, TableNames] = {}
         self._available = available
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
         self._variables: Mapping[str, Any] = {}
@@ -82,6 +91,32 @@ class StackedTables:
         self._places = {place.table: (stack, place) for stack in stacks for place in stack.tables}
         self._whole = {stack.name for stack in stacks if any(place.table in self.read_whole for place in stack.tables)}
 
+    def bind_names(self, names: Mapping[str, TableNames]) -> None:
+        """Assign the arrays of the tables in `vocabularies`."""
+        self._names = names
+
+    def note_names(self, table: str, given: Vocabulary | None = None) -> Vocabulary:
+        """Record that a feature takes names of `table`, and return its vocabulary. See `name_arrays`."""
+        before = self.vocabularies.get(table)
+        if before is None or given is not None:
+            rows = find_table(table, self._available).rows
+            saved = self._saved if before is None else self.vocabularies.get
+            wanted = saved(table) if given is None else given
+            where = f"a feature of table {table!r}"
+            self.vocabularies[table] = vocabulary_of(
+                where, Vocabulary() if wanted is None else wanted, table, rows, saved
+            )
+        return self.vocabularies[table]
+
+    def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:
+        """Return the index of a table's names; see `TableSource`."""
+        vocabulary = self.note_names(table, given)
+        if self._are_zeros:
+            if table not in self._constants:
+                self._constants[table] = constant_names(vocabulary)
+            return self._constants[table]
+        return self._names[table] if self._names else stand_in_names()
+
     def place(self, table: str) -> tuple[str, Placement]:
         """Return the stack of a table, and its placement there."""
         stack, place = self._places[table]
@@ -95,6 +130,7 @@ class StackedTables:
             yield
         finally:
             self._are_zeros = False
+            self._constants.clear()
 
     @contextlib.contextmanager
     def answered_by(self, answer: Answer) -> Iterator[None]:
@@ -218,6 +254,10 @@ class AnyTables(StackedTables):
         info = TableInfo(table.name, table.vocabulary_size, table.dim, np.dtype(np.float32))
         self._any.setdefault(table.name, info)
         super().register(table)
+
+    def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:  # noqa: ARG002
+        """Return arrays without names."""
+        return stand_in_names()
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns by the table's name."""

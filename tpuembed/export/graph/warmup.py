@@ -7,7 +7,7 @@ Source: tensorflow_serving/apis/prediction_log.proto, predict.proto and model.pr
 "SavedModel Warmup" for the place and the format of the file.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ _Array = npt.NDArray[Any]
 
 def sample_inputs(
     specs: Mapping[str, tf.TensorSpec],
-    ids: Mapping[str, int],
+    ids: Mapping[str, Any],
     batch: int,
     widths: Mapping[str, int] | None = None,
     padding: Mapping[str, Any] | None = None,
@@ -38,7 +38,7 @@ def sample_inputs(
 
     Args:
         specs: of all inputs.
-        ids: by name, the row for a list of ids or a single id.
+        ids: by name, the row, or the name as bytes, for a list of ids or a single id.
         batch: number of examples.
         widths: columns of lists that need a given number of them.
         padding: of the lists; None for -1 of those in `ids`.
@@ -48,11 +48,11 @@ def sample_inputs(
     return {name: _sample(spec, ids.get(name, 0), pads.get(name), batch, columns[name]) for name, spec in specs.items()}
 
 
-def _sample(spec: tf.TensorSpec, fill: int, padding: Any, batch: int, columns: int) -> _Array:
+def _sample(spec: tf.TensorSpec, fill: Any, padding: Any, batch: int, columns: int) -> _Array:
     known = spec.shape.as_list()
     shape = [(columns if index else batch) if size is None else size for index, size in enumerate(known)]
     if spec.dtype == tf.string:
-        return np.full(shape, b"", np.object_)
+        fill, padding = fill if isinstance(fill, bytes) else b"", None if padding is None else b""
     values = np.full(shape, fill, spec.dtype.as_numpy_dtype)
     if padding is not None and batch > 1 and None in known[1:]:
         values[:, -1] = padding
@@ -65,6 +65,7 @@ def write_warmup(
     signatures: Mapping[str, Any],
     packing: Packing,
     activations: Collection[str] = (),
+    packed: Sequence[dict[str, _Array]] | None = None,
 ) -> None:
     """Write records of all `signatures` for the inputs `requests` into the SavedModel in `folder`.
 
@@ -74,15 +75,16 @@ def write_warmup(
         signatures: their traced functions, by name.
         packing: of the signature `packed`.
         activations: the inputs of `from_activations` that are no inputs of `serving_default`. They are zeros.
+        packed: the same requests with row numbers, for `packed`. None if `requests` have no names.
     """
     path = folder / WARMUP_PATH
     path.parent.mkdir(parents=True, exist_ok=True)
     with tf.io.TFRecordWriter(str(path)) as writer:
-        for inputs in requests:
+        for inputs, rows in zip(requests, packed or requests, strict=True):
             forms = {
                 "serving_default": inputs,
                 "serving_examples": _examples(inputs),
-                "packed": _packed(inputs, packing),
+                "packed": _packed(rows, packing),
             }
             if "from_activations" in signatures:
                 forms["from_activations"] = _from_activations(inputs, signatures["from_activations"], activations)

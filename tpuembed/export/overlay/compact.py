@@ -378,6 +378,7 @@ class _Graph:
     padding: Any
     packing: Any
     from_activations: Any
+    names: Any
 
 
 def _graph_of(manifest: Manifest) -> "SavedGraph":
@@ -389,6 +390,7 @@ def _graph_of(manifest: Manifest) -> "SavedGraph":
         padding=manifest.padding,
         packing=manifest.packing,
         from_activations=manifest.from_activations,
+        names=manifest.names,
     )
     return graph
 

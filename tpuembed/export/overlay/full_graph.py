@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from tpuembed.manifest import NAMES_FOLDER
 from tpuembed.saved_model import GRAPH_FILE
 
 __all__ = ["FULL_GRAPH", "save_full_graph", "take_full_graph"]
@@ -22,7 +23,8 @@ def save_full_graph(save: Callable[[Path], Any], version: Path) -> None:
     """
     folder = version / FULL_GRAPH
     save(folder)
-    shutil.rmtree(folder / "assets.extra", ignore_errors=True)  # warm-up requests, which are the version's
+    for own in ("assets.extra", NAMES_FOLDER):  # warm-up requests and names, which are the version's
+        shutil.rmtree(folder / own, ignore_errors=True)
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in names):
             same = version / path.relative_to(folder)
@@ -34,6 +36,8 @@ def save_full_graph(save: Callable[[Path], Any], version: Path) -> None:
 def take_full_graph(version: Path, target: Path) -> None:
     """Copy the graph of `version` as a full version would have it, and its other files, to the new folder `target`."""
     shutil.copytree(version / FULL_GRAPH, target)
+    if (version / NAMES_FOLDER).is_dir():
+        shutil.copytree(version / NAMES_FOLDER, target / NAMES_FOLDER)
     shutil.copytree(
         version / FULL_GRAPH.parent,
         target / FULL_GRAPH.parent,

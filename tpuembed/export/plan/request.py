@@ -107,7 +107,7 @@ class _LookupRequest:
         chosen = config if features is None else config.only_features(features)
         kept = chosen if tables is None else chosen.only_tables(tables)
         self._available = checkpoint.tables()
-        self._features = served_features(kept, self._available, checkpoint.layer_config)
+        self._features = served_features(kept, self._available, checkpoint.layer_config, checkpoint.vocabulary)
         self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self._features))
         self.dropped_features = tuple(name for name in config.features if name not in kept.features)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
@@ -121,7 +121,10 @@ class _LookupRequest:
         from tpuembed.export.graph.saved_model import save_graph
         from tpuembed.export.graph.stacked_tables import StackedTables
 
-        tables = StackedTables(self._available)
+        vocabularies = {each.table: each.spec.vocabulary for each in self._features if each.spec.vocabulary is not None}
+        tables = StackedTables(self._available, vocabularies.get)
+        for table in vocabularies:
+            tables.note_names(table)
         return save_graph(LookupModel(self._features, tables), tables, plan.stacks, list, folder, plan.layout)
 
 
@@ -145,7 +148,7 @@ class _ModelRequest:
         from tpuembed.export.graph.stacked_tables import StackedTables
 
         self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
-        self._sources = StackedTables(checkpoint.tables())
+        self._sources = StackedTables(checkpoint.tables(), checkpoint.vocabulary)
         self._model, self._made = build_model(model, self._sources, output_names)
         self._model.compare_vocabularies(checkpoint.path)
         stated = check_model_config(self._model, checkpoint, serving_config)

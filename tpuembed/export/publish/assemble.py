@@ -103,6 +103,7 @@ def assemble(
         finite=plan.require_finite,
         base=streamed.base,
         histories=histories,
+        names=graph.names,
     )
     manifest = dataclasses.replace(manifest, files=_other_files(writer.path, manifest))
     manifest.write(writer.path)

@@ -12,6 +12,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     ELEMENT_BYTES,
     INT64,
     MOST_KNOWN_NUMBERS,
+    STRING,
     USES_BATCH_SIZE,
     USES_POSITION,
     VALUE_FIELDS,
@@ -35,6 +36,8 @@ def _constant(tensor: Any) -> Any:
     dtype = CONSTANT_DTYPES.get(tensor.dtype)
     shape = [dim.size for dim in tensor.tensor_shape.dim]
     count = int(np.prod(shape, dtype=np.int64))
+    if tensor.dtype == STRING and not shape and not any(tensor.string_val):
+        return np.array(b"", object)  # the padding of names
     if dtype is None or count > MOST_KNOWN_NUMBERS:
         return None
     if tensor.tensor_content:

@@ -444,7 +444,7 @@ def _unfit(values: Sequence[Value]) -> str:
             return "a lookup's ids are not those of the rows"
         if value.kind is Kind.ROWS and value.rank != 1 and (value.shape or ())[:1] != (ROWS,):
             return "a lookup's ids are not those of the rows"
-        if value.is_padded and value.kind is Kind.ROWS and (value.fill is None or value.fill not in (-1, 0)):
+        if value.is_padded and value.kind is Kind.ROWS and (value.fill is None or value.fill not in (-1, 0, b"")):
             return "a lookup's ids have no padding"
     return ""
 

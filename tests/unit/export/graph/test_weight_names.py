@@ -160,6 +160,8 @@ class Rows:
         """Those of the lookup."""
         return look_up()
 
+    def name_arrays(self, table: str, given: Any = None) -> Any: ...
+
     def table(self, name: str) -> Any:
         """All of it."""
         return self._tables[name]

@@ -1,0 +1,408 @@
+"""Exports whose features take names: the rows are those of a dictionary, and of Keras' lookup layers."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from tests.support import capi
+from tests.support.export.fakes import random_table, write_checkpoint
+from tests.support.messages import refused
+from tpuembed import (
+    Vocabulary,
+    apply_package,
+    compact_version,
+    export_saved_model,
+    rollback_version,
+)
+from tpuembed.checkpoint.tools import verify_files
+from tpuembed.config import ServingConfig, ServingFeature
+from tpuembed.errors import ConfigError
+from tpuembed.manifest import Manifest
+from tpuembed.saved_model import relocate_export, size_faults
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+Array = npt.NDArray[Any]
+
+ROWS, DIM = 400, 6
+HOSTILE = [
+    b"\0",
+    b"a\0",
+    b"a",
+    b"A",
+    b" a",
+    b"a ",
+    b"\xff\xfe",
+    b"\xc3\x28",
+    "\u00e9".encode(),
+    "e\u0301".encode(),  # the same letter of two characters
+    "\u0430".encode(),  # Cyrillic
+    b"[UNK]",
+    b"-1",
+    b"x" * (1 << 20),
+    b"x" * ((1 << 20) - 1) + b"y",
+    b"'; DROP TABLE users; --",
+    b"\n",
+    b'"\\',
+]
+LONG = [bytes([97 + size % 26]) * size for size in range(2, 140)]
+STRINGS = [*HOSTILE, *(name for name in LONG if name not in HOSTILE)]
+INTEGERS = [0, 1, -2, 2**63 - 1, -(2**63), 2**53 + 1, 2**53, *range(1000, 1100), *range(-(10**12), -(10**12) + 40)]
+NAMES: Mapping[str, list[Any]] = {"string": STRINGS, "int64": INTEGERS}
+UNKNOWN: Mapping[str, list[Any]] = {
+    "string": [b"b\0", b"XX", b"\xff", b"x" * (1 << 20) + b"x", b"[unk]", b"aa\0"],
+    "int64": [2, -3, 2**53 + 2, 2**62, -(2**63) + 1],
+}
+PADDING: Mapping[str, Any] = {"string": b"", "int64": -1}
+
+
+def config(vocabulary: Vocabulary, policy: Any = None) -> ServingConfig:
+    options: dict[str, Any] = {"table": "users", "vocabulary": vocabulary, "out_of_vocabulary": policy}
+    return ServingConfig(
+        features={
+            "one": ServingFeature(input="id", **options),
+            "list": ServingFeature(combiner="sum", **options),
+            "weighted": ServingFeature(combiner="mean", weighted=True, **options),
+            "last": ServingFeature(max_sequence_length=2, **options),
+            "row": ServingFeature(table="users", input="id"),
+        }
+    )
+
+
+def request(dtype: str, known: list[Any], unknown: list[Any], seed: int = 0, batch: int = 37) -> dict[str, Array]:
+    """Return random names for each feature; `unknown` ones too."""
+    random = np.random.default_rng(seed)
+    kind = object if dtype == "string" else np.int64
+    pool = np.array([*known, *unknown, *unknown], kind)
+
+    def pick(*shape: int) -> Array:
+        return pool[random.integers(0, len(pool), shape)]
+
+    lists = pick(batch, 5)
+    lists[random.random(lists.shape) < 0.3] = PADDING[dtype]
+    return {
+        "one": pick(batch),
+        "list": lists,
+        "weighted": pick(batch, 3),
+        "weighted_weights": random.random((batch, 3)).astype(np.float32),
+        "last": pick(batch, 4),
+        "row": random.integers(0, ROWS, batch),
+    }
+
+
+def expected(values: Array, inputs: Mapping[str, Array], rows_of: Any) -> dict[str, Array]:
+    """Return the activations by numpy. `rows_of` returns the row of a name; None for padding, and -1 for zeros."""
+
+    def rows(name: Any) -> Array:
+        row = rows_of(name)
+        return np.zeros(DIM, np.float32) if row is None or row < 0 else values[row]
+
+    def each(names: Array) -> Array:
+        return np.array([[rows(name) for name in line] for line in names.tolist()])
+
+    present = np.array([[rows_of(name) is not None for name in line] for line in inputs["weighted"].tolist()])
+    weights = inputs["weighted_weights"] * present
+    return {
+        "one": np.array([rows(name) for name in inputs["one"].tolist()]),
+        "list": each(inputs["list"]).sum(1),
+        "weighted": (each(inputs["weighted"]) * weights[..., None]).sum(1) / weights.sum(1)[:, None],
+        "last": each(inputs["last"])[:, :2],
+        "row": values[inputs["row"]],
+    }
+
+
+def _manifest(version: Path) -> Manifest:
+    found = Manifest.read(version)
+    assert found is not None
+    return found
+
+
+def check(version: Path, inputs: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+    found = signature(version)(inputs)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def signature(version: Path, name: str = "serving_default") -> Any:
+    loaded = tf.saved_model.load(str(version))
+
+    def call(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        given = {key: tf.constant(value.tolist() if value.dtype == object else value) for key, value in inputs.items()}
+        return {key: value.numpy() for key, value in loaded.signatures[name](**given).items()}
+
+    return call
+
+
+def export(folder: Path, values: Array, served: ServingConfig, name: str = "m", **options: Any) -> Path:
+    write_checkpoint(folder / "ckpt", {"users": values})
+    report = export_saved_model(folder / "ckpt", folder / name, serving_config=served, **options)
+    path: Path = report.path
+    return path
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+@pytest.mark.parametrize("buckets", [0, 3])
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_rows_are_those_of_a_dictionary(tmp_path: Path, dtype: Any, buckets: int, layout: str) -> None:
+    vocabulary = Vocabulary(NAMES[dtype], dtype=dtype, oov_buckets=buckets)
+    values = random_table(ROWS, DIM)
+    version = export(tmp_path, values, config(vocabulary, "zeros"), layout=layout)
+    rows = {name: buckets + number for number, name in enumerate(NAMES[dtype])}
+    if buckets:
+        layer = (
+            keras.layers.StringLookup(vocabulary=[*STRINGS[12:], b"z"], num_oov_indices=buckets, encoding="latin-1")
+            if dtype == "string"
+            else keras.layers.IntegerLookup(vocabulary=[5], num_oov_indices=buckets)
+        )
+        found = np.array(layer(tf.constant(UNKNOWN[dtype]))).tolist()
+        rows |= dict(zip(UNKNOWN[dtype], found, strict=True))
+        assert set(found) <= set(range(buckets))
+        assert len(set(found)) > 1
+    inputs = request(dtype, NAMES[dtype], UNKNOWN[dtype])
+    check(
+        version, inputs, expected(values, inputs, lambda name: rows.get(name, None if name == PADDING[dtype] else -1))
+    )
+    manifest = _manifest(version)
+    assert json.loads((version / "assets.extra" / "tpuembed.json").read_text())["format"] == 3
+    (entry,) = manifest.names
+    assert (entry.table, entry.dtype, entry.count, entry.oov_buckets) == (
+        "users",
+        dtype,
+        len(rows) - len(UNKNOWN[dtype]) * bool(buckets),
+        buckets,
+    )
+    assert {one.name: one.names for one in manifest.features} == {
+        **dict.fromkeys(("one", "list", "weighted", "last"), dtype),
+        "row": "",
+    }
+    assert not verify_files(version).damaged
+
+
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_names_are_found_as_keras_finds_them(tmp_path: Path, dtype: Any) -> None:
+    names = NAMES[dtype][18:]
+    layer = (
+        keras.layers.StringLookup(vocabulary=[name.decode() for name in names], num_oov_indices=2)
+        if dtype == "string"
+        else keras.layers.IntegerLookup(vocabulary=names, num_oov_indices=2)
+    )
+    values = random_table(ROWS, DIM)
+    version = export(tmp_path, values, config(Vocabulary(names, dtype=dtype, oov_buckets=2)), layout="mmap")
+    inputs = request(dtype, names, UNKNOWN[dtype])
+    found = signature(version)(inputs)["one"]
+    np.testing.assert_array_equal(found, values[np.array(layer(tf.constant(inputs["one"].tolist())))])
+
+
+def test_the_c_api_finds_names(tmp_path: Path) -> None:
+    served = ServingConfig(
+        features={k: v for k, v in config(Vocabulary(STRINGS), "zeros").features.items() if k != "weighted"}
+    )
+    for layout in ("variables", "mmap"):
+        version = export(tmp_path, random_table(ROWS, DIM), served, layout, layout=layout)
+        inputs = {k: v for k, v in request("string", STRINGS, UNKNOWN["string"]).items() if "weighted" not in k}
+        wanted, found = signature(version)(inputs), capi.predict(version, inputs)
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(found[name], value)
+
+
+def test_a_salt_is_used(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(STRINGS)
+    vocabulary._choose_salt(np.arange(len(STRINGS)))
+    assert vocabulary.salt
+    values = random_table(ROWS, DIM)
+    version = export(tmp_path, values, config(vocabulary, "zeros"), layout="mmap")
+    inputs = request("string", STRINGS, UNKNOWN["string"])
+    rows = {name: number for number, name in enumerate(STRINGS)}
+    check(version, inputs, expected(values, inputs, lambda name: rows.get(name, None if name == b"" else -1)))
+    manifest = _manifest(version)
+    assert manifest.names[0].salt.encode() == vocabulary.salt
+
+
+def test_packed_takes_rows(tmp_path: Path) -> None:
+    served = config(Vocabulary(STRINGS))
+    features = {name: served.features[name] for name in ("one", "list", "row")}
+    values = random_table(ROWS, DIM)
+    version = export(tmp_path, values, ServingConfig(features=features))
+    manifest = _manifest(version)
+    order = [packed.name for packed in manifest.packing.inputs]
+    ids = {"one": np.array([[7], [3]]), "row": np.array([[1], [2]]), "list": np.array([[4, 5], [6, -1]])}
+    matrix = np.concatenate([ids[name] for name in order], 1)
+    found = signature(version, "packed")({"ids": matrix})["activations"]
+    by_name = {
+        "one": values[[7, 3]],
+        "row": values[[1, 2]],
+        "list": values[[4, 6]] + [values[5], 0 * values[5]],
+    }
+    for output in manifest.packing.outputs or ():
+        np.testing.assert_allclose(found[:, output.start : output.stop], by_name[output.name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_examples_hold_names(tmp_path: Path, dtype: Any) -> None:
+    values = random_table(ROWS, DIM)
+    vocabulary = Vocabulary(NAMES[dtype], dtype=dtype)
+    features = {name: config(vocabulary).features[name] for name in ("one", "list")}
+    version = export(tmp_path, values, ServingConfig(features=features), layout="mmap")
+
+    def listed(names: list[Any]) -> Any:
+        if dtype == "string":
+            return tf.train.Feature(bytes_list=tf.train.BytesList(value=names))
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=names))
+
+    names = NAMES[dtype]
+    lines = [(names[3], [names[1], names[2]]), (names[0], [])]
+    examples = [
+        tf.train.Example(features=tf.train.Features(feature={"one": listed([one]), "list": listed(many)}))
+        for one, many in lines
+    ]
+    found = signature(version, "serving_examples")(
+        {"examples": np.array([e.SerializeToString() for e in examples], object)}
+    )
+    np.testing.assert_array_equal(found["one"], values[[3, 0]])
+    np.testing.assert_allclose(found["list"], [(values[1] + values[2]), np.zeros(DIM)], rtol=1e-6)
+
+
+def test_an_unknown_name_is_named(tmp_path: Path) -> None:
+    cases = [
+        ("string", b"x" * (1 << 20), "x{24}\\.\\.\\."),
+        ("string", b"\xff\n\0!", "\ufffd{3}!"),
+        ("int64", 2**62, str(2**62)),
+    ]
+    for dtype, unknown, shown in cases:
+        names = [b"k", b"l"] if dtype == "string" else [1, 2]
+        vocabulary = Vocabulary(names, dtype=dtype)  # type: ignore[arg-type]
+        features = {"one": ServingFeature(table="users", input="id", vocabulary=vocabulary)}
+        features["list"] = ServingFeature(table="users", vocabulary=vocabulary)
+        version = export(tmp_path, random_table(ROWS, DIM), ServingConfig(features=features))
+        call, kind = signature(version), object if dtype == "string" else np.int64
+        good, bad = np.array([names[0], names[1]], kind), np.array([names[0], unknown], kind)
+        padding = PADDING[dtype]
+        lists = np.array([[names[0], padding], [padding, names[1]]], kind)
+        call({"one": good, "list": lists})
+        message = f"name .?'{shown}.?' of row 1 is not in the vocabulary of table users, which has 2 names"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"feature one: {message}"):
+            call({"one": bad, "list": lists})
+        lists[1, 0] = unknown
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"feature list: {message}"):
+            call({"one": good, "list": lists})
+
+
+def test_a_name_outside_of_the_exported_rows_follows_the_policy(tmp_path: Path) -> None:
+    vocabulary = Vocabulary([f"n{number}" for number in range(ROWS)])
+    features = {"one": ServingFeature(table="users", input="id", vocabulary=vocabulary, out_of_vocabulary="zeros")}
+    values = random_table(ROWS, DIM)
+    version = export(tmp_path, values, ServingConfig(features=features), rows={"users": (100, 200)})
+    found = signature(version)({"one": np.array([b"n99", b"n100", b"n199", b"n200", b"no"], object)})["one"]
+    zeros = np.zeros(DIM)
+    np.testing.assert_array_equal(found, [zeros, values[100], values[199], zeros, zeros])
+
+
+# ---- versions
+
+
+def names_of(count: int, start: int = 0) -> list[str]:
+    return [f"name {number}" for number in range(start, start + count)]
+
+
+def answers(version: Path, names: list[str]) -> Array:
+    found: Array = signature(version)({"one": np.array([name.encode() for name in names], object)})["one"]
+    return found
+
+
+def only_one(names: list[str], policy: Any = "zeros") -> ServingConfig:
+    features = {
+        "one": ServingFeature(table="users", input="id", vocabulary=Vocabulary(names), out_of_vocabulary=policy)
+    }
+    return ServingConfig(features=features)
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_an_overlay_has_names_of_its_own(tmp_path: Path, layout: str) -> None:
+    """A name's row differs from the base's: an overlay with the base's index would answer wrong rows."""
+    values = random_table(ROWS, DIM)
+    before, after = names_of(50), [*reversed(names_of(50)), *names_of(200, 50)]
+    base = export(tmp_path, values, only_one(before), layout=layout)
+    values[7] += 1
+    overlay = export(tmp_path, values, only_one(after), layout=layout, base="latest")
+    packages = tmp_path / "packages"
+    package = export(tmp_path, values, only_one(after), layout=layout, base="latest", delta_to=packages)
+    assert _manifest(overlay).base is not None
+    server = tmp_path / "server"
+    shutil.copytree(base, server / "1")
+    if layout == "mmap":
+        relocate_export(server / "1", _manifest(server / "1"), str(server))
+    applied = apply_package(package, server).path
+    full = tmp_path / "materialised"
+    shutil.copytree(server / "1", full / "1")
+    materialised = apply_package(package, full, materialise=True).path
+    compacted = compact_version(tmp_path / "m", int(overlay.name)).path
+    again = rollback_version(tmp_path / "m", int(overlay.name)).path
+    for version in (overlay, applied, materialised, compacted, again):
+        assert not verify_files(version).damaged, version
+        np.testing.assert_array_equal(answers(version, [*after, "no"])[:-1], values[: len(after)])
+        assert not answers(version, ["no"]).any()
+    shutil.rmtree(tmp_path / "m" / "1" / "names", ignore_errors=True)  # nothing needs the base's
+    np.testing.assert_array_equal(answers(overlay, after), values[: len(after)])
+    if layout == "mmap":
+        assert not (overlay / "assets.extra" / "full" / "names").exists()
+
+
+def test_damage_to_names_is_found(tmp_path: Path) -> None:
+    version = export(tmp_path, random_table(ROWS, DIM), only_one(names_of(50)), layout="mmap")
+    path = version / "names" / "0.keys"
+    content = bytearray(path.read_bytes())
+    content[17] ^= 1
+    path.write_bytes(content)
+    (damage,) = verify_files(version).damaged
+    assert damage.file.endswith("names/0.keys")
+    path.write_bytes(content[:-8])
+    manifest = _manifest(version)
+    ((file, _),) = size_faults(version, manifest)
+    assert file == "names/0.keys"
+    path.unlink()
+    assert verify_files(version).damaged
+
+
+def test_shared_tables_have_other_names(tmp_path: Path) -> None:
+    """A second export of the same checkpoint links the tables' files, and has the names that it is given."""
+    values = random_table(ROWS, DIM)
+    write_checkpoint(tmp_path / "ckpt", {"users": values})
+    for names in (names_of(50), names_of(60)[::-1]):
+        report = export_saved_model(tmp_path / "ckpt", tmp_path / "m", serving_config=only_one(names), layout="mmap")
+        np.testing.assert_array_equal(answers(report.path, names), values[: len(names)])
+    assert report.bytes_reused
+
+
+def test_a_change_of_types_is_warned_of(tmp_path: Path) -> None:
+    values = random_table(ROWS, DIM)
+    export(tmp_path, values, ServingConfig(features={"one": ServingFeature(table="users", input="id")}))
+    with pytest.warns(UserWarning, match="its input 'one' is int64, and that of the new version is string"):
+        export(tmp_path, values, only_one(names_of(50)), base="latest")
+
+
+def test_a_manifest_with_names_is_checked(tmp_path: Path) -> None:
+    version = export(tmp_path, random_table(ROWS, DIM), only_one(names_of(50)), layout="mmap")
+    manifest = _manifest(version)
+    (entry,) = manifest.names
+    with refused(ConfigError):
+        dataclasses.replace(manifest, names=())
+    with refused(ConfigError):
+        dataclasses.replace(manifest, names=(dataclasses.replace(entry, dtype="int64"),))
+    with refused(ConfigError):
+        dataclasses.replace(manifest, names=(dataclasses.replace(entry, table="others"), entry))
+    with refused(ConfigError):
+        dataclasses.replace(manifest, names=(entry, entry))
+    with refused(ConfigError):
+        dataclasses.replace(entry, dtype="float32")
+    with refused(ConfigError):
+        keys, numbers = entry.arrays
+        dataclasses.replace(entry, arrays=(keys, dataclasses.replace(numbers, size=4)))

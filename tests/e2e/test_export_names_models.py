@@ -1,0 +1,86 @@
+"""Whole models that find rows by names of the exporter's tables, through `TableSource.name_arrays`."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import capi
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
+from tpuembed.checkpoint.tools import verify_files
+from tpuembed.lookup.names import find_names, row_numbers
+from tpuembed.manifest import Manifest
+from tpuembed.runtime.table_scope import current_source
+from tpuembed_serving.tensorflow import session as runtime
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+USERS = Vocabulary([f"user {number}" for number in range(40)])
+ITEMS = Vocabulary(range(2**53, 2**53 + 30), dtype="int64")
+SIZES = {"users": (40, 4), "items": (30, 4)}
+
+
+@keras.saving.register_keras_serializable("names_tests")
+class Rows(keras.layers.Layer):
+    """Row numbers of names, as a layer finds them in an export."""
+
+    def __init__(self, table: str, vocabulary: Vocabulary, **options: Any) -> None:
+        super().__init__(**options)
+        self._source, self._of = current_source(), (table, vocabulary)
+
+    def compute_output_spec(self, names: Any) -> Any:
+        return keras.KerasTensor(names.shape, "int64")
+
+    def call(self, names: Any) -> Any:
+        table, vocabulary = self._of
+        if self._source is None:
+            return tf.zeros(tf.shape(names), tf.int64)
+        numbers = find_names(names, self._source.name_arrays(table, vocabulary))
+        return row_numbers(names, numbers, vocabulary.oov_buckets, padded=False)
+
+
+def model() -> Any:
+    user, item = keras.Input((), dtype="string", name="user"), keras.Input((), dtype="int64", name="item")
+    features = {name: FeatureConfig(TableConfig(*size, name)) for name, size in SIZES.items()}
+    rows = {"users": Rows("users", USERS)(user), "items": Rows("items", ITEMS)(item)}
+    found = TPUEmbedding(features, optimizer="sgd")(rows)
+    return keras.Model({"user": user, "item": item}, {"score": keras.ops.sum(found["users"] * found["items"], -1)})
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_a_whole_model_takes_names(tmp_path: Path, layout: str) -> None:
+    keras.utils.set_random_seed(1)
+    trained = model()
+    prefix = tf.train.Checkpoint(model=trained).write(str(tmp_path / "ckpt"))
+    (layer,) = [layer for layer in trained.layers if isinstance(layer, TPUEmbedding)]
+    tables = {
+        getattr(key, "name", key): tf.convert_to_tensor(value).numpy() for key, value in layer.embedding_tables.items()
+    }
+    version = export_saved_model(prefix, tmp_path / "m", model=model, layout=layout).path
+    manifest = Manifest.read(version)
+    assert manifest is not None
+    assert {entry.table: (entry.dtype, entry.count) for entry in manifest.names} == {
+        "users": ("string", 40),
+        "items": ("int64", 30),
+    }
+    assert manifest.from_activations.left_out
+    inputs = {"user": np.array([b"user 3", b"user 39"], object), "item": np.array([2**53 + 7, 2**53])}
+    wanted = (tables["users"][[3, 39]] * tables["items"][[7, 0]]).sum(-1)
+    np.testing.assert_allclose(capi.predict(version, inputs)["score"], wanted, rtol=1e-5)
+    assert not verify_files(version).damaged
+    servable = runtime.load(version)
+    try:
+        signature = servable.signatures["serving_default"]
+        found = servable.run(signature, [inputs[info.alias] for info in signature.inputs])
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-5)
+        with pytest.raises(Exception, match="feature users: id of an unknown name of row 1 is not in table users"):
+            servable.run(
+                signature, [{**inputs, "user": np.array([b"user 3", b"x"], object)}[i.alias] for i in signature.inputs]
+            )
+    finally:
+        servable.close()
+    loaded = tf.data.TFRecordDataset(str(version / "assets.extra" / "tf_serving_warmup_requests"))
+    assert any(b"user 0" in record.numpy() for record in loaded)

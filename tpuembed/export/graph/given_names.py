@@ -1,0 +1,90 @@
+"""Chooses the vocabulary of each table that features look up in by name: the given names, or those of the checkpoint."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tpuembed.errors import ConfigError
+from tpuembed.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from tpuembed.export.graph.signature import ServedFeature
+
+__all__ = ["Saved", "vocabulary_of", "with_names"]
+
+Saved = Callable[[str], Vocabulary | None]
+"""Returns the vocabulary that a checkpoint has for a table, or None."""
+
+
+def with_names(features: "Sequence[ServedFeature]", saved: Saved) -> "tuple[ServedFeature, ...]":
+    """Return `features` with the names of their tables, where they take names. Features of one table share them.
+
+    Raises:
+        ConfigError: a vocabulary is none of its table, or two of one table differ.
+    """
+    found: dict[str, Vocabulary] = {}
+    named = {}
+    for feature in sorted(features, key=lambda each: not each.spec.vocabulary):  # those with names first
+        given, table, where = feature.spec.vocabulary, feature.table, f"feature {feature.name!r}"
+        if given is None:
+            continue
+        chosen = vocabulary_of(where, given, table, feature.rows, found.get if table in found else saved)
+        found[table] = chosen
+        padding = b"" if chosen.dtype == "string" else -1
+        if feature.spec.input == "ids" and chosen.has(padding):
+            raise ConfigError(
+                f"{where}: the vocabulary of table {table!r} has the name {padding!r}, which is the padding of lists. Serve "
+                'one name per row with input "id", or train without this name.'
+            )
+        named[feature.name] = dataclasses.replace(feature, spec=dataclasses.replace(feature.spec, vocabulary=chosen))
+    return tuple(named.get(feature.name, feature) for feature in features)
+
+
+def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: Saved) -> Vocabulary:
+    """Return the vocabulary of a table that a feature looks up in by name.
+
+    Args:
+        where: begins the messages of errors.
+        given: of the feature. Without names it stands for the checkpoint's.
+        table: its name.
+        rows: of the table.
+        saved: returns the checkpoint's vocabulary of a table, or None.
+
+    Raises:
+        ConfigError: there is none, the given one differs from the checkpoint's, or the table has not enough rows for it.
+    """
+    found = saved(table)
+    if found is None and not len(given):
+        raise ConfigError(
+            f"{where}: its vocabulary has no names, and the checkpoint has none for table {table!r}. Give the names: "
+            "Vocabulary.from_file, or file in a serving_config."
+        )
+    if found is not None:
+        _check_same(where, given, found, table)
+    found = given if found is None else found
+    if not len(found):
+        raise ConfigError(
+            f"{where}: the vocabulary of table {table!r} in the checkpoint has no names yet. Train it, or leave "
+            "vocabulary out to serve row numbers."
+        )
+    if found.rows > rows:
+        raise ConfigError(
+            f"{where}: its vocabulary has {len(found)} names and {found.oov_buckets} buckets, but table {table!r} has "
+            f"{rows} rows. Give the vocabulary that the table was trained with."
+        )
+    return found
+
+
+def _check_same(where: str, given: Vocabulary, saved: Vocabulary, table: str) -> None:
+    for option in ("dtype", "oov_buckets"):
+        mine, theirs = getattr(given, option), getattr(saved, option)
+        if mine != theirs:
+            raise ConfigError(
+                f"{where}: its vocabulary has {option} {mine!r}, but that of table {table!r} has "
+                f"{theirs!r}. Give the one that the table was trained with."
+            )
+    if len(given) and not given.same_names(saved):
+        raise ConfigError(
+            f"{where}: its vocabulary has {len(given)} names, but that of table {table!r} has "
+            f"{len(saved)} names, and they differ. Leave the names out to take those of the checkpoint."
+        )
