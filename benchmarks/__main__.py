@@ -31,6 +31,7 @@ RUNS = {
     "stats": "stats.run()",
     "bench": "bench.run()",
     "console": "console.run()",
+    "vocabularies": "vocabularies.run()",
 }
 
 

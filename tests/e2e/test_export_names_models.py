@@ -56,7 +56,9 @@ def test_a_whole_model_takes_names(tmp_path: Path, layout: str) -> None:
     trained = model()
     prefix = tf.train.Checkpoint(model=trained).write(str(tmp_path / "ckpt"))
     (layer,) = [layer for layer in trained.layers if isinstance(layer, TPUEmbedding)]
-    tables = {getattr(key, "name", key): tf.convert_to_tensor(value).numpy() for key, value in layer.embedding_tables.items()}
+    tables = {
+        getattr(key, "name", key): tf.convert_to_tensor(value).numpy() for key, value in layer.embedding_tables.items()
+    }
     version = export_saved_model(prefix, tmp_path / "m", model=model, layout=layout).path
     manifest = Manifest.read(version)
     assert manifest is not None
