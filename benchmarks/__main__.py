@@ -32,6 +32,7 @@ RUNS = {
     "stats": "stats.run()",
     "bench": "bench.run()",
     "console": "console.run()",
+    "vocabularies": "vocabularies.run()",
 }
 
 

@@ -2,7 +2,16 @@
 
 from typing import Final, NamedTuple
 
-__all__ = ["NOWHERE", "OF_ROW", "UNKNOWN_NAME", "Span", "outside_message", "outside_texts", "unknown_name_texts"]
+__all__ = [
+    "MOST_OF_NAME",
+    "NOWHERE",
+    "OF_ROW",
+    "UNKNOWN_NAME",
+    "Span",
+    "outside_message",
+    "outside_texts",
+    "unknown_name_texts",
+]
 
 
 class Span(NamedTuple):
@@ -18,7 +27,8 @@ NOWHERE: Final = 1 << 62
 UNKNOWN_NAME: Final = "of an unknown name"
 """What messages have for NOWHERE."""
 _LONGEST: Final = 199
-_MOST_OF_TABLE: Final = 60
+MOST_OF_NAME: Final = 24
+"""Bytes of a name in messages. Longer ones are cut."""
 OF_ROW: Final = " of row "
 """The text between the id and the row."""
 _DIGITS: Final = len(str(-(2**63))) + len(OF_ROW) + len(str(2**31))
@@ -47,11 +57,21 @@ def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]
 
 
 def unknown_name_texts(feature: str, table: str, count: int) -> tuple[str, str, str]:
-    """Return the message for an unknown name, as the texts before the name, between it and the row, and after the row."""
+    """Return the message for an unknown name, as the texts before the name, between it and the row, and after the row.
+
+    It has at most 199 characters in all, with MOST_OF_NAME of the name.
+    """
     names = "1 name" if count == 1 else f"{count} names"
-    after = f" is not in the vocabulary of table {_shortened(table, _MOST_OF_TABLE)}, which has {names}"
+    texts = ("feature ", ": name '", f"'{OF_ROW}", " is not in the vocabulary of table ", f", which has {names}")
     remedy = "; correct the name or set out_of_vocabulary"
-    return f"feature {_shortened(feature, _MOST_OF_TABLE)}: name '", f"'{OF_ROW}", after + remedy
+    room = _LONGEST - sum(map(len, texts)) - MOST_OF_NAME - len("...") - len(str(2**31))
+    if len(feature) + len(table) > room - len(remedy):
+        remedy = ""
+    room -= len(remedy)
+    of_feature = min(len(feature), max(room - len(table), room // 2))
+    shown = _shortened(table, min(len(table), room - of_feature))
+    before = f"{texts[0]}{_shortened(feature, of_feature)}{texts[1]}"
+    return before, texts[2], f"{texts[3]}{shown}{texts[4]}{remedy}"
 
 
 def _room_for_names(span: Span, remedy: str) -> int:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused
+from tests.support.stores import moto_server
 from tpuembed import (
     Vocabulary,
     apply_package,
@@ -26,6 +27,8 @@ from tpuembed import (
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.errors import ConfigError
+from tpuembed.files import as_path, remote
+from tpuembed.files.bucket import Bucket
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import relocate_export, size_faults
 
@@ -406,3 +409,28 @@ def test_a_manifest_with_names_is_checked(tmp_path: Path) -> None:
     with refused(ConfigError):
         keys, numbers = entry.arrays
         dataclasses.replace(entry, arrays=(keys, dataclasses.replace(numbers, size=4)))
+
+
+def test_a_store_has_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server copies a version out of a store, and a version that lacks a file of names is not whole."""
+    names = names_of(50)
+    values = random_table(ROWS, DIM)
+    with moto_server() as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        store.make_bucket("names")
+        remote._store.cache_clear()
+        write_checkpoint(tmp_path / "ckpt", {"users": values})
+        root = str(tmp_path / "here")
+        report = export_saved_model(
+            tmp_path / "ckpt", "s3://names/m", serving_config=only_one(names), layout="mmap", serving_root=root
+        )
+        assert not verify_files(report.path).damaged
+        keys = list(Bucket("names").keys("m/1/"))
+        for key in keys:
+            target = tmp_path / "here" / key.removeprefix("m/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(as_path(f"s3://names/{key}").read_bytes())
+        np.testing.assert_array_equal(answers(tmp_path / "here" / "1", names), values[:50])
+        Bucket("names").delete(["m/1/names/0.keys"])
+        assert any(one.file.endswith("names/0.keys") for one in verify_files(report.path).damaged)

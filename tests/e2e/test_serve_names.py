@@ -233,6 +233,30 @@ def test_requests_share_runs(folder: Path, model: str) -> None:
         servable.close()
 
 
+@pytest.mark.parametrize("lookups", ["native", "auto", "tensorflow"])
+def test_integers_that_are_names_are_never_rows(tmp_path: Path, lookups: Any) -> None:
+    """Names that are row numbers of other names: a lookup of rows would answer, and wrongly."""
+    names = [*range(1, ROWS), 0]
+    vocabulary = Vocabulary(names, dtype="int64")
+    write_checkpoint(tmp_path / "ckpt", {"users": VALUES["users"]})
+    features = {"x": ServingFeature(table="users", combiner="sum", vocabulary=vocabulary)}
+    config = ServingConfig(features=features)
+    version = export_saved_model(tmp_path / "ckpt", tmp_path / "m", serving_config=config, layout="mmap").path
+    servable = runtime.load(version, options=runtime.RunOptions(lookups=lookups))
+    try:
+        signature = servable.signatures["serving_default"]
+        merging = servable.merging(signature)
+        assert merging is not None
+        assert not any(merging.id_ranges)
+        ids = np.random.default_rng(0).integers(0, ROWS, (64, 40))  # as many as native lookups take
+        (found,) = servable.run(signature, [ids])
+        np.testing.assert_allclose(found, VALUES["users"][(ids - 1) % ROWS].sum(1), rtol=1e-4, atol=1e-4)
+        (rows,) = servable.run(servable.signatures["packed"], [ids])
+        np.testing.assert_allclose(rows, VALUES["users"][ids].sum(1), rtol=1e-4, atol=1e-4)
+    finally:
+        servable.close()
+
+
 def test_packed_is_native_and_takes_rows(server: ServerProcess) -> None:
     status, reply = predict(server, {"signature_name": "packed", "inputs": {"ids": [[3, 4, 5, -1]]}})
     assert status == 200, reply

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
-from tpuembed.id_messages import unknown_name_texts
+from tpuembed.id_messages import MOST_OF_NAME, unknown_name_texts
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.ranges import DROPPED, NOT_FOR_XLA, NOWHERE, OUTSIDE
 from tpuembed.vocabulary import BUCKETS, MIX, WAYS
@@ -26,9 +26,6 @@ __all__ = [
 ]
 
 Tensor = Any
-
-_MOST_BYTES: Final = 24
-"""Longer names are cut in messages."""
 
 
 class NameArrays(Protocol):
@@ -185,11 +182,11 @@ def _unknown_message(features: Sequence[NamedIds], rows: Tensor) -> Tensor:
     texts = [each.names if each.names.dtype == tf.string else tf.strings.as_string(each.names) for each in features]
     name = tf.gather(tf.concat([tf.reshape(each, [-1]) for each in texts], 0), first)
     length = tf.strings.length(name)
-    head = tf.strings.substr(name, 0, tf.minimum(length, _MOST_BYTES))
+    head = tf.strings.substr(name, 0, tf.minimum(length, MOST_OF_NAME))
     shown = tf.strings.unicode_transcode(
         head, "UTF-8", "UTF-8", errors="replace", replace_control_characters=True, name=NOT_FOR_XLA
     )
-    more = tf.where(length > _MOST_BYTES, "...", "")
+    more = tf.where(length > MOST_OF_NAME, "...", "")
     pairs = [unknown_name_texts(each.feature, each.table, each.count) for each in features]
     before, between, after = (tf.gather(list(parts), which) for parts in zip(*pairs, strict=True))
     return tf.strings.join([before, shown, more, between, tf.strings.as_string(place // tf.gather(hot, which)), after])

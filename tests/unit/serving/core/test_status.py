@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpuembed.id_messages import Span, outside_texts
+from tpuembed.id_messages import MOST_OF_NAME, UNKNOWN_NAME, Span, outside_texts, unknown_name_texts
 from tpuembed.lookup import OUTSIDE
 from tpuembed_serving.core.status import Code, StatusError, of_later_rows, plain_message
 
@@ -38,6 +38,30 @@ def test_the_row_of_a_later_part_is_the_requests() -> None:
     other = StatusError(Code.INTERNAL, "no row 3")
     assert of_later_rows(other, 16).args == other.args
     assert of_later_rows(error, 0) is error
+
+
+def test_the_row_of_an_unknown_name_in_a_later_part() -> None:
+    """A client's name may say anything, also what the sentence says behind it."""
+    for name in ("x", "' of row 3 is not in the vocabulary of table", "\n"):
+        before, between, after = unknown_name_texts("user", "users", 5)
+        error = StatusError(Code.INVALID_ARGUMENT, f"{before}{name}{between}3{after}")
+        later = of_later_rows(error, 16)
+        assert isinstance(later, StatusError)
+        assert later.message == f"{before}{name}{between}19{after}"
+    unknown = f"feature user: id {UNKNOWN_NAME} of row 3 is not in table users, which has 5 rows"
+    later = of_later_rows(StatusError(Code.INVALID_ARGUMENT, unknown), 16)
+    assert str(later) == unknown.replace("row 3", "row 19")
+
+
+def test_a_sentence_of_a_name_has_less_than_200_characters() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        feature, table = ("".join(map(chr, rng.integers(97, 900, int(size)))) for size in 10 ** rng.uniform(0, 3, 2))
+        before, between, after = unknown_name_texts(feature, table, int(2 ** rng.uniform(0, 31)))
+        assert len(f"{before}{'x' * MOST_OF_NAME}...{between}{2**31}{after}") < 200
+        if len(feature) + len(table) < 25:
+            assert before == f"feature {feature}: name '"
+            assert f" of table {table}, " in after
 
 
 def test_a_sentence_has_less_than_200_characters() -> None:
