@@ -4,6 +4,7 @@ It is a bucketed cuckoo table: a key lies in one of two buckets, each with room 
 against others; see docs/performance.md.
 """
 
+import math
 from typing import Final
 
 import numpy as np
@@ -23,11 +24,15 @@ NONE: Final = -1
 _FILL: Final = 0.9
 MIX: Final = -7046029254386353131
 """What a key is multiplied by for its second bucket."""
-_LEAST_BUCKETS: Final = 8
+_LEAST_BUCKETS: Final = 17
+_SMALL_FACTORS: Final = 2 * 3 * 5 * 7 * 11 * 13
+"""No number of buckets has one of them, so that keys which are all multiples of one still use all buckets."""
 _MOST_ROUNDS: Final = 500
 _MOST_TIMES: Final = 32
 """A table that is not placed in as many times the buckets that it needs has keys that were made to collide."""
 _AT_ONCE: Final = 1 << 20
+_MOST_TRIES: Final = 40
+"""How often a key is tried, on the average of many, before the table is taken to be too full."""
 
 
 class Index:
@@ -116,14 +121,14 @@ class Index:
         buckets = max(_LEAST_BUCKETS, int(room / WAYS / _FILL) + 1)
         most = _MOST_TIMES * buckets
         while buckets <= most:
+            while math.gcd(buckets, _SMALL_FACTORS) > 1:
+                buckets += 1
             self.keys = np.full((buckets, WAYS), self.empty, np.int64)
             self.rows = np.full((buckets, WAYS), NONE, np.int32)
             if self._place_all(parts):
                 return
             buckets += buckets // 8
-        raise ConfigError(
-            f"vocabulary: its keys were made to collide: {len(keys)} of them find no place. Hash the names."
-        )
+        raise ConfigError("vocabulary: its keys were made to collide, so that some find no place. Hash the names.")
 
     def _place_all(self, parts: list[tuple[_Integers, _Rows]]) -> bool:
         for keys, rows in parts:
@@ -154,10 +159,11 @@ class Index:
 
         A key that finds both of its buckets full takes the place of another, which goes on to its other bucket.
         """
-        random = np.random.default_rng(0)
+        random, tries = np.random.default_rng(0), _MOST_TRIES * len(keys) + _AT_ONCE
         is_second, failures = np.zeros(len(keys), bool), np.zeros(len(keys), np.int8)
         for _ in range(_MOST_ROUNDS):
-            if not len(keys):
+            tries -= len(keys)
+            if not len(keys) or tries < 0:
                 break
             at = np.where(is_second, self._second(keys), self._first(keys))
             order = np.argsort(at, kind="stable")

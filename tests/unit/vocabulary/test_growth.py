@@ -179,6 +179,14 @@ def test_an_index_lives_through_many_removals() -> None:
     assert index.keys.size < 3 * 6000
 
 
+@pytest.mark.parametrize("factor", [2, 1024, 2**40, 3 * 5 * 7, -1, 6151])
+def test_keys_that_are_multiples_fill_a_table(factor: int) -> None:
+    keys = np.arange(20_000) * np.int64(factor)
+    index = Index(keys)
+    np.testing.assert_array_equal(index.find(keys), np.arange(len(keys)))
+    assert len(keys) > 0.7 * index.keys.size
+
+
 def test_keys_that_were_made_to_collide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = np.arange(40) * np.int64(np.lcm.reduce(np.arange(8, 24)))
     assert (Index(keys).find(keys) == np.arange(40)).all()
