@@ -41,7 +41,10 @@ def tensor(values: Any, dtype: str) -> Any:
 
 def batch(pool: list[Any], dtype: str, seed: int, size: int = 8) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    pick = lambda shape: np.array([*pool, None], object)[rng.integers(0, len(pool), shape)]  # noqa: E731
+
+    def pick(shape: Any) -> Any:
+        return np.array([*pool, None], object)[rng.integers(0, len(pool), shape)]
+
     lists = pick((size, 4))
     lists[rng.random(lists.shape) < 0.3] = PADDING[dtype]
     bag = tf.RaggedTensor.from_tensor(tensor(lists.tolist(), dtype), padding=tensor(PADDING[dtype], dtype))
