@@ -2,9 +2,9 @@
 
 First `MAGIC`, whose number is the version of the form. Then the length of the header, uint32, and the header, JSON: the
 options of the vocabulary, `names` (how many), `bytes` (of all texts; 0 for int64), `free` (how many numbers have no name),
-`reused`, `update` and `is_counted`. Then little-endian arrays: the free numbers, uint32; the lengths of the texts, uint32,
+`update` and `is_counted`. Then little-endian arrays: the free numbers, uint32; the lengths of the texts, uint32,
 and their bytes, or the integers, int64, in the order of their numbers; if `is_counted`, the count, uint32, and the last
-update, int32, of each name; the reused numbers, uint32. Then the CRC32C of all before it, uint32.
+update, int32, of each name. Then the CRC32C of all before it, uint32.
 
 Everything is checked against the length of the file before an array is made.
 """
@@ -31,7 +31,7 @@ _HEADER_BYTES: Final = 1 << 16
 _AT_ONCE: Final = 1 << 20
 MOST_NAMES: Final = 2**31 - 1
 _OPTIONS: Final = {"dtype", "oov_buckets", "grows", "min_count"}
-_COUNTS: Final = ("names", "bytes", "free", "reused", "update")
+_COUNTS: Final = ("names", "bytes", "free", "update")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +45,6 @@ class SavedNames:
         update: the latest that it knows.
         counts: how often each name was seen, uint32 [n]; None if it is not counted.
         last_seen: the update that each was last seen in, int32 [n]; None if it is not counted.
-        reused: numbers that were free, were given to a name, and whose rows still have old values, int64, ascending.
     """
 
     options: Mapping[str, Any]
@@ -54,7 +53,6 @@ class SavedNames:
     update: int
     counts: npt.NDArray[np.uint32] | None
     last_seen: npt.NDArray[np.int32] | None
-    reused: _Integers
 
     def numbers(self) -> _Integers:
         """Return the number of each name, int64 [n]."""
@@ -114,7 +112,6 @@ def chunks(saved: SavedNames) -> Iterator[bytes]:
         "names": len(names),
         "bytes": int(names.lengths.sum(dtype=np.int64)) if isinstance(names, Texts) else 0,
         "free": len(saved.free),
-        "reused": len(saved.reused),
         "update": saved.update,
         "is_counted": saved.counts is not None,
     }
@@ -137,7 +134,6 @@ def _body(saved: SavedNames) -> Iterator[bytes]:
     if saved.counts is not None and saved.last_seen is not None:
         yield from _pieces(saved.counts, "<u4")
         yield from _pieces(saved.last_seen, "<i4")
-    yield from _pieces(saved.reused, "<u4")
 
 
 def _pieces(array: npt.NDArray[Any], dtype: str) -> Iterator[bytes]:
@@ -163,12 +159,12 @@ def parse(content: bytes) -> SavedNames:
         ValueError: it is damaged.
     """
     fields, body = _header(content)
-    names, free, reused = fields["names"], fields["free"], fields["reused"]
+    names, free = fields["names"], fields["free"]
     is_text, is_counted = fields["dtype"] == "string", fields["is_counted"]
     if names + free > MOST_NAMES:
         raise ValueError(f"{names + free} numbers are more than {MOST_NAMES}")
     own = 4 * names + fields["bytes"] if is_text else 8 * names
-    expected = 4 * free + own + 8 * names * is_counted + 4 * reused
+    expected = 4 * free + own + 8 * names * is_counted
     if len(body) != expected:
         raise ValueError(f"it has {len(body)} bytes, and its header says {expected}")
     read = _Body(body)
@@ -188,10 +184,7 @@ def parse(content: bytes) -> SavedNames:
     last_seen = read.take("<i4", names) if is_counted else None
     if last_seen is not None and len(last_seen) and (last_seen.min() < 0 or last_seen.max() > fields["update"]):
         raise ValueError(f"a name was last seen in an update outside of [0, {fields['update']}]")
-    old = _numbers("reused", read.take("<u4", reused), names + free)
-    if np.isin(old, holes, assume_unique=True).any():
-        raise ValueError("a reused number is free")
-    return SavedNames(fields["options"], texts, holes, fields["update"], counts, last_seen, old)
+    return SavedNames(fields["options"], texts, holes, fields["update"], counts, last_seen)
 
 
 class _Body:

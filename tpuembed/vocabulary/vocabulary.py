@@ -96,7 +96,6 @@ class Vocabulary:
         self._lock = threading.RLock()
         self._followers: list[tuple[weakref.ref[Follower], str]] = []
         self._free: _Integers
-        self._reused: _Integers
         self._sketch: Sketch | None = None
         self._clear()
         self._fill(self._names.batch(names))
@@ -233,16 +232,6 @@ class Vocabulary:
             self._mark(found[is_name & (found != NONE)], update)
         return self._rows(batch, found, padded).reshape(shape)
 
-    def take_reused_rows(self) -> _Integers:
-        """Return the rows that new names got after `evict` had freed them, int64, ascending, each once.
-
-        A table still has there what the old name had trained. Set them, and their slots, to initial values before the next
-        lookup. They are saved until they are taken.
-        """
-        with self._lock:
-            rows, self._reused = self._reused + self.oov_buckets, np.zeros(0, np.int64)
-        return rows
-
     # ---- how often, and when, names were seen
 
     def seen(self, rows: Any, *, update: int) -> None:
@@ -293,7 +282,8 @@ class Vocabulary:
     ) -> _Integers:
         """Remove names that are old, or rare, or, if both are given, old and rare. Returns their rows, int64, ascending.
 
-        The rows are free until `grow` or `add` gives them to new names. A removed name that comes back is a new name, and what
+        The rows are free until `grow` or `add` gives them to new names. Layers that use the vocabulary give these rows, and their
+        slots, the values of a new table now. A removed name that comes back is a new name, and what
         was counted of names without a row is forgotten. Call it between runs: graphs and batches that were made before have
         the old rows.
 
@@ -328,7 +318,6 @@ class Vocabulary:
                 self._names.drop(numbers)
                 self._counts.values[numbers], self._last_seen.values[numbers] = 0, _NEVER
                 self._free = np.union1d(self._free, numbers)
-                self._reused = np.setdiff1d(self._reused, numbers, assume_unique=True)
             self._sketch = None
         self._tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
@@ -539,14 +528,14 @@ class Vocabulary:
             alive = np.setdiff1d(np.arange(len(self._names)), self._free, assume_unique=True)
         counts, last_seen = (self._counts.values[alive], self._last_seen.values[alive]) if self.grows else (None, None)
         names = self._names.get(alive)
-        return SavedNames(self.options(), names, self._free, self._update, counts, last_seen, self._reused)
+        return SavedNames(self.options(), names, self._free, self._update, counts, last_seen)
 
     def _load(self, saved: SavedNames, is_own: bool) -> None:
         """Fill it, which has no names, with those of `saved`, whose arrays are its own, or are copied."""
         self._update = saved.update
         size = len(saved.names) + len(saved.free)
         self._fill(saved.names, None if is_own and not len(saved.free) else saved.numbers(), size)
-        self._free, self._reused = saved.free, saved.reused
+        self._free = saved.free
         if self.grows and saved.counts is not None and saved.last_seen is not None:
             numbers = saved.numbers()
             self._counts.values[numbers], self._last_seen.values[numbers] = saved.counts, saved.last_seen
@@ -567,7 +556,7 @@ class Vocabulary:
         self._counts, self._last_seen = GrowingArray(np.uint32), GrowingArray(np.int32)
         self._index = Index()
         self._salt, self._update = 0, 0
-        self._free, self._reused = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._free = np.zeros(0, np.int64)
         self._sketch = None
 
     def _keys(self, batch: Batch) -> _Integers:
@@ -660,7 +649,7 @@ class Vocabulary:
         numbers = np.concatenate([free, np.arange(len(self._names), len(self._names) + rest)])
         chosen = chosen[: len(numbers)]
         self._give(self._names.take(new, first[chosen]), new_keys[first[chosen]], numbers, before[chosen])
-        self._free, self._reused = self._free[len(free) :], np.union1d(self._reused, free)
+        self._free = self._free[len(free) :]
         given = np.full(len(first), NONE, np.int64)
         given[chosen] = numbers
         found[missing] = given[order]

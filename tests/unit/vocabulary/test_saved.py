@@ -33,11 +33,11 @@ def written(fields: dict[str, Any], *arrays: tuple[str, list[int]]) -> bytes:
 
 
 def header_of(**changes: Any) -> dict[str, Any]:
-    fields = {"dtype": "int64", "oov_buckets": 2, "names": 2, "bytes": 0, "free": 1, "reused": 1, "update": 9}
+    fields = {"dtype": "int64", "oov_buckets": 2, "names": 2, "bytes": 0, "free": 1, "update": 9}
     return fields | {"grows": True, "is_counted": True} | changes
 
 
-ARRAYS = [("<u4", [1]), ("<i8", [70, 80]), ("<u4", [5, 6]), ("<i4", [7, 9]), ("<u4", [2])]
+ARRAYS = [("<u4", [1]), ("<i8", [70, 80]), ("<u4", [5, 6]), ("<i4", [7, 9])]
 
 
 def some(dtype: Any) -> Vocabulary:
@@ -56,11 +56,10 @@ def test_the_form_is_as_described() -> None:
     assert found.free_rows.tolist() == [3]
     assert found.grows
     assert found.to_bytes() == written(
-        {"dtype": "int64", "oov_buckets": 2, "grows": True, "names": 2, "bytes": 0, "free": 1, "reused": 1}
+        {"dtype": "int64", "oov_buckets": 2, "grows": True, "names": 2, "bytes": 0, "free": 1}
         | {"update": 9, "is_counted": True},
         *ARRAYS,
     )
-    assert found.take_reused_rows().tolist() == [4]
 
 
 @pytest.mark.parametrize("dtype", ["string", "int64"])
@@ -100,9 +99,8 @@ CONTRADICTIONS = [
     written(header_of(update=8), *ARRAYS),
     written(header_of(), ("<u4", [3]), *ARRAYS[1:]),
     written(header_of(), ARRAYS[0], ("<i8", [70, 70]), *ARRAYS[2:]),
-    written(header_of(), *ARRAYS[:3], ("<i4", [7, -1]), ARRAYS[4]),
-    written(header_of(), *ARRAYS[:4], ("<u4", [1])),
-    written(header_of(), *ARRAYS[:4], ("<u4", [3])),
+    written(header_of(), *ARRAYS[:3], ("<i4", [7, -1])),
+    written(header_of(), *ARRAYS, ("<u4", [1])),
     written(header_of(free=2, names=2), ("<u4", [1, 1]), *ARRAYS[1:]),
     written(header_of(dtype="string", bytes=3), ARRAYS[0], ("<u4", [1, 3]), ("u1", [1, 2, 3]), *ARRAYS[2:]),
     written(header_of(dtype="string", bytes=2), ARRAYS[0], ("<u4", [1, 1]), ("u1", [1, 1]), *ARRAYS[2:]),

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tpuembed.export.graph.mapped_table import MappedTable
 from tpuembed.manifest import NAMES_FOLDER, ArrayEntry, NamesEntry
-from tpuembed.vocabulary import WAYS, Vocabulary
+from tpuembed.vocabulary import WAYS, Vocabulary, salt_text
 
 __all__ = ["TableNames", "constant_names", "make_names", "stand_in_names"]
 
@@ -35,7 +35,8 @@ def make_names(
     entries = []
     for number, (table, vocabulary) in enumerate(sorted(vocabularies.items())):
         names = [f"names_{number}_keys", f"names_{number}_numbers"]
-        values: list[npt.NDArray[Any]] = [vocabulary.keys, vocabulary.numbers.reshape(-1)]
+        salt, of_index, numbers_of_index = vocabulary.snapshot()  # of a live layer, it may grow meanwhile
+        values: list[npt.NDArray[Any]] = [of_index, numbers_of_index.reshape(-1)]
         if layout == "mmap":
             files = [f"{NAMES_FOLDER}/{number}.keys", f"{NAMES_FOLDER}/{number}.numbers"]
             written = tuple(_write(folder, *each) for each in zip(names, files, values, strict=True))
@@ -48,14 +49,14 @@ def make_names(
             keys, numbers = (
                 tf.Variable(value, trainable=False, name=name) for name, value in zip(names, values, strict=True)
             )
-        arrays[table] = TableNames(keys, numbers, len(vocabulary.keys), vocabulary.salt)
+        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt))
         entries.append(
             NamesEntry(
                 table=table,
                 dtype=vocabulary.dtype,
                 count=len(vocabulary),
                 oov_buckets=vocabulary.oov_buckets,
-                salt=vocabulary.salt.decode(),
+                salt=salt_text(salt).decode(),
                 arrays=written,
             )
         )
