@@ -306,10 +306,22 @@ X_AND_Y = ONE | {"y": tf.TensorSpec([None], tf.int64)}
 FLOATS = {"w": tf.RaggedTensorSpec([None, None], tf.float32)}
 WEIGHTS = {"x_weights": tf.RaggedTensorSpec([None, None], tf.float32)}
 HALF = {"x_weights": tf.RaggedTensorSpec([None, None], tf.float16)}
+DOUBLE = {"x_weights": tf.RaggedTensorSpec([None, None], tf.float64)}
 
 
 def numbers(x: Any) -> Any:
     return keras.layers.Hashing(20)(x)
+
+
+def model_of_doubles() -> Any:
+    """Keras casts the inputs of other models."""
+    made, specs = subclassed(
+        lambda layers, inputs: layers[0]({"x": inputs["x"]}, {"x": inputs["x_weights"]}),
+        LIST | DOUBLE,
+        embedding(dtype="float64"),
+    )
+    made.dtype_policy = "float64"
+    return made, specs
 
 
 WITHOUT: dict[str, Callable[[], Any]] = {
@@ -385,6 +397,16 @@ WITHOUT: dict[str, Callable[[], Any]] = {
         lambda layers, inputs: layers[0](inputs), {"x": tf.RaggedTensorSpec([None, None], tf.uint32)}
     ),
     "floats": lambda: subclassed(lambda layers, inputs: layers[0]({"x": tf.cast(inputs["x"], tf.float32)})),
+    "an input of floats": lambda: functional(lambda layer, x: layer({"x": x}), ids_input(dtype="float32")),
+    "lists of floats": lambda: subclassed(
+        lambda layers, inputs: layers[0](inputs),
+        {"x": tf.RaggedTensorSpec([None, None], tf.float32)},
+        embedding({"x": FeatureConfig(table(), out_of_vocabulary="zeros")}),
+    ),
+    "double weights": lambda: subclassed(
+        lambda layers, inputs: layers[0]({"x": inputs["x"]}, {"x": inputs["x_weights"]}), LIST | DOUBLE
+    ),
+    "double weights of a model of doubles": model_of_doubles,
     "an output_shape": lambda: subclassed(
         lambda layers, inputs: layers[0](inputs), LIST, embedding({"x": FeatureConfig(table(), output_shape=(4,))})
     ),
