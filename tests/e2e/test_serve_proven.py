@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.support.serving.executors import run
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
-from tpuembed_serving.batching.row_proof import walk
+from tpuembed_serving.batching.row_proof import prove, walk
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.settings import BatchingSettings
@@ -239,15 +239,15 @@ def test_lookups_answer_many_as_each_bit_for_bit(checkpoint: str, tmp_path: Path
 def test_a_proof_holds_up_no_request(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signatures that are not served first are proven while the version is served."""
     path = export_saved_model(checkpoint, tmp_path / "m", model=by_id).path
-    real, started, may_end = runtime.prove, threading.Event(), threading.Event()
+    started, may_end = threading.Event(), threading.Event()
 
-    def prove(graph: Any, name: str, **options: Any) -> Any:
+    def held(graph: Any, name: str, **options: Any) -> Any:
         if name != "serving_default":
             started.set()
             assert may_end.wait(60), "a request waits for a proof"
-        return real(graph, name, **options)
+        return prove(graph, name, **options)
 
-    monkeypatch.setattr(runtime, "prove", prove)
+    monkeypatch.setattr(runtime, "prove", held)
     servable = runtime.load(path)
     executor = ModelExecutor(threads=1, max_queued=10, timeout_seconds=60)
     try:

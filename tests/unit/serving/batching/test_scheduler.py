@@ -207,7 +207,7 @@ def test_requests_run_alone_while_the_proof_is_not_done() -> None:
         return merging(signature)
 
     here.servable.merging = after_the_proof  # type: ignore[method-assign]
-    here.servable.knows_merging = lambda _: proven.is_set()  # type: ignore[method-assign]
+    here.servable.knows_merging = lambda _: proven.is_set()  # type: ignore[method-assign,assignment]
 
     async def scenario() -> None:
         assert await values(here.ask(1), here.ask(2)) == [[2], [4]]
