@@ -15,6 +15,7 @@ from tests.support import capi
 from tests.support.export import whole_model
 from tests.support.messages import said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed.export.graph.warmup import WARMUP_PATH
 from tpuembed.manifest import ActivationEntry, FromActivations, Manifest
 
 pytestmark = [
@@ -186,6 +187,23 @@ def test_models_that_have_it(name: str, tmp_path: Path) -> None:
         outputs = loaded["from_activations"](x=tf.constant(rows[ids]), **more)
         for output, value in expected.items():
             np.testing.assert_array_equal(outputs[output], value)
+
+
+@pytest.mark.filterwarnings("ignore:Leaving out the signature")
+def test_one_id_for_all_examples(tmp_path: Path) -> None:
+    """An input without a batch is in no tf.train.Example, and the warm-up has a request without one."""
+    specs = {"x": tf.TensorSpec([], tf.int64), "y": tf.TensorSpec([None], tf.float32)}
+    made = subclassed(lambda layers, inputs: layers[0]({"x": inputs["x"]})["x"] + inputs["y"][:, None], specs)
+    path, found = exported(made, tmp_path)
+    assert found.left_out == ""
+    assert (path / WARMUP_PATH).stat().st_size > 0
+    loaded = tf.saved_model.load(str(path)).signatures
+    rows = np.asarray(next(iter(made[0].embeddings[0].embedding_tables.values())))
+    y = tf.constant([1.0, 2.0])
+    expected = loaded["serving_default"](x=tf.constant(3, tf.int64), y=y)
+    outputs = loaded["from_activations"](x=tf.constant(rows[3]), y=y)
+    for output, value in expected.items():
+        np.testing.assert_array_equal(outputs[output], value)
 
 
 class Scores(keras.layers.Layer):
